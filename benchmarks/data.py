@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.harness import Row, interleave, missing, ratio_row, row, status_bytes, summary
+from benchmarks.harness import Row, interleave, missing, ratio_row, row, status_bytes, values_row
 from cogumi.data.cache import Prepared, Source, prepare
 from cogumi.data.cache_files import tokenizer_identity
 from cogumi.data.fim import FimConfig
@@ -104,11 +104,7 @@ def against_map(
     found = ratio_row(benchmark, case, f"rows/s vs {peer}", times, peer, "cogumi", target=">= 5", note=note)
     yield found | {"ok": found["ok"] and equal}
     for name, seconds in times.items():
-        middle, spread = summary(seconds)
-        yield row(benchmark, case, name, middle, "s", spread=spread)
-
-
-# --------------------------------------------------------------------------------------------------------------- memory
+        yield values_row(benchmark, case, name, seconds, "s")
 
 
 def memory(heights: tuple[int, ...]) -> Iterator[Row]:
@@ -181,9 +177,6 @@ def prepare_fim(path: Path, tokenizer: Any, cache: Path, eval_rows: int = 0) -> 
     options = CONFIG.model_dump(mode="json")
     source = Source(path.name, [path], {"source": "source"}, tokenize, files_identity([path]), options, text_only=True)
     return prepare([source], Selection(eval_rows), {"tokenizer": tokenizer_identity(tokenizer)}, cache_dir=cache)
-
-
-# -------------------------------------------------------------------------------------------------------------- the peer
 
 
 def starcoder_like(texts: list[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import faults_costs, harness
 from benchmarks.faults_disk import allocated, damages, fill, mounted, remount, take_inodes
@@ -55,9 +54,6 @@ class Sizes:
 
 FULL = Sizes(full=66, kills=60, changes=84, damages=None, inodes=18, read_only=16, terms=24)
 QUICK = Sizes(full=6, kills=3, changes=4, damages=6, inodes=3, read_only=2, terms=2)
-
-
-# ------------------------------------------------------------------------------------------------------- one fault
 
 
 @dataclass(frozen=True)
@@ -116,16 +112,14 @@ class Bench:
         changes = {message[1]: message[2] for message in running.messages if message[0] == "changes"}
         ends = [*running.moments("saving").values(), running.moments("saved")[STEPS] + 0.02]
         gaps = {step: ends[number + 1] - ends[number] for number, step in enumerate(SAVES)}
-        journal = read_journal(job.journal)
-        base = replace(self.job(how, lora), keep=None)
+        base = self.bases[how, lora] = replace(self.job(how, lora), keep=None)
         self.undisturbed(base)
         shutil.rmtree(base.directory / f"checkpoint-{STEPS}")
-        self.bases[how, lora] = base
         again = replace(self.job(how, lora), words=job.words)
         shutil.copytree(base.directory, again.directory)
         self.undisturbed(again)
         shutil.rmtree(again.directory)
-        return Usual(journal, words_of(job.words), gaps, changes)
+        return Usual(read_journal(job.journal), words_of(job.words), gaps, changes)
 
     def endure(
         self, job: Job, disturb: Callable[[Running], object], heal: Callable[[], object], damaged: int | None = None
@@ -138,8 +132,7 @@ class Bench:
         status, hung = running.finish(), running.hung
         heal()
         met = status != 0 or not words_of(job.words) <= usual.words
-        lost = self.lost(job, damaged)
-        why = self.ending(job, status)
+        lost, why = self.lost(job, damaged), self.ending(job, status)
         if read_journal(job.journal).end is None:
             job = replace(job, event=None, largest_file=None, words=self.papers()[1])
             running = Running(job)
@@ -176,9 +169,6 @@ def nothing(*_: object) -> None:
     pass
 
 
-# ------------------------------------------------------------------------------------------------------- the kinds
-
-
 def full_disk(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
     """Free space from less than one checkpoint to more than the three that there are while one is written and two stay."""
     filler = disk / "filler"
@@ -187,8 +177,8 @@ def full_disk(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcom
         job = replace(bench.job(how, lora, disk), on_full=policy)
         fill(filler, int((number + 0.5) / count * 3.3 * allocated(bench.references[lora] / f"checkpoint-{STEPS}")))
         give_back = partial(filler.unlink, missing_ok=True)
-        disturb = partial(give_back_when_silent, give_back) if (how, policy) == ("cogumi", "pause") else nothing
-        yield bench.endure(job, disturb, give_back)
+        pauses = (how, policy) == ("cogumi", "pause")
+        yield bench.endure(job, partial(give_back_when_silent, give_back) if pauses else nothing, give_back)
 
 
 def give_back_when_silent(give_back: Callable[[], object], running: Running) -> None:
@@ -221,17 +211,17 @@ def no_inodes(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcom
 
 def signals(bench: Bench, count: int, number: int, how: str) -> Iterator[Outcome]:
     """A signal at a uniform moment between the beginning of a save and that of the next."""
+
+    def disturb(running: Running) -> None:
+        if running.until("saving", step):
+            time.sleep(seconds)
+            running.signal(number)
+
     moment = random.Random(0)
     for turn in range(count):
         lora, step = turn % 2 == 1, moment.choice(SAVES)
         seconds = moment.uniform(0, bench.usual[how, lora].gaps[step])
-        yield bench.endure(bench.job(how, lora), partial(signal_after, step, seconds, number), nothing)
-
-
-def signal_after(step: int, seconds: float, number: int, running: Running) -> None:
-    if running.until("saving", step):
-        time.sleep(seconds)
-        running.signal(number)
+        yield bench.endure(bench.job(how, lora), disturb, nothing)
 
 
 def evenly(bench: Bench, how: str, count: int) -> list[tuple[bool, int, int]]:
@@ -257,22 +247,23 @@ def killed_before_changes(bench: Bench, count: int, how: str) -> Iterator[Outcom
 
 def read_only(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
     """The disk turns read-only during a save. The kernel refuses while a file is open for writing; then another moment."""
+    done: list[bool] = []
+
+    def disturb(running: Running) -> None:
+        if running.until("asks"):
+            done.append(remount(disk, "ro"))
+            running.answer()
+
     met = 0
     for lora, step, number in evenly(bench, how, 4 * count):
         if met == count:
             return
         job = replace(bench.job(how, lora, disk), event=(step, number, "ask"))
-        done: list[bool] = []
-        outcome = bench.endure(job, partial(make_read_only, disk, done), partial(remount, disk, "rw"))
+        done.clear()
+        outcome = bench.endure(job, disturb, partial(remount, disk, "rw"))
         if done == [True]:
             met += 1
             yield outcome
-
-
-def make_read_only(disk: Path, done: list[bool], running: Running) -> None:
-    if running.until("asks"):
-        done.append(remount(disk, "ro"))
-        running.answer()
 
 
 def damaged(bench: Bench, count: int | None, how: str) -> Iterator[Outcome]:
@@ -296,9 +287,6 @@ def write_journal(path: Path, whole: Path, until: int) -> None:
     """A training's journal up to a step, as if it had been killed then."""
     lines = [line for line in whole.read_text().splitlines() if not line.startswith("end")]
     path.write_text("".join(f"{line}\n" for line in lines if int(line.split()[1]) <= until))
-
-
-# ----------------------------------------------------------------------------------------------------------- rows
 
 
 def kind_rows(kind: str, wanted: int, work: Callable[[str], Iterator[Outcome]]) -> Iterator[Row]:
@@ -346,11 +334,12 @@ def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             yield from kind_rows("disk full", sizes.full * 10 // 11, partial(full_disk, bench, sizes.full, disk))
             yield from kind_rows("no inodes", sizes.inodes * 3 // 4, partial(no_inodes, bench, sizes.inodes, disk))
             yield from kind_rows("read-only disk", sizes.read_only, partial(read_only, bench, sizes.read_only, disk))
-    kinds: dict[str, tuple[int, Callable[..., Iterator[Outcome]], tuple[Any, ...]]] = {
-        "SIGKILL at random moments of a save": (sizes.kills * 4 // 5, signals, (sizes.kills, signal.SIGKILL)),
-        "SIGKILL before a change of a file": (sizes.changes * 5 // 7, killed_before_changes, (sizes.changes,)),
-        "SIGTERM during a save": (sizes.terms * 4 // 5, signals, (sizes.terms, signal.SIGTERM)),
-        "newest checkpoint damaged": (sizes.damages or 60, damaged, (sizes.damages,)),
-    }
-    for kind, (wanted, work, arguments) in kinds.items():
-        yield from kind_rows(kind, wanted, partial(work, bench, *arguments))
+    kills, terms = (
+        partial(signals, bench, sizes.kills, signal.SIGKILL),
+        partial(signals, bench, sizes.terms, signal.SIGTERM),
+    )
+    yield from kind_rows("SIGKILL at random moments of a save", sizes.kills * 4 // 5, kills)
+    before_changes = partial(killed_before_changes, bench, sizes.changes)
+    yield from kind_rows("SIGKILL before a change of a file", sizes.changes * 5 // 7, before_changes)
+    yield from kind_rows("SIGTERM during a save", sizes.terms * 4 // 5, terms)
+    yield from kind_rows("newest checkpoint damaged", sizes.damages or 60, partial(damaged, bench, sizes.damages))

@@ -8,13 +8,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults_training import HUNG_SECONDS, Changes, Job, Running, make_trainer
-from benchmarks.harness import Row, Timed, ratio_row, row, summary
+from benchmarks.harness import Row, Timed, ratio_row, row, values_row
 from cogumi.core.durability import sync_path
 
 MANIFEST_NAME = "cogumi-manifest.json"
@@ -33,60 +32,54 @@ def save_rows(quick: bool) -> Iterator[Row]:
     """
     shape, rounds, warmup = (SMALL, 2, 3) if quick else (LARGE, 8, 3)
     with tempfile.TemporaryDirectory(prefix="cogumi-saves-") as name:
-        folder = Path(name)
+        folder, steps = Path(name), warmup + rounds + 1
         if not quick and shutil.disk_usage(folder).free < DISK_BYTES:
-            note = f"skipped: needs {DISK_BYTES >> 30} GiB in TMPDIR"
-            yield row("faults", "cost of a save", "-", None, note=note)
+            yield row("faults", "cost of a save", "-", None, note=f"skipped: needs {DISK_BYTES >> 30} GiB in TMPDIR")
             return
-        running, steps = {}, warmup + rounds + 1
+        running = {}
         for how in ("plain", "cogumi"):
             papers = folder / f"{how}-journal", folder / f"{how}-words"
             job = Job(how, False, folder / how, *papers, each_save_asks=True, shape=shape, steps=steps, save_every=1)
             running[how] = Running(job)
-        rows: dict[str, list[Save]] = {how: [] for how in running}
+        saves: dict[str, list[tuple[float, float]]] = {how: [] for how in running}
         for turn in range(1, steps + 1):
             # Each comes first in half of the turns: what the other one leaves of the machine's memory counts.
             for how, training in list(running.items())[:: 1 if turn % 2 else -1]:
-                rows[how].append(one_save(training, folder / how, turn, steps))
+                saves[how].append(one_save(training, folder / how, turn, steps))
         size = sum(path.stat().st_size for path in (folder / "cogumi" / f"checkpoint-{steps}").iterdir())
     case = f"save of {size / 1e9:.2f} GB"
-    counted = {how: each[warmup:-1] for how, each in rows.items()}
-    held = {how: [save.held for save in each] for how, each in counted.items()}
-    durable = {how: [save.durable for save in each] for how, each in counted.items()}
+    held = {how: [save[0] for save in each[warmup:-1]] for how, each in saves.items()}
+    durable = {how: [save[1] for save in each[warmup:-1]] for how, each in saves.items()}
     # A quick run's save is too small to judge: what does not grow with it is most of it.
-    yield compared(case, "training held, cogumi / plain", held["cogumi"], held["plain"], "" if quick else "<= 1.15")
-    yield compared(case, "until committed, cogumi / training held, plain", durable["cogumi"], held["plain"])
-    yield compared(case, "until on the disk, cogumi / plain and fsync", durable["cogumi"], durable["plain"])
+    target = "" if quick else "<= 1.15"
+    for metric, ours, theirs, wanted in (
+        ("training held, cogumi / plain", held["cogumi"], held["plain"], target),
+        ("until committed, cogumi / training held, plain", durable["cogumi"], held["plain"], ""),
+        ("until on the disk, cogumi / plain and fsync", durable["cogumi"], durable["plain"], ""),
+    ):
+        times = {"ours": ours, "theirs": theirs}
+        yield ratio_row("faults", case, metric, times, "ours", "theirs", unit="", target=wanted)
     for how in running:
-        middle, spread = summary(held[how])
-        yield row("faults", case, f"training held, {how}", middle, "s", spread=spread)
-        middle, spread = summary(durable[how])
-        yield row("faults", case, f"until on the disk, {how}", middle, "s", spread=spread)
+        yield values_row("faults", case, f"training held, {how}", held[how], "s")
+        yield values_row("faults", case, f"until on the disk, {how}", durable[how], "s")
 
 
-def compared(case: str, metric: str, ours: list[float], theirs: list[float], target: str = "") -> Row:
-    times = {"ours": ours, "theirs": theirs}
-    return ratio_row("faults", case, metric, times, "ours", "theirs", unit="", target=target)
+def one_save(training: Running, directory: Path, step: int, last: int) -> tuple[float, float]:
+    """Let one save happen, and the training's next step, so that nothing of it runs in the other one's turn.
 
-
-@dataclass(frozen=True)
-class Save:
-    """What a save took, in seconds.
-
-    held: the training thread did nothing else, in the save and in the callbacks after the next step. durable: until the
-    checkpoint was whole, under its own name and on the disk; plain Trainer does not wait for that, so fsync is called.
+    Returns two numbers of seconds. Held: the training thread did nothing else, in the save and in the callbacks after the
+    next step. Durable: until the checkpoint was whole, under its own name and on the disk; plain Trainer does not wait for
+    that, so fsync is called.
     """
 
-    held: float
-    durable: float
+    def await_message(what: str, of_step: int) -> float:
+        if not training.until(what, of_step):
+            raise RuntimeError(f"the training in {directory} ended before {what} of step {of_step}")
+        return float(training.messages[-1][3])
 
-
-def one_save(training: Running, directory: Path, step: int, last: int) -> Save:
-    """Let one save happen, and the training's next step, so that nothing of it runs in the other one's turn."""
-    if step == 1 and not training.until("saving", step):
-        raise RuntimeError(f"the training in {directory} ended before it saved")
-    final = directory / f"checkpoint-{step}"
-    protected = directory.name == "cogumi"
+    if step == 1:
+        await_message("saving", step)
+    final, protected = directory / f"checkpoint-{step}", directory.name == "cogumi"
     touch_memory(directory)
     training.answer()
     start = time.monotonic()
@@ -95,9 +88,7 @@ def one_save(training: Running, directory: Path, step: int, last: int) -> Save:
         if time.monotonic() - start > HUNG_SECONDS:
             raise RuntimeError(f"no {final} after {HUNG_SECONDS:.0f} s")
     durable = time.monotonic() - start
-    if not training.until("saved", step):
-        raise RuntimeError(f"the training in {directory} ended in the save of step {step}")
-    held: float = training.messages[-1][3]
+    held = await_message("saved", step)
     if not protected:
         start = time.monotonic()
         for path in [*final.iterdir(), final]:
@@ -105,11 +96,9 @@ def one_save(training: Running, directory: Path, step: int, last: int) -> Save:
         durable = held + time.monotonic() - start
     if step == last:
         training.finish()
-    elif training.until("saving", step + 1):
-        held += training.messages[-1][3]
     else:
-        raise RuntimeError(f"the training in {directory} ended after the save of step {step}")
-    return Save(held, durable)
+        held += await_message("saving", step + 1)
+    return held, durable
 
 
 def touch_memory(directory: Path) -> None:
@@ -122,46 +111,38 @@ def touch_memory(directory: Path) -> None:
     path.unlink()
 
 
-# -------------------------------------------------------------------------------------------------------- the monitor
-
-
 def monitor_rows(quick: bool) -> Iterator[Row]:
     """A real training with steps of 100 ms, in which the calls of the callback's per-step methods are timed.
 
     Their sum is far below what two trainings differ by on any machine, so it is not taken from such a difference.
     """
-    steps = 20 if quick else 300
-    with tempfile.TemporaryDirectory(prefix="cogumi-monitor-") as name:
-        seconds, spent = monitored_training(Path(name), steps)
-    case = f"DiskMonitorCallback, {steps} steps of {STEP_SECONDS * 1e3:.0f} ms, a log each, a look every 10 s"
-    note = f"{spent / steps * 1e6:.1f} microseconds a step"
-    yield row("faults", case, "share of a step", spent / seconds * 100, "%", target="<= 0.1", note=note)
-
-
-def monitored_training(folder: Path, steps: int) -> tuple[float, float]:
-    """(seconds of all steps, seconds of them in the monitor's callback)."""
     import cogumi
 
-    job = Job(
-        "plain", False, folder / "training", folder / "journal", folder / "words", steps=steps, save_every=steps + 1
-    )
+    steps = 20 if quick else 300
     ours, theirs = multiprocessing.Pipe()
-    trainer = make_trainer(job, Changes(job, theirs), theirs)
-    step, monitor, timed = trainer.training_step, cogumi.DiskMonitorCallback(), Timed()
-
-    def lasting_step(*arguments: Any, **keywords: Any) -> Any:
-        start = time.perf_counter()
-        result = step(*arguments, **keywords)
-        time.sleep(max(0.0, STEP_SECONDS - (time.perf_counter() - start)))
-        return result
-
+    monitor, timed = cogumi.DiskMonitorCallback(), Timed()
     for name in ("on_step_end", "on_log"):  # its other methods are called once, or do nothing
         timed.wrap(monitor, name)
-    trainer.training_step = lasting_step
-    trainer.add_callback(monitor)
-    begun = time.perf_counter()
-    with redirect_stdout(StringIO()):  # transformers prints each log
-        trainer.train()
-    seconds = time.perf_counter() - begun
+    with tempfile.TemporaryDirectory(prefix="cogumi-monitor-") as name:
+        folder = Path(name)
+        paths = folder / "training", folder / "journal", folder / "words"
+        job = Job("plain", False, *paths, steps=steps, save_every=steps + 1)
+        trainer = make_trainer(job, Changes(job, theirs), theirs)
+        step = trainer.training_step
+
+        def lasting_step(*arguments: Any, **keywords: Any) -> Any:
+            start = time.perf_counter()
+            result = step(*arguments, **keywords)
+            time.sleep(max(0.0, STEP_SECONDS - (time.perf_counter() - start)))
+            return result
+
+        trainer.training_step = lasting_step
+        trainer.add_callback(monitor)
+        begun = time.perf_counter()
+        with redirect_stdout(StringIO()):  # transformers prints each log
+            trainer.train()
+        seconds = time.perf_counter() - begun
     ours.close()
-    return seconds, timed.wall
+    case = f"DiskMonitorCallback, {steps} steps of {STEP_SECONDS * 1e3:.0f} ms, a log each, a look every 10 s"
+    note = f"{timed.wall / steps * 1e6:.1f} microseconds a step"
+    yield row("faults", case, "share of a step", timed.wall / seconds * 100, "%", target="<= 0.1", note=note)

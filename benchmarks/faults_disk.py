@@ -63,9 +63,6 @@ def fill(filler: Path, leave: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
 
 
-# ----------------------------------------------------------------------------------------------------- damaged checkpoints
-
-
 def damages(newest: Path, decisive: tuple[str, ...]) -> list[tuple[str, Damage]]:
     """Every (label, damage) for a checkpoint; all kinds for the files that decide how training goes on, else three."""
     older = newest.with_name("checkpoint-" + str(int(newest.name.partition("-")[2]) - 2))

@@ -34,17 +34,10 @@ WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink")
 # With what a training would otherwise import while it is timed.
 IMPORTED = (
-    "accelerate",
-    "cogumi.checkpoints.protection",
-    "peft.tuners.lora.model",
-    "peft.utils.transformers_weight_conversion",
-    "safetensors.torch",
-    "tokenizers",
-    "torch._dynamo",
-    "torch.utils.serialization",
-    "transformers.models.llama.modeling_llama",
-    "transformers.trainer",
-)
+    "accelerate", "cogumi.checkpoints.protection", "peft.tuners.lora.model", "peft.utils.transformers_weight_conversion",
+    "safetensors.torch", "tokenizers", "torch._dynamo", "torch.utils.serialization",
+    "transformers.models.llama.modeling_llama", "transformers.trainer",
+)  # fmt: skip
 # Said now and then on a disk that others use too, whatever becomes of the training.
 OF_THE_DISK = re.compile(r"came back: something holds|mtime may not be reliable")
 # A training of a second that says nothing for so long hangs.
@@ -118,6 +111,8 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
+    from benchmarks.models import word_tokenizer
+
     known: set[int] = set()
     # Seconds in callbacks since the last save: a protected training prunes there what a plain one prunes in the save.
     between: list[float] = []
@@ -146,8 +141,8 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
 
         def note_good_ones(self) -> None:
             """Journal each checkpoint that has appeared and is good."""
-            for step in SAVES if job.reference is not None else ():
-                if step not in known and job.reference and is_good(job.directory, job.reference, step):
+            for step in SAVES:
+                if job.reference and step not in known and is_good(job.directory, job.reference, step):
                     known.add(step)
                     append(job.journal, f"good {step}")
 
@@ -174,7 +169,8 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
         args=args,
         data_collator=default_data_collator,
         train_dataset=[{"input_ids": each, "labels": each} for each in tokens],  # type: ignore[arg-type]
-        processing_class=make_tokenizer(),
+        # One in Rust, whose writer has words of its own for a full disk.
+        processing_class=word_tokenizer(256),
     )
     on_step_end: Any = trainer.callback_handler.on_step_end
 
@@ -186,16 +182,6 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
 
     setattr(trainer.callback_handler, "on_step_end", timed)  # noqa: B010 - mypy takes a plain assignment for a mistake
     return trainer
-
-
-def make_tokenizer() -> Any:
-    """One in Rust, whose writer has words of its own for a full disk."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"word{number}": number for number in range(256)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="word0"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="word0", pad_token="word0")
 
 
 class Changes:
@@ -219,13 +205,12 @@ class Changes:
         self.step, self.count = step, 0
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in CHANGES or (event == "open" and writes(arguments)):
-            path = arguments[0]
-            if isinstance(path, str | os.PathLike):
-                # A bare name is one that shutil.rmtree removes relative to an open directory.
-                name = os.fspath(path)
-                if name.startswith(self.directory) or not name.startswith("/"):
-                    self.happens()
+        changes = event in CHANGES or (event == "open" and writes(arguments))
+        if changes and isinstance(arguments[0], str | os.PathLike):
+            # A bare name is one that shutil.rmtree removes relative to an open directory.
+            name = os.fspath(arguments[0])
+            if name.startswith(self.directory) or not name.startswith("/"):
+                self.happens()
 
     def watch(self, module: Any, name: str) -> None:
         original = getattr(module, name)
@@ -277,9 +262,6 @@ def is_good(directory: Path, reference: Path, step: int) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------- as the parent sees it
-
-
 @dataclass(frozen=True)
 class Journal:
     """What trainings wrote, the resumed one after the one before it."""
@@ -295,11 +277,10 @@ class Journal:
 
 def read_journal(path: Path) -> Journal:
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    ends = [words[1] for words in lines if words[0] == "end"]
     return Journal(
         losses=tuple((int(words[1]), words[2]) for words in lines if words[0] == "loss"),
         good=frozenset(int(words[1]) for words in lines if words[0] == "good"),
-        end=ends[-1] if ends else None,
+        end=next((words[1] for words in reversed(lines) if words[0] == "end"), None),
     )
 
 
@@ -308,9 +289,6 @@ def words_of(path: Path) -> set[str]:
     lines = path.read_text().splitlines() if path.exists() else []
     said = (line.strip() for line in lines if not OF_THE_DISK.search(line))
     return {re.sub(r"/\S+|[0-9a-f]{8,}|\d+", "#", line) for line in said if line}
-
-
-Message = tuple[Any, ...]
 
 
 class Running:
@@ -322,18 +300,18 @@ class Running:
         self.process = context.Process(target=train, args=(job, theirs))
         self.process.start()
         theirs.close()
-        self.messages: list[Message] = []
+        self.messages: list[tuple[Any, ...]] = []
         self.exit_status: int | None = None
         self.hung = False
         if (started := self.next()) != ("started",):
             raise RuntimeError(f"the training said {started} before it started")
 
-    def next(self, seconds: float = HUNG_SECONDS) -> Message | None:
+    def next(self, seconds: float = HUNG_SECONDS) -> tuple[Any, ...] | None:
         """The next message; None when there was none for so long. ("ended", exit status) is the last one."""
         if self.exit_status is not None or not self.pipe.poll(seconds):
             return None
         try:
-            message: Message = self.pipe.recv()
+            message: tuple[Any, ...] = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
             self.exit_status = self.process.exitcode

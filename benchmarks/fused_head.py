@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import cogumi_head, trl_kernel
 from benchmarks.harness import Row, interleave, last_line, missing, ratio, ratio_row, row, run_process
+from cogumi.patches.torch_internals import TorchDispatchMode, storage_key
 
 # (tokens, hidden size, vocabulary)
 Shape = tuple[int, int, int]
@@ -40,7 +40,7 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self, *before: Tensor | None) -> None:
         super().__init__()
-        self.before = {_key(each) for each in before if each is not None}
+        self.before = {storage_key(each) for each in before if each is not None}
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = self.largest = self.flops = 0
 
@@ -55,19 +55,12 @@ class Allocations(TorchDispatchMode):
             self.flops += 2 * left.numel() * right.shape[-1]
         self.storages = {key: kept for key, kept in self.storages.items() if not kept[0].expired()}
         for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, Tensor) and _key(each) not in self.before:
+            if isinstance(each, Tensor) and storage_key(each) not in self.before:
                 storage = each.untyped_storage()
-                self.storages[_key(each)] = (StorageWeakRef(storage), storage.nbytes())
+                self.storages[storage_key(each)] = (StorageWeakRef(storage), storage.nbytes())
                 self.largest = max(self.largest, each.numel(), storage.nbytes() // each.element_size())
         self.peak = max(self.peak, self.live)
         return result
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-# --------------------------------------------------------------------------------------------------------- contenders
 
 
 def inputs(shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,37 +102,6 @@ def peak(function: Callable[..., object], *tensors: Tensor) -> int:
     return allocations.peak
 
 
-# -------------------------------------------------------------------------------------------------------------- cases
-
-
-def against_dense(shape: Shape, repeats: int) -> Iterator[Row]:
-    tensors = inputs(shape)
-    size = "x".join(map(str, shape))
-    logits = 4 * shape[0] * shape[2]
-    cases: dict[str, tuple[Callable[..., object], Callable[..., object], bool]] = {
-        f"frozen head {size}": (partial(step, fused), partial(step, dense), True),
-        f"frozen head, entropy logged {size}": (partial(step, cogumi_head), partial(step, dense), True),
-        f"no_grad {size}": (partial(score, fused), partial(score, dense), False),
-        f"trainable head {size}": (partial(step, fused, trainable=True), partial(step, dense, trainable=True), False),
-    }
-    for case, (ours, theirs, promised) in cases.items():
-        contenders = {"fused": partial(ours, *tensors), "dense": partial(theirs, *tensors)}
-        # One thread too where a number is promised: on a crowded machine threads wait for each other at every operator,
-        # which is a cost of the crowd and not of the head.
-        for threads in sorted({1, torch.get_num_threads()} if promised else {torch.get_num_threads()}):
-            with thread_count(threads):
-                times = interleave(contenders, repeats)
-            # A quick run is too short to hold a time against it.
-            target = "<= 0.8" if promised and shape == FULL else ""
-            metric = f"time vs dense, {threads} thread{'s'[: threads > 1]}"
-            yield ratio_row("fused_head", case, metric, times, "fused", "dense", target=target)
-        ours_peak, dense_peak = peak(ours, *tensors), peak(theirs, *tensors)
-        target = "<= 0.125" if promised and shape == FULL else ""
-        yield row("fused_head", case, "peak memory vs the logits", ours_peak / logits, "ratio", target=target)
-        yield row("fused_head", case, "peak memory", ours_peak / 2**20, "MiB")
-        yield row("fused_head", case, "peak memory, dense", dense_peak / 2**20, "MiB")
-
-
 @contextmanager
 def thread_count(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -150,24 +112,44 @@ def thread_count(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def against_dense(shape: Shape, repeats: int) -> Iterator[Row]:
+    tensors, size, logits = inputs(shape), "x".join(map(str, shape)), 4 * shape[0] * shape[2]
+    cases: dict[str, tuple[Callable[..., object], Callable[..., object], bool]] = {
+        f"frozen head {size}": (partial(step, fused), partial(step, dense), True),
+        f"frozen head, entropy logged {size}": (partial(step, cogumi_head), partial(step, dense), True),
+        f"no_grad {size}": (partial(score, fused), partial(score, dense), False),
+        f"trainable head {size}": (partial(step, fused, trainable=True), partial(step, dense, trainable=True), False),
+    }
+    for case, (ours, theirs, promised) in cases.items():
+        contenders = {"fused": partial(ours, *tensors), "dense": partial(theirs, *tensors)}
+        judged = promised and shape == FULL  # a quick run is too short to hold a time against it
+        # One thread too where a number is promised: on a crowded machine threads wait for each other at every operator,
+        # which is a cost of the crowd and not of the head.
+        for threads in sorted({1, torch.get_num_threads()} if promised else {torch.get_num_threads()}):
+            with thread_count(threads):
+                times = interleave(contenders, repeats)
+            metric, target = f"time vs dense, {threads} thread{'s'[: threads > 1]}", "<= 0.8" if judged else ""
+            yield ratio_row("fused_head", case, metric, times, "fused", "dense", target=target)
+        ours_peak, target = peak(ours, *tensors), "<= 0.125" if judged else ""
+        yield row("fused_head", case, "peak memory vs the logits", ours_peak / logits, "ratio", target=target)
+        yield row("fused_head", case, "peak memory", ours_peak / 2**20, "MiB")
+        yield row("fused_head", case, "peak memory, dense", peak(theirs, *tensors) / 2**20, "MiB")
+
+
 def exactness(shape: Shape) -> Iterator[Row]:
-    case = f"frozen head {'x'.join(map(str, shape))}"
-    tensors = inputs(shape)
-    (ours, ours_gradient), (wanted, wanted_gradient) = step(fused, *tensors), step(dense, *tensors)
-    error = distance(ours, wanted)
-    yield row("fused_head", case, "max |log-prob - dense|", error, "nat", target="<= 1e-5")
-    error = distance(ours_gradient, wanted_gradient)
-    yield row("fused_head", case, "max |gradient - dense|", error, "", target="<= 1e-5")
+    case, tensors = f"frozen head {'x'.join(map(str, shape))}", inputs(shape)
+    apart = distances(step(fused, *tensors), step(dense, *tensors))
+    yield row("fused_head", case, "max |log-prob - dense|", apart[0], "nat", target="<= 1e-5")
+    yield row("fused_head", case, "max |gradient - dense|", apart[1], "", target="<= 1e-5")
     hidden, weight, targets = inputs(shape, torch.bfloat16)
     oracle = score(dense, hidden.float(), weight.float(), targets)
-    error = distance(score(fused, hidden, weight, targets), oracle)
-    yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|", error, "nat", target="<= 1e-5")
-    error = distance(score(dense, hidden, weight, targets), oracle)
-    yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|, dense in bf16", error, "nat")
+    ours, theirs = (distances([score(head, hidden, weight, targets)], [oracle])[0] for head in (fused, dense))
+    yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|", ours, "nat", target="<= 1e-5")
+    yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|, dense in bf16", theirs, "nat")
 
 
-def distance(left: Tensor, right: Tensor) -> float:
-    return (left - right).abs().max().item()
+def distances(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> list[float]:
+    return [(one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True)]
 
 
 def against_interpreter(repeats: int) -> Iterator[Row]:
@@ -181,20 +163,19 @@ def against_interpreter(repeats: int) -> Iterator[Row]:
     found = json.loads(last_line(run_process(command, env={**os.environ, "TRITON_INTERPRET": "1"}).output))
     metric = "TRL's kernel under TRITON_INTERPRET=1 vs ours, 1 thread"
     yield row("fused_head", case, metric, found["ratio"][0], "times", spread=found["ratio"][1:], target=">= 20")
-    yield row("fused_head", case, "max |log-prob - TRL's|", found["error"], "nat", target="<= 1e-5")
-    yield row("fused_head", case, "max |gradient - TRL's|", found["gradient_error"], "", target="<= 1e-5")
+    yield row("fused_head", case, "max |log-prob - TRL's|", found["errors"][0], "nat", target="<= 1e-5")
+    yield row("fused_head", case, "max |gradient - TRL's|", found["errors"][1], "", target="<= 1e-5")
 
 
 def interpreted(repeats: int) -> dict[str, Any]:
     tensors = inputs(INTERPRETED)
-    interpreted_head = partial(trl_kernel, outputs=("log_probs",))
-    ours, theirs = step(fused, *tensors), step(interpreted_head, *tensors)
-    contenders = {"trl": partial(step, interpreted_head, *tensors), "fused": partial(step, fused, *tensors)}
+    heads = {"trl": partial(trl_kernel, outputs=("log_probs",)), "fused": fused}
+    contenders = {name: partial(step, head, *tensors) for name, head in heads.items()}
+    errors = distances(contenders["fused"](), contenders["trl"]())
     # The interpreter runs in Python, so a second thread would be ours alone; and these sizes are too small for two.
     with thread_count(1):
         times = interleave(contenders, repeats)
-    errors = [distance(*pair) for pair in zip(ours, theirs, strict=True)]
-    return {"ratio": ratio(times, "trl", "fused"), "error": errors[0], "gradient_error": errors[1]}
+    return {"ratio": ratio(times, "trl", "fused"), "errors": errors}
 
 
 def run(quick: bool = False) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import re
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,27 +33,17 @@ from benchmarks.harness import (
     interleave,
     missing,
     one_line,
-    out_of_time,
     python,
     ratio_row,
     row,
     run_process,
-    summary,
     synchronize,
+    values_row,
 )
 from cogumi.stack.probes import PROBES, TIMEOUT, run_probe
 
 # A rented or lent card is often given in slices of ten minutes; this leaves one for start-up and copying.
 SECONDS = 540.0
-# Dense bf16 FLOP/s with fp32 accumulation, from the vendors' data sheets (not the doubled "with sparsity" figure).
-# A name that matches none is unknown: PCIe and NVL variants, laptop chips and MIG slices run at other rates.
-PEAK_FLOPS = (
-    (r"H100 (80GB HBM3|SXM)", 989e12),
-    (r"\bH200(?! NVL)", 989e12),
-    (r"A100", 312e12),
-    (r"L40S", 362e12),
-    (r"RTX 4090$", 165e12),
-)
 # (tokens, hidden size, vocabulary)
 LLAMA_8B, LLAMA_8B_SHORT, QWEN3_0_6B = (8192, 4096, 128256), (4096, 4096, 128256), (8192, 1024, 151936)
 TILE = 32768  # vocabulary columns per tile, TRL's default
@@ -86,13 +76,6 @@ def no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no usable device"
     return None
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a card by the name torch gives it; None when unknown, rather than a wrong guess."""
-    if "MIG" in device_name:
-        return None
-    return next((rate for pattern, rate in PEAK_FLOPS if re.search(pattern, device_name)), None)
 
 
 def peak_memory(device: str, work: Callable[[], Result]) -> tuple[Result, int | None]:
@@ -135,16 +118,11 @@ def first_run(benchmark: str, case: str, work: Callable[[], object]) -> Row | No
     return problem
 
 
-# -------------------------------------------------------------------------------------------------------------- probes
-
-
 def probe_rows(quick: bool = False, device: str = "cuda", budget: Budget | None = None) -> Iterator[Row]:
     for name in PROBES:
         timeout = TIMEOUT if budget is None else min(TIMEOUT, budget.left())
-        if timeout < 15:  # less than it takes to import torch and open the device on a slow disk
-            yield out_of_time("gpu_probes", name)
-        else:
-            yield from probe(name, device, timeout)
+        # It takes 15 seconds to import torch and open the device on a slow disk.
+        yield from attempt("gpu_probes", name, partial(probe, name, device, timeout), budget, 15)
 
 
 def probe(name: str, device: str, timeout: float = TIMEOUT) -> list[Row]:
@@ -154,9 +132,6 @@ def probe(name: str, device: str, timeout: float = TIMEOUT) -> list[Row]:
     if done.error:
         return [row("gpu_probes", name, "-", None, ok=False, note=f"failed: {done.error}")]
     return [row("gpu_probes", name, metric, value, unit, note=note) for metric, value, unit, note in done.readings]
-
-
-# ------------------------------------------------------------------------------------------------------------- the head
 
 
 def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -189,12 +164,8 @@ def why_no_trl_kernel(device: str) -> str | None:
 
 def head_rows(quick: bool = False, device: str = "cuda", budget: Budget | None = None) -> Iterator[Row]:
     for shape in [QWEN3_0_6B] if quick else [QWEN3_0_6B, LLAMA_8B_SHORT, LLAMA_8B]:
-        case = " x ".join(map(str, shape))
-        if budget is not None and budget.left() < NEEDS_SECONDS:
-            yield out_of_time("gpu_head", case)
-            continue
         work = partial(head_case, device, torch.bfloat16, shape, repeats=3 if quick else 9)
-        yield from attempt("gpu_head", case, work)
+        yield from attempt("gpu_head", " x ".join(map(str, shape)), work, budget, NEEDS_SECONDS)
         release()
 
 
@@ -228,10 +199,9 @@ def head_case(device: str, dtype: torch.dtype, shape: tuple[int, int, int], repe
     times = interleave(work, repeats)
     for name, measured in work.items():
         here = f"{case}: {name}"
-        middle, spread = summary([1e3 * each for each in times[name]])
-        yield row("gpu_head", here, "forward and backward", middle, "ms", spread=spread)
+        yield values_row("gpu_head", here, "forward and backward", [1e3 * each for each in times[name]], "ms")
         # 2 FLOP per weight and token forward, 2 for the gradient to the hidden states; recomputation not counted.
-        rate = 4 * tokens * width * vocabulary / (middle / 1e3) / 1e12
+        rate = 4 * tokens * width * vocabulary / statistics.median(times[name]) / 1e12
         yield row("gpu_head", here, "useful rate", rate, "TFLOP/s")
         release()
         (logps, gradient), peak = peak_memory(device, measured)
@@ -255,8 +225,6 @@ def _forward_backward(
     return logps.detach(), gradient
 
 
-# -------------------------------------------------------------------------------------------- forecasts of memory
-
 FORECAST_SECONDS = 60.0
 LLAMA: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
@@ -264,11 +232,8 @@ TRAIN = "import sys, json, cogumi; cogumi.train(json.loads(sys.argv[1]))"
 SFT = {"method": "sft"}
 GSPO = {"method": "gspo", "rewards": ["parses"]}
 ROLLOUT = {
-    "num_generations": 8,
-    "max_completion_length": 256,
-    "steps_per_generation": 1,
-    "per_device_train_batch_size": 16,
-}
+    "num_generations": 8, "max_completion_length": 256, "steps_per_generation": 1, "per_device_train_batch_size": 16,
+}  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "sft, layers kept": (SFT, {"gradient_checkpointing": False}, {}),
     "sft, layers recomputed": (SFT, {"gradient_checkpointing": True}, {}),
@@ -282,19 +247,15 @@ def forecast_rows(quick: bool = False, device: str = "cuda", budget: Budget | No
     budget = budget or Budget(300.0)
     with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as scratch:
         model = Path(scratch) / "model"
+        if budget.left() >= FORECAST_SECONDS:
+            random_model(model, LLAMA)
         for case in list(CASES)[: 1 if quick else None]:
-            if budget.left() < FORECAST_SECONDS:
-                yield out_of_time("gpu_forecast", case)
-                continue
-            if not model.exists():
-                random_model(model, LLAMA)
             place = Path(scratch) / case.replace(" ", "-").replace(",", "")
-            yield from attempt("gpu_forecast", case, lambda case=case, place=place: compared(case, model, place))  # type: ignore[misc]
+            yield from attempt("gpu_forecast", case, partial(compared, case, model, place), budget, FORECAST_SECONDS)
 
 
 def random_model(path: Path, shape: dict[str, Any]) -> Path:
     """Weights of these shapes, which are made on the CPU and saved in bfloat16."""
-    import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from cogumi.models.loading import SMALL_BASE, resolve_model

@@ -9,8 +9,8 @@ with T the sequence length, N_body the weights of the layers' matrices, N_head =
 tokens the loss looks at. 4 and not 6: under a frozen base a weight costs 2 FLOP per token forward and 2 for the
 gradient to its input, and has no gradient of its own. The attention term is the usual one that does not halve for
 causality. The input embedding is a look-up. Left out are LoRA's own products (a few percent) and what gradient
-checkpointing computes a second time (+2 * N_body), so that full recomputation caps MFU near two thirds. Peaks are in
-gpu.PEAK_FLOPS.
+checkpointing computes a second time (+2 * N_body), so that full recomputation caps MFU near two thirds. Peaks are those of
+cogumi.stack.gpus.
 
 `trl` is TRL's own loss path with its Triton kernel, `cogumi` is the same with cogumi's head in the kernel's place.
 """
@@ -18,6 +18,7 @@ gpu.PEAK_FLOPS.
 from __future__ import annotations
 
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +30,10 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu import cogumi_head, first_run, memory_row, peak_flops, peak_memory, release, why_no_trl_kernel
-from benchmarks.harness import Budget, Row, attempt, interleave, missing, out_of_time, ratio_row, row, summary
-from benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B, Shape, build
+from benchmarks.gpu import cogumi_head, first_run, memory_row, peak_memory, release, why_no_trl_kernel
+from benchmarks.harness import Budget, Row, attempt, interleave, missing, ratio_row, row, values_row
+from benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B, Shape, build, word_tokenizer
+from cogumi.stack.gpus import find_card
 
 # GSPO paper's clip range (arXiv 2507.18071, section 5.1).
 EPSILON_LOW, EPSILON_HIGH = 3e-4, 4e-4
@@ -64,28 +66,11 @@ def step_flops(shape: Shape, batch: Batch, scored: int) -> float:
     return batch.tokens * (4 * shape.body_weights + attention) + scored * 4 * shape.head_weights
 
 
-# --------------------------------------------------------------------------------------------- the losses through TRL
-
-
-def trl_sft_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """As SFTTrainer.compute_loss (TRL 1.15), on a model given TRL's fused forward."""
-    outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
-    loss: torch.Tensor = outputs.loss
-    return loss
-
-
-def no_reward(completions: list[str], **_: Any) -> list[float | None]:
-    return [0.0] * len(completions)
-
-
 def grpo_trainer(model: Any, device: str, dtype: torch.dtype, batch: Batch) -> Any:
     """A real GRPOTrainer around `model`, for its `_compute_loss`: it never generates, so its data are stubs."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     with tempfile.TemporaryDirectory() as folder:
         # With one ratio per sequence "grpo" is GSPO's own average: over tokens, then over sequences.
         args = GRPOConfig(
@@ -94,9 +79,8 @@ def grpo_trainer(model: Any, device: str, dtype: torch.dtype, batch: Batch) -> A
             max_completion_length=batch.completion, importance_sampling_level="sequence", loss_type="grpo", beta=0.0,
             epsilon=EPSILON_LOW, epsilon_high=EPSILON_HIGH,
         )  # fmt: skip
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-        data = Dataset.from_dict({"prompt": ["a"]})
-        trainer = GRPOTrainer(model, no_reward, args, data, processing_class=tokenizer)
+        data = Dataset.from_dict({"prompt": ["2"]})
+        trainer = GRPOTrainer(model, lambda **_: [], args, data, processing_class=word_tokenizer(3))
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
@@ -114,9 +98,6 @@ def head_patch() -> Iterator[None]:
 
     with mock.patch.object(upstream, "_ChunkedLogProbFunction", FusedLogProbFunction):
         yield
-
-
-# ---------------------------------------------------------------------------------------------------------- the cases
 
 
 def contenders(through_trl: Callable[[], torch.Tensor], device: str) -> dict[str, Callable[[], torch.Tensor]]:
@@ -138,7 +119,8 @@ def sft_case(model: Any, shape: Shape, batch: Batch, device: str, dtype: torch.d
     ids = torch.randint(shape.vocabulary, (batch.sequences, batch.length), device=device)
     # With the outputs SFTTrainer asks for, for its metrics.
     add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
-    losses = contenders(partial(trl_sft_loss, model, ids), device)
+    # As SFTTrainer.compute_loss (TRL 1.15), on a model given TRL's fused forward.
+    losses = contenders(lambda: model(input_ids=ids, labels=ids, fused_lm_head=True).loss, device)
     flops = step_flops(shape, batch, scored=batch.sequences * (batch.length - 1))
     yield from step_rows(f"SFT {shape.name}", model, losses, batch, flops, device, dtype, repeats)
 
@@ -204,19 +186,19 @@ def step_rows(
     # On a slow card fewer repetitions rather than a case that never ends.
     first = time.perf_counter() - start
     times = interleave(work, max(2, min(repeats, int(CASE_SECONDS / first))))
-    card = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    peak = peak_flops(card)
+    name_of_card = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    card = find_card(name_of_card)
     for name, measured in work.items():
-        here = f"{case}: {name}"
-        seconds, spread = summary(times[name])
-        yield row("gpu_steps", here, "step", seconds, "s", spread=spread)
-        slow, fast = batch.tokens / spread[1], batch.tokens / spread[0]
-        yield row("gpu_steps", here, "throughput", batch.tokens / seconds, "token/s", spread=(slow, fast))
-        if peak is None:
-            yield row("gpu_steps", here, "MFU", None, note=f"missing: the peak bf16 rate of {card!r} is unknown")
+        here, seconds = f"{case}: {name}", statistics.median(times[name])
+        yield values_row("gpu_steps", here, "step", times[name], "s")
+        yield values_row("gpu_steps", here, "throughput", [batch.tokens / each for each in times[name]], "token/s")
+        if card is None or card.peak is None:
+            yield row(
+                "gpu_steps", here, "MFU", None, note=f"missing: the peak bf16 rate of {name_of_card!r} is unknown"
+            )
         else:
-            note = f"{flops / 1e12:.1f} TFLOP a step, peak {peak / 1e12:.0f} TFLOP/s"
-            yield row("gpu_steps", here, "MFU", 100 * flops / seconds / peak, "%", note=note)
+            note = f"{flops / 1e12:.1f} TFLOP a step, peak {card.peak / 1e12:.0f} TFLOP/s"
+            yield row("gpu_steps", here, "MFU", 100 * flops / seconds / card.peak, "%", note=note)
         release()
         loss, memory = peak_memory(device, measured)
         yield memory_row("gpu_steps", here, "peak memory", memory)
@@ -231,11 +213,8 @@ def run(quick: bool = False, device: str = "cuda", budget: Budget | None = None)
     dtype, repeats = torch.bfloat16, 3 if quick else 7
     batches = {QWEN3_0_6B: Batch(8, 512, 1536), LLAMA_3_1_8B: Batch(4, 512, 1536)}
     for shape in [QWEN3_0_6B] if quick else batches:
-        if budget is not None and budget.left() < NEEDS_SECONDS:
-            yield out_of_time("gpu_steps", shape.name)
-            continue
         work = partial(shape_cases, shape, batches[shape], device, dtype, repeats, budget)
-        yield from attempt("gpu_steps", shape.name, work)
+        yield from attempt("gpu_steps", shape.name, work, budget, NEEDS_SECONDS)
         release()
 
 
@@ -250,9 +229,6 @@ def shape_cases(
         yield problem
         return
     for name, case in (("SFT", sft_case), ("GSPO", gspo_case)):
-        if budget is not None and budget.left() < NEEDS_SECONDS / 2:
-            yield out_of_time("gpu_steps", f"{name} {shape.name}")
-            continue
         work = partial(case, built[0], shape, batch, device, dtype, repeats)
-        yield from attempt("gpu_steps", f"{name} {shape.name}", work)
+        yield from attempt("gpu_steps", f"{name} {shape.name}", work, budget, NEEDS_SECONDS / 2)
         release()

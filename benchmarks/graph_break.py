@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from benchmarks import graph_break_models as models
 from benchmarks.harness import (
     Row,
     attempt,
@@ -36,10 +35,11 @@ from benchmarks.harness import (
     ratio,
     ratio_row,
     row,
-    summary,
+    values_row,
 )
 from cogumi.compile.layers import compile_layers, decoder_layers, prepare_four_bit
 from cogumi.patches import graph_break
+from tests import four_bit_models as models
 
 DISABLED, AUTO, AGAIN = "global disable", "auto", "auto, again"
 RUNGS = ("none", "branchless", "break_experts", "break_linear")
@@ -61,9 +61,6 @@ IMPORTED = (
 )
 # At ten times as much plain SGD is unstable, and gradients that agree to 1e-6 at equal weights are 1e-3 apart in 20 steps.
 LEARNING_RATE = 0.05
-
-
-# -------------------------------------------------------------------------------------------- a process for each mode
 
 
 @dataclass(frozen=True)
@@ -91,20 +88,16 @@ class Mode:
 
     def ask(self, what: str, *arguments: Any) -> Any:
         """What a method of Work returns; RuntimeError with what it raised, in the mode's name."""
-        went_well, answer = self.process.submit(ask_model, what, arguments).result()
-        if not went_well:
-            raise RuntimeError(f"{self.name}: {answer}")
-        return answer
+        return self.process.submit(ask_model, self.name, what, arguments).result()
 
 
 @contextmanager
 def processes(choices: Mapping[str, str | None], caches: Path) -> Iterator[dict[str, Mode]]:
-    modes = {name: Mode(name, choice, caches) for name, choice in choices.items()}
-    try:
-        yield modes
-    finally:
+    with ExitStack() as pools:
+        modes = {name: Mode(name, choice, caches) for name, choice in choices.items()}
         for mode in modes.values():
-            mode.process.shutdown()
+            pools.enter_context(mode.process)
+        yield modes
 
 
 def begin(choice: str | None) -> None:
@@ -121,11 +114,11 @@ def open_model(*arguments: Any) -> None:
     opened.append(Work(*arguments))
 
 
-def ask_model(what: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+def ask_model(mode: str, what: str, arguments: tuple[Any, ...]) -> Any:
     try:
-        return True, getattr(opened[0], what)(*arguments)
-    except Exception as error:  # noqa: BLE001 - handed to the parent, which raises it; it may not be picklable
-        return False, one_line(error)
+        return getattr(opened[0], what)(*arguments)
+    except Exception as error:  # noqa: BLE001 - what it is may not be picklable, and the parent raises it
+        raise RuntimeError(f"{mode}: {one_line(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -138,6 +131,10 @@ class Prepared:
     graphs: int
     breaks: int
     recompiles: int
+
+    @property
+    def counts(self) -> str:
+        return f"{self.graphs} / {self.breaks} / {self.recompiles}"
 
 
 class Work:
@@ -182,8 +179,6 @@ class Work:
         verdict = graph_break.verdict()
         return "" if verdict is None else verdict.strategy
 
-    # ------------------------------------------------------------------------------------------------------- one step
-
     def batch(self, number: int) -> Tensor:
         if self.is_transformer:
             return models.token_ids(self.model.config.vocab_size, 2, self.wanted.tokens, number)
@@ -204,8 +199,6 @@ class Work:
         self.loss(batch).backward()  # type: ignore[no-untyped-call]
         return time.perf_counter() - begun
 
-    # ------------------------------------------------------------------------------------------------ what is asked for
-
     def prepare(self) -> Prepared:
         """Compile by running every batch twice, which is also the warm-up."""
         seconds = [self.step() for _ in range(2 * BATCHES)]
@@ -224,26 +217,17 @@ class Work:
         trained = [each for each in self.model.parameters() if each.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
         losses, gradients = [], []
-
-        def run() -> None:
+        counting: Any = models.counted_rows(self.model) if self.choice is None else nullcontext({})
+        with counting as counts:
             for number in range(steps):
                 optimizer.zero_grad()
                 loss = self.loss(self.batch(number % BATCHES))
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.item())
-                gradients.append(torch.cat([gradient(each).flatten() for each in trained]).numpy())
+                taken = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+                gradients.append(torch.cat([each.flatten() for each in taken]).numpy())
                 optimizer.step()
-
-        if self.choice is not None:
-            run()
-            return losses, gradients, {}
-        with models.counted_rows(self.model) as counts:
-            run()
         return losses, gradients, dict(counts)
-
-
-def gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def recompiles() -> int:
@@ -252,79 +236,56 @@ def recompiles() -> int:
     return sum(int(each.rpartition("/")[2].partition("_")[0]) > 0 for each in ids)  # those without a name are backward
 
 
-# ------------------------------------------------------------------------------------------------------------- the rows
-
 LLAMA, GPT_OSS = Model("llama", 128, 2, 16), Model("gpt-oss", 64, 2, 3)
 QUICK_MODES = (DISABLED, "break_linear", AUTO, AGAIN)
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A model whose steps are timed, what it is called, and which rungs are not different from `none` there."""
-
-    name: str
-    model: Model
-    rounds: int
-    without: tuple[str, ...] = ()
-
-
-FULL = (
-    Timed(
-        "Llama, 4-bit + LoRA + checkpointing, H=512, 2 x 64 tokens",
-        Model("llama", 512, 4, 64),
-        30,
-        without=("break_experts",),
-    ),
-    Timed("MoE layer, 8 Linear4bit experts, H=512, 256 rows", Model("moe", 512, 8, 256), 60),
+# A name, the model whose steps are timed, the rounds, and rungs that are not different from `none` there.
+Case = tuple[str, Model, int, tuple[str, ...]]
+FULL: tuple[Case, ...] = (
+    ("Llama, 4-bit + LoRA + checkpointing, H=512, 2 x 64 tokens", Model("llama", 512, 4, 64), 30, ("break_experts",)),
+    ("MoE layer, 8 Linear4bit experts, H=512, 256 rows", Model("moe", 512, 8, 256), 60, ()),
 )
-QUICK = (
-    Timed("Llama, H=64", Model("llama", 64, 1, 16, backend="aot_eager"), 3, without=("break_experts",)),
-    Timed("MoE layer, H=64", Model("moe", 64, 2, 16, backend="aot_eager"), 3),
+QUICK: tuple[Case, ...] = (
+    ("Llama, H=64", Model("llama", 64, 1, 16, backend="aot_eager"), 3, ("break_experts",)),
+    ("MoE layer, H=64", Model("moe", 64, 2, 16, backend="aot_eager"), 3, ()),
 )
 
 
 def run(quick: bool = False) -> Iterator[Row]:
     choices = {name: choice for name, choice in MODES.items() if not quick or name in QUICK_MODES}
     with tempfile.TemporaryDirectory(prefix="cogumi-graph-break-") as name, processes(choices, Path(name)) as modes:
-        for timed in QUICK if quick else FULL:
-            yield from attempt("graph_break", timed.name, partial(timed_rows, modes, timed, judged=not quick))
+        for case in QUICK if quick else FULL:
+            yield from attempt("graph_break", case[0], partial(timed_rows, modes, *case, judged=not quick))
         yield from attempt("graph_break", "captured", partial(captured_rows, modes[AUTO]))
         trained = (5, ("aot_eager",)) if quick else (20, ("aot_eager", "inductor"))
         for model in (GPT_OSS,) if quick else (LLAMA, GPT_OSS):
             yield from attempt("graph_break", model.case, partial(equality_rows, modes, model, *trained))
 
 
-# ---------------------------------------------------------------------------------------------------------- the timing
-
-
-def timed_rows(modes: dict[str, Mode], timed: Timed, judged: bool) -> Iterator[Row]:
+def timed_rows(
+    modes: dict[str, Mode], case: str, model: Model, rounds: int, without: tuple[str, ...], judged: bool
+) -> Iterator[Row]:
     """What each mode made of the model and how long a step takes. `judged` is whether a target is to be met."""
-    taking_part = {name: mode for name, mode in modes.items() if name not in timed.without}
+    taking_part = {name: mode for name, mode in modes.items() if name not in without}
     made: dict[str, Prepared] = {}
     for name, mode in taking_part.items():
-        mode.open(timed.model)
-        made[name] = mode.ask("prepare")
+        mode.open(model)
+        made[name] = found = mode.ask("prepare")
         if name != DISABLED:
-            yield from compile_rows(timed.name, name, made[name], cached=name in (AUTO, AGAIN))
-    for name in set(timed.without) & set(modes):
-        yield missing("graph_break", f"{timed.name}: {name}", "experts to break at, so it is `none`")
-    times = interleave({name: partial(mode.ask, "step") for name, mode in taking_part.items()}, timed.rounds, warmup=0)
+            note = f"{found.strategy}: {found.reason}" if name == AUTO else ""
+            yield row("graph_break", case, f"graphs / breaks / recompiles, {name}", found.counts, note=note)
+            how = "from the cache of the same rung" if name in (AUTO, AGAIN) else "nothing cached"
+            yield row("graph_break", case, f"compiling, {name}", found.seconds, "s", note=how)
+    for name in set(without) & set(modes):
+        yield missing("graph_break", f"{case}: {name}", "experts to break at, so it is `none`")
+    times = interleave({name: partial(mode.ask, "step") for name, mode in taking_part.items()}, rounds, warmup=0)
     for name, seconds in times.items():
-        middle, spread = summary([1e3 * each for each in seconds])
-        yield row("graph_break", timed.name, f"step, {name}", middle, "ms", spread=spread)
+        yield values_row("graph_break", case, f"step, {name}", [1e3 * each for each in seconds], "ms")
     for name in taking_part:
         if name != DISABLED:
-            target = "<= 0.90" if judged and name == AUTO else ""
-            yield compared(timed.name, times, name, DISABLED, target)
-    yield against_the_best(timed.name, times, made, judged)
-
-
-def compile_rows(case: str, name: str, made: Prepared, cached: bool) -> Iterator[Row]:
-    counts = f"{made.graphs} / {made.breaks} / {made.recompiles}"
-    note = f"{made.strategy}: {made.reason}" if name == AUTO else ""
-    yield row("graph_break", case, f"graphs / breaks / recompiles, {name}", counts, note=note)
-    how = "from the cache of the same rung" if cached else "nothing cached"
-    yield row("graph_break", case, f"compiling, {name}", made.seconds, "s", note=how)
+            yield compared(case, times, name, DISABLED, "<= 0.90" if judged and name == AUTO else "")
+    yield against_the_best(case, times, made, judged)
 
 
 def compared(case: str, times: dict[str, list[float]], ours: str, theirs: str, target: str = "", note: str = "") -> Row:
@@ -350,23 +311,15 @@ def noise(times: dict[str, list[float]], one: str, other: str) -> float:
     return abs(middle - 1) + 2 * 1.2533 * deviation / len(pairs) ** 0.5
 
 
-# ---------------------------------------------------------------------------------------------------- what is captured
-
-
 def captured_rows(mode: Mode) -> Iterator[Row]:
-    mode.open(Model("straight line", 128, 4, 32, backend="aot_eager", fullgraph=True))
-    yield one_graph("straight line of 4 Linear4bit, fullgraph", mode.ask("prepare"))
-    mode.open(Model("moe", 64, 3, 32, backend="aot_eager", fullgraph=True), "branchless")
-    yield one_graph("MoE layer, branchless, fullgraph", mode.ask("prepare"))
-
-
-def one_graph(case: str, made: Prepared) -> Row:
-    found = f"{made.graphs} / {made.breaks} / {made.recompiles}"
-    wanted = "1 / 0 / 0"
-    return row("graph_break", case, "graphs / breaks / recompiles", found, target=wanted, ok=found == wanted)
-
-
-# ------------------------------------------------------------------------------------------------------------ equality
+    cases: dict[str, tuple[Model, str | None]] = {
+        "straight line of 4 Linear4bit, fullgraph": (Model("straight line", 128, 4, 32, "aot_eager", True), None),
+        "MoE layer, branchless, fullgraph": (Model("moe", 64, 3, 32, "aot_eager", True), "branchless"),
+    }
+    for case, (model, choice) in cases.items():
+        mode.open(model, choice)
+        found, wanted = mode.ask("prepare").counts, "1 / 0 / 0"
+        yield row("graph_break", case, "graphs / breaks / recompiles", found, target=wanted, ok=found == wanted)
 
 
 def equality_rows(modes: dict[str, Mode], model: Model, steps: int, backends: tuple[str, ...]) -> Iterator[Row]:

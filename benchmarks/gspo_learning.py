@@ -37,9 +37,6 @@ OUTSIDE = "share of ratios outside the clip, last step of a rollout"  # whether 
 Series = dict[str, dict[str, list[float]]]
 
 
-# ----------------------------------------------------------------------------------------------------------- the runs
-
-
 def run(quick: bool = False) -> Iterator[Row]:
     """The rows of each method, its series in the row "reward, last quarter above first"."""
     with tempfile.TemporaryDirectory() as folder:
@@ -90,9 +87,6 @@ def rollout_series(metrics: list[dict[str, Any]]) -> dict[str, list[float]]:
     return {REWARD: [steps[number][REWARD] for number in firsts]} | {
         metric: [step[metric] for step in lasts] for metric in (CLIPPED, EFFECTIVE)
     }
-
-
-# ----------------------------------------------------------------------------------------------------------- the rows
 
 
 def quarters(rewards: list[float]) -> tuple[float, float]:

@@ -28,8 +28,8 @@ from transformers.trainer_callback import PrinterCallback
 from benchmarks.fused_head import Allocations, thread_count
 from benchmarks.gpu import peak_memory, release
 from benchmarks.gpu_steps import Batch
-from benchmarks.harness import Budget, Row, interleave, out_of_time, ratio_row, row, summary, synchronize
-from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build
+from benchmarks.harness import Budget, Row, attempt, interleave, ratio_row, row, synchronize, values_row
+from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build, word_tokenizer
 
 STEPS = 2  # optimizer steps of one rollout, and of one measurement
 MICRO_BATCHES = 2  # of a step, summed by the metrics
@@ -38,9 +38,6 @@ BY_HAND = {
     "loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4,
 }  # fmt: skip
 NEEDS_SECONDS = 75.0
-
-
-# -------------------------------------------------------------------------------------------------------- the trainers
 
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -88,21 +85,15 @@ def make_trainer(
     )  # fmt: skip
     numbers = torch.randint(2, shape.vocabulary, (STEPS, batch.prompt), generator=torch.Generator().manual_seed(0))
     prompts = [" ".join(map(str, line)) for line in numbers.tolist()]
-    words = numbered_words(shape.vocabulary)
-    trainer = PlayingBack(model, even_tokens, args, Dataset.from_dict({"prompt": prompts}), processing_class=words)
+    trainer = PlayingBack(
+        model,
+        even_tokens,
+        args,
+        Dataset.from_dict({"prompt": prompts}),
+        processing_class=word_tokenizer(shape.vocabulary),
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def numbered_words(vocabulary: int) -> Any:
-    """A tokenizer whose words are the token ids."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1} | {str(i): i for i in range(2, vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def both_trainers(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
@@ -119,9 +110,6 @@ def both_trainers(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, f
     stock = make(BY_HAND, folder=str(folder / "stock"))  # before the patch, so that nothing of it is in there
     cogumi.patch()
     return {"cogumi": make(BY_NAME, folder=str(folder / "cogumi")), "stock": stock}
-
-
-# ------------------------------------------------------------------------------------------------------ what is measured
 
 
 class Clock(TrainerCallback):
@@ -227,9 +215,6 @@ def trained_weights(trainer: Any) -> Tensor:
     return torch.cat([each.detach().flatten() for each in trainer.model.parameters() if each.requires_grad])
 
 
-# ---------------------------------------------------------------------------------------------------------- the rows
-
-
 def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
     """Peak memory of the first steps, times, shares, peak memory of later steps, and whether both learned the same."""
     from cogumi.patches import fused_head
@@ -241,8 +226,7 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
         first = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}  # also the warm-up
         times = interleave({name: Clock(trainer).seconds for name, trainer in trainers.items()}, repeats, warmup=0)
         for name, seconds in times.items():
-            middle, spread = summary(seconds)
-            yield row("gspo_step", case, f"step, {name}", middle, "s", spread=spread)
+            yield values_row("gspo_step", case, f"step, {name}", seconds, "s")
         yield ratio_row("gspo_step", case, "step, cogumi / stock TRL", times, "cogumi", "stock", target="<= 1.02")
 
         later = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}
@@ -262,10 +246,9 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
         yield row("gspo_step", case, "weights after training, max |cogumi - stock TRL|", apart, target=target)
 
         seconds, shares = metrics_shares(trainers["cogumi"], max(2, repeats // 3))
-        middle, spread = summary([1e3 * each for each in seconds])
-        yield row("gspo_step", case, "metrics, timed directly", middle, "ms a step", spread=spread)
-        middle, spread = summary([100 * each for each in shares])
-        yield row("gspo_step", case, "metrics, share of a step", middle, "%", spread=spread, target="<= 1")
+        yield values_row("gspo_step", case, "metrics, timed directly", [1e3 * each for each in seconds], "ms a step")
+        percent = [100 * each for each in shares]
+        yield values_row("gspo_step", case, "metrics, share of a step", percent, "%", target="<= 1")
 
 
 class DenseHead:
@@ -306,13 +289,13 @@ def trainable_head_rows(shape: Shape, batch: Batch, repeats: int) -> Iterator[Ro
 
 def run(quick: bool = False, device: str | None = None, budget: Budget | None = None) -> Iterator[Row]:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.startswith("cuda")
-    shape, batch = (QWEN3_0_6B, Batch(8, 512, 512)) if on_gpu else (SMALL, Batch(8, 32, 128))
-    if budget is not None and budget.left() < NEEDS_SECONDS:
-        yield out_of_time("gspo_step", shape.name)
+    if device.startswith("cuda"):
+        work = partial(step_rows, QWEN3_0_6B, Batch(8, 512, 512), device, torch.bfloat16, repeats=6 if quick else 30)
+        yield from attempt("gspo_step", QWEN3_0_6B.name, work, budget, NEEDS_SECONDS)
         return
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    yield from step_rows(shape, batch, device, dtype, repeats=6 if quick else 30)
+    batch = Batch(8, 32, 128)
+    work = partial(step_rows, SMALL, batch, device, torch.float32, repeats=6 if quick else 30)
+    yield from attempt("gspo_step", SMALL.name, work, budget, NEEDS_SECONDS)
     release()
-    if not on_gpu:
-        yield from trainable_head_rows(shape, batch, repeats=3 if quick else 11)
+    work = partial(trainable_head_rows, SMALL, batch, repeats=3 if quick else 11)
+    yield from attempt("gspo_step", SMALL.name, work, budget, NEEDS_SECONDS)

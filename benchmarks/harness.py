@@ -34,6 +34,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cogumi.core.formatting import last_line
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # The libraries whose version decides what a number means.
@@ -83,9 +85,6 @@ def missing(benchmark: str, case: str, what: str) -> Row:
     return row(benchmark, case, "-", None, note=f"missing: {what}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- time
-
-
 def synchronize() -> None:
     """Wait for the GPU, where there is one; torch is never imported for it, as nothing runs there without torch."""
     torch = sys.modules.get("torch")
@@ -118,9 +117,10 @@ def ratio(times: dict[str, list[float]], ours: str, peer: str) -> tuple[float, f
     return statistics.median(pairs), min(pairs), max(pairs)
 
 
-def summary(times: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """(median, (lowest, highest)): the `value` and `spread` of a row."""
-    return statistics.median(times), (min(times), max(times))
+def values_row(benchmark: str, case: str, metric: str, values: Sequence[float], unit: str, **more: Any) -> Row:
+    """A row of the median of values, with the lowest and the highest. more: of `row`."""
+    spread = (min(values), max(values))
+    return row(benchmark, case, metric, statistics.median(values), unit, spread=spread, **more)
 
 
 def ratio_row(
@@ -136,21 +136,21 @@ class Timed:
 
     def __init__(self) -> None:
         self.cpu = self.wall = 0.0
-        self.stage_inside = False
+        self.inside = False
 
     def wrap(self, owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self.stage_inside:
+            if self.inside:
                 return function(*args, **kwargs)
-            self.stage_inside, cpu, wall = True, time.thread_time(), time.perf_counter()
+            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
                 self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
-                self.stage_inside = False
+                self.inside = False
 
         setattr(owner, name, timed)
 
@@ -159,14 +159,11 @@ class Timed:
 class Budget:
     """Wall-clock seconds shared by several cases; a case that would start too late is reported and not run."""
 
-    seconds: float
+    seconds: float = math.inf
     start: float = field(default_factory=time.monotonic)
 
     def left(self) -> float:
         return self.seconds - (time.monotonic() - self.start)
-
-
-# ----------------------------------------------------------------------------------------------------------- processes
 
 
 @dataclass(frozen=True)
@@ -257,10 +254,6 @@ def status_bytes(pid: int) -> dict[str, int]:
     return {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
-def last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1].strip()
-
-
 def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
 
@@ -272,14 +265,17 @@ def prepared_forks(modules: Iterable[str]) -> ForkServerContext:
     return context
 
 
-# ------------------------------------------------------------------------------------------------------ failure, kept
-
-
-def attempt(benchmark: str, case: str, work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+def attempt(
+    benchmark: str, case: str, work: Callable[[], Iterable[Row]], budget: Budget | None = None, needs: float = 0.0
+) -> Iterator[Row]:
     """The rows of `work()`; if it raises, those that came before and then one row that says so.
 
     This is where a broken case is kept from costing the others: the row has ok=False, so the run ends with status 1.
+    needs: seconds; where the budget has less, nothing is run, and the row says so.
     """
+    if budget is not None and budget.left() < needs:
+        yield row(benchmark, case, "-", None, note="skipped: out of time")
+        return
     try:
         yield from work()
     except Exception as error:  # noqa: BLE001 - shown in the table and in the exit status
@@ -291,49 +287,32 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def out_of_time(benchmark: str, case: str) -> Row:
-    return row(benchmark, case, "-", None, note="skipped: out of time")
-
-
 def failed(rows: Iterable[Row]) -> list[Row]:
     """Rows that raised or missed their target."""
     return [each for each in rows if each["ok"] is False]
 
 
-# ------------------------------------------------------------------------------------------------------------- machine
-
-
 def machine() -> dict[str, Any]:
     """CPU, memory, GPU, driver and the load at this moment. What cannot be read is None."""
-    gpu = _nvidia_smi()
+    cpuinfo, tool = Path("/proc/cpuinfo"), shutil.which("nvidia-smi")
+    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    gpu: list[str | None] = [None, None, None]
+    if tool is not None:
+        query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        if said.returncode == 0 and said.stdout.strip():
+            gpu = [part.strip() for part in said.stdout.splitlines()[0].split(",")]
     return {
-        "cpu": _cpu_model(),
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": gpu[0] if gpu else None,
-        "driver": gpu[1] if gpu else None,
-        "gpu_memory": gpu[2] if gpu else None,
+        "gpu": gpu[0],
+        "driver": gpu[1],
+        "gpu_memory": gpu[2],
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "system": platform.platform(),
         "python": platform.python_version(),
     }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
-def _nvidia_smi() -> list[str] | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    said = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    if said.returncode != 0 or not said.stdout.strip():
-        return None
-    return [part.strip() for part in said.stdout.splitlines()[0].split(",")]
 
 
 def versions() -> dict[str, str | None]:
@@ -351,16 +330,6 @@ def git_state() -> dict[str, Any]:
     except (FileNotFoundError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
     return {"commit": head.stdout.strip(), "dirty": bool(status.stdout.strip())}
-
-
-def slug(about: dict[str, Any], gpu: bool) -> str:
-    """What ran it, as part of a file name: the card for GPU results, else the processor and its cores."""
-    words = about["gpu"] if gpu and about["gpu"] else f"{about['cpu']} {about['cores']}c"
-    words = re.sub(r"\((r|tm)\)|\b(cpu|processor|@)\b|@", " ", words.lower())
-    return re.sub(r"[^a-z0-9.]+", "-", words).strip("-")
-
-
-# -------------------------------------------------------------------------------------------------------------- output
 
 
 def show(rows: list[Row], title: str, console: Console | None = None) -> None:
@@ -411,7 +380,10 @@ def document(name: str, rows: list[Row], seconds: float, about: dict[str, Any]) 
 
 
 def result_path(name: str, about: dict[str, Any], gpu: bool) -> Path:
-    return RESULTS / f"{date.today().isoformat()}-{name}-{slug(about, gpu)}.json"
+    """A dated file. What ran it is part of its name: the card for GPU results, else the processor and its cores."""
+    words = about["gpu"] if gpu and about["gpu"] else f"{about['cpu']} {about['cores']}c"
+    words = re.sub(r"\((r|tm)\)|\b(cpu|processor|@)\b|@", " ", words.lower())
+    return RESULTS / f"{date.today().isoformat()}-{name}-{re.sub(r'[^a-z0-9.]+', '-', words).strip('-')}.json"
 
 
 def save(saved: dict[str, Any], path: Path) -> Path:

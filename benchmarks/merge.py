@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, summary
+from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, values_row
 from benchmarks.merge_kills import full_disk_rows, kill_rows, shards_of
 from benchmarks.models import Inputs, Shape, forget_cached, write_inputs, write_sparse_inputs
 
@@ -71,6 +71,15 @@ import sys
 from cogumi.merge import merge_adapter
 merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], workers=int(sys.argv[4]), progress=False)
 """
+# What each time is of.
+MEASURED = {
+    "cogumi": "whole process, every element verified, sync",
+    "cp -r": "whole process, sync",
+    "cogumi, all imported": "the call alone, in a process that has merged before, sync",
+    "imports": "whole process: import torch, transformers, peft",
+    "PEFT": "whole process: load, merge_and_unload, save_pretrained, sync",
+    "axolotl": "whole process: merge_lora_sharded_efficient, sync",
+}
 
 
 @dataclass(frozen=True)
@@ -95,18 +104,14 @@ FULL = Scale(BIG, ONE_SHARD, SMALL, 2_000_000_000, 16, 3, 1, 50, 15, SHARES, 17_
 QUICK = Scale(TINY, TINY, TINY, 100_000, 4, 1, 1, 2, 1, (0.5, 1.1), 100_000_000, False)
 
 
-# ----------------------------------------------------------------------------------------------------------------- time
-
-
 def time_rows(inputs: Inputs, warm: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
     """All sides in turns, forwards and backwards alternately; the slow peers take part in the first turns only."""
-    out = folder / "out"
-    more = [warm.base, warm.adapter]
+    out, warm_out = folder / "out", folder / "warm-out"
     files = (inputs.base, inputs.adapter, out)
     commands = {
         "cogumi": python(COGUMI, *files),
         "cp -r": ["cp", "-r", str(inputs.base), str(out)],
-        "cogumi, all imported": python(COGUMI_WARM, *files, *more, folder / "warm-out"),
+        "cogumi, all imported": python(COGUMI_WARM, *files, warm.base, warm.adapter, warm_out),
         "imports": python(IMPORTS),
         "PEFT": python(PEFT, *files),
     }
@@ -118,9 +123,8 @@ def time_rows(inputs: Inputs, warm: Inputs, folder: Path, scale: Scale) -> Itera
         for name in reversed(names) if turn % 2 else names:
             forget_cached(inputs.base, inputs.adapter)
             runs[name].append(run_process(commands[name], sync=True))
-            for directory in (out, folder / "warm-out"):
-                if directory.exists():
-                    shutil.rmtree(directory)
+            for directory in (out, warm_out):
+                shutil.rmtree(directory, ignore_errors=True)
     case = f"{scale.big.name}, {inputs.base_bytes / 1e9:.2f} GB, r={scale.rank} all-linear"
     yield from seconds_and_ratios(case, runs, scale.timed)
     yield from memory_rows(case, inputs, runs)
@@ -131,17 +135,8 @@ def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], judged: bool)
     times = {name: [each.seconds for each in finished] for name, finished in runs.items()}
     # Only the call, which the process timed; it prints nothing else.
     times["cogumi, all imported"] = [float(each.output.split()[-1]) for each in runs["cogumi, all imported"]]
-    said = {
-        "cogumi": "whole process, every element verified, sync",
-        "cp -r": "whole process, sync",
-        "cogumi, all imported": "the call alone, in a process that has merged before, sync",
-        "imports": "whole process: import torch, transformers, peft",
-        "PEFT": "whole process: load, merge_and_unload, save_pretrained, sync",
-        "axolotl": "whole process: merge_lora_sharded_efficient, sync",
-    }
     for name, seconds in times.items():
-        middle, spread = summary(seconds)
-        yield row("merge", case, f"time, {name}", middle, "s", spread=spread, note=said[name])
+        yield values_row("merge", case, f"time, {name}", seconds, "s", note=MEASURED[name])
     target, note = "<= 1.5" if judged else "", "1.25 is the aim"
     yield ratio_row("merge", case, "cogumi / cp -r", times, "cogumi", "cp -r", target=target, note=note)
     yield ratio_row("merge", case, "cogumi, all imported / cp -r", times, "cogumi, all imported", "cp -r")
@@ -152,9 +147,6 @@ def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], judged: bool)
         adjacent = {peer: times[peer], "cogumi": times["cogumi"][: len(times[peer])]}
         target = ">= 4" if judged else ""
         yield ratio_row("merge", case, f"{peer} / cogumi", adjacent, peer, "cogumi", target=target)
-
-
-# --------------------------------------------------------------------------------------------------------------- memory
 
 
 def memory_rows(case: str, inputs: Inputs, runs: dict[str, list[Finished]]) -> Iterator[Row]:
@@ -187,18 +179,13 @@ def last_numbers(finished: Finished) -> tuple[float, int]:
 def one_shard_rows(folder: Path, scale: Scale) -> Iterator[Row]:
     """A single shard of 8 GB whose weights are a hole, with a small adapter, merged and verified."""
     inputs = write_sparse_inputs(scale.one_shard, folder, targets=["q_proj", "v_proj"], rank=8)
-    out = folder / "out"
+    out, note = folder / "out", "whole process, sync; the input takes no disk"
     imports = [run_process(python(IMPORTS))]
     merged = [run_process(python(COGUMI, inputs.base, inputs.adapter, out), sync=True)]
     case = f"{scale.one_shard.name}, one shard of {inputs.base_bytes / 1e9:.2f} GB (sparse), r=8 q and v"
     yield from memory_rows(case, inputs, {"cogumi": merged, "imports": imports})
-    yield row(
-        "merge", case, "time, cogumi", merged[0].seconds, "s", note="whole process, sync; the input takes no disk"
-    )
+    yield row("merge", case, "time, cogumi", merged[0].seconds, "s", note=note)
     yield from bound_rows(case, inputs, out, last_numbers(merged[0])[0])
-
-
-# ---------------------------------------------------------------------------------------------------------- correctness
 
 
 def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
@@ -266,9 +253,6 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------- the rows
-
-
 def run(quick: bool = False) -> Iterator[Row]:
     scale = QUICK if quick else FULL
     with tempfile.TemporaryDirectory(prefix="cogumi-merge-") as name:
@@ -280,16 +264,12 @@ def run(quick: bool = False) -> Iterator[Row]:
             return
         few = min(scale.shard_bytes, 10_000_000)  # several shards here too
         small = write_inputs(scale.small, folder / "small", shard_bytes=few, targets="all-linear", rank=8)
-        big = write_inputs(
-            scale.big, folder / "big", shard_bytes=scale.shard_bytes, targets="all-linear", rank=scale.rank
-        )
-        parts: dict[str, Callable[..., Any]] = {
-            "time": partial(time_rows, big, small, folder, scale),
-            "workers": partial(identity_rows, big, folder, scale),
-        }
-        for part, work in parts.items():
-            yield from attempt("merge", part, work)
-            shutil.rmtree(folder / "out", ignore_errors=True)
+        sizes: dict[str, Any] = {"shard_bytes": scale.shard_bytes, "rank": scale.rank}
+        big = write_inputs(scale.big, folder / "big", targets="all-linear", **sizes)
+        yield from attempt("merge", "time", partial(time_rows, big, small, folder, scale))
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        yield from attempt("merge", "workers", partial(identity_rows, big, folder, scale))
+        shutil.rmtree(folder / "out", ignore_errors=True)
         shutil.rmtree(folder / "big")
         yield from attempt("merge", "one shard", partial(one_shard_rows, folder / "one", scale))
         shutil.rmtree(folder / "one")

@@ -190,9 +190,6 @@ def shared_rows(case: str, tally: Tally) -> Iterator[Row]:
         yield row("merge", case, metric, tally[key], f"of {every}", target=target, note=note)
 
 
-# ------------------------------------------------------------------------------------------------------------ full disk
-
-
 def take_all_space(filler: Path) -> None:
     """Take every free block, in steps that halve: the merge takes blocks meanwhile."""
     size, position = DISK_BYTES, 0

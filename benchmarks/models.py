@@ -88,7 +88,15 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-# ------------------------------------------------------------------------------------------------------------- on disk
+def word_tokenizer(vocabulary: int) -> Any:
+    """A tokenizer whose words are the numbers of the tokens; 0 is padding and 1 the end."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1} | {str(i): i for i in range(2, vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from benchmarks.harness import Row, Timed, ratio_row, row, summary
+from benchmarks.harness import Row, Timed, ratio_row, values_row
 from benchmarks.models import SMALL, build
 from cogumi.config.schema import CogumiSection
 from cogumi.telemetry import trackers
@@ -155,8 +155,7 @@ def rows_of(scratch: Path, steps: int, repeats: int, reporters: str) -> Iterator
         "heartbeat's thread": "% of a core",
     }
     for metric, values in found.items():
-        middle, spread = summary(values)
         target = f"<= {100 * LIMIT:g}" if metric == "share of a step" else ""
-        yield row("telemetry", case, metric, middle, units.get(metric, "%"), spread=spread, target=target)
+        yield values_row("telemetry", case, metric, values, units.get(metric, "%"), target=target)
     metric = "steps with over without"
     yield ratio_row("telemetry", case, metric, times, "with", "without", unit="x", note="adjacent pairs")

@@ -95,9 +95,6 @@ def about_the_run(flags: Iterable[Any]) -> list[Any]:
     return [flag for flag in flags if flag.name != "tokens per second"]
 
 
-# -------------------------------------------------------------------------------------------------------------- the rows
-
-
 def run(quick: bool = False) -> Iterator[Row]:
     from transformers.utils.logging import disable_progress_bar
 
@@ -185,9 +182,6 @@ def cost(out: Path) -> float:
     return timed.wall / STEPS
 
 
-# ---------------------------------------------------------------------------------------------------------- the trainers
-
-
 def build(
     method: str,
     out: Path,
@@ -244,9 +238,6 @@ def similarity(completions: list[str], middle: list[str], **_: Any) -> list[floa
     from rapidfuzz.distance import Levenshtein
 
     return [Levenshtein.normalized_similarity(*pair) for pair in zip(completions, middle, strict=True)]
-
-
-# -------------------------------------------------------------------------------------------------- the data, two models
 
 
 def tokenizer() -> Any:

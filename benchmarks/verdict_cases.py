@@ -71,9 +71,6 @@ def answers(mixed: bool = False) -> Any:
     return preferences(rows, [told for _, told in rows], mixed, longest=300)
 
 
-# --------------------------------------------------------------------------------------------------------- what breaks them
-
-
 @cache
 def pieces() -> list[tuple[list[int], list[int]]]:
     """(prompt, completion) of the fill-in-the-middle examples."""
@@ -230,9 +227,6 @@ HELD_OUT = (
          "preferences", "mixed up"),
 )
 # fmt: on
-
-
-# -------------------------------------------------------------------------------------------------------- one's own data
 
 
 @cache

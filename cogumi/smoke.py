@@ -8,8 +8,6 @@ table is a check with its figure; the exit status is 0 only if all passed. Flags
 import json
 import logging
 import platform
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -153,14 +151,13 @@ def check_environment(report: Report) -> None:
     from cogumi.diagnostics.checkup import doctor
 
     found = doctor()
-    wrong = [each for each in found.findings if each.state in ("fatal", "warning")]
-    figure = "; ".join([found.summary(), *(f"{each.state}: {each.what}: {each.figure}" for each in wrong)])
-    report.add("doctor", "nothing is fatal", figure, all(each.state != "fatal" for each in wrong))
+    wrong = {f"{each.what}: {each.figure}": each for each in found.findings if each.state in ("fatal", "warning")}
+    figure = "; ".join([found.summary(), *(f"{each.state}: {said}" for said, each in wrong.items())])
+    report.add("doctor", "nothing is fatal", figure, all(each.state != "fatal" for each in wrong.values()))
     if report.on_gpu:
-        broken = [f"{each.what}: {each.figure}" for each in wrong if each.what in GPU_PROBES]
-        report.add(
-            "doctor", "what is installed works on the GPU", "; ".join(broken) or ", ".join(GPU_PROBES), not broken
-        )
+        broken = [said for said, each in wrong.items() if each.what in GPU_PROBES]
+        figure = "; ".join(broken) or ", ".join(GPU_PROBES)
+        report.add("doctor", "what is installed works on the GPU", figure, not broken)
 
 
 def check_fits(report: Report, model: str) -> None:
@@ -168,18 +165,13 @@ def check_fits(report: Report, model: str) -> None:
     from cogumi.forecast.run_forecast import preflight
 
     found = preflight("smoke/sft", **overrides_of(report, "sft", model))
-    red = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
-    memory = found.figures.get("memory")
-    peak = (
-        f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak"
-        if memory
-        else "memory not known"
-    )
-    report.add("preflight", "the SFT run fits", "; ".join([peak, *red]), found.fits)
+    said = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
+    if memory := found.figures.get("memory"):
+        said.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")
+    report.add("preflight", "the SFT run fits", "; ".join(said) or "memory not known", found.fits)
 
 
 def check_stack(report: Report) -> None:
-    import torch
     import trl
 
     from cogumi.patches import fused_head
@@ -191,15 +183,6 @@ def check_stack(report: Report) -> None:
     report.add("stack", "GRPOConfig(loss_type='gspo')", became, became == "grpo, sequence, 0.0003/0.0004")
     works = patches["fused_head"].applied or fused_head.triton_device() is not None
     report.add("stack", "TRL's losses run here", patches["fused_head"].reason, works)
-    if not report.on_gpu and nvidia_driver_answers():
-        figure = f"nvidia-smi finds one, torch {torch.__version__} (CUDA {torch.version.cuda}) does not"
-        report.add("stack", "the GPU is usable", figure, False)
-
-
-def nvidia_driver_answers() -> bool:
-    if shutil.which("nvidia-smi") is None:
-        return False
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def check_data(report: Report) -> None:

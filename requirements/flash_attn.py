@@ -12,7 +12,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-from cogumi.core.worker import run_command
 from cogumi.stack.probes import HUB_FLASH_ATTN
 
 TABLE = Path(__file__).with_name("lanes.toml")
@@ -58,8 +57,12 @@ def is_installed() -> bool:
 
 def why_not() -> str:
     """The last line of what importing flash-attn printed, in a process of its own; "" where it loads."""
-    ended = run_command([sys.executable, "-c", LOADS], SECONDS)
-    return "" if ended.status == 0 else last_line(ended.stderr) or ended.how
+    command = [sys.executable, "-c", LOADS]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {SECONDS:.0f} s"
+    return "" if ended.returncode == 0 else last_line(ended.stderr) or f"exit status {ended.returncode}"
 
 
 def pip(*words: str) -> str:

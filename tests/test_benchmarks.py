@@ -136,25 +136,6 @@ def test_a_number_that_is_not_one_is_a_failure_and_not_saved(tmp_path):
         harness.save({"rows": [{"value": math.nan}]}, tmp_path / "out.json")
 
 
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("cpu", None),
-    ],
-)
-def test_peak_rate_is_known_or_unknown_and_never_guessed(name, rate):
-    assert gpu.peak_flops(name) == rate
-
-
 def test_step_flops_of_published_models():
     batch = gpu_steps.Batch(1, 0, 2048)
     # 8.03e9 parameters, of which 0.53e9 are the input embedding; about 33 GFLOP a token at T = 2048.

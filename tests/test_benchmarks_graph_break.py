@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from four_bit_models import counted_rows, gradients, step, tiny_llama, tiny_moe
+from four_bit_models import counted_rows, gpt_oss, gradients, hidden_rows, quantized, step, tiny_llama, tiny_moe
 
 from benchmarks import graph_break
 from benchmarks.graph_break import Model, Prepared, processes
-from benchmarks.graph_break_models import gpt_oss, hidden_rows, quantized
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 

@@ -414,10 +414,9 @@ def test_a_foreign_linear4bit_that_does_not_compile_is_blamed(kind: str, monkeyp
     assert verdict.strategy == "break_linear"
     assert "Dynamo cannot" not in said
     if kind == "disabled":
-        assert "Linear4bit.forward is torch.compiler.disable around that of bitsandbytes" in verdict.reason
+        assert "Linear4bit.forward is torch._dynamo.eval_frame.Linear4bit.forward" in verdict.reason
     else:
-        line = theirs.__code__.co_firstlineno
-        assert f"Linear4bit.forward is {__name__}.{theirs.__qualname__} ({__file__}:{line})" in verdict.reason
+        assert f"Linear4bit.forward is {__name__}.{theirs.__qualname__};" in verdict.reason
     assert ("only on my machine" in verdict.reason) == (kind == "raises")
     graph_break.undo()
 

@@ -4,9 +4,13 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import site
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,10 +19,9 @@ from disk_mounts import fill, mounting
 from cogumi.core.disk_space import Filesystem, Space, filesystem_of
 from cogumi.core.errors import Finding
 from cogumi.core.formatting import pip_command
-from cogumi.core.worker import run_command
+from cogumi.core.worker import Worker
 from cogumi.diagnostics import checkup
 from cogumi.diagnostics.checkup import DoctorReport, render_finding
-from cogumi.diagnostics.import_checks import stderr_of_step
 from cogumi.stack import driver, host, installed
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
@@ -70,7 +73,7 @@ def test_another_python_is_fatal_and_the_installer_gets_one(
     release: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "version_info", Release(release))
-    (found,) = checkup.python_finding()
+    found = checkup.python_finding()
     assert (found.state, found.fix.split(":")[0]) == ("fatal", "sh requirements/install.sh")
 
 
@@ -98,21 +101,17 @@ def test_the_paths_are_jupyters_own(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"argv": []}', '{"language": "python"}', "\x00"])
-def test_a_kernel_that_cannot_be_read_is_one_line(jupyter: Path, text: str) -> None:
-    path = kernelspec(jupyter, "broken", text)
+def test_a_kernel_that_cannot_be_read_is_left_out_as_jupyter_does(jupyter: Path, text: str) -> None:
+    kernelspec(jupyter, "broken", text)
+    (jupyter / "kernels" / "directory" / "kernel.json").mkdir(parents=True)
+    kernelspec(jupyter, "cogumi", starting(sys.executable))
     (found,) = checkup.kernel_findings()
-    assert (found.state, found.figure) == ("warning", f"{path}: not a kernel's JSON with an argv")
-
-
-def test_a_kernel_file_that_is_a_directory(jupyter: Path) -> None:
-    (jupyter / "kernels" / "broken" / "kernel.json").mkdir(parents=True)
-    (found,) = checkup.kernel_findings()
-    assert found.figure.endswith("kernel.json: Is a directory")
+    assert found.figure == "cogumi: this environment"
 
 
 def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
-    (found,) = checkup.python_finding()
+    found = checkup.python_finding()
     assert (found.state, found.fix) == ("warning", f"run {tmp_path}/bin/python -m cogumi doctor")
 
 
@@ -141,14 +140,13 @@ POD = {"RUNPOD_POD_ID": "abc123"}
 
 
 def test_which_box_it_is(tmp_path: Path) -> None:
-    assert host.find_host(POD, tmp_path).kind == "RunPod"
-    assert host.find_host(POD | {"RUNPOD_VOLUME_ID": "qf2l"}, tmp_path).network_volume == "qf2l"
-    assert host.find_host({"VAST_CONTAINERLABEL": "C.12"}, tmp_path).kind == "Vast"
-    assert host.find_host({}, tmp_path).kind == "machine"
+    assert host.find_host(POD, tmp_path) == ("RunPod", "RUNPOD_POD_ID=abc123")
+    assert host.find_host({"VAST_CONTAINERLABEL": "C.12"}, tmp_path)[0] == "Vast"
+    assert host.find_host({}, tmp_path) == ("machine", "")
     (tmp_path / ".dockerenv").touch()
-    assert host.find_host({}, tmp_path).kind == "container"
+    assert host.find_host({}, tmp_path)[0] == "container"
     (tmp_path / "etc" / "vast_boot.d").mkdir(parents=True)
-    assert host.find_host({}, tmp_path) == host.Host("Vast", "/etc/vast_boot.d")
+    assert host.find_host({}, tmp_path) == ("Vast", "/etc/vast_boot.d")
 
 
 def test_a_login_over_ssh_has_the_variables_of_the_first_process(
@@ -163,31 +161,29 @@ def test_a_login_over_ssh_has_the_variables_of_the_first_process(
 
 
 @pytest.mark.parametrize(
-    ("kind", "volume", "disk", "stop", "end"),
+    ("kind", "disk", "lost"),
     [
-        ("RunPod", "", on("/", "overlay"), False, False),
-        ("RunPod", "", on("/workspace", "ext4"), True, False),
-        ("RunPod", "", on("/workspace", "fuse"), True, True),
-        ("RunPod", "qf2l", on("/workspace", "ext4"), True, None),
-        ("Vast", "", on("/", "overlay"), True, False),
-        ("Vast", "", on("/workspace", "ext4"), True, True),
-        ("container", "", on("/", "overlay"), None, False),
-        ("machine", "", on("/", "ext4"), True, None),
-        ("machine", "", on("/tmp", "tmpfs"), False, False),
+        ("RunPod", on("/", "overlay"), "stop"),
+        ("RunPod", on("/workspace", "ext4"), "end"),
+        ("RunPod", on("/workspace", "fuse"), ""),
+        ("Vast", on("/", "overlay"), "end"),
+        ("Vast", on("/workspace", "ext4"), ""),
+        ("container", on("/", "overlay"), "end"),
+        ("container", on("/data", "ext4"), ""),
+        ("machine", on("/", "ext4"), ""),
+        ("machine", on("/tmp", "tmpfs"), "stop"),
     ],
 )
-def test_what_stays(
-    kind: str, volume: str, disk: Filesystem, stop: bool | None, end: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "filesystem_of", lambda path: disk)
-    found = host.persistence_of(Path("/anywhere"), host.Host(kind, network_volume=volume))
-    assert (found.on_stop, found.on_end) == (stop, end)
+def test_what_stays(kind: str, disk: Filesystem, lost: str) -> None:
+    when, where = host.loss_of(disk, kind)
+    assert when == lost
+    assert bool(where) == bool(lost)
 
 
 def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
     with mounting(tmp_path) as mount:
         disk = mount()
-        found = host.check_directory("work directory", disk, host.Host("machine"))
+        found = host.check_directory(disk, "machine")
     assert found.state == "warning"
     assert found.cause == f"{disk} is in memory: what is written here is lost when the box stops"
 
@@ -197,26 +193,22 @@ def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
 )
 def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
     with mounting(tmp_path) as mount:
-        found = host.check_directory("work directory", mount(options=option), host.Host("machine"))
+        found = host.check_directory(mount(options=option), "machine")
     assert (found.state, said in found.cause) == ("warning", True)
 
 
-def test_caches_on_the_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_cache_on_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if filesystem_of(tmp_path).space.free < 1 << 30:
         pytest.skip("the disk of the tests is nearly full")
     with mounting(tmp_path) as mount:
         small = mount(name="small")
         for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
             monkeypatch.delenv(name, raising=False)
-        for name in ("HF_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR"):
-            monkeypatch.setenv(name, str(small / name.lower()))
-        found = {each.what: each for each in host.check_caches(host.Host("machine"), tmp_path)}
-    hub = found["Hugging Face cache"]
+        monkeypatch.setenv("HF_HOME", str(small / "hf"))
+        found = host.check_hub_cache(tmp_path, "machine")
     place = Path(filesystem_of(tmp_path).mount) / ".cache"
-    assert (hub.state, hub.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
-    assert "which is one 8B model" in hub.cause
-    assert found["pip's cache"].figure.endswith(f"export PIP_CACHE_DIR={place / 'pip'}")
-    assert found["uv's cache"].state == "note"
+    assert (found.state, found.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
+    assert "which is one 8B model" in found.cause
 
 
 def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +219,7 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
         fill(disk, 0.5)
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", str(disk))
-        (found,) = host.check_temporary_files()
+        found = host.check_temporary_files()
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert (found.state, found.cause) == ("warning", "less than 200 MB is left there for temporary files")
 
@@ -363,23 +355,51 @@ def test_a_driver_without_a_card_and_one_that_does_not_answer() -> None:
 # ------------------------------------------------------------------------------------------------------------------ apart
 
 
-def test_how_a_command_ended() -> None:
-    assert run_command(["sh", "-c", "echo out; echo err >&2; exit 3"], 20).how == "exit status 3"
-    assert run_command(["sh", "-c", "kill -SEGV $$"], 20).how == "ended by SIGSEGV"
-    late = run_command(["sh", "-c", "echo out; sleep 1000"], 0.3)
-    assert (late.status, late.how, late.stdout) == (None, "no answer in time", "out\n")
+def fail(how: str) -> str:
+    print(how, flush=True)
+    if how == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "hang":
+        time.sleep(1000)
+    return how
 
 
-def test_what_each_step_wrote_is_its_own() -> None:
-    stderr = "before\ncogumi step: one\nof one\ncogumi step: two\nof two\n"
-    assert [stderr_of_step(stderr, name) for name in ("one", "two")] == ["of one\n", "of two\n"]
-    assert stderr_of_step("cannot start\n", "one") == "cannot start\n"
+def start_another() -> int:
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
 
 
-def test_what_a_command_left_running_is_ended() -> None:
-    done = run_command(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"], 20)
-    assert done.status == 0
-    assert not is_running(int(done.stdout))
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with closing(Worker("it", {**os.environ, "PYTHONPATH": str(Path(__file__).parent)})) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("how", "said"), [("crash", "it was ended by SIGSEGV"), ("hang", "it was ended after 0.")])
+def test_how_a_worker_ended(worker: Worker, how: str, said: str) -> None:
+    from test_stack_doctor_parts import fail as importable
+
+    worker.send(importable, how)
+    with pytest.raises(RuntimeError, match=said):
+        worker.receive(0.3 if how == "hang" else None)
+
+
+def test_what_each_call_printed_is_its_own(worker: Worker) -> None:
+    from test_stack_doctor_parts import fail as importable
+
+    for said, start in (("one", 0), ("two", 4)):
+        worker.send(importable, said)
+        assert worker.receive() == said
+        assert worker.hear(start).decode() == f"{said}\n"
+
+
+def test_what_a_worker_left_running_is_ended() -> None:
+    from test_stack_doctor_parts import start_another as importable
+
+    with closing(Worker("it", {**os.environ, "PYTHONPATH": str(Path(__file__).parent)})) as worker:
+        worker.send(importable)
+        other = worker.receive()
+        assert is_running(other)
+    assert not is_running(other)
 
 
 def is_running(pid: int) -> bool:

@@ -15,7 +15,7 @@ from cogumi.cli.disk_commands import disk_app
 from cogumi.config.source import copy_template, describe_template, list_templates
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError
-from cogumi.core.output import print_json, print_text, run_command, show_waiting
+from cogumi.core.output import failures_in_one_line, print_json, print_text, run_command, show_waiting
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -47,12 +47,11 @@ def train(
 ) -> None:
     """Run one configuration: data, training, adapter, checks, merge."""
     from cogumi.config.schema import parse_overrides
-
-    words = parse_overrides(overrides or [])
     from cogumi.core.output import survive_closed_terminal
     from cogumi.runs import train as run
     from cogumi.telemetry.status import format_sentence, status_of
 
+    words = parse_overrides(overrides or [])
     with show_waiting("working"), survive_closed_terminal():
         result = run(config, **words)
         print_text(format_sentence(status_of(result.run_dir)))
@@ -136,7 +135,7 @@ def merge(
         with show_waiting("loading the libraries"):
             from cogumi.merge import check_merged
 
-        with failures_in_one_line():
+        with errors_in_command_words(), failures_in_one_line():
             found = check_merged(check, workers)
         print_json(asdict(found)) if as_json else print_text(found)
         return
@@ -150,35 +149,32 @@ def merge(
         from cogumi.merge import merge_adapter
 
     adapters = [(adapter, weight), *(parse_weighted_path(word) for word in add or [])]
-    with failures_in_one_line():
+    with errors_in_command_words(), failures_in_one_line():
         report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
     print_json(asdict(report)) if as_json else print_text(report)
     if export:
-        export_to_gguf(out)
+        from cogumi.merge.gguf import export_gguf, gguf_path, install_hint
+
+        if written := export_gguf(out):
+            print_text(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
+        else:
+            print_text("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
+            print_text(install_hint(out, gguf_path(out)))
 
 
 @contextmanager
-def failures_in_one_line() -> Iterator[None]:
-    """A merge that is not what it should be, or a disk that fails, is one line and exit status 1."""
-    from cogumi.merge import MergeError
-
+def errors_in_command_words() -> Iterator[None]:
+    """What Python is to be passed is named in the words of the command line."""
     try:
         yield
     except UsageError as error:
         raise UsageError(to_command_line(str(error))) from error
-    except (MergeError, OSError) as error:
-        print_text(f"cogumi: {error}", to_error=True)
-        raise typer.Exit(1) from error
 
 
 def to_command_line(text: str) -> str:
-    """What Python is to be passed, in the words of the command line."""
     text = re.sub(r"\b(base_mode|verify|dtype)='([a-z0-9]*)'", r"--\1 \2", text).replace("base_revision", "--revision")
-    return (
-        re.sub(r"\bbase=(?=\S)", "--base ", text)
-        .replace("--base_mode", "--base-mode")
-        .replace(" base_mode", " --base-mode")
-    )
+    text = re.sub(r"\bbase=(?=\S)", "--base ", text).replace("--base_mode", "--base-mode")
+    return text.replace(" base_mode", " --base-mode")
 
 
 def parse_weighted_path(word: str) -> tuple[Path, float]:
@@ -190,17 +186,6 @@ def parse_weighted_path(word: str) -> tuple[Path, float]:
         return Path(path), float(number)
     except ValueError:
         raise UsageError(f"{number!r} is not a number", key=f"--add {word}", fix="write DIRECTORY=WEIGHT") from None
-
-
-def export_to_gguf(merged: Path) -> None:
-    from cogumi.merge.gguf import export_gguf, gguf_path, install_hint
-
-    written = export_gguf(merged)
-    if written is None:
-        print_text("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
-        print_text(install_hint(merged, gguf_path(merged)))
-    else:
-        print_text(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
 
 
 def main() -> None:

@@ -64,13 +64,9 @@ def preflight(
     from cogumi.config.schema import parse_overrides
 
     words = parse_overrides(overrides or [])
-    if probe and fix is not None:
-        wrong = "--fix and --probe: a config is changed several times, and each would train"
+    if probe and (fix is not None or card is not None):
+        wrong = f"{'--card' if fix is None else '--fix'} and --probe: ten steps are made here, of this config"
         raise UsageError(wrong, fix="use one of the two")
-    if probe and card is not None:
-        raise UsageError(
-            "--card and --probe: ten steps made here say nothing of another card", fix="use one of the two"
-        )
     if fix is not None and not fix.parent.is_dir():
         raise UsageError(f"no such directory as {fix.parent}", key=f"--fix {fix}", fix="make it, or name another place")
     if fix is not None and fix.exists():

@@ -5,8 +5,6 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +14,11 @@ import typer
 from cogumi.core.disk_space import Filesystem, filesystems, format_bytes
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
-from cogumi.core.output import print_json, print_table, print_text, show_waiting
+from cogumi.core.output import failures_in_one_line, print_json, print_table, print_text, show_waiting
 
 if TYPE_CHECKING:
-    from cogumi.checkpoints.disk_forecast import Outlook
     from cogumi.checkpoints.verify import CheckpointState
-    from cogumi.disk import Leftover, Use
+    from cogumi.disk import Leftover
 
 disk_app = typer.Typer(no_args_is_help=True)
 
@@ -35,9 +32,6 @@ def disk() -> None:
     """Disks and checkpoints: what is full, what is good, what may go."""
 
 
-# --------------------------------------------------------------------------------------------------------------- status
-
-
 @disk_app.command()
 def status(
     path: Annotated[Path, typer.Argument(help="The directory of a run, or of many.")] = Path("."),
@@ -47,15 +41,28 @@ def status(
     from cogumi.disk import list_leftovers, list_uses
 
     check_directory(path)
-    with report_disk_failures():
+    with failures_in_one_line():
         disks, using, left = filesystems(path), list_uses(path), list_leftovers(path)
     if as_json:
-        rows: dict[str, list[Any]] = {"filesystems": disks, "uses": using, "leftovers": left}
-        print_json({name: [asdict(row) for row in found] for name, found in rows.items()})
+        found: dict[str, list[Any]] = {"filesystems": disks, "uses": using, "leftovers": left}
+        print_json({name: [asdict(row) for row in rows] for name, rows in found.items()})
         return
     show_filesystems(disks)
-    show_uses(using, path)
-    show_leftovers(left, path)
+    here = str(path.resolve())
+    table = [
+        (use.what, "here" if use.path == here else use.path, format_bytes(use.bytes), f"{use.entries:,}")
+        for use in using
+    ]
+    print_table(f"who uses the space (here: {path})", ["what", "where", ">on disk", ">entries"], table)
+    for use in using:
+        if use.unreadable:
+            print_text(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
+    table = [
+        (row.what, os.path.relpath(row.path, path), format_bytes(row.bytes), row.in_use or "no sign of use")
+        for row in left
+    ]
+    if table:
+        print_table(f"left by cogumi below {path}", ["what", "where", ">on disk", ""], table)
 
 
 def show_filesystems(disks: list[Filesystem]) -> None:
@@ -71,33 +78,8 @@ def show_filesystems(disks: list[Filesystem]) -> None:
         rows.append((", ".join(disk.used_for), disk.mount, kind, format_bytes(space.total), share, free, inodes))
     print_table("filesystems", ["for", "mounted at", "type", ">size", ">used", ">free", ">inodes used"], rows)
     if any(disk.network for disk in disks):
-        print_text(
-            "The numbers of a network filesystem may be the whole cluster's: a quota shows only when it is used up."
-        )
-
-
-def show_uses(found: list["Use"], directory: Path) -> None:
-    here = str(directory.resolve())
-    rows = [
-        (use.what, "here" if use.path == here else use.path, format_bytes(use.bytes), f"{use.entries:,}")
-        for use in found
-    ]
-    print_table(f"who uses the space (here: {directory})", ["what", "where", ">on disk", ">entries"], rows)
-    for use in found:
-        if use.unreadable:
-            print_text(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
-
-
-def show_leftovers(found: list["Leftover"], directory: Path) -> None:
-    rows = [
-        (row.what, os.path.relpath(row.path, directory), format_bytes(row.bytes), row.in_use or "no sign of use")
-        for row in found
-    ]
-    if rows:
-        print_table(f"left by cogumi below {directory}", ["what", "where", ">on disk", ""], rows)
-
-
-# ------------------------------------------------------------------------------------------------------------- predict
+        note = "The numbers of a network filesystem may be the whole cluster's: a quota shows only when it is used up."
+        print_text(note)
 
 
 @disk_app.command()
@@ -109,8 +91,21 @@ def predict(
     """What a run will want of its disks. Exit status 1 where it does not fit. Loads and downloads no weights."""
     from rich.console import Console
 
-    with report_disk_failures(), show_waiting("forecasting the disks"):
-        found = of_directory(target, overrides or []) if target.is_dir() else of_config(target, overrides or [])
+    from cogumi.config.schema import load_config, parse_overrides
+
+    words = overrides or []
+    if target.is_dir():  # of a run that has begun: what it has yet to write
+        if not (target / "config.yaml").is_file():
+            wrong = f"{target} is not a run's directory: it holds no config.yaml"
+            raise UsageError(wrong, fix="`cogumi disk status` says what it takes")
+        if words:
+            raise UsageError("a run's directory has its config", place=words[0], fix="overrides go with a YAML")
+        words, target = [f"cogumi.run_dir={json.dumps(str(target))}"], target / "config.yaml"
+    with failures_in_one_line(), show_waiting("forecasting the disks"):
+        run = load_config(target, **parse_overrides(words))
+        from cogumi.forecast.disk_lines import forecast_disks
+
+        found = forecast_disks(run)
     if as_json:
         disks = [
             {"wanted": disk.wanted, "short": disk.short, "fits": disk.fits, "refusal": disk.refusal, **asdict(disk)}
@@ -129,32 +124,6 @@ def predict(
     raise typer.Exit(0 if found.fits else 1)
 
 
-def of_directory(directory: Path, words: list[str]) -> "Outlook":
-    """Of a run that has begun, by the config in its directory: what it has yet to write."""
-    config = directory / "config.yaml"
-    if not config.is_file():
-        raise UsageError(
-            f"{directory} is not a run's directory: it holds no config.yaml",
-            fix="`cogumi disk status` says what it takes",
-        )
-    if words:
-        raise UsageError("a run's directory has its config", place=words[0], fix="overrides go with a YAML")
-    return of_config(config, [f"cogumi.run_dir={json.dumps(str(directory))}"])
-
-
-def of_config(path: Path, words: list[str]) -> "Outlook":
-    """Of a run that is to start. Raises UsageError for a mistake in the config, with the file and the line."""
-    from cogumi.config.schema import load_config, parse_overrides
-
-    run = load_config(path, **parse_overrides(words))
-    from cogumi.forecast.disk_lines import forecast_disks
-
-    return forecast_disks(run)
-
-
-# -------------------------------------------------------------------------------------------------------------- verify
-
-
 @disk_app.command()
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Read every checkpoint, or the one named, and say which are good. Exit status 1 if one is rejected."""
@@ -162,7 +131,7 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     from cogumi.checkpoints.retention import inspect_all, inspect_while_running
 
     place = checkpoints_dir(directory)
-    with report_disk_failures(), show_waiting(f"reading the checkpoints of {place}"):
+    with failures_in_one_line(), show_waiting(f"reading the checkpoints of {place}"):
         if CHECKPOINT_NAME.fullmatch(place.resolve().name):
             one = inspect_while_running(place)
             if one is None:
@@ -199,29 +168,26 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     """Print the newest checkpoint that a run can resume from; exit status 1 where there is none."""
     from cogumi.checkpoints.retention import inspect_all
 
-    place = checkpoints_dir(directory)
-    looked_at: list[CheckpointState] = []
-    with report_disk_failures(), show_waiting(f"looking for a good checkpoint in {place}"):
+    place, good = checkpoints_dir(directory), None
+    inspected: list[CheckpointState] = []
+    with failures_in_one_line(), show_waiting(f"looking for a good checkpoint in {place}"):
         for finding in inspect_all(place):
-            looked_at.append(finding)
+            inspected.append(finding)
             if finding.state != "rejected":
+                good = finding.path
                 break
-    for finding in looked_at:
+    for finding in inspected:
         if finding.reason:
             print_text(f"{finding.path.name} is {finding.state}: {finding.reason}", to_error=True)
-    good = looked_at[-1].path if looked_at and looked_at[-1].state != "rejected" else None
     if good is None:
-        why = f"none of {len(looked_at)} checkpoints is good" if looked_at else "there are no checkpoints"
+        why = f"none of {len(inspected)} checkpoints is good" if inspected else "there are no checkpoints"
         print_text(f"cogumi: {place}: nothing to resume from: {why}", to_error=True)
         print_text("A run reads its mirror and its fallback too when it resumes; this command does not.", to_error=True)
     if as_json:
-        print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in looked_at]})
+        print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in inspected]})
     elif good is not None:
         print_text(good)
     raise typer.Exit(0 if good is not None else 1)
-
-
-# --------------------------------------------------------------------------------------------------- what is removed
 
 
 @disk_app.command()
@@ -236,17 +202,15 @@ def prune(
     from cogumi.core.durability import lock_directory
 
     if keep < 2:
-        raise UsageError(
-            "at least 2, since the newest checkpoint is the one that a fault damages", key=f"--keep {keep}"
-        )
+        wrong = "at least 2, since the newest checkpoint is the one that a fault damages"
+        raise UsageError(wrong, key=f"--keep {keep}")
     place = checkpoints_dir(directory)
     if not list_checkpoints(place):
         raise no_checkpoints(place)
-    with report_disk_failures(), lock_directory(place) as free:
+    with failures_in_one_line(), lock_directory(place) as free:
         if free is False:
-            raise UsageError(
-                "a training is writing there, and removes old checkpoints itself", place=place, fix="wait for it"
-            )
+            wrong = "a training is writing there, and removes old checkpoints itself"
+            raise UsageError(wrong, place=place, fix="wait for it")
         with show_waiting(f"verifying what stays in {place}"):
             going, staying = plan_pruning(place, keep, best_of(place))
         back = [(path, None if dry_run else remove(path)) for path in going]
@@ -257,8 +221,8 @@ def prune(
     for line in staying:
         print_text(f"stays     {line}")
     for path, count in back:
-        came_back = "" if count is None else f": {format_bytes(max(0, count))} came back"
-        print_text(f"{'would go' if count is None else 'gone    '}  {path.name}{came_back}")
+        gone = "would go" if count is None else "gone    "
+        print_text(f"{gone}  {path.name}" + ("" if count is None else f": {format_bytes(max(0, count))} came back"))
     if not back:
         print_text("nothing to remove")
     elif not dry_run:
@@ -287,15 +251,16 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
     check_directory(directory)
     removed: list[Leftover] = []
     kept: list[tuple[Leftover, str]] = []
-    with report_disk_failures():
+    with failures_in_one_line():
         for row in list_leftovers(directory):
-            reason = row.in_use or (find_verified(Path(row.path)) if row.what == STAGING else "")
-            if row.what in (STAGING, TRASH, RESERVE) and reason:
+            if row.what not in (STAGING, TRASH, RESERVE):
+                continue
+            if reason := row.in_use or (find_verified(Path(row.path)) if row.what == STAGING else ""):
                 kept.append((row, reason))
-            elif row.what in (STAGING, TRASH, RESERVE):
-                removed.append(row)
-                if not dry_run:
-                    remove_leftover(Path(row.path))
+                continue
+            removed.append(row)
+            if not dry_run:
+                remove_leftover(Path(row.path))
     if as_json:
         left = [asdict(row) | {"reason": reason} for row, reason in kept]
         print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})
@@ -333,9 +298,6 @@ def find_verified(staging: Path) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------------------------ what they have in common
-
-
 def check_directory(path: Path) -> None:
     """Raises UsageError unless `path` is a directory."""
     if not path.is_dir():
@@ -348,19 +310,9 @@ def checkpoints_dir(path: Path) -> Path:
     from cogumi.checkpoints.retention import list_checkpoints
 
     check_directory(path)
-    with report_disk_failures():
+    with failures_in_one_line():
         return path / "checkpoints" if not list_checkpoints(path) and (path / "checkpoints").is_dir() else path
 
 
 def no_checkpoints(path: Path) -> UsageError:
     return UsageError(f"{path} holds no checkpoints (directories named checkpoint-STEP)", fix="name the one that does")
-
-
-@contextmanager
-def report_disk_failures() -> Iterator[None]:
-    """A disk that fails, or a directory that may not be read, is one line and exit status 1."""
-    try:
-        yield
-    except OSError as error:
-        print_text(f"cogumi: {error}", to_error=True)
-        raise typer.Exit(1) from error

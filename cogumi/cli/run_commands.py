@@ -1,17 +1,14 @@
 """`cogumi start / attach / status / logs / wait / stop`: runs in processes of their own, from a terminal."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Annotated
 
 import typer
 
 from cogumi.core.errors import RunFailed, UsageError
-from cogumi.core.formatting import format_duration
-from cogumi.core.output import print_json, print_table, print_text, show_waiting
+from cogumi.core.output import print_json, print_text, show_waiting
 from cogumi.core.run_directory import PAUSED
 from cogumi.runs import handle
 from cogumi.telemetry.status import (
@@ -20,7 +17,6 @@ from cogumi.telemetry.status import (
     format_headline,
     format_screen,
     format_sentence,
-    format_value,
     is_run,
     relative_path,
     runs_below,
@@ -29,7 +25,6 @@ from cogumi.telemetry.status import (
 )
 
 PLACES = ("runs", "notebooks/runs")  # where runs are made, here and by a notebook of this clone
-TABLE_WIDTH = 120  # of a terminal; a narrower one gets sentences, which break well
 RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs/NAME.")]
 
 
@@ -88,38 +83,17 @@ def status(
     found = [status_of(path) for path in paths]
     if as_json:
         print_json([each.as_dict() for each in found])
-    elif run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
+        return
+    if run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
         print_text(format_screen(found[0]))
-    elif not found:
+        return
+    if not found:
         print_text(f"no runs below {' or '.join(PLACES)} in {Path.cwd()}; name a run's directory")
-    elif get_terminal_size().columns < TABLE_WIDTH:
-        for each in found:
-            print_text("; ".join(filter(None, (format_sentence(each), format_cost(each)))))
-    else:
-        columns = ["run", "state", ">step", ">to go", ">loss", "flags", ">cost", ">last sign"]
-        rows = [
-            (
-                relative_path(each.run_dir),
-                f"{each.state} ({each.stage})" if each.stage else each.state,
-                "" if each.steps is None else f"{each.step}/{each.steps}",
-                "" if each.eta_seconds is None else format_duration(each.eta_seconds),
-                format_value(each.latest.get("loss", "")),
-                count_flags(each),
-                format_cost(each),
-                "" if each.last_sign is None else f"{format_duration(time.time() - each.last_sign)} ago",
-            )
-            for each in found
-        ]
-        print_table("runs", columns, rows, whole=("run",))
-        for each in found:
-            if each.reason:
-                print_text(format_sentence(each))
-
-
-def format_cost(status: Status) -> str:
-    """What it cost so far, "" where no price was given."""
-    so_far = status.heartbeat.get("cost_so_far")
-    return "" if so_far is None else f"${so_far:.2f}"
+    for each in found:
+        flags = "" if each.ended else count_flags(each)
+        cost = each.heartbeat.get("cost_so_far")
+        said = [format_sentence(each), flags and f"flags: {flags}", "" if cost is None else f"${cost:.2f}"]
+        print_text("; ".join(filter(None, said)))
 
 
 def follow_one(paths: list[Path], as_json: bool) -> None:
@@ -132,7 +106,7 @@ def follow_one(paths: list[Path], as_json: bool) -> None:
         raise UsageError(f"--watch follows one run, and {len(paths)} are there: name its directory")
     run = handle.attach(paths[0])
     with leaving_on_interrupt(
-        lambda: f"{describe_left_run(run.run_dir)}; come back with `cogumi status --watch {paths[0]}`"
+        lambda: f"{describe_left_run(paths[0])}; come back with `cogumi status --watch {paths[0]}`"
     ):
         watch(run.run_dir)
     say_end(run.status())
@@ -163,9 +137,8 @@ def report(
     run = handle.attach(run_dir)
     with show_waiting("drawing the report"):
         written = run.report(out)
-    print_text(
-        f"{relative_path(str(written))}: one file, opens without this machine or a network; {format_headline(run.status())}"
-    )
+    where = relative_path(str(written))
+    print_text(f"{where}: one file, opens without this machine or a network; {format_headline(run.status())}")
 
 
 def wait(run_dir: RunDir) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,9 +27,6 @@ NETWORK_KINDS = frozenset([
 ])
 # fmt: on
 LOCAL_FUSE = frozenset(["fuse.fuse-overlayfs", "fuse.lxcfs"])
-
-
-# --------------------------------------------------------------------------------------------------------- filesystems
 
 
 @dataclass(frozen=True)
@@ -153,9 +149,6 @@ def is_network(kind: str) -> bool:
     return kind in NETWORK_KINDS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
 
 
-# ------------------------------------------------------------------------------------------------------ what can be had
-
-
 @dataclass(frozen=True)
 class Allocation:
     """Whether a number of bytes could be had. `fits` is None where the filesystem cannot tell without writing them."""
@@ -166,41 +159,30 @@ class Allocation:
 
 
 def try_allocate(directory: Path, size: int) -> Allocation:
-    """Ask the filesystem for `size` bytes in `directory`, and give them back at once.
+    """Ask the filesystem for `size` bytes, more than none, in `directory`, and give them back at once.
 
     Quotas, thin volumes and network volumes show free space that cannot be written: only this tells. The file asked for
-    loses its name before it has a size, so that nothing stays behind, whatever happens; while it is there, a few
-    milliseconds, the space is taken for others too. Raises OSError where no file can be made in `directory` at all.
+    has no name, so that nothing stays behind; while it is there, a few milliseconds, the space is taken for others too.
+    Raises OSError where no file can be made in `directory` at all.
     """
-    if size <= 0:
-        raise ValueError(f"size={size} bytes cannot be asked for")
+    wanted = format_bytes(size)
     try:
-        descriptor = os.open(directory, os.O_DIRECTORY | os.O_RDONLY)
-        try:
-            file = open_nameless(descriptor)
-        finally:
-            os.close(descriptor)
-        try:
-            fallocate(file, size)
-        finally:
-            os.close(file)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            fallocate(file.fileno(), size)
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return Allocation(
-                None, "unknown", f"{directory}: this filesystem can only tell by writing {format_bytes(size)}"
-            )
+            return Allocation(None, "unknown", f"{directory}: this filesystem can only tell by writing {wanted}")
         if error.errno not in NO_SPACE:
             raise
-        return explain_refusal(directory, size, error)
-    return Allocation(True, "", f"{directory}: {format_bytes(size)} can be had")
-
-
-def open_nameless(directory: int) -> int:
-    """A new file in an open directory, without a name."""
-    name = f".cogumi-asks-{os.getpid()}-{time.monotonic_ns()}"
-    file = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=directory)
-    os.unlink(name, dir_fd=directory)
-    return file
+        space = space_of(directory)
+        if error.errno == errno.EDQUOT:
+            return Allocation(False, "quota", f"{directory}: no {wanted}: a quota is used up")
+        if error.errno == errno.EFBIG:
+            return Allocation(False, "file size limit", f"{directory}: no {wanted}: no file may be so large")
+        if space.inodes_free == 0:
+            return Allocation(False, "no inodes", f"{directory}: no {wanted}: all {space.inodes:,} inodes are taken")
+        return Allocation(False, "full", f"{directory}: no {wanted}: the disk has {format_bytes(space.free)} free")
+    return Allocation(True, "", f"{directory}: {wanted} can be had")
 
 
 def fallocate(file: int, size: int) -> None:
@@ -217,29 +199,6 @@ def fallocate(file: int, size: int) -> None:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
-
-
-def explain_refusal(directory: Path, size: int, error: OSError) -> Allocation:
-    """Which of the limits it was, with the numbers."""
-    space = space_of(directory)
-    if error.errno == errno.EDQUOT:
-        return Allocation(
-            False, "quota", f"{directory}: no {format_bytes(size)}: a quota is used up ({error.strerror})"
-        )
-    if error.errno == errno.EFBIG:
-        return Allocation(
-            False, "file size limit", f"{directory}: no file may have {format_bytes(size)} ({error.strerror})"
-        )
-    if space.inodes_free == 0:
-        return Allocation(
-            False, "no inodes", f"{directory}: all {space.inodes:,} inodes are taken: no file can be made"
-        )
-    return Allocation(
-        False, "full", f"{directory}: no {format_bytes(size)}: the disk has {format_bytes(space.free)} free"
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------- disk needs
 
 
 # Its free space is that of memory, which asking would take.
@@ -292,11 +251,6 @@ class Disk:
         return max(0, self.wanted - space.free) if space.total else 0
 
     @property
-    def lacks_inodes(self) -> bool:
-        free = self.filesystem.space.inodes_free
-        return free is not None and self.entries > free
-
-    @property
     def refusal(self) -> str:
         """Why it does not fit, in one clause; "" where it fits."""
         space = self.filesystem.space
@@ -306,7 +260,7 @@ class Disk:
             return "it is read-only"
         if self.short:
             return f"{format_bytes(self.short)} are missing"
-        if self.lacks_inodes:
+        if space.inodes_free is not None and self.entries > space.inodes_free:
             return f"it has inodes for {space.inodes_free:,} more files, and {self.entries:,} are wanted"
         if self.allocation is not None and self.allocation.fits is False:
             return f"the numbers are not true: {self.allocation.message}"

@@ -79,3 +79,8 @@ def flag_sentence(flag: Mapping[str, Any]) -> str:
 def one_line(error: BaseException) -> str:
     """What an error says, without its line breaks; its type where it says nothing."""
     return " ".join(f"{error}".split()) or type(error).__name__
+
+
+def last_line(text: str) -> str:
+    """The last line of what a process printed."""
+    return (text.strip().splitlines() or ["it said nothing"])[-1].strip()

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from shutil import get_terminal_size
-from types import TracebackType
 from typing import Any, TextIO
 
 import typer
 
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import CONTROLS, escape_controls
 from cogumi.core.redact import VisibleFormatter
 
@@ -51,6 +50,16 @@ def print_report(report: Any, as_json: bool) -> None:
         print_json(report.as_dict())
     else:
         print_text(report)
+
+
+@contextmanager
+def failures_in_one_line() -> Iterator[None]:
+    """A disk that fails, or a merge that is not what it should be, is one line and exit status 1."""
+    try:
+        yield
+    except (MergeError, OSError) as error:
+        print_text(f"cogumi: {error}", to_error=True)
+        raise typer.Exit(1) from error
 
 
 @contextmanager
@@ -151,14 +160,8 @@ def run_command(app: typer.Typer) -> None:
                 print_text(f"cogumi: interrupted{AFTER_INTERRUPT.get(' '.join(sys.argv[1:2]), '')}", to_error=True)
         raise
     finally:
-        sys.excepthook = print_traceback  # Typer has put its own there
-
-
-def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print_text("".join(traceback.format_exception(kind, error, trace)), end="", to_error=True)
-
-
-# --------------------------------------------------------------------------------------- a terminal that is closed
+        # Typer has put its own there.
+        sys.excepthook = lambda *raised: print_text("".join(traceback.format_exception(*raised)), end="", to_error=True)
 
 
 @contextmanager
@@ -186,18 +189,13 @@ def ignore_broken_stream(stream: TextIO, name: str, do: Callable[..., Any]) -> C
         except OSError as error:
             if error.errno not in BROKEN:
                 raise
-            redirect_to_null(stream)
+            # All that has the stream's file descriptor, C++ libraries included, writes to nowhere from now on.
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
             log.warning("%s is switched off (%s), and the training continues", name, error.strerror)
             return len(*text) if text else None
 
     return done
-
-
-def redirect_to_null(stream: TextIO) -> None:
-    """Let all that has the stream's file descriptor, C++ libraries included, write to nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 def restore(stream: TextIO, method: str, before: Any) -> None:

@@ -1,21 +1,7 @@
-"""The run directory: what a run writes and everything else reads.
+"""The run directory: what a run writes and everything else reads. docs/architecture.md says what each file holds.
 
-    config.yaml     the resolved configuration, secrets redacted
-    status.json     state, stage, reason, and which process: written at events. A run is resumed by what it says, so it is
-                    apart from heartbeat.json (step, time, cost), which a thread replaces each second
-    start.json      the process that `cogumi.start` detached; console.log: what it prints
-    metrics.jsonl   one line a logged step; samples.jsonl: completions; disk.jsonl: what the disk monitor saw
-    rollouts.jsonl  gspo: the rewards of each rollout, and some of its completions
-    decisions.json  what is decided before the first step, and kept when the run resumes: `base` (name and commit of a
-                    model of the hub), `settings` (what the config left open), `data` (its key; rows used and left out),
-                    `packing` (sft), `batch` (gspo), `compile`
-    forecast.json   what the run was forecast to need: `preflight` (before the model is fetched), `disks`
-    CHECKPOINT, PAUSE   put there to ask for a checkpoint, or for a pause; PAUSED: it waits until this is removed
-    checkpoints/    the trainer's; adapter/, merged/: the results
-    flags.json      what is green, yellow and red while it trains; metrics.json: what it came to; tensorboard/
-    verdict.json    what was checked, with figures; run.log; DONE when all of it passed
-
-Files are replaced whole (temporary file, fsync, rename); a `.jsonl` line is one write. A reader never sees half of either.
+A run is resumed by what status.json says, so it is apart from heartbeat.json, which a thread replaces each second. Files
+are replaced whole (temporary file, fsync, rename); a `.jsonl` line is one write. A reader never sees half of either.
 """
 
 import errno
@@ -81,11 +67,10 @@ def refuse_occupied(path: Path) -> None:
     """Raise UsageError when there is a run, or anything else, in the directory."""
     if not is_empty(path):
         status = path / "status.json"
-        state = read_json(status).get("state", "unknown") if status.exists() and status.stat().st_size else None
-        what = f"a run ({state})" if state else "files"
-        raise UsageError(
-            f"{path} already holds {what}", fix="set cogumi.run_dir to a new directory, or delete this one"
-        )
+        begun = status.exists() and status.stat().st_size
+        what = f"a run ({read_json(status).get('state', 'unknown')})" if begun else "files"
+        fix = "set cogumi.run_dir to a new directory, or delete this one"
+        raise UsageError(f"{path} already holds {what}", fix=fix)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -159,9 +144,6 @@ def jsonable_numbers(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable_numbers(v) for v in value]
     return value
-
-
-# ------------------------------------------------------------------------------------------------ the process of a run
 
 
 @cache

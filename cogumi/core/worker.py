@@ -1,75 +1,103 @@
-"""Other processes: a command of which nothing is left when it is over, and Python functions called in a fresh one."""
+"""Python functions called in a process of their own, of which nothing is left when it is over."""
 
+import faulthandler
 import os
 import pickle
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import TIMEOUT_MAX, Event, Timer
+from threading import Event
 from typing import Any
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import last_line
 
-LOOK = 0.1  # seconds between two looks at the clock
-PIPES = 5.0  # seconds that the pipes of a killed process may take to close
-# Looks at what is left of a killed command, and seconds between two: one that waits for a dead disk cannot be killed.
+# This cogumi, and not another one that is installed; and only cogumi from here, everything else from where it would come.
+BEGIN = "import sys; sys.path.insert(0, sys.argv[1]); from cogumi.core import worker; del sys.path[0]; worker.main()"
+POLL = 0.1  # seconds between two looks at the clock
+# Looks at what is left of a worker, and seconds between two: a process that waits for a dead disk cannot be killed.
 LOOKS, BETWEEN = 200, 0.02
-TOKEN = "COGUMI_APART"  # the variable by which what a command started is known, also outside its process group
+# The variable by which what a worker started is known, also outside its process group. COGUMI_* are keys of a config.
+TOKEN = "WORKER_OF_COGUMI"
 
 
-@dataclass(frozen=True)
-class CommandResult:
-    """How a command ended. status: as in subprocess, negative for a signal; None: it was killed after `timeout` seconds."""
+class Worker:
+    """A Python process that runs functions of importable modules, one call after another, and keeps what it prints.
 
-    status: int | None
-    stdout: str
-    stderr: str
-
-    @property
-    def how(self) -> str:
-        if self.status is None:
-            return "no answer in time"
-        return f"ended by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}"
-
-
-def run_command(
-    command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None, stop: Event | None = None
-) -> CommandResult:
-    """Run a command for at most `timeout` seconds; then, on Ctrl-C, or once `stop` is set, its process group is killed.
-
-    What it started and left running is killed too, however it ended. Raises OSError where it cannot be started.
+    name: what messages call it. It leads a process group: an interrupt of this process spares it, `stop` ends all of it.
     """
-    token, until = secrets.token_hex(16), time.monotonic() + timeout
-    said: tuple[str, str] | None = None
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**(os.environ if environment is None else environment), TOKEN: token},
-        start_new_session=True,
-    ) as process:
+
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        self.name, self.token = name, secrets.token_hex(16)
+        self.printed = TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", BEGIN, str(Path(__file__).parents[2])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.printed,
+            env={**environment, TOKEN: self.token},
+            start_new_session=True,
+        )
+
+    def send(self, function: Callable[..., Any], *arguments: Any) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # `receive` says so
+            pickle.dump((function, arguments), self.process.stdin)
+            self.process.stdin.flush()
+
+    def receive(self, timeout: float | None = None, stopped: Event | None = None) -> Any:
+        """What the function returns. Raises its UsageError, and RuntimeError where the process ended, took longer than
+        `timeout` seconds, or was ended because `stopped` was set."""
+        assert self.process.stdout is not None
+        began = time.monotonic()
+        while not select.select([self.process.stdout], [], [], POLL)[0]:
+            late = timeout is not None and time.monotonic() - began >= timeout
+            if late or (stopped is not None and stopped.is_set()):
+                self.stop()
+                raise RuntimeError(f"{self.name} was ended after {time.monotonic() - began:.1f} s without an answer")
         try:
-            while said is None and time.monotonic() < until and not (stop is not None and stop.is_set()):
-                with suppress(subprocess.TimeoutExpired):
-                    said = process.communicate(timeout=LOOK)
-            status = None if said is None else process.returncode
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            kill_marked(f"{TOKEN}={token}".encode())
-        with suppress(subprocess.TimeoutExpired):  # a process out of reach still holds the pipes
-            said = said or process.communicate(timeout=PIPES)
-    return CommandResult(status, *(said or ("", "")))
+            answer = pickle.load(self.process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            status = self.process.wait()
+            if status < 0:
+                raise RuntimeError(f"{self.name} was ended by {signal.Signals(-status).name}") from None
+            said = last_line(self.hear(0).decode(errors="replace"))
+            raise RuntimeError(f"{self.name} ended with status {status}: {said}") from None
+        if isinstance(answer, UsageError):
+            raise answer
+        return answer
+
+    def hear(self, start: int) -> bytes:
+        """What it has printed from that byte on. (Reading moves no offset: the file's is the process's own, too.)"""
+        size = os.fstat(self.printed.fileno()).st_size
+        return os.pread(self.printed.fileno(), size - start, start)
+
+    def stop(self) -> None:
+        with suppress(ProcessLookupError):  # it had ended
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the process, which must not be asked again, and all that it started."""
+        self.stop()
+        self.process.communicate()
+        kill_marked(f"{TOKEN}={self.token}".encode())
+        self.printed.close()
+
+
+def call(
+    name: str, function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str], timeout: float
+) -> Any:
+    """What a function returns in a process of its own, as `Worker.receive` has it."""
+    with closing(Worker(name, environment)) as worker:
+        worker.send(function, *arguments)
+        return worker.receive(timeout)
 
 
 def kill_marked(mark: bytes) -> None:
@@ -91,85 +119,9 @@ def kill_marked(mark: bytes) -> None:
         time.sleep(BETWEEN)
 
 
-class Worker:
-    """A Python process that runs functions of importable modules, one call after another, and keeps what it prints.
-
-    name: what messages call it. own_group: it is not interrupted with this process, and `stop` ends what it started.
-    """
-
-    def __init__(self, name: str, environment: Mapping[str, str], own_group: bool = False) -> None:
-        self.name, self.own_group = name, own_group
-        self.printed = TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cogumi.core.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.printed,
-            env=dict(environment),
-            start_new_session=own_group,
-        )
-
-    def send(self, function: Callable[..., Any], *arguments: Any) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # `receive` says so
-            pickle.dump((function, arguments), self.process.stdin)
-            self.process.stdin.flush()
-
-    def receive(self, timeout: float | None = None) -> Any:
-        """What the function returns. Raises its UsageError, and RuntimeError where the process ended or took too long."""
-        assert self.process.stdout is not None
-        began, late = time.monotonic(), Timer(timeout or TIMEOUT_MAX, self.stop)
-        late.daemon = True
-        late.start()
-        try:
-            answer = pickle.load(self.process.stdout)
-        except (EOFError, pickle.UnpicklingError):
-            if timeout is not None and time.monotonic() - began >= timeout:
-                raise RuntimeError(f"{self.name} was ended after {timeout:g} s") from None
-            raise RuntimeError(f"{self.name} ended with status {self.process.wait()}: {self.last_line()}") from None
-        finally:
-            late.cancel()
-        if isinstance(answer, UsageError):
-            raise answer
-        return answer
-
-    def last_line(self) -> str:
-        self.printed.seek(0)
-        lines = self.printed.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
-
-    def stop(self) -> None:
-        if not self.own_group:
-            self.process.kill()
-            return
-        with suppress(ProcessLookupError):  # it had ended
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """End the process, which must not be asked again."""
-        self.stop()
-        self.process.communicate()
-        self.printed.close()
-
-
-def call(
-    name: str,
-    function: Callable[..., Any],
-    *arguments: Any,
-    environment: Mapping[str, str],
-    timeout: float,
-    own_group: bool = False,
-) -> Any:
-    """What a function returns in a process of its own, as `Worker.receive` has it."""
-    worker = Worker(name, environment, own_group)
-    try:
-        worker.send(function, *arguments)
-        return worker.receive(timeout)
-    finally:
-        worker.close()
-
-
 def main() -> None:
+    """Of the process itself: answer call after call until there is none."""
+    faulthandler.enable()
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # what libraries print goes elsewhere
         while True:
@@ -181,9 +133,6 @@ def main() -> None:
                 answer = function(*arguments)
             except UsageError as error:
                 answer = error
+            sys.stdout.flush()
             pickle.dump(answer, output)
             output.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -92,8 +92,8 @@ class CheckupState:
 def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     """Look at this machine and this environment; takes a quarter of a minute, changes nothing and leaves no files.
 
-    timeout: seconds that a process which imports native code may take before it is killed. What goes wrong is a finding,
-    not an exception.
+    timeout: seconds that one step, such as importing torch, may take before its process is killed. What goes wrong is a
+    finding, not an exception.
     """
     began = time.perf_counter()
     seen = CheckupState(timeout, Path.cwd())
@@ -115,16 +115,13 @@ def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     return DoctorReport(tuple(found), time.perf_counter() - began, compiling)
 
 
-# ------------------------------------------------------------------------------------------------------- without importing
-
-
 def check_python(_: CheckupState) -> Iterator[Finding]:
-    yield from python_finding()
+    yield python_finding()
     yield from kernel_findings()
 
 
 def check_disks(seen: CheckupState) -> Iterator[Finding]:
-    yield from host.check_disks(host.find_host(host.host_environment()), seen.work)
+    yield from host.check_disks(host.host_environment(), seen.work)
 
 
 def check_driver(seen: CheckupState) -> Iterator[Finding]:
@@ -148,25 +145,18 @@ def check_packages(seen: CheckupState) -> Iterator[Finding]:
     yield from installed.check_lane(seen.distributions)
 
 
-# ------------------------------------------------------------------------------------------------- Python, and notebooks
-
-
-def python_finding() -> Iterator[Finding]:
+def python_finding() -> Finding:
     version, here = platform.python_version(), sys.prefix
     place = f"{version} in {here}" + ("" if sys.prefix != sys.base_prefix else ", which is no virtual environment")
     if sys.version_info[:2] not in SUPPORTED or sys.version_info.releaselevel != "final":
         cause = f"every lane is for a release of Python 3.11 or 3.12, and this is {version}"
         fix = f"{installed.INSTALL}: it prints the one command that gets Python 3.12"
-        yield Finding("Python", "fatal", place, cause, fix)
-        return
+        return Finding("Python", "fatal", place, cause, fix)
     active = os.environ.get("VIRTUAL_ENV")
     if active and os.path.realpath(active) != os.path.realpath(here):
-        cause = (
-            f"the active environment is {active}, and this is another Python: what is installed there is not seen here"
-        )
-        yield Finding("Python", "warning", place, cause, f"run {Path(active) / 'bin' / 'python'} -m cogumi doctor")
-    else:
-        yield Finding("Python", "ok", place)
+        cause = f"the active environment is {active}, and this is another Python: its packages are not seen here"
+        return Finding("Python", "warning", place, cause, f"run {Path(active) / 'bin' / 'python'} -m cogumi doctor")
+    return Finding("Python", "ok", place)
 
 
 def c_library(_: CheckupState) -> Iterator[Finding]:
@@ -195,57 +185,40 @@ def glibc_finding(name: str, version: str) -> Finding:
 
 def kernel_findings() -> Iterator[Finding]:
     """Notebook kernels that are not this environment, in which cogumi and its wheels would not be found."""
-    what, here = "notebook kernel", os.path.realpath(os.path.dirname(os.path.abspath(sys.executable)))
-    found, unreadable = kernelspecs()
-    for path, why in unreadable:
-        cause, fix = (
-            "Jupyter leaves this kernel out, or cannot start it",
-            f"jupyter kernelspec remove {path.parent.name}",
-        )
-        yield Finding(what, "warning", f"{path}: {why}", cause, fix)
+    what, found = "notebook kernel", kernelspecs()
     # Directories, not files: the python of a virtual environment is a link to the one it was made with.
+    here = os.path.realpath(os.path.dirname(os.path.abspath(sys.executable)))
     others = {name: start for name, start in found.items() if start and os.path.realpath(Path(start).parent) != here}
     ours = [name for name in found if name not in others]
-    add = f"{sys.executable} -m ipykernel install --user --name cogumi, and choose the kernel cogumi"
     for name, start in others.items():
         # The notebooks name the kernel cogumi; where there is none of ours, Jupyter preselects python3.
         wrong = name == "cogumi" or (name == "python3" and "cogumi" not in ours)
         cause = f"a notebook with this kernel does not run in this environment ({sys.prefix})"
+        add = f"{sys.executable} -m ipykernel install --user --name cogumi, and choose the kernel cogumi"
         fix = "" if ours and not wrong else add
         yield Finding(what, "warning" if wrong else "note", f"{name} starts {start}", cause, fix)
-    if "ipykernel" in sys.modules and (away := package_elsewhere()):
-        cause = "this kernel imports cogumi from another environment, and everything else from its own"
-        yield Finding(what, "warning", f"{sys.executable} with cogumi from {away}", cause, add)
     if ours:
         yield Finding(what, "ok", f"{', '.join(ours)}: this environment")
-    elif not others and not unreadable:
+    elif not others:
         yield Finding(what, "note", f"none is installed here; {pip_command('install ipykernel')} makes one")
 
 
-def kernelspecs() -> tuple[dict[str, str], list[tuple[Path, str]]]:
-    """The Python kernels on Jupyter's paths, the first of a name as Jupyter takes it; and those that cannot be read.
+def kernelspecs() -> dict[str, str]:
+    """The Python kernels on Jupyter's paths, the first of a name as Jupyter takes it, with the Python that each starts.
 
-    The first by name, with the Python that each starts; "" for the Jupyter server's own.
+    "" for the Jupyter server's own Python. What cannot be read is left out, as Jupyter does.
     """
     found: dict[str, str] = {}
-    unreadable: list[tuple[Path, str]] = []
     for path in (path for root in jupyter_paths() for path in sorted(root.glob("kernels/*/kernel.json"))):
-        name = path.parent.name.lower()
-        if name in found:
-            continue
         try:
             spec = json.loads(path.read_text(encoding="utf-8"))
-            command = spec["argv"][0]
-        except OSError as error:
-            unreadable.append((path, error.strerror or str(error)))
+            command, language = str(spec["argv"][0]), str(spec.get("language", "python"))
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
             continue
-        except (ValueError, KeyError, TypeError, IndexError):
-            unreadable.append((path, "not a kernel's JSON with an argv"))
-            continue
-        if str(spec.get("language", "python")).lower() == "python":
+        if language.lower() == "python":
             bare = command in ("python", "python3", f"python3.{sys.version_info.minor}")
-            found[name] = "" if bare else str(command)
-    return found, unreadable
+            found.setdefault(path.parent.name.lower(), "" if bare else command)
+    return found
 
 
 def jupyter_paths() -> list[Path]:
@@ -260,22 +233,12 @@ def jupyter_paths() -> list[Path]:
     return list(dict.fromkeys([*told, *between, Path("/usr/local/share/jupyter"), Path("/usr/share/jupyter")]))
 
 
-def package_elsewhere() -> str:
-    """The environment that cogumi is imported from, where that is not this one; "" otherwise, also for a clone."""
-    place = Path(__file__).resolve()
-    packages = next((each for each in place.parents if each.name in ("site-packages", "dist-packages")), None)
-    return "" if packages is None or packages.is_relative_to(Path(sys.prefix).resolve()) else str(packages)
-
-
-# ----------------------------------------------------------------------------------------------- by importing, in processes
-
-
 def check_torch(seen: CheckupState) -> Iterator[Finding]:
     """Runs every step, of which the later checks tell."""
     with tempfile.TemporaryDirectory(prefix="cogumi-doctor-", ignore_cleanup_errors=True) as scratch:
         own = environment(scratch)
-        there = [name for name in (*FIRST, *SECOND) if name not in SOME_PACKAGE or find_spec(name) is not None]
-        chains = [[name for name in chain if name in there] for chain in (FIRST, SECOND)]
+        absent = [name for name in SOME_PACKAGE if find_spec(name) is None]
+        chains = [[name for name in chain if name not in absent] for chain in (FIRST, SECOND)]
         stop = Event()
         with ThreadPoolExecutor(len(chains)) as pool:
             running = [pool.submit(run_steps, chain, seen.timeout, own, ESSENTIAL, stop) for chain in chains]
@@ -290,10 +253,9 @@ def check_torch(seen: CheckupState) -> Iterator[Finding]:
         yield describe_failure("torch", step, "fatal")
     else:
         build = f"for CUDA {step.answer['cuda']}" if step.answer["cuda"] else "a CPU build"
-        figure = f"{step.answer['version']}, {build}; computes on {seen.device}"
-        yield Finding(
-            "torch", "ok", "; ".join([figure, *(format_reading(*each[:3]) for each in step.answer["readings"][1:])])
-        )
+        figures = [f"{step.answer['version']}, {build}; computes on {seen.device}"]
+        figures += [format_reading(*each[:3]) for each in step.answer["readings"][1:]]
+        yield Finding("torch", "ok", "; ".join(figures))
         if "matmul" in seen.steps:
             yield describe_probe(seen.steps["matmul"], "matmul")
 
@@ -301,6 +263,7 @@ def check_torch(seen: CheckupState) -> Iterator[Finding]:
 def environment(scratch: str | None) -> dict[str, str]:
     """Of the processes: what is compiled or written on import goes into a directory that is removed afterwards."""
     found = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    found["PYTHONSAFEPATH"] = "1"  # a file of the working directory is no module of the stack
     if scratch is not None:
         # Without a GPU inductor finds out which vector instructions the C++ compiler knows by compiling for each, and
         # compiles torch's headers apart first. Both pay in a run, and here take longer than what is tried.
@@ -320,7 +283,7 @@ def check_libraries(seen: CheckupState) -> Iterator[Finding]:
             yield describe_failure(what, step, "fatal")
             return
         versions = ", ".join(f"{module} {version}" for module, version in step.answer.items())
-        yield describe_warning(Finding(what, "ok", versions), step)
+        yield with_explanation(Finding(what, "ok", versions), step.said, "warning")
 
 
 def check_probes(seen: CheckupState) -> Iterator[Finding]:
@@ -337,7 +300,9 @@ def describe_probe(step: Step, what: str, device: str = "cpu") -> Finding:
         return Finding(what, "note", f"installed; it needs a GPU, and there is none ({step.error})")
     if step.error:
         return describe_failure(what, step, "warning")
-    return describe_warning(Finding(what, "ok", "; ".join(format_reading(*each) for each in step.answer)), step)
+    # A step that worked may have printed that something in it does not.
+    figure = "; ".join(format_reading(*each) for each in step.answer)
+    return with_explanation(Finding(what, "ok", figure), step.said, "warning")
 
 
 def format_reading(metric: str, value: Any, unit: str, note: str = "") -> str:
@@ -384,19 +349,11 @@ def check_compiler(seen: CheckupState) -> Iterator[Finding]:
             yield Finding("compiler", "ok", f"torch compiles here (the smallest function in {seconds:.1f} s)")
 
 
-# ------------------------------------------------------------------------------------------------------------- what failed
-
-
 def describe_failure(what: str, step: Step, state: State) -> Finding:
     """A finding on a step that failed, with cause and fix where what it wrote is a known failure."""
     fix = "cogumi doctor --explain FILE, with all that the import printed"
     plain = Finding(what, state, step.error, "not one of the known failures", fix)
     return with_explanation(plain, f"{step.said}\n{step.error}")
-
-
-def describe_warning(fine: Finding, step: Step) -> Finding:
-    """A step that worked may have printed that something in it does not."""
-    return with_explanation(fine, step.said, "warning")
 
 
 def with_explanation(plain: Finding, text: str, state: State | None = None) -> Finding:

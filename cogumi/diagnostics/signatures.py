@@ -78,18 +78,11 @@ class Explanation:
 def signatures() -> tuple[FailureSignature, ...]:
     """Every failure that is known, as written in signatures.toml beside this module."""
     written = tomllib.loads(Path(__file__).with_name("signatures.toml").read_text(encoding="utf-8"))
-    return tuple(
-        FailureSignature(
-            name=name,
-            patterns=tuple(re.compile(pattern.replace(" ", GAP)) for pattern in entry["patterns"]),
-            cause=entry["cause"],
-            fix=entry["fix"],
-            source=entry["source"],
-            fatal=entry.get("fatal", True),
-            follows=tuple(entry.get("follows", ())),
-        )
-        for name, entry in written.items()
-    )
+    found = []
+    for name, entry in written.items():
+        patterns = tuple(re.compile(pattern.replace(" ", GAP)) for pattern in entry.pop("patterns"))
+        found.append(FailureSignature(name, patterns, **(entry | {"follows": tuple(entry.get("follows", ()))})))
+    return tuple(found)
 
 
 def explain(text: str) -> tuple[Diagnosis, ...]:
@@ -111,8 +104,8 @@ def explain(text: str) -> tuple[Diagnosis, ...]:
         return not signature.fatal, any(name in found for name in signature.follows), match.start()
 
     return tuple(
-        Diagnosis(signature.name, signature.cause, signature.fix, _matched_line(text, match), _line_number(text, match))
-        for signature, match in sorted(found.values(), key=rank)
+        Diagnosis(one.name, one.cause, one.fix, _matched_line(text, match), text.count("\n", 0, match.start()) + 1)
+        for one, match in sorted(found.values(), key=rank)
     )
 
 
@@ -143,10 +136,6 @@ def _matched_line(text: str, match: re.Match[str]) -> str:
     words = _one_line(match.group())
     at = max(0, line.find(words) - max(0, SHOWN - len(words)) // 2)
     return line[at : at + SHOWN]
-
-
-def _line_number(text: str, match: re.Match[str]) -> int:
-    return text.count("\n", 0, match.start()) + 1
 
 
 def _one_line(text: str) -> str:

@@ -196,7 +196,7 @@ def ask_worker(function: Callable[..., Any], *arguments: Any) -> Any:
         if worker is None or worker.process.poll() is not None:
             # The memory of a GPU is for the training.
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-            worker = Worker("the process that checks configs", environment, own_group=True)
+            worker = Worker("the process that checks configs", environment)
         worker.send(function, *arguments)
         try:
             found = worker.receive()
@@ -215,7 +215,7 @@ def load_in_environment(values: Values, environment: Mapping[str, str]) -> RunCo
 
 def begin_preflight(values: Values, card: str | None) -> Worker:
     """The process of a preflight, whose `receive` gives its report."""
-    worker = Worker("the preflight", os.environ, own_group=True)
+    worker = Worker("the preflight", os.environ)
     worker.send(preflight, values, card)
     return worker
 

@@ -11,7 +11,6 @@ execution. Dynamo's configuration and counters, the random numbers and `.grad` a
 
 import functools
 import importlib.util
-import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -32,8 +31,6 @@ from cogumi.patches.torch_internals import (
     dynamo_left_as_found,
     dynamo_switched_off_by,
     first_line,
-    is_disabled,
-    is_of_dynamo,
     with_code_of_its_own,
 )
 
@@ -120,10 +117,8 @@ def undo() -> PatchStatus:
     for each in _replaced:
         present = attribute_of(each.owner, each.name)
         if present is not each.ours and not is_configuration(each):
-            module, qualname = getattr(present, "__module__", "?"), getattr(present, "__qualname__", repr(present))
-            raise RuntimeError(
-                f"{NAME}: {format_place(each)} was since replaced by {module}.{qualname}; take that away first"
-            )
+            theirs = qualified_name(present)
+            raise RuntimeError(f"{NAME}: {format_place(each)} was since replaced by {theirs}; take that away first")
     if _replaced:
         torch.compiler.reset()  # graphs of before would still be run
     while _replaced:
@@ -151,9 +146,6 @@ def verdict() -> ProbeVerdict | None:
     return None if _verdict is None else replace(_verdict, patched=tuple(format_place(each) for each in _replaced))
 
 
-# --------------------------------------------------------------------------------------------------------- the decision
-
-
 def find_obstacle(choice: str, model: Any) -> str:
     """Why no strategy is wanted here, in words; "" where one is."""
     if choice == "off":
@@ -176,18 +168,17 @@ def decide(model: Any) -> ProbeVerdict:
     if not straight.passed:
         why = "Dynamo cannot take a 4-bit layer into a graph"
         if foreign := describe_foreign():  # another package's patch of it, not Dynamo
-            named = ", ".join(f"{place} is {described}" for place, described in foreign.items())
-            why = f"{named}; with that a 4-bit layer does not compile ({straight.error}); without that patch it may"
+            why = f"{foreign}; with that a 4-bit layer does not compile ({straight.error}); without that patch it may"
         return ProbeVerdict("break_linear", why, (straight,))
     if model is not None and not expert_blocks(model):
         return ProbeVerdict("none", "4-bit layers compile as they are, and the model has no 4-bit experts", (straight,))
     experts = probe_zero_rows(device)
-    if experts.passed:
-        return ProbeVerdict("none", "4-bit layers compile as they are, experts without rows too", (straight, experts))
     found = (straight, experts)
+    if experts.passed:
+        return ProbeVerdict("none", "4-bit layers compile as they are, experts without rows too", found)
     why = "an expert without rows ends the graph"
-    if matmul := foreign_matmul():
-        return ProbeVerdict("break_experts", f"{why}, and bitsandbytes.matmul_4bit is {matmul} already", found)
+    if "bitsandbytes.matmul_4bit" in foreign_functions():
+        return ProbeVerdict("break_experts", f"{why}, and {describe_foreign()} already", found)
     make_branchless()
     try:
         again = probe_zero_rows(device)
@@ -197,7 +188,7 @@ def decide(model: Any) -> ProbeVerdict:
     again = replace(again, name=f"{again.name}, branchless")
     if again.passed:
         return ProbeVerdict("branchless", why, (*found, again))
-    beside = f" ({'; '.join(described)})" if (described := list(describe_foreign().values())) else ""
+    beside = f" ({foreign})" if (foreign := describe_foreign()) else ""
     return ProbeVerdict("break_experts", f"{why}, and without the branch too{beside}", (*found, again))
 
 
@@ -226,9 +217,6 @@ def expert_blocks(model: Any) -> list[Any]:
         if own_forward and any(holds_experts(child) for child in children):
             found.append(module)
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------- the probes
 
 
 def probe_linear(device: torch.device) -> CompileProbe:
@@ -295,9 +283,6 @@ def value_and_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torc
     return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
 
 
-# ----------------------------------------------------------------------------------------------------- what is replaced
-
-
 def apply_strategy(strategy: str, model: Any) -> None:
     if strategy == "branchless":
         make_branchless()
@@ -316,10 +301,8 @@ def apply_strategy(strategy: str, model: Any) -> None:
 def make_branchless() -> None:
     import bitsandbytes
 
-    if foreign := foreign_matmul():
-        raise UsageError(
-            f"graph_break='branchless': bitsandbytes.matmul_4bit is {foreign} already", fix="take that away first"
-        )
+    if "bitsandbytes.matmul_4bit" in foreign_functions():
+        raise UsageError(f"graph_break='branchless': {describe_foreign()} already", fix="take that away first")
     original: Callable[..., Any] = bitsandbytes.matmul_4bit
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     fused = {kind: fused_takes_no_rows(torch.device(kind)) for kind in kinds}
@@ -334,12 +317,9 @@ def make_branchless() -> None:
     replace_attribute(DYNAMO, EXPERT_ROWS, True)
 
 
-def break_around(owner: type) -> None:
+def break_around(owner: Any) -> None:
     """Have Dynamo leave `owner.forward` and everything below it alone."""
-    original: Any = owner.forward  # type: ignore[attr-defined]
-    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
-    words = {"reason": f"cogumi: {owner.__name__} does not compile here"} if takes_reason else {}
-    replace_attribute(owner, "forward", torch.compiler.disable(original, recursive=True, **words))
+    replace_attribute(owner, "forward", torch.compiler.disable(owner.forward))
 
 
 def replace_attribute(owner: Any, name: str, value: Any) -> None:
@@ -393,38 +373,18 @@ def foreign_functions() -> dict[str, Any]:
     }
 
 
-def describe_foreign() -> dict[str, str]:
-    """The same in words: whose function it is, and where that is written."""
-    return {place: f"{qualified_name(present)} ({locate(present)})" for place, present in foreign_functions().items()}
+def describe_foreign() -> str:
+    """The same in words; "" where there is nothing."""
+    return ", ".join(f"{place} is {qualified_name(present)}" for place, present in foreign_functions().items())
 
 
 def module_of(function: Any) -> str:
     """The module in which a function was written: a wrapper calls itself by another one's name."""
-    module = str(getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", "?")))
-    if not is_of_dynamo(module):
-        return module
-    by = "torch.compiler.disable" if is_disabled(function) else "torch.compile"
-    return f"{by} around that of {module_of(function.__wrapped__)}" if hasattr(function, "__wrapped__") else by
+    return str(getattr(function, "__globals__", {}).get("__name__", function.__module__))
 
 
 def qualified_name(function: Any) -> str:
-    """`module.function` of what was written there, and what Dynamo was told of it."""
-    written_in = module_of(function)
-    return written_in if " around " in written_in else f"{written_in}.{function.__qualname__}"
-
-
-def locate(function: Any) -> str:
-    """The file and line of a function, or the file of a class; of a wrapper, of what it wraps."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is not None:
-        return f"{code.co_filename}:{code.co_firstlineno}"
-    return str(getattr(sys.modules.get(function.__module__), "__file__", "no file"))
-
-
-def foreign_matmul() -> str:
-    """Whose `bitsandbytes.matmul_4bit` is, where it is not bitsandbytes' own; else ""."""
-    present = foreign_functions().get("bitsandbytes.matmul_4bit")
-    return "" if present is None else qualified_name(present)
+    return f"{module_of(function)}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def format_place(each: Replacement) -> str:

@@ -28,9 +28,6 @@ EXPERT_ROWS = "capture_dynamic_output_shape_ops"  # whose rows `torch.where` fin
 EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 
 
-# -------------------------------------------------------------------------------------------------------------- Dynamo
-
-
 def dynamo_counts() -> tuple[int, dict[str, int], int, float, int]:
     """(graphs, breaks by reason, recompiles, seconds spent compiling, operations in the graphs) of this process."""
     utils: Any = torch._dynamo.utils
@@ -98,18 +95,6 @@ def with_code_of_its_own(function: Any) -> Any:
     )
 
 
-def is_of_dynamo(module: str) -> bool:
-    return module.startswith("torch._dynamo")
-
-
-def is_disabled(function: Any) -> bool:
-    """Whether torch.compiler.disable made it."""
-    return getattr(function, "_torchdynamo_disable", False)
-
-
-# ------------------------------------------------------------------------------------------------------------- modules
-
-
 def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
 
@@ -132,9 +117,6 @@ def checkpoints_reentrantly(layer: Any) -> bool:
     """Whether transformers' gradient checkpointing of a layer is the reentrant one."""
     function = getattr(layer, "_gradient_checkpointing_func", None)
     return layer.gradient_checkpointing and bool(getattr(function, "keywords", {}).get("use_reentrant", False))
-
-
-# ------------------------------------------------------------------------------------------------------------- tensors
 
 
 def storage_key(tensor: Tensor) -> int:

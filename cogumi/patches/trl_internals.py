@@ -52,9 +52,6 @@ def methods_replaced(trainer: Any, methods: Mapping[str, Callable[..., Any]]) ->
         vars(trainer).update(own)
 
 
-# ------------------------------------------------------------------------------------------------------------ rollouts
-
-
 def makes_rollouts(trainer: Any) -> bool:
     """Whether it is a GRPOTrainer, TRL's or unsloth's."""
     return hasattr(trainer, MAKE_ROLLOUT)
@@ -121,9 +118,6 @@ def tokenized_prompts(trainer: Any, prompts: list[Any]) -> list[list[int]]:
     """The ids of prompts as the trainer renders them, chat template and all."""
     ids: list[list[int]] = trainer._tokenize_prompts(prompts)[0]
     return ids
-
-
-# ------------------------------------------------------------------------------------------------- trainers and models
 
 
 def prepared_inputs(trainer: Any, inputs: Any) -> Any:

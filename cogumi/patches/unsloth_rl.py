@@ -13,12 +13,12 @@ import importlib
 import importlib.util
 import itertools
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,9 +31,6 @@ NAME = "unsloth"
 WRITTEN_FOR = "unsloth 2026.10.7 and 2026.10.9"
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")  # critical_modules in unsloth/_gpu_init.py
 CPU_SWITCH = "UNSLOTH_ON_CPU"  # "1": also without a GPU, which unsloth has supported since 2026.10.8
-
-
-# ------------------------------------------------------------------------------------------------------------- applying
 
 
 def apply() -> PatchStatus:
@@ -117,106 +114,32 @@ def add_mode_switches(model: Any) -> Any:
     return model
 
 
-# --------------------------------------------------------------------------------------------------------- import order
-
-
 def validate_import_order() -> None:
     """Raise UsageError if a module that unsloth patches was imported before unsloth, and say where."""
     # A module moves to the end of sys.modules when its import is complete; unsloth's first parts are, before the rest.
-    order = list(sys.modules)
-    before_unsloth = itertools.takewhile(lambda name: name.partition(".")[0] != "unsloth", order)
+    before_unsloth = itertools.takewhile(lambda name: name.partition(".")[0] != "unsloth", list(sys.modules))
     early = [name for name in before_unsloth if name in PATCHED_BY_UNSLOTH]
-    if not early:
-        return
-    places = import_chain(early[0])
-    where = f" ({early[0]} at {', from '.join(places)})" if places else ""
-    was = "was" if len(early) == 1 else "were"
-    raise UsageError(
-        f"{' and '.join(early)} {was} imported before unsloth{where}, and unsloth has to come first: call "
-        "cogumi.patch() in the first cell, before importing trl, transformers or peft, and restart the kernel"
-    )
+    if early:
+        where = next(filter(None, map(locate_import, early)), "")
+        was = "was" if len(early) == 1 else "were"
+        raise UsageError(
+            f"{' and '.join(early)} {was} imported before unsloth{where}, and unsloth has to come first: call "
+            "cogumi.patch() in the first cell, before importing trl, transformers or peft, and restart the kernel"
+        )
 
 
-def import_chain(name: str) -> list[str]:
-    """Where `name` was first imported, and where its importer was, up to the script or the notebook's cell.
-
-    Each place is `file:line` or `cell In[n], line m`; empty where none can be told (an import inside a function).
-    """
-    direct = script_import(name)
-    through, package = [], name
-    while found := first_importer(package):
-        package, place = found
-        through.append(place)
-        if last := script_import(package):
-            if direct is None or last[0] < direct[0]:
-                return [*through, last[1]]
-            break
-    return [direct[1]] if direct else through
-
-
-def first_importer(name: str) -> tuple[str, str] | None:
-    """(package, place) of the first module outside `name` to complete after `name` that imports it."""
-    order = list(sys.modules)
-    for later in order[order.index(name) + 1 :]:
-        package, module = later.partition(".")[0], sys.modules[later]
-        if package == name or not isinstance(module, ModuleType):
-            continue
-        for _, label, source in sources(module):
-            if name in source and (line := executed_import(source, name, module)) is not None:
-                return package, f"{label}{line}"
-    return None
-
-
-def script_import(name: str) -> tuple[tuple[int, int], str] | None:
-    """((cell, line), place) of the first import of `name` that the running script or notebook has executed."""
-    script = sys.modules["__main__"]
-    for cell, label, source in sources(script):
-        if (line := executed_import(source, name, script)) is not None:
-            return (cell, line), f"{label}{line}"
-    return None
-
-
-def sources(module: ModuleType) -> Iterator[tuple[int, str, str]]:
-    """(0, `file:`, text) of a module's file, or (n, `cell In[n], line `, text) of each cell of a notebook."""
-    for number, cell in enumerate(vars(module).get("In", []) if module.__name__ == "__main__" else []):
-        yield number, f"cell In[{number}], line ", cell
-    file = getattr(module, "__file__", None)
-    if file and file.endswith(".py") and Path(file).is_file():
-        yield 0, f"{file}:", Path(file).read_text(encoding="utf-8", errors="replace")
-
-
-def executed_import(source: str, name: str, module: ModuleType) -> int | None:
-    """Line of the first import of `name` at a module's own level whose result the module holds."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # a template, or a cell that never ran
-        return None
-    for node in iterate_top_level(tree.body):
-        if isinstance(node, ast.Import):
-            imported = [a for a in node.names if a.name.partition(".")[0] == name]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] == name:
-            imported = node.names
-        else:
-            continue
-        for alias in imported:
-            bound = alias.asname or (alias.name.partition(".")[0] if isinstance(node, ast.Import) else alias.name)
-            if bound == "*" or bound in vars(module):
-                return node.lineno
-    return None
-
-
-def iterate_top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run when a module is imported: into `if`, `try`, `with`, not into functions and classes."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
-            for field in ("body", "orelse", "finalbody"):
-                yield from iterate_top_level(getattr(node, field, []))
-            for handler in getattr(node, "handlers", []):
-                yield from iterate_top_level(handler.body)
-
-
-# ------------------------------------------------------------------------------------------------- what is relied upon
+def locate_import(name: str) -> str:
+    """The place at which the cells of the notebook, or the script, import a package; "" where another module did."""
+    main = sys.modules["__main__"]
+    texts = {f"cell In[{number}], line ": cell for number, cell in enumerate(vars(main).get("In", []))}
+    file = Path(getattr(main, "__file__", None) or "")
+    if file.is_file():
+        texts[f"{file}:"] = file.read_text(encoding="utf-8", errors="replace")
+    for place, text in texts.items():
+        if found := re.search(rf"^[ \t]*(?:import|from) {name}\b", text, re.MULTILINE):
+            line = text.count("\n", 0, found.start()) + 1
+            return f" ({name} at {place}{line})"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -295,15 +218,12 @@ def differences(found: dict[str, Signature], expected: dict[str, Signature]) -> 
 
 def signatures(source: str) -> dict[str, Signature]:
     """Of each function and `Class.forward` at a file's own level."""
-    found = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            found[node.name] = signature_of(node)
-        elif isinstance(node, ast.ClassDef):
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name == "forward":
-                    found[f"{node.name}.forward"] = signature_of(method)
-    return found
+    body = ast.parse(source).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    for owner in (node for node in body if isinstance(node, ast.ClassDef)):
+        methods = (node for node in owner.body if isinstance(node, ast.FunctionDef))
+        functions |= {f"{owner.name}.forward": node for node in methods if node.name == "forward"}
+    return {name: signature_of(function) for name, function in functions.items()}
 
 
 def signature_of(function: ast.FunctionDef) -> Signature:

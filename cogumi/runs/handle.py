@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from cogumi.core.errors import RunFailed, UsageError
-from cogumi.core.formatting import escape_controls
+from cogumi.core.formatting import escape_controls, last_line
 from cogumi.core.notices import show_seconds, sleep_and_answer
 from cogumi.core.redact import VisibleFormatter
 from cogumi.core.run_directory import (
@@ -107,13 +107,11 @@ class Run:
 
     def follow(self, last: int = 20) -> Iterator[str]:
         """The last lines of the log, and then each piece of text as it is written, until the run has ended."""
-        status = self.status()
-        while not Path(status.log).exists() and not status.ended:
-            sleep_and_answer(POLL_SECONDS)
-            status = self.status()
+        for status in self._statuses(math.inf):
+            if Path(status.log).exists():
+                break
         with Path(status.log).open(encoding="utf-8", errors="replace", newline="") as file:
-            lines = file.readlines()
-            text = "".join(lines[-last:] if last else [])
+            text = "".join(file.readlines()[-last:] if last else [])
             while True:
                 if text:
                     yield text
@@ -132,33 +130,29 @@ class Run:
         """
         from tqdm.auto import tqdm
 
-        until = math.inf if timeout is None else time.monotonic() + timeout
-        status = self.status()
+        statuses = self._statuses(math.inf if timeout is None else time.monotonic() + timeout)
         with show_seconds(f"{self.run_dir.name}: the first step is being waited for"):
-            while status.steps is None and not status.ended:  # a bar without a total would stay one
-                status = self._status_later(until)
+            # A bar without a total would stay one.
+            status = next(each for each in statuses if each.steps is not None or each.ended)
         hidden = True if status.steps is None else None  # of a run that ended before a step
-        with tqdm(
-            desc=escape_controls(self.run_dir.name),
-            unit="step",
-            total=status.steps,
-            initial=status.step or 0,
-            disable=hidden,
-        ) as bar:
-            while not status.ended:
-                status = self._status_later(until)
+        name, done = escape_controls(self.run_dir.name), status.step or 0
+        with tqdm(desc=name, unit="step", total=status.steps, initial=done, disable=hidden) as bar:
+            for status in statuses:
                 bar.total = status.steps
                 bar.set_postfix_str(status.stage or status.state, refresh=False)
                 bar.update((status.step or 0) - bar.n)
         return status
 
-    def _status_later(self, until: float) -> Status:
-        """How it stands a moment later. Raises TimeoutError where it is later than `until`."""
-        sleep_and_answer(POLL_SECONDS)
-        status = self.status()
-        if not status.ended and time.monotonic() > until:
-            raise TimeoutError(f"{format_headline(status)}; it is still at work")
-        return status
+    def _statuses(self, until: float) -> Iterator[Status]:
+        """How it stands, now and again until it has ended. Raises TimeoutError where it is later than `until`."""
+        while True:
+            status = self.status()
+            yield status
+            if status.ended:
+                return
+            if time.monotonic() > until:
+                raise TimeoutError(f"{format_headline(status)}; it is still at work")
+            sleep_and_answer(POLL_SECONDS)
 
     def stop(self, kill_after: float | None = None) -> Status:
         """Ask the run to finish its step, save a checkpoint and end (SIGTERM); wait until it has, and say what was saved.
@@ -209,9 +203,8 @@ class Run:
     def _request(self, name: str) -> None:
         status = self._status_at_work()
         if (self.run_dir / PAUSED).exists():
-            raise UsageError(
-                format_headline(status), fix="it waits already, with a checkpoint: `cogumi unpause` ends the pause"
-            )
+            fix = "it waits already, with a checkpoint: `cogumi unpause` ends the pause"
+            raise UsageError(format_headline(status), fix=fix)
         (self.run_dir / name).touch()
 
     def _status_at_work(self) -> Status:
@@ -426,10 +419,6 @@ def kill_with_children(process: psutil.Process) -> None:
         for each in (*process.children(recursive=True), process):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-
-
-def last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
 
 
 @contextmanager

@@ -180,9 +180,8 @@ def redirect_to_console(run_dir: Path) -> Iterator[bool]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         console = os.open(run_dir / CONSOLE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        lock = os.open(
-            run_dir / CONSOLE, os.O_RDONLY
-        )  # of its own: a process that prints to the console does not hold it
+        # Of its own: a process that prints to the console does not hold it.
+        lock = os.open(run_dir / CONSOLE, os.O_RDONLY)
     except OSError as error:
         raise unwritable_error(run_dir, error) from None
     try:

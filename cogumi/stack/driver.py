@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_uint, c_ulonglong, c_void_p, create_string_buffer
 from pathlib import Path
 from typing import Any
@@ -132,11 +133,9 @@ def check_cuda_version(version: str, cuda: tuple[int, int], torch_cuda: str | No
         return Finding("driver", "ok", figure)
     cause = f"torch here is built for CUDA {torch_cuda}, and this driver is too old for that"
     fix = "another host (driver 580 or newer)"
-    try:
+    with suppress(UsageError):  # older than every lane
         lane = lane_for(version).name
         fix += f", or the lane {lane} in a new environment: rm -r .venv; sh requirements/install.sh"
-    except UsageError:
-        pass  # older than every lane
     compat = next(iter(sorted(Path("/usr/local").glob("cuda*/compat/libcuda.so.1"))), None)
     if compat is not None:
         cause = f"{cause}, unless {compat.parent} bridges it, which datacenter GPUs alone allow"

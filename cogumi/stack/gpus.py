@@ -105,9 +105,6 @@ def parse_card(name: str) -> Card:
     return found[0]
 
 
-# --------------------------------------------------------------------------------------------------------- visible gpus
-
-
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 QUERY = ("--query-gpu=index,uuid,memory.free,name", "--format=csv,noheader,nounits")
 LIMIT = 60.0  # seconds; without persistence mode the driver is loaded first

@@ -10,20 +10,17 @@ import site
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing, path_from_environment
+from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing
 from cogumi.core.errors import Finding
 from cogumi.core.formatting import format_bytes
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 OWN_DISK = ("overlay", "fuse.fuse-overlayfs", "aufs")  # of a container
 BASE = 20_000_000_000  # bytes: an 8B model in bfloat16, and its tokenizer
-WHEELS = 8_000_000_000  # bytes: the stable lane, downloaded and unpacked
 SCRATCH = 200_000_000  # bytes: what compilers and temporary files take
 SHARED = 1 << 30  # bytes: Docker's default is 64 MiB, which loaders and NCCL overrun
-ENDS = {"RunPod": "terminated", "Vast": "destroyed or recycled", "container": "removed", "machine": "given back"}
 # Libraries that torch's wheels bring themselves: another copy on LD_LIBRARY_PATH is taken instead.
 BROUGHT = {
     "libcudart", "libcublas", "libcublasLt", "libcudnn", "libnccl", "libnvJitLink", "libcusparse", "libcufft", "libnvrtc",
@@ -35,34 +32,15 @@ MODULES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Host:
-    """kind: "RunPod", "Vast", "container" or "machine". sign: by what it is known. network_volume: its id, where one is told."""
-
-    kind: str
-    sign: str = ""
-    network_volume: str = ""
-
-
-@dataclass(frozen=True)
-class Persistence:
-    """Whether files at a path stay when the box is stopped, and when it is given back. None: cannot be told from here."""
-
-    on_stop: bool | None
-    on_end: bool | None
-    where: str
-
-
-def find_host(environment: Mapping[str, str], system: Path = Path("/")) -> Host:
+def find_host(environment: Mapping[str, str], system: Path = Path("/")) -> tuple[str, str]:
+    """("RunPod", "Vast", "container" or "machine", by what it is known)."""
     if pod := environment.get("RUNPOD_POD_ID"):
-        return Host("RunPod", f"RUNPOD_POD_ID={pod}", environment.get("RUNPOD_VOLUME_ID", ""))
+        return "RunPod", f"RUNPOD_POD_ID={pod}"
     if label := environment.get("VAST_CONTAINERLABEL"):
-        return Host("Vast", f"VAST_CONTAINERLABEL={label}")
-    # Vast's own images have these two; a login over SSH may not have the variable.
-    if (system / "etc/vast_boot.d").is_dir():
-        return Host("Vast", "/etc/vast_boot.d")
-    sign = next((sign for sign in (".dockerenv", "run/.containerenv") if (system / sign).exists()), None)
-    return Host("machine") if sign is None else Host("container", f"/{sign}")
+        return "Vast", f"VAST_CONTAINERLABEL={label}"
+    signs = {"etc/vast_boot.d": "Vast", ".dockerenv": "container", "run/.containerenv": "container"}
+    found = ((kind, f"/{sign}") for sign, kind in signs.items() if (system / sign).exists())
+    return next(found, ("machine", ""))
 
 
 def host_environment(first_process: Path = Path("/proc/1/environ")) -> dict[str, str]:
@@ -75,47 +53,32 @@ def host_environment(first_process: Path = Path("/proc/1/environ")) -> dict[str,
     return {**told, **os.environ}
 
 
-def persistence_of(path: Path, box: Host) -> Persistence:
-    """What becomes of `path`. Raises OSError where its filesystem does not answer."""
-    disk = filesystem_of(path)
-    own = disk.mount == "/" or disk.kind in OWN_DISK
+def loss_of(disk: Filesystem, host: str) -> tuple[str, str]:
+    """(when what is on a disk is lost: "stop", "end" of the box or "" where nothing says so, in words)."""
     if disk.kind in IN_MEMORY:
-        return Persistence(False, False, f"{disk.mount} is in memory")
-    if box.kind == "RunPod":
-        if own:
-            return Persistence(False, False, "the container disk")
-        if disk.network:
-            return Persistence(True, True, f"a network volume ({disk.mount})")
-        if box.network_volume:
-            return Persistence(True, None, f"a volume ({disk.mount}); RUNPOD_VOLUME_ID={box.network_volume}")
-        return Persistence(True, False, f"the pod's volume disk ({disk.mount})")
-    if box.kind == "Vast":
-        if own:
-            return Persistence(True, False, "the container's own disk")
-        return Persistence(True, True, f"a volume ({disk.mount})")
-    if not own:
-        return Persistence(True, None, f"{'a network disk' if disk.network else 'a disk'} mounted at {disk.mount}")
-    if box.kind == "container":
-        return Persistence(None, False, "the container's own disk")
-    return Persistence(True, None, f"the disk of this machine ({disk.mount})")
+        return "stop", f"{disk.mount} is in memory"
+    own = disk.mount == "/" or disk.kind in OWN_DISK
+    if host == "RunPod" and own:
+        return "stop", "the container disk"
+    if host == "RunPod" and not disk.network:
+        return "end", f"{disk.mount}, which is lost when the pod is terminated, unless it is a network volume"
+    if host == "Vast" and own:
+        return "end", "the container's own disk, which is lost when the box is destroyed or recycled"
+    if host == "container" and own:
+        return "end", "the container's own disk, which is lost when it is removed"
+    return "", ""
 
 
-# ---------------------------------------------------------------------------------------------------------------- disks
-
-
-def check_disks(box: Host, work: Path) -> Iterator[Finding]:
-    if box.kind == "machine":
-        yield Finding("box", "ok", "no sign of RunPod, Vast or a container")
-    else:
-        volume = f"; RUNPOD_VOLUME_ID={box.network_volume}" if box.network_volume else ""
-        yield Finding("box", "ok", f"{box.kind} ({box.sign}{volume})")
-    yield from check_temporary_files()
-    yield check_directory("work directory", work, box)
-    yield from check_caches(box, work)
+def check_disks(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
+    host, sign = find_host(environment)
+    yield Finding("box", "ok", f"{host} ({sign})" if sign else "no sign of RunPod, Vast or a container")
+    yield check_temporary_files()
+    yield check_directory(work, host)
+    yield check_hub_cache(work, host)
     yield from check_shared_memory()
 
 
-def check_temporary_files() -> Iterator[Finding]:
+def check_temporary_files() -> Finding:
     """Whether temporary files can be made: compilers, Arrow and tokenizers write some."""
     what, told = "temporary files", os.environ.get("TMPDIR")
     elsewhere = "or set TMPDIR to a disk with room"
@@ -123,18 +86,16 @@ def check_temporary_files() -> Iterator[Finding]:
         place = Path(tempfile.gettempdir())  # which writes a file to find out
     except FileNotFoundError:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
-        yield Finding(what, "fatal", told or "/tmp", cause, f"free space (cogumi disk status), {elsewhere}")
-        return
+        return Finding(what, "fatal", told or "/tmp", cause, f"free space (cogumi disk status), {elsewhere}")
     free = filesystem_of(place).space.free
     figure = f"{place}: {format_bytes(free)} free"
     if told and Path(told).absolute() != place.absolute():
         cause = f"TMPDIR={told} cannot be written to, so {place} is taken: {why_not_writable(Path(told))}"
-        yield Finding(what, "warning", figure, cause, f"free space in {told}, {elsewhere}")
-    elif free < SCRATCH:
+        return Finding(what, "warning", figure, cause, f"free space in {told}, {elsewhere}")
+    if free < SCRATCH:
         cause = f"less than {format_bytes(SCRATCH)} is left there for temporary files"
-        yield Finding(what, "warning", figure, cause, f"free space, {elsewhere}")
-    else:
-        yield Finding(what, "ok", figure)
+        return Finding(what, "warning", figure, cause, f"free space, {elsewhere}")
+    return Finding(what, "ok", figure)
 
 
 def why_not_writable(path: Path) -> str:
@@ -146,9 +107,10 @@ def why_not_writable(path: Path) -> str:
     return "its disk is full" if space.free < 1_000_000 or space.inodes_free == 0 else "it takes no file"
 
 
-def check_directory(what: str, path: Path, box: Host) -> Finding:
-    """Whether a directory that holds runs can be written to, and what becomes of it."""
-    space = filesystem_of(path).space
+def check_directory(path: Path, host: str) -> Finding:
+    """Whether the directory that holds runs can be written to, and what becomes of it."""
+    what, disk = "work directory", filesystem_of(path)
+    space = disk.space
     figure = f"{path}: {format_bytes(space.free)} free of {format_bytes(space.total)}"
     if space.read_only or not os.access(nearest_existing(path), os.W_OK):
         cause = "runs/ and checkpoints/ are written here, and it cannot be written to"
@@ -156,51 +118,33 @@ def check_directory(what: str, path: Path, box: Host) -> Finding:
     if space.inodes_free == 0:
         cause = "all its inodes are taken: no file can be made"
         return Finding(what, "warning", figure, cause, "remove many small files")
-    found, end = persistence_of(path, box), ENDS[box.kind]
-    if found.on_stop is False:
-        cause = f"{found.where}: what is written here is lost when the box stops"
-        elsewhere = "/workspace" if box.kind == "RunPod" else "a directory on a disk"
+    when, where = loss_of(disk, host)
+    if when == "stop":
+        cause = f"{where}: what is written here is lost when the box stops"
+        elsewhere = "/workspace" if host == "RunPod" else "a directory on a disk"
         return Finding(what, "warning", figure, cause, f"work in {elsewhere}; cogumi.mirror keeps a copy elsewhere")
-    if found.on_end is False:
-        stays = "stays when the box stops, " if found.on_stop else ""
-        return Finding(what, "note", f"{figure}; {found.where}: {stays}is lost when it is {end}")
-    if box.kind != "machine" and found.on_end is None:
-        unknown = f"whether it stays when the box is {end}, the provider's console says"
-        return Finding(what, "note", f"{figure}; {found.where}: {unknown}")
-    stays = f"; {found.where}: stays when the box is {end}" if found.on_end else ""
-    return Finding(what, "ok", f"{figure}{stays}")
+    return Finding(what, "note", f"{figure}; {where}") if when else Finding(what, "ok", figure)
 
 
-def check_caches(box: Host, work: Path) -> Iterator[Finding]:
-    """Caches that grow by tens of gigabytes, on a disk that has no room for them or does not stay."""
-    roomiest = max((filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()), key=writable_bytes)
-    home = path_from_environment("XDG_CACHE_HOME", Path.home() / ".cache")
-    of_pip = Path.home() / "Library/Caches/pip" if sys.platform == "darwin" else home / "pip"
-    for what, variable, path, size in (
-        ("Hugging Face cache", "HF_HOME", hub_cache(), BASE),
-        ("pip's cache", "PIP_CACHE_DIR", path_from_environment("PIP_CACHE_DIR", of_pip), WHEELS),
-        ("uv's cache", "UV_CACHE_DIR", path_from_environment("UV_CACHE_DIR", home / "uv"), WHEELS),
-        ("environment", "", Path(sys.prefix), 0),
-    ):
-        disk, found = filesystem_of(path), persistence_of(path, box)
-        figure = f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
-        elsewhere = roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk)
+def check_hub_cache(work: Path, host: str) -> Finding:
+    """The cache of models, which grows by tens of gigabytes, on a disk that has no room for it or does not stay."""
+    what, path = "Hugging Face cache", hub_cache()
+    disk = filesystem_of(path)
+    when, where = loss_of(disk, host)
+    figure = f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
+    others = [filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()]
+    roomiest = max(others, key=writable_bytes)
+    elsewhere = roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk)
+    move = f"export HF_HOME={Path(roomiest.mount) / '.cache' / 'hf'}"
+    if disk.space.free < BASE:
         roomier = f"; {roomiest.mount} has {format_bytes(writable_bytes(roomiest))}" if elsewhere else ""
-        move = f"export {variable}={Path(roomiest.mount) / '.cache' / variable.split('_')[0].lower()}"
-        if variable == "HF_HOME" and disk.space.free < size:
-            cause = f"less than {format_bytes(size)} is left, which is one 8B model{roomier}"
-            instead = "free space (cogumi disk status), or take a box with a larger disk"
-            yield Finding(what, "warning", figure, cause, move if elsewhere else instead)
-        elif disk.space.free < size and elsewhere:
-            yield Finding(what, "note", f"{figure}{roomier}: {move}")
-        elif variable == "HF_HOME" and found.on_stop is False:
-            cause = f"{found.where}: every start of the box downloads the models again"
-            yield Finding(what, "warning", figure, cause, move if elsewhere else "set HF_HOME to a disk that stays")
-        elif not variable and box.kind == "RunPod" and found.on_stop is False:
-            lost = "on the container disk: to be installed again when the pod was stopped"
-            yield Finding(what, "note", f"{figure}; {lost}")
-        elif variable == "HF_HOME":
-            yield Finding(what, "ok", figure)
+        cause = f"less than {format_bytes(BASE)} is left, which is one 8B model{roomier}"
+        instead = "free space (cogumi disk status), or take a box with a larger disk"
+        return Finding(what, "warning", figure, cause, move if elsewhere else instead)
+    if when == "stop":
+        cause = f"{where}: every start of the box downloads the models again"
+        return Finding(what, "warning", figure, cause, move if elsewhere else "set HF_HOME to a disk that stays")
+    return Finding(what, "ok", figure)
 
 
 def writable_bytes(disk: Filesystem) -> int:
@@ -219,9 +163,6 @@ def check_shared_memory() -> Iterator[Finding]:
     cause = "loaders with workers, NCCL and vLLM pass data through it, and end with a bus error when it is full"
     fix = "start the container with --shm-size=8g, or set dataloader_num_workers: 0"
     yield Finding(what, "warning", figure, cause, fix)
-
-
-# ------------------------------------------------------------------------------------------------------------ variables
 
 
 def check_variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:

@@ -44,18 +44,12 @@ def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> ProbeResult:
     if importlib.util.find_spec(package) is None:
         return ProbeResult(name, missing=package.replace("_", "-"))
     try:
-        readings = call(name, PROBES[name], device, environment=os.environ, timeout=timeout, own_group=True)
+        return ProbeResult(name, tuple(call(name, PROBES[name], device, environment=os.environ, timeout=timeout)))
     except RuntimeError as error:
         why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
-        return ProbeResult(name, error=f"{installed_as(package)}: {why[:300]}")
-    return ProbeResult(name, tuple(readings))
-
-
-def installed_as(package: str) -> str:
-    """Name and version of what a package was installed by; its own name where that is not known."""
-    for distribution in importlib.metadata.packages_distributions().get(package, ()):
-        return f"{distribution} {importlib.metadata.version(distribution)}"
-    return package
+    found = next(iter(importlib.metadata.packages_distributions().get(package, ())), "")
+    installed = f"{found} {importlib.metadata.version(found)}" if found else package
+    return ProbeResult(name, error=f"{installed}: {why[:300]}")
 
 
 def probe_torch(device: str) -> list[Reading]:
