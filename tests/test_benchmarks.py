@@ -121,6 +121,13 @@ def test_a_failing_entry_keeps_its_rows_and_the_others(monkeypatch, tmp_path, ca
     assert command.main(["importing", "--json", str(path)]) == 0
 
 
+@pytest.mark.parametrize(("words", "status"), [([], 1), (["--quick"], 0)])
+def test_a_missed_target_is_a_failure_of_a_whole_run_alone(words, status, monkeypatch, tmp_path):
+    missed = row("importing", "case", "time", 3.0, "s", target="<= 2")
+    monkeypatch.setattr(command, "entry", lambda name, quick: [missed])
+    assert command.main(["importing", *words, "--json", str(tmp_path / "out.json")]) == status
+
+
 def test_importing_entry_and_dated_file_name(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     assert command.main(["importing", "--quick"]) == 0
