@@ -32,6 +32,7 @@ from cogumi.checkpoints.disk_forecast import (
     Outlook,
     checkpoint_bytes,
     compose_outlook,
+    count_saves,
     merged_bytes,
     outlook,
 )
@@ -103,6 +104,23 @@ def test_what_the_checkpoints_take(changes: dict[str, Any], held: int, training:
     assert one.wanted == max(training, end) * SIZE
     assert one.entries == held * ENTRIES
     assert found.fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "saves"),
+    [
+        ({"save_steps": 1}, 0, 10),
+        ({"save_steps": 4}, 0, 3),  # after 4, after 8, and at the end
+        ({"save_steps": 4}, 4, 2),
+        ({"save_steps": 0.25}, 0, 4),  # a share of the steps, three here
+        ({"save_steps": 1}, 10, 0),
+    ],
+)
+def test_as_many_saves_are_to_come_as_the_settings_make(
+    settings: dict[str, Any], step: int, saves: int, tmp_path: Path
+) -> None:
+    trainer = trainer_on(tmp_path, max_steps=10, save_strategy="steps", **settings)
+    assert count_saves(trainer, step) == saves
 
 
 def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
