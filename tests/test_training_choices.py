@@ -11,6 +11,7 @@ import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.run_directory import read_json
 from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose
+from cogumi.methods.examples import longest_example
 from cogumi.rl.memory_plan import ModelShape
 from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
 
@@ -103,6 +104,19 @@ def test_what_the_user_says_stays() -> None:
         {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "gspo", "docs_per_step": 32}}
     )
     assert "train.gradient_checkpointing" not in decided(planned, H100, load(length=8))
+
+
+@pytest.mark.parametrize(
+    ("data", "train", "tokens"),
+    [
+        ({"format": "fim", "fim": {"max_length": 200}}, {}, 200),
+        ({"format": "chat"}, {"max_length": 300}, 300),
+        ({"format": "chat"}, {}, 1024),  # TRL's default
+    ],
+)
+def test_an_example_is_as_long_as_its_format_allows(data: dict[str, Any], train: dict[str, Any], tokens: int) -> None:
+    config = {"model": {"name": "x"}, "data": {"source": "x", **data}, "train": train, "cogumi": {"method": "sft"}}
+    assert longest_example(load_config(config)) == tokens
 
 
 def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
