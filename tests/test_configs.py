@@ -1,8 +1,11 @@
 """Every YAML that is handed out: bound to the real signatures, launched by the command it opens with, its CPU twin run."""
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import yaml
 
@@ -53,6 +56,22 @@ def test_it_binds_and_trl_takes_it(path: Path) -> None:
     for key in written.keys() - spelled - planned:
         got = getattr(args, key)
         assert getattr(got, "value", got) == run.train[key], key  # enums by what they are called
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
+def test_a_recipe_wants_three_words(method: str, tmp_path: Path) -> None:
+    script = str(PACKAGE / "recipes" / f"{method}.py")
+    python = prepared_process.python({**os.environ, "HF_HUB_OFFLINE": "1"})
+    two, three = (
+        subprocess.run(
+            [*python, script, *["nothing"] * count], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        for count in (2, 3)
+    )
+    assert "python recipes/" in two.stderr
+    assert two.returncode == 1
+    assert "python recipes/" not in three.stderr
+    assert "nothing" in three.stderr  # which is no model
 
 
 @pytest.mark.parametrize(("config", "expected"), [("llama-3.1-8b-sft", 3), ("gspo", 8)])

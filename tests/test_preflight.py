@@ -251,6 +251,10 @@ def test_a_budget_that_ends_the_run_is_red() -> None:
     assert (said.state, said.fix) == ("unknown", "")  # ten steps made here say nothing of it
     (said,) = describe_time(TimeForecast(1, 10, 2.0, 1), run, find_target(None))
     assert "less than a cent at $2 an hour (by 1 step made here)" in said.figure
+    (said,) = describe_time(TimeForecast(16, 200, 3600.0, 10, whole=1000), run, find_target(None))
+    assert said.changes == {"cogumi.sanity": 8}  # a check of fewer is refused
+    (said,) = describe_time(TimeForecast(14, 200, 3600.0, 10, whole=1000), run, find_target(None))
+    assert (said.state, said.fix, said.changes) == ("red", "raise cogumi.max_cost", {})
 
 
 @pytest.mark.slow("several forecasts; another one is in the first tier")
