@@ -60,12 +60,9 @@ def test_it_binds_and_trl_takes_it(path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
 def test_a_recipe_wants_three_words(method: str, tmp_path: Path) -> None:
-    script = str(PACKAGE / "recipes" / f"{method}.py")
-    python = prepared_process.python({**os.environ, "HF_HUB_OFFLINE": "1"})
+    recipe = [*prepared_process.python(os.environ), "-m", f"cogumi.recipes.{method}"]
     two, three = (
-        subprocess.run(
-            [*python, script, *["nothing"] * count], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        subprocess.run([*recipe, *["./nothing"] * count], cwd=tmp_path, capture_output=True, text=True, check=False)
         for count in (2, 3)
     )
     assert "python recipes/" in two.stderr
