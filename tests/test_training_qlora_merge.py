@@ -72,7 +72,8 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
     result = cogumi.train(sft, train__learning_rate=1e-2)
     (failed,) = (found for found in result.verdict.checks if not found.passed)
     assert failed.name == "merged logits"
-    assert "merge again: cogumi merge " in failed.fix
+    assert "rounds" not in failed.fix  # the update is larger than that, so the merge itself is at fault
+    assert failed.fix.startswith("merge again: cogumi merge ")
 
 
 @pytest.mark.slow("4-bit trainings on a CPU; one merge is in the fast tier")

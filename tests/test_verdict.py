@@ -1,6 +1,7 @@
 """A verdict that a person can trust: tables of losses and their answer, completions that are none, rates, one sentence."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,9 @@ def test_an_update_that_rounding_loses_is_told_beside_the_rounding(sft: dict[str
     failed = [check for check in result.verdict.checks if not check.passed]
     assert [check.name for check in failed] == ["merged differs from the base"]
     fix = failed[0].fix
+    assert re.match(
+        r"the update is at most .*e-\d+ of a tensor, and bfloat16 rounds up to 3.9e-03 of it away; ", fix
+    ), fix
     assert "raise train.learning_rate, or merge again: cogumi merge " in fix
     assert fix.endswith(" OUT --dtype float32")
     assert f"FAIL {failed[0].name}: {fix}" in format_sentence(status_of(result.run_dir))

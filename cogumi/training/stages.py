@@ -17,7 +17,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import DECISIONS, FORECAST, write_section
+from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_section
 from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
@@ -161,7 +161,7 @@ def merge_and_check(
         return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
     merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
     logits = check_logits(live, merged, tokens)
-    return report.out, [weights, *judge_logits(logits, "the live adapter's", adapter)]
+    return report.out, [weights, *judge_logits(logits, "the live adapter's", report, adapter)]
 
 
 def compare_unquantized(
@@ -182,16 +182,30 @@ def compare_unquantized(
     kind = trained_on.type or trained_on.method
     kind += "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
     beside = f"those of the adapter on the full-precision base (it was trained on {kind})"
-    return [saved, *judge_logits(logits, beside, adapter)]
+    return [saved, *judge_logits(logits, beside, report, adapter)]
 
 
 def merge_command(adapter: Path, options: str = "") -> str:
     return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}".rstrip()
 
 
-def judge_logits(logits: LogitCheck, beside: str, adapter: Path) -> list[Check]:
-    again = merge_command(adapter, "--dtype float32")
-    fix = f"where rounding takes a small update away, raise train.learning_rate, or {again}"
+def describe_rounding_loss(report: MergeReport) -> str:
+    """The merge's largest update beside the rounding of its dtype, where the update is the smaller of the two; else "".
+
+    Rounding moves an element by half the spacing of the dtype: up to eps / 2 of the element. Of a smaller update most is lost.
+    """
+    stored = read_json(report.out / "config.json")
+    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
+    rounding = torch.finfo(getattr(torch, dtype)).eps / 2
+    if report.max_delta_ratio >= rounding:
+        return ""
+    return f"the update is at most {report.max_delta_ratio:.1e} of a tensor, and {dtype} rounds up to {rounding:.1e} of it away"
+
+
+def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
+    fix = merge_command(adapter, "--verify logits")
+    if lost := describe_rounding_loss(report):
+        fix = f"{lost}; raise train.learning_rate, or {merge_command(adapter, '--dtype float32')}"
     apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
     figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
     bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
