@@ -126,6 +126,7 @@ def test_a_mistake_is_one_line_with_file_line_and_key(
 def test_a_missing_file_names_the_near_one(config: Path) -> None:
     assert refusal(config.with_name("rnu.yaml")).endswith(f"no such config file; did you mean {config}?")
     assert "is a directory" in refusal(config.parent)
+    assert refusal(5) == "5 is no config; give a YAML file, a name of `cogumi cp`, or a dict"  # type: ignore[arg-type]
     assert "no such config file" in refusal(config / "x.yaml")
     config.write_bytes(b"model: \xe9\n")
     assert "cannot be read" in refusal(config)

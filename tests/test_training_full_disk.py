@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from disk_mounts import mounting
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from cogumi.cli.app import app
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.core.run_directory import read_json
+from cogumi.telemetry import trackers
 from cogumi.telemetry.status import format_screen, status_of
 from cogumi.training import run as module
 from cogumi.training import stages
@@ -122,3 +124,37 @@ def test_an_adapter_that_does_not_fit_is_one_line_and_the_same_words_go_on(
     result = cogumi.train(config, cogumi__run_dir=str(disk / "run"))
     assert result.passed, str(result.verdict)
     assert "nothing is left to train" in (disk / "run" / "run.log").read_text()
+
+
+def test_a_training_continues_where_tensorboards_file_does_not_fit(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    filler, run = disk / "filler", disk / "run"
+
+    class Filling(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:  # what is left of the file's last block takes some rows more
+                filler.write_bytes(bytes(space_of(disk).free))
+            if state.global_step == 190:
+                filler.unlink()
+
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                         num_attention_heads=1, vocab_size=16))  # fmt: skip
+    args = TrainingArguments(output_dir=str(run), max_steps=200, logging_steps=1, save_strategy="no", use_cpu=True,
+                             report_to="tensorboard", disable_tqdm=True)  # fmt: skip
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[Filling()])
+    trackers.set_tensorboard_directory(run, trainer)
+    trainer.train()
+    trackers.close_tensorboard(trainer)
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == list(range(1, 201))
+    assert caplog.text.count("TensorBoard's file does not fit on the disk; training continues without it") == 1
+    steps = set()
+    for path in (run / "tensorboard").iterdir():
+        found = EventAccumulator(str(path))
+        found.Reload()
+        steps |= {event.step for event in found.Scalars("train/loss")} if found.Tags()["scalars"] else set()
+    assert {1, 2, 3, 191, 200} <= steps

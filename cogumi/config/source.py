@@ -37,6 +37,8 @@ class Origins(dict[str, str]):
 def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins]:
     if isinstance(config, Mapping):
         return copy_mapping(config), Origins("config")
+    if not isinstance(config, str | os.PathLike):
+        raise UsageError(f"{config!r} is no config", fix="give a YAML file, a name of `cogumi cp`, or a dict")
     path = find_config(Path(config))
     if path.is_dir():
         fix = f"name a YAML file in it; {suggest_yaml(path / 'x.yaml')}"

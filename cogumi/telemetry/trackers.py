@@ -7,12 +7,13 @@ import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
+from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import pip_command
 from cogumi.core.redact import redact_text
@@ -105,10 +106,37 @@ def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
     for board in callbacks_of(trainer, TensorBoardCallback):
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)
+        survive_full_disk(board)
         log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
     if not is_installed(TENSORBOARD) and not trainer.args.report_to:
         install = pip_command("install tensorboard")
         log.info("metrics are in metrics.jsonl alone: TensorBoard is not installed (%s)", install)
+
+
+def survive_full_disk(board: TensorBoardCallback) -> None:
+    """Have a training continue where TensorBoard's file does not fit on the disk; metrics.jsonl has the same rows.
+
+    A writer that failed fails at each call, so the next row is given a new one, whose file begins there.
+    """
+    told = False
+
+    def guard(act: Callable[..., None]) -> Callable[..., None]:
+        def guarded(*given: Any, **more: Any) -> None:
+            nonlocal told
+            try:
+                act(*given, **more)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                board.tb_writer = None
+                if not told:
+                    log.warning("TensorBoard's file does not fit on the disk; training continues without it")
+                told = True
+
+        return guarded
+
+    for event in ("on_train_begin", "on_log", "on_train_end"):
+        setattr(board, event, guard(getattr(board, event)))
 
 
 def begin_wandb(trainer: Any) -> None:
@@ -126,9 +154,7 @@ def begin_wandb(trainer: Any) -> None:
 def close_tensorboard(trainer: Any) -> None:
     """Close TensorBoard's file, which what is logged after the training has opened again."""
     for each in callbacks_of(trainer, TensorBoardCallback):
-        if each.tb_writer is not None:
-            each.tb_writer.close()
-            each.tb_writer = None
+        each.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 def callbacks_of(trainer: Any, kind: type) -> list[Any]:
