@@ -33,6 +33,7 @@ CAPTURE = "capture_dynamic_output_shape_ops"
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
+    graph_break.undo()  # a test of another file may have called cogumi.patch() in this process
     yield
     graph_break.undo()
     torch.compiler.reset()

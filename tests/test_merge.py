@@ -170,7 +170,9 @@ def test_merge_agrees_with_three_oracles(case: str, tmp_path: Path, request: pyt
         deltas[name] = (scaling * (b.double() @ a.double())).detach()
         expected = weight.double() + deltas[name]
         half = torch.exp2(expected.abs().log2().floor() - 8)
-        slack = 2**-20 * (weight.double().abs() + deltas[name].abs())
+        # Float32's error is a share of the terms of B @ A, not of their sum, in which they may cancel.
+        terms = scaling * (b.double().abs() @ a.double().abs())
+        slack = (rank + 2) * 2**-24 * (weight.double().abs() + terms)
         assert ((after[name].double() - expected).abs() <= half + slack).all(), name
         assert not same_bits(weight, after[name]), name
     assert report.max_delta == pytest.approx(max(delta.abs().max().item() for delta in deltas.values()), rel=1e-5)
