@@ -68,7 +68,7 @@ def versions() -> dict[str, str | None]:
 
 
 def write_manifest(directory: Path, step: int) -> None:
-    """Describe every file below `directory`; whoever reads the manifest later knows that all of them were on the disk."""
+    """Describe every file below `directory`. A manifest is written after all of them are on the disk."""
     files = {
         name: FileEntry(path.stat().st_size, sha256_file(path)) for name, path in list_manifest_files(directory).items()
     }

@@ -119,7 +119,7 @@ def plan_pruning(
 
 
 def remove(path: Path) -> int:
-    """Remove a checkpoint, and return the bytes that came back. What is half removed has a name nobody takes for one."""
+    """Remove a checkpoint and return the bytes freed. It is renamed first, so half of one is never taken for a checkpoint."""
     free = space_of(path.parent).free
     trash = path.with_name(f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(2)}")
     path.rename(trash)

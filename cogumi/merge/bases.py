@@ -88,7 +88,7 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
 
     Without `base`, what the adapter records: in cogumi-base.json (the commit it was trained on), else in its config.
     With base_mode="full" the full-precision model of a quantized one is looked for by name and proven to be what it
-    was quantized from; with "dequant" its weights are decoded, and the update goes on those. Raises UsageError when
+    was quantized from; with "dequant" the update is added to its decoded weights. Raises UsageError when
     there is none, it is incomplete or not in safetensors, or the proof fails.
     """
     record = read_base_record(adapter.path)

@@ -423,7 +423,7 @@ def kill_with_children(process: psutil.Process) -> None:
 
 @contextmanager
 def show_log() -> Iterator[None]:
-    """While in the block, log lines are shown on the screen if nobody else shows them, as in a notebook."""
+    """Print log lines while in the block, unless the root logger has a handler, as it has in a script and not in a notebook."""
     if log.hasHandlers():
         yield
         return

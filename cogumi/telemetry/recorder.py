@@ -217,8 +217,8 @@ class RunLog(logging.FileHandler):
 
 @contextmanager
 def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
-    """Log lines go to run.log, and to the screen if nobody else shows them; status.json says how the run ended. resumed:
-    there was something of this run in the directory before, which is kept whatever happens."""
+    """Write log lines to run.log and the run's end to status.json. Without a handler of the root logger's, lines are
+    printed too. resumed: the directory holds an earlier part of this run, which is kept."""
     to_file = RunLog(run_dir / "run.log", encoding="utf-8")
     to_file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
     on_stdout = logging.StreamHandler(sys.stdout)

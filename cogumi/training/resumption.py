@@ -59,7 +59,7 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
         raise UsageError(problem, place=run.run_dir, fix=fix)
     if other := describe_differences(run):
         problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
-        raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to go on with that run")
+        raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to resume that run")
     sanity = run.cogumi.sanity
     if sanity is None or there.get("state") != SANITY_CHECKED:
         return
