@@ -337,14 +337,13 @@ def bases() -> Path:
 
 
 def make_bases(out: Path) -> None:
-    from transformers import AutoTokenizer
+    from cogumi.models.small_base import train_tokenizer
 
-    from cogumi.models.small_base import small_base_path, token_blocks
-
-    words: Any = AutoTokenizer.from_pretrained(small_base_path())
+    words = train_tokenizer(sources())
     words.save_pretrained(out)
     model = untrained(words)
-    blocks = token_blocks(sources(), words)[:, :LENGTH]
+    ids = torch.tensor([token for each in words(sources())["input_ids"] for token in (*each, words.eos_token_id)])
+    blocks = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     train(model, ((batch, batch) for batch in blocks[torch.randperm(len(blocks))[: 16 * 400]].split(16)))
     model.save_pretrained(out / "base")
     rows = middles_of(sources()[:6400], words, seed=1)

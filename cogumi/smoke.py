@@ -1,8 +1,8 @@
-"""`python -m cogumi.smoke`: the whole path on this machine, checked, in about three minutes.
+"""`python -m cogumi.smoke`: the whole path on this machine, checked, in about a minute.
 
-Doctor -> standard library -> parquet -> a small base -> preflight -> SFT on fill-in-the-middle -> merge -> GSPO on the
-merged model -> merge -> completions side by side, all by public functions and `configs/smoke/*.yaml`. Every row of the
-table is a check with its figure; the exit status is 0 only if all passed. Flags that are not green stand below it.
+Doctor, the standard library as data, the small base, preflight, SFT on renaming variables, merge, GSPO on the merged
+model, merge, and the three models side by side, all by public functions and `configs/smoke/chat-*.yaml`. Every row of the
+table is a check with its figure; the exit status is 0 only if all passed. Warnings stand below it.
 """
 
 import json
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,8 @@ from cogumi.stack.gpus import use_one_gpu
 log = logging.getLogger("cogumi")
 STACK = ("torch", "transformers", "trl", "peft", "datasets", "polars")
 GPU_PROBES = ("torch", "matmul", "triton", "bitsandbytes", "flash_attn")
-COMPARED = 32  # held-out prompts on which base, SFT and RL model are scored
+SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"
+COMPARED, SHOWN = 200, 5  # held-out prompts on which base, SFT and GSPO model are scored; the first ones are printed
 QUICK_STEPS = {"sft": 15, "gspo": 8}
 
 
@@ -45,13 +47,14 @@ class Row:
 
 @dataclass
 class Report:
-    """What the smoke run did: one row per check, the flags that are not green, and completions of the three models."""
+    """What the smoke run did: one row per check, the warnings, and completions of the three models."""
 
     run_dir: Path
     quick: bool
     rows: list[Row] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)
+    exact: dict[str, float] = field(default_factory=dict)
     similarity: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     machine: str = ""
@@ -121,7 +124,7 @@ def run_stages(report: Report, model: str | None) -> None:
     with stage(report, "gspo"):
         rl = check_gspo(report, str(sft.merged))
     with stage(report, "compare"):
-        compare(report, {"base": model, "sft": str(sft.merged), "rl": str(rl.merged)})
+        compare(report, {"base": model, "SFT": str(sft.merged), "GSPO": str(rl.merged)})
 
 
 class StageFailed(Exception):
@@ -164,7 +167,7 @@ def check_fits(report: Report, model: str) -> None:
     from cogumi.core.formatting import format_memory
     from cogumi.forecast.run_forecast import preflight
 
-    found = preflight("smoke/sft", **overrides_of(report, "sft", model))
+    found = preflight(SFT, **overrides_of(report, "sft", model))
     said = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
     if memory := found.figures.get("memory"):
         said.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")
@@ -188,11 +191,11 @@ def check_stack(report: Report) -> None:
 def check_data(report: Report) -> None:
     import polars as pl
 
-    from cogumi.data.stdlib_sample import sample_path
+    from cogumi.data.stdlib_sample import chat_path
 
-    sources = pl.read_parquet(sample_path())["source"]
-    count, nulls = len(sources), sources.null_count()
-    report.add("data", "stdlib -> parquet", f"{count:,} functions, {nulls} null", count > 1000 and nulls == 0)
+    tasks = pl.read_parquet(chat_path())
+    count, nulls = len(tasks), sum(tasks.null_count().row(0))
+    report.add("data", "the standard library as tasks", f"{count:,} tasks, {nulls} null", count > 1000 and nulls == 0)
 
 
 def check_base(report: Report) -> str:
@@ -216,20 +219,26 @@ def check_base(report: Report) -> str:
 
 
 def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
-    shorter = {"train__max_steps": QUICK_STEPS[method]} if report.quick else {}
-    return {"model__name": model, "cogumi__run_dir": report.run_dir / method, **shorter}
+    from cogumi.models.loading import load_tokenizer, resolve_model
+
+    found: dict[str, Any] = {"model__name": model, "cogumi__run_dir": report.run_dir / method}
+    if report.quick:
+        found["train__max_steps"] = QUICK_STEPS[method]
+    if method == "sft" and load_tokenizer(resolve_model(model)).chat_template is None:  # a base of the user's own
+        found["train__chat_template_path"] = "cogumi:tulu"
+    return found
 
 
 def run_config(report: Report, method: str, model: str) -> Any:
-    """Train `smoke/<method>` on `model`; its verdict's checks become rows."""
+    """Train the story's config of this method on `model`; its verdict's checks become rows."""
     from cogumi.runs import train
 
-    result = train(f"smoke/{method}", **overrides_of(report, method, model))
+    result = train({"sft": SFT, "gspo": GSPO}[method], **overrides_of(report, method, model))
     for check in result.verdict.checks:
         report.add(method, check.name, f"{check.figure} (required: {check.requirement})", check.passed)
     report.flags += [f"{method}: {flag}" for flag in result.verdict.flags if flag.level != "green"]
     if result.merged is None:
-        raise RuntimeError(f"{method} left no merged model to go on with")
+        raise RuntimeError(f"{method} left no merged model")
     return result
 
 
@@ -259,29 +268,19 @@ def check_gspo(report: Report, model: str) -> Any:
 
 
 def compare(report: Report, models: dict[str, str]) -> None:
-    """Greedy completions of held-out prompts by each model, and their mean edit similarity with what was cut out."""
-    from cogumi.config.schema import load_config
-    from cogumi.methods.examples import prepare_examples
-    from cogumi.models.completion import complete_with_ends
-    from cogumi.models.loading import load_model, load_tokenizer
-    from cogumi.rewards.functions import edit_similarity
+    """Greedy completions of held-out prompts by each model. A stage after which fewer are exactly right fails."""
+    from cogumi.methods.comparison import compare_models
 
-    run = load_config("smoke/gspo")
-    tokenizer = load_tokenizer(models["base"])
-    held_out = prepare_examples(run, tokenizer).held_out
-    assert held_out is not None
-    examples = held_out.dataset.select(range(min(COMPARED, len(held_out.dataset))))
-    columns = {name: examples[name] for name in ("middle", "prefix", "suffix")}
-    prompts, written = list(examples["prompt"]), {}
-    for name, path in models.items():
-        found = complete_with_ends(load_model(path), tokenizer, prompts, run.train["max_completion_length"])
-        written[name] = [text for text, _ in found]
-        report.similarity[name] = sum(edit_similarity(prompts, written[name], **columns)) / len(prompts)
-    changed = sum(a != b for a, b in zip(written["base"], written["rl"], strict=True))
-    figure = f"{changed} of {len(examples)} completions"
-    report.add("compare", "base and RL model write differently", figure, changed > 0)
-    for i in range(3):
-        report.samples.append({"cut out": columns["middle"][i]} | {name: texts[i] for name, texts in written.items()})
+    found = compare_models(models, GSPO, COMPARED)
+    report.exact = {name: found.exact(name) for name in models}
+    report.similarity = {name: found.similarity(name) for name in models}
+    for before, after in pairwise(models):
+        figure = f"{report.exact[before]:.1%} -> {report.exact[after]:.1%} of {len(found.prompts)} held-out prompts"
+        passed = report.quick or report.exact[after] > report.exact[before]  # too few steps of the quick run to judge
+        report.add("compare", f"more exactly right after {after}", figure, passed)
+    for i in range(SHOWN):
+        texts = {name: found.written[name][i] for name in models}
+        report.samples.append({"asked": found.prompts[i], **texts, "right": found.answers[i]})
 
 
 def show(report: Report, console: Console) -> None:
@@ -292,10 +291,14 @@ def show(report: Report, console: Console) -> None:
         table.add_row(row.stage, row.checked, escape(row.figure), mark, f"{row.seconds:.1f}" if row.seconds else "")
     console.print(table)
     if report.samples:
-        texts = Table(*report.samples[0], title="held-out prompts, greedy completions", show_lines=True)
+        title = f"the first {len(report.samples)} held-out prompts, greedy completions"
+        texts = Table(*report.samples[0], title=title, show_lines=True)
         for sample in report.samples:
-            texts.add_row(*(escape(repr(text)) for text in sample.values()))
-        texts.add_row(f"mean edit similarity, {COMPARED} prompts", *(f"{x:.3f}" for x in report.similarity.values()))
+            right = sample["right"].strip()
+            cells = (f"[green]{escape(text)}[/]" if text.strip() == right else escape(text) for text in sample.values())
+            texts.add_row(*cells)
+        texts.add_row(f"exactly right, of {COMPARED}", *(f"{share:.1%}" for share in report.exact.values()), "")
+        texts.add_row("mean edit similarity", *(f"{mean:.3f}" for mean in report.similarity.values()), "")
         console.print(texts)
     for flag in report.flags:
         console.print(flag, markup=False)

@@ -1,19 +1,28 @@
 # %% [markdown]
-# # Quickstart: from code to a model you have talked to
-# Real code, a small base, fine-tuning, GSPO, a merge that is checked, and a report to keep. No download, no GPU, two minutes on two CPU cores.
-# For a real model change the two names: the same cells train it. Each cell needs only the first one and what is in `RUNS`.
+# # Quickstart: teach a small model to rename variables
+# At the end you have a model that does what you ask, a table that shows what each stage changed, and a report to keep.
+#
+# The base is a small model of Python code that comes with the package. You ask it to rename a variable in a few lines of real code.
+# SFT teaches it the task. GSPO then rewards right answers, so that more of them are right. Nothing is downloaded, and no GPU is needed.
+#
+# For a real model, change the two names in the next cell. Each cell needs only the first one and the files in `RUNS`.
 
 # %% tags=["parameters"]
 try: import cogumi
 except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 from cogumi.notebook import completions, figures
 
-SFT, GSPO = "smoke/sft", "smoke/gspo"  # on a GPU: "qwen3-4b-sft", "qwen3-4b-gspo" (`cogumi cp` lists them)
+SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"  # on a GPU: "qwen3-4b-sft", "qwen3-4b-gspo" (`cogumi cp` lists them)
 RUNS = "runs/quickstart"
 
 # %% [markdown]
-# **Fine-tune.** The run is a process of its own: it outlives this notebook. Run the cell again and it says that the run is there. The panel follows it.
-# The first time on a machine the small base is made before, which takes a minute or two. A flag that is not green says what was seen and which key to change.
+# **Look at the task.** The assistant's words are what the model learns.
+
+# %%
+cogumi.preview(SFT, examples=2)
+
+# %% [markdown]
+# **Fine-tune.** The run is a process of its own: it keeps training when you close this notebook. The panel follows it.
 
 # %%
 sft = cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft")
@@ -23,7 +32,7 @@ sft.dashboard()
 print(cogumi.attach(f"{RUNS}/sft").wait())
 
 # %% [markdown]
-# **Reward it.** GSPO starts from the merged model: completions are scored for edit similarity and for code that parses.
+# **Reward it.** GSPO starts from the merged model. Each task is answered eight times; a right answer earns more than a nearly right one.
 
 # %%
 gspo = cogumi.start(GSPO, model__name=f"{RUNS}/sft/merged", cogumi__run_dir=f"{RUNS}/gspo")
@@ -33,33 +42,32 @@ gspo.dashboard()
 print(cogumi.attach(f"{RUNS}/gspo").wait())
 
 # %% [markdown]
-# **Look.** Did it learn, and does it write differently from the base? The small base is a toy of two layers: what it writes is hardly code, and often nothing at all.
-# Its curves, rewards and checks are real; a real model shows its training in its words.
+# **Compare.** The same held-out tasks, answered by the base, after SFT and after GSPO. No model has seen them.
 
 # %%
-figures.curves(f"{RUNS}/gspo")
+models = {"base": "cogumi:small-base", "SFT": f"{RUNS}/sft/merged", "GSPO": f"{RUNS}/gspo/merged"}
+completions.compare(models, GSPO)
+
+# %% [markdown]
+# **See how it learned**: the reward of every rollout, and what it is made of.
 
 # %%
 figures.rewards(f"{RUNS}/gspo")
 
-# %%
-completions.side_by_side({"sft": f"{RUNS}/sft", "gspo": f"{RUNS}/gspo"})
-
 # %% [markdown]
-# **Talk to it.** The merged directory is a plain Hugging Face model. This one completes code; 07 has a conversation.
-
-# %%
-from transformers import logging, pipeline
-
-logging.set_verbosity_error()
-writer = pipeline("text-generation", model=f"{RUNS}/gspo/merged")
-print(writer("def add(a, b):\n    return ", max_new_tokens=12)[0]["generated_text"])
-
-# %% [markdown]
-# **Keep the report**: one file, readable when the box is gone.
+# **Keep the report**: one file that you can open when the machine is gone.
 
 # %%
 from IPython.display import FileLink
 
 cogumi.attach(f"{RUNS}/gspo").report()
 FileLink(f"{RUNS}/gspo/report.html")
+
+# %% [markdown]
+# **Talk to it.** Ask for a renaming of your own. The base and the trained model answer side by side.
+
+# %%
+cogumi.attach(f"{RUNS}/gspo").chat("Rename n to count:\nn = n + 1\nprint(n)")
+
+# %% [markdown]
+# **Next**: your own conversations in [03](03_sft.ipynb), a reward of your own in [09](09_reward_and_tools.ipynb), merging and chatting in [07](07_merge_and_chat.ipynb).

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Preferences: DPO after SFT
-# Pairs of a better and a worse answer, starting from the fine-tuned model. Two minutes on two CPU cores, the SFT stage included.
+# At the end you have a model that learned from pairs of a better and a worse answer, and its answers before and after.
+#
+# DPO starts from a fine-tuned model. The SFT stage included, this takes two minutes on two CPU cores.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -11,19 +13,19 @@ SFT, DPO = "smoke/llama-3.1-8b-sft", "smoke/llama-3.1-8b-dpo"  # the real ones: 
 RUNS = "runs/dpo"
 
 # %% [markdown]
-# **Fine-tune first**: DPO starts from a model that has a chat template and answers.
+# **Fine-tune first.** DPO needs a model that has a chat template and answers.
 
 # %%
 print(cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft").wait())
 
 # %% [markdown]
-# **What the pairs look like**: learned is the better answer, the worse one is what it is to be less likely than.
+# **Look at a pair.** The chosen answer renames the variable in every place. The rejected one forgets the last place.
 
 # %%
 cogumi.preview(DPO, examples=1, model__name=f"{RUNS}/sft/merged")
 
 # %% [markdown]
-# **DPO.** Before the first update the policy is its own reference, so the rewards are 0 and the loss is log 2: both are checked.
+# **Train.** Before the first update the model is its own reference, so the rewards are 0 and the loss is log 2. Both are checked.
 
 # %%
 run = cogumi.start(DPO, model__name=f"{RUNS}/sft/merged", cogumi__run_dir=f"{RUNS}/dpo")
@@ -35,5 +37,11 @@ print(cogumi.attach(f"{RUNS}/dpo").wait())
 # %%
 figures.curves(f"{RUNS}/dpo")
 
+# %% [markdown]
+# **The same prompts** before SFT, after SFT and after DPO:
+
 # %%
-completions.side_by_side(f"{RUNS}/dpo")
+completions.side_by_side({"sft": f"{RUNS}/sft", "dpo": f"{RUNS}/dpo"})
+
+# %% [markdown]
+# **Next**: rewards instead of pairs in the [quickstart](00_quickstart.ipynb) and in [05](05_gspo_fim.ipynb).

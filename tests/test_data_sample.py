@@ -11,7 +11,7 @@ import pytest
 from cogumi.core import run_directory
 from cogumi.core.errors import UsageError
 from cogumi.data import stdlib_sample
-from cogumi.data.stdlib_sample import collect_functions, sample_path, write_sample
+from cogumi.data.stdlib_sample import chat_path, collect_functions, pairs_path, renamings, sample_path, write_sample
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +100,41 @@ def test_a_failed_write_leaves_neither_file_nor_temporary(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="disk full"):
         stdlib_sample.write_frame(tmp_path / "a.parquet", pl.DataFrame({"a": [1]}))
     assert list(tmp_path.iterdir()) == []
+
+
+def renamed(code: str, old: str, new: str) -> str:
+    """What Python's own parser makes of a renaming."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == old:
+            node.id = new
+    return ast.unparse(tree)
+
+
+def test_each_task_asks_for_a_renaming_that_has_one_right_answer():
+    rows = pl.read_parquet(chat_path())
+    assert rows.height > 2000
+    assert rows["answer"].is_unique().all()
+    for prompt, answer in rows.select("prompt", "answer").iter_rows():
+        asked, lines = prompt[-1]["content"].split("\n", 1)
+        _, old, _, new = asked.removesuffix(":").split(" ")
+        assert ast.unparse(ast.parse(answer)) == renamed(lines, old, new)
+        assert new not in {node.id for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.Name)}
+
+
+def test_a_rejected_answer_forgets_the_last_place():
+    rows = pl.read_parquet(pairs_path())
+    for prompt, chosen, rejected in rows.iter_rows():
+        old = prompt[-1]["content"].split(" ")[1]
+        assert chosen != rejected
+        assert old in rejected[-1]["content"]
+        assert old not in [node.id for node in ast.walk(ast.parse(chosen[-1]["content"])) if isinstance(node, ast.Name)]
+
+
+def test_a_name_that_is_also_another_word_is_no_task():
+    """`total` is an attribute, a keyword or a string as well: replacing words would change those."""
+    ask = "def f(total, other):\n    other = other + 1\n    {}\n    return other\n"
+    for line in ("self.total = total + total", "g(total=total + total)", "total = 'total' + total"):
+        source = ask.format(line)
+        common = [f"def g{n}(common):\n    return common\n" for n in range(stdlib_sample.COMMON_NAME)]
+        assert not [task for task in renamings([source, *common])["task"] if task.startswith("Rename total")]

@@ -106,7 +106,7 @@ LONGER = {"cogumi start my-sft.yaml": {"COGUMI_TRAIN__MAX_STEPS": "104", "COGUMI
 SECONDS = 300  # for one command, on a machine that others use as well
 # These pages are what people paste first.
 QUICK = {"README.md", "docs/quickstart.md", "docs/contributing.md"}
-LINKED = ("cogumi", "configs", "recipes", "notebooks", "docs", "benchmarks", "requirements", "tests")
+LINKED = ("cogumi", "configs", "recipes", "notebooks", "docs", "benchmarks", "requirements", "tests", "pretraining")
 
 
 def fences(page: str) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ def here() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.slow("two trainings of 100 steps and, at first, the small base")
+@pytest.mark.slow("two whole trainings")
 @pytest.mark.timeout(900)
 def test_the_whole_smoke_run_passes(tmp_path: Path) -> None:
     done = smoke("--run-dir", "run", cwd=tmp_path)
@@ -40,7 +40,9 @@ def test_the_whole_smoke_run_passes(tmp_path: Path) -> None:
         "the clip acts",
         "merged logits",
     } <= checked
-    assert set(report["samples"][0]) == {"cut out", "base", "sft", "rl"}
+    assert [list(sample) for sample in report["samples"]] == [["asked", "base", "SFT", "GSPO", "right"]] * 5
+    assert report["exact"]["base"] + 0.1 <= report["exact"]["SFT"] < report["exact"]["GSPO"]
+    assert sum(sample["GSPO"].strip() == sample["right"] for sample in report["samples"]) >= 2
     assert f"{len(report['rows'])} of {len(report['rows'])} checks" in done.stdout.replace("\n", " ")
     assert (tmp_path / "run" / "sft" / "DONE").exists()
     assert (tmp_path / "run" / "gspo" / "DONE").exists()

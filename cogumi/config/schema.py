@@ -80,7 +80,7 @@ class Section(BaseModel):
 
 class ModelSection(Section):
     name: str
-    """A directory, a hub id, or `cogumi:small-base` (a small model trained here on the standard library's sources)."""
+    """A directory, a hub id, or `cogumi:small-base` (the small model of Python code that comes with the package)."""
     revision: str | None = None
     """Hub revision; a commit hash makes the run repeatable."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -4,17 +4,21 @@ Everyone has them, they are real code by many hands, and their licence (PSF-2.0)
 method. Left out, so that a tiny model has something to learn in minutes: test suites, vendored and generated files
 (`SKIPPED_FOLDERS`), functions of less than `MIN_LINES` or more than `MAX_LINES`, functions inside functions, exact copies.
 
-The tasks are a description (the first line of a docstring) and the function it describes.
+The tasks are to rename a variable in a few lines of these functions: real code, and one right answer that anyone sees.
 """
 
 import ast
 import io
+import itertools
 import logging
 import os
 import platform
+import random
+import re
 import sysconfig
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +31,11 @@ from cogumi.core.run_directory import write_atomic
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION, TASKS_VERSION = 1, 3
+FORMAT_VERSION, TASKS_VERSION = 1, 4
 """Parts of the cached files' names: raise one when the filter or the columns change, or what is made of a function."""
 MIN_LINES, MAX_LINES = 3, 40
-LONGEST_TASK = 400  # characters of a function: a small model's context holds task and answer
+MIN_TASK, MAX_TASK = 15, 90  # characters of the lines of a task: half a minute of training is enough for these
+MIN_NAME, COMMON_NAME = 3, 20  # a new name's letters, and functions in which it is a variable
 LICENCE = "PSF-2.0"
 SKIPPED_FOLDERS = frozenset([
     "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip",
@@ -125,21 +130,20 @@ def write_frame(path: Path, frame: pl.DataFrame, **options: Any) -> Path:
 
 
 def chat_path() -> Path:
-    """One row a described function: `messages` (user and assistant); `prompt` (the first of them) and `answer` (text)."""
-    user, assistant = _message("user", pl.col("task")), _message("assistant", pl.col("code"))
+    """One row a renaming: `messages` (user and assistant); `prompt` (the first of them) and `answer` (text)."""
+    user, assistant = _message("user", pl.col("task")), _message("assistant", pl.col("renamed"))
     return _tasks_path(
-        "chat", messages=pl.concat_list(user, assistant), prompt=pl.concat_list(user), answer=pl.col("code")
+        "chat", messages=pl.concat_list(user, assistant), prompt=pl.concat_list(user), answer=pl.col("renamed")
     )
 
 
 def pairs_path() -> Path:
-    """One row a described function, as messages: `prompt`, `chosen` (the function), `rejected` (its lines backwards)."""
-    backwards = pl.col("code").str.split("\n").list.reverse().list.join("\n")
+    """One row a renaming, as messages: `prompt`, `chosen` (renamed), `rejected` (the last place is forgotten)."""
     return _tasks_path(
         "pairs",
         prompt=pl.concat_list(_message("user", pl.col("task"))),
-        chosen=pl.concat_list(_message("assistant", pl.col("code"))),
-        rejected=pl.concat_list(_message("assistant", backwards)),
+        chosen=pl.concat_list(_message("assistant", pl.col("renamed"))),
+        rejected=pl.concat_list(_message("assistant", pl.col("forgotten"))),
     )
 
 
@@ -148,26 +152,67 @@ def _message(role: str, content: pl.Expr) -> pl.Expr:
 
 
 def _tasks_path(kind: str, **columns: pl.Expr) -> Path:
-    """A cached file of these columns, which are made of `task` and `code`."""
+    """A cached file of these columns, which are made of those of `renamings`."""
     sample = sample_path()
     path = sample.with_name(f"{sample.stem}-{kind}-v{TASKS_VERSION}.parquet")
     if path.exists():
         return path
-    found = [task for source in pl.read_parquet(sample)["source"] if (task := as_task(source)) is not None]
-    tasks = pl.DataFrame(found, schema={"task": pl.String, "code": pl.String}, orient="row")
-    return write_frame(path, tasks.unique("code", keep="first", maintain_order=True).select(**columns))
+    return write_frame(path, renamings(pl.read_parquet(sample)["source"].to_list()).select(**columns))
 
 
-def as_task(source: str) -> tuple[str, str] | None:
-    """(what a function does, as its docstring's first line says; the function without it), None where none says it."""
-    (function,) = ast.parse(source).body
-    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-    docstring = ast.get_docstring(function)
-    if not docstring or len(function.body) == 1:
-        return None
-    del function.body[0]
-    code = ast.unparse(function)
-    return (docstring.strip().splitlines()[0], code) if len(code) <= LONGEST_TASK else None
+def renamings(sources: list[str]) -> pl.DataFrame:
+    """One task of each function that has one: to rename a variable in a few of its lines.
+
+    Columns: `task` ("Rename total to count:" and the lines), `renamed` (the lines after it) and `forgotten` (the same but
+    for the last place, which keeps its name). The new name is a variable's name elsewhere in `sources`. The same sources
+    give the same rows.
+    """
+    trees = [ast.parse(source).body[0] for source in sources]
+    uses = Counter(name for tree in trees for name in _variables(tree))
+    names = sorted(name for name, count in uses.items() if count >= COMMON_NAME and len(name) >= MIN_NAME)
+    rows: dict[str, tuple[str, str, str]] = {}  # by lines
+    for source, tree in zip(sources, trees, strict=True):
+        draw = random.Random(source)
+        found = sorted(set(_renamable_lines(source, tree)))
+        if not found:
+            continue
+        lines, name = draw.choice(found)
+        new = draw.choice(names)
+        while re.search(rf"\b{new}\b", lines):
+            new = draw.choice(names)
+        *_, last = re.finditer(rf"\b{name}\b", lines)
+        forgotten = re.sub(rf"\b{name}\b", new, lines[: last.start()]) + lines[last.start() :]
+        task = f"Rename {name} to {new}:\n{lines}"
+        rows.setdefault(lines, (task, re.sub(rf"\b{name}\b", new, lines), forgotten))
+    schema = {"task": pl.String, "renamed": pl.String, "forgotten": pl.String}
+    return pl.DataFrame(list(rows.values()), schema=schema, orient="row")
+
+
+def _variables(tree: ast.AST) -> set[str]:
+    """The arguments and assigned names in a function."""
+    nodes = list(ast.walk(tree))
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return (assigned | {node.arg for node in nodes if isinstance(node, ast.arg)}) - {"self", "cls"}
+
+
+def _renamable_lines(source: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(one to three statements, dedented; a variable that is in them twice or more and never as another kind of word)."""
+    variables, lines = _variables(tree), source.split("\n")
+    blocks = [block for node in ast.walk(tree) for block in (getattr(node, "body", []), getattr(node, "orelse", []))]
+    for block in blocks:
+        for first, count in itertools.product(range(len(block) if isinstance(block, list) else 0), (1, 2, 3)):
+            part = block[first : first + count]
+            code = textwrap.dedent("\n".join(lines[part[0].lineno - 1 : part[-1].end_lineno]))
+            if len(part) < count or not MIN_TASK <= len(code) <= MAX_TASK:
+                continue
+            try:
+                inside = ast.parse(code)
+            except SyntaxError:  # an elif, or two statements on one line
+                continue
+            names = Counter(node.id for node in ast.walk(inside) if isinstance(node, ast.Name))
+            for name in variables & names.keys():
+                if names[name] >= 2 and len(name) >= 2 and len(re.findall(rf"\b{name}\b", code)) == names[name]:
+                    yield code, name
 
 
 SAMPLES = {"cogumi:stdlib": sample_path, "cogumi:stdlib-chat": chat_path, "cogumi:stdlib-pairs": pairs_path}

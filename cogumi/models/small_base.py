@@ -1,12 +1,11 @@
-"""Small models that are made here: random ones of a family, and the base that smoke runs start from.
+"""Small models that need no download: the base that ships with the package, and random ones of a family.
 
-The base is a byte-level BPE of 1,024 tokens (with StarCoder's FIM tokens) and a Llama of 1.8 million parameters, trained
-left to right on the sample shard: it writes code-shaped text and knows nothing of fill-in-the-middle. The random ones
-write noise: a run shows that everything works with this architecture. Seeded; made once, in the user's cache directory.
+The base is a Llama of 3 million parameters that was trained on the functions of some 80 packages (pretraining/train.py): it
+writes code-shaped text, and knows neither tasks nor fill-in-the-middle. The random ones write noise: a run shows that
+everything works with this architecture. They are seeded, and made once, in the user's cache directory.
 """
 
 import hashlib
-import logging
 import os
 import shutil
 import tempfile
@@ -14,36 +13,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import platformdirs
 import polars as pl
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import chat_template_utils
 
 from cogumi.data.stdlib_sample import sample_path
 
-log = logging.getLogger(__name__)
-
 END, PAD = "<|endoftext|>", "<pad>"
 FIM = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
-VOCABULARY, HIDDEN, LAYERS, CONTEXT = 1024, 256, 2, 512
-# Measured on two cores for half a minute each: many small batches on a shallow model learn most (3.8 nats/token against
-# 4.3 for 4 layers of 192 with 4x the batch).
-STEPS, BATCH, LENGTH, LEARNING_RATE, SEED = 1000, 4, 128, 3e-3, 0
-LOG_EVERY = 200
+VOCABULARY, CONTEXT = 1024, 512
 
 
 def small_base_path() -> Path:
-    """The directory of the small base (bfloat16 weights, tokenizer), trained on first use (under a minute on two cores)."""
-
-    def make(out: Path) -> None:
-        log.info("the small base is made, once on a machine: a minute or two on two CPU cores")
-        train_small_base(pl.read_parquet(sample_path())["source"].to_list(), out)
-
-    return cached_directory("small-base", make)
+    """The directory of the small base (bfloat16 weights, tokenizer, model card), which comes with the package."""
+    return Path(__file__).with_name("small-base")
 
 
 def random_base_path(name: str) -> Path:
@@ -70,48 +56,6 @@ def cached_directory(name: str, make: Callable[[Path], object]) -> Path:
     return home
 
 
-def train_small_base(sources: list[str], out: Path, steps: int = STEPS) -> float:
-    """Train tokenizer and model on `sources`, save both to `out`, and return the mean loss of the last 20 steps (nats/token)."""
-    tokenizer = train_tokenizer(sources)
-    blocks = token_blocks(sources, tokenizer)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=HIDDEN,
-                intermediate_size=HIDDEN * 8 // 3,
-                num_hidden_layers=LAYERS,
-                num_attention_heads=HIDDEN // 64,
-                num_key_value_heads=HIDDEN // 64,
-                max_position_embeddings=CONTEXT,
-                tie_word_embeddings=True,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
-        order = torch.randperm(len(blocks))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
-    losses = []
-    for step in (bar := tqdm(range(steps), desc="small base", unit="step", mininterval=0.5)):
-        batch = blocks[order[torch.arange(step * BATCH, (step + 1) * BATCH) % len(order)]]
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        bar.set_postfix(loss=f"{losses[-1]:.2f}", refresh=False)
-        if (step + 1) % LOG_EVERY == 0:
-            log.info("small base: step %d of %d, loss %.2f", step + 1, steps, losses[-1])
-    model.bfloat16().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return float(np.mean(losses[-20:]))
-
-
 def train_tokenizer(sources: list[str], control: Sequence[str] = FIM, end: str = END) -> PreTrainedTokenizerFast:
     """A byte-level BPE with these control tokens; `end`, one of them or END, ends a sequence."""
     bpe = Tokenizer(models.BPE())
@@ -131,14 +75,6 @@ def train_tokenizer(sources: list[str], control: Sequence[str] = FIM, end: str =
         additional_special_tokens=[*control],
         model_max_length=CONTEXT,
     )
-
-
-def token_blocks(sources: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """All sources in a seeded order, each closed by the end token, cut into blocks: int64 (blocks, LENGTH)."""
-    encoded = tokenizer(sources, verbose=False)["input_ids"]  # sources longer than the context are cut below
-    np.random.default_rng(SEED).shuffle(encoded)
-    flat = np.concatenate([[*ids, tokenizer.eos_token_id] for ids in encoded])
-    return torch.from_numpy(flat[: len(flat) // LENGTH * LENGTH].reshape(-1, LENGTH))
 
 
 # ---------------------------------------------------------------------------------------------------------- random base
@@ -175,7 +111,6 @@ KINDS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
 
 def make_random_base(kind: str, out: Path) -> None:
     model_type, more, tokens, end, template = KINDS[kind]
-    # The small base's tokenizer, with these control tokens in the place of its own for fill in the middle.
     tokenizer = train_tokenizer(pl.read_parquet(sample_path())["source"].head(2000).to_list(), tokens, end)
     tokenizer.chat_template = getattr(chat_template_utils, template)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

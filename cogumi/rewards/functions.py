@@ -92,6 +92,12 @@ def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], 
     return [Levenshtein.normalized_similarity(text_of(each).strip(), str(gold).strip()) for each, gold in pairs]
 
 
+def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
+    """1.0 where the completion is the answer, without surrounding white space, else 0.0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text_of(each).strip() == str(gold).strip()) for each, gold in pairs]
+
+
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, exactly: 1,200 is 1200.0, and 0.1 is not a binary fraction."""
     boxed = BOXED.findall(text)

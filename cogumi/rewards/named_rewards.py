@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.errors import UsageError
-from cogumi.rewards.functions import answer_similarity, edit_similarity, exact_match, final_number, parses, text_of
+from cogumi.rewards.functions import (
+    answer_similarity,
+    edit_similarity,
+    exact_answer,
+    exact_match,
+    final_number,
+    parses,
+    text_of,
+)
 
 # As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
 OF_TEXT = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
@@ -105,7 +113,8 @@ def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: b
 
 Reward = Callable[..., list[float]]
 BUILTIN_REWARDS: dict[str, Reward] = {
-    each.__name__: each for each in (exact_match, edit_similarity, parses, final_number, answer_similarity)
+    each.__name__: each
+    for each in (exact_match, edit_similarity, parses, final_number, exact_answer, answer_similarity)
 }
 """What a YAML may name, beside `file.py:function` and `package.module:function`."""
 ALWAYS_THERE = ("prompts", "completions", "completion_ids", "trainer_state")  # what TRL passes whatever the data has
