@@ -37,7 +37,7 @@ WORDS = [
     "is told from",
     "cannot be told",
     "hoped for",
-    "is a citizen",
+    "a citizen",
     "thereof",
     "lest",
 ]
