@@ -1,8 +1,8 @@
-"""Reading ease of the pages, and the words that are not used: `make lint`.
+"""Words that are not used, and the reading ease of the pages: `make lint`.
 
-Each page is one line: Flesch reading ease (textstat; code blocks, tables and headings left out, code within a sentence kept as
-it stands), words a sentence, and sentences of more than LONGEST words. A page below EASE fails, and so does a word of WORDS in a file
-of COVERED. Add a folder to COVERED when it is clean.
+A line is printed for each page: Flesch reading ease (textstat), words a sentence, and sentences of more than LONGEST words. Code blocks,
+tables and headings are left out; code within a sentence counts as it stands. A page below EASE fails. So does one of WORDS in a
+file outside NOT_YET: in a page or a notebook, but not in printed output, and in strings and docstrings of the package.
 """
 
 import ast
@@ -14,18 +14,16 @@ from pathlib import Path
 import textstat
 
 ROOT = Path(__file__).parents[1]
-EASE = 55  # Flesch: 50 to 60 is "fairly difficult", 60 to 70 plain English
+EASE = 55  # Flesch: 50 to 60 is "fairly difficult", 60 to 70 "standard"
 LONGEST = 25
 PAGES = ["README.md", "docs/*.md"]
-# Whole words or phrases, in any case. What a message has to say instead is in docs/glossary.md.
+FILES = [*PAGES, "notebooks/*.py", "cogumi/**/*.py"]
+# What to say instead: docs/glossary.md, or the subject and the verb ("the run resumes", "is checked", "silently", "fix").
 WORDS = [
-    "nobody(?:'s)?",
-    "somebody(?:'s)?",
-    "anybody(?:'s)?",
-    "whoever(?:'s)?",
-    "go(?:es|ing)? on",
-    "went on",
-    "look(?:s|ed|ing)? at",
+    "(?:no|some|any)body",
+    "whoever",
+    "(?:go|goes|going|went) on(?! top)",
+    "look(?:s|ed) at",
     "at its fullest",
     "the keys? to turn",
     "mend(?:s|ed|ing)?",
@@ -33,33 +31,54 @@ WORDS = [
     "all the same",
     "in silence",
     "for ever",
-    "one of its own",
-    "is told from",
+    "(?:is|are) told from",
     "cannot be told",
     "hoped for",
-    "a citizen",
+    "seen to by",
     "thereof",
-    "lest",
 ]
-COVERED = ["docs/*.md"]
-OUTPUT = re.compile(r"^```\n.*?^```$", re.MULTILINE | re.DOTALL)  # a fence without a tag: what a program printed
+# Files and folders still to be rewritten. Take one out when it is clean, and never add one.
+NOT_YET = [
+    "README.md",
+    "docs/quickstart.md",
+    "docs/reference.md",  # it is written from docstrings
+    "cogumi/checkpoints",
+    "cogumi/cli",
+    "cogumi/compile",
+    "cogumi/config",
+    "cogumi/core",
+    "cogumi/diagnostics",
+    "cogumi/disk",
+    "cogumi/forecast",
+    "cogumi/health",
+    "cogumi/merge",
+    "cogumi/methods",
+    "cogumi/models",
+    "cogumi/notebook",
+    "cogumi/patches",
+    "cogumi/rl",
+    "cogumi/runs",
+    "cogumi/smoke.py",
+    "cogumi/stack",
+    "cogumi/telemetry",
+    "cogumi/training",
+]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+USED = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+(?:# )?"), re.IGNORECASE)
 
 
 def prose(page: str) -> list[str]:
     """The paragraphs and list items of a page, each on one line, without code blocks, tables, headings and addresses."""
     found = []
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", FENCE.sub("\n\n", page)):
-        if block.strip("\n").startswith(("|", "#", "![", "    ")):
-            continue
-        text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"^\s*(?:[-*]|\d+\.) ", "", block))
-        if text := " ".join(text.split()).rstrip(".,:;"):
-            found.append(text + ".")
-    return found
+        if not block.strip("\n").startswith(("|", "#", "![", "    ")):
+            text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"^\s*(?:[-*]|\d+\.) ", "", block))
+            found.append(" ".join(text.split()).rstrip(".,:;") + ".")
+    return [text for text in found if text != "."]
 
 
 def sentences(page: str) -> list[str]:
-    """The sentences of the prose. Code within a sentence is one word of it."""
+    """The sentences of the prose. Code is one word of its sentence."""
     text = [re.sub(r"`[^`]*`", lambda code: re.sub(r"\s", "_", code[0]), paragraph) for paragraph in prose(page)]
     return [sentence for paragraph in text for sentence in re.split(r"(?<=[.!?])[)*_\"]*\s+", paragraph)]
 
@@ -69,35 +88,48 @@ def ease(page: str) -> float:
     return textstat.flesch_reading_ease(re.sub(r"(?<=\w)\.(?=\w)", "", "\n".join(prose(page))))
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a page or a notebook, without printed output; of another Python file the strings and docstrings."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md" or path.parent.name == "notebooks":
-        blank = OUTPUT.sub(lambda fence: "\n" * fence[0].count("\n"), text)
-        yield from enumerate(blank.splitlines(), start=1)
-        return
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, " ".join(node.value.split())
+def texts(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """What is checked of a file, and the line it begins at: all but printed output, or strings and docstrings."""
+    if name.startswith("cogumi/"):
+        constants = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+        yield from ((node.lineno, node.value) for node in constants if isinstance(node.value, str))
+    else:
+        # A fence without a tag is what a program printed.
+        yield (
+            1,
+            FENCE.sub(lambda fence: "\n" * fence[0].count("\n") if fence[0].startswith("```\n") else fence[0], text),
+        )
 
 
-def bad_words(path: Path) -> list[str]:
-    pattern = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
-    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    return [f"{name}:{line}: {found[0]!r} is not used here" for line, text in texts(path) for found in pattern.finditer(text)]
+def bad_words(name: str, text: str) -> list[str]:
+    return [
+        f"{name}:{first + said[: word.start()].count(chr(10))}: {' '.join(word[0].split())!r}"
+        for first, said in texts(name, text)
+        for word in USED.finditer(said)
+    ]
 
 
 def main() -> int:
-    failed = [line for pattern in COVERED for path in sorted(ROOT.glob(pattern)) for line in bad_words(path)]
+    failed, waiting = [], dict.fromkeys(NOT_YET, 0)
+    for path in [path for pattern in FILES for path in sorted(ROOT.glob(pattern))]:
+        name = str(path.relative_to(ROOT))
+        bad = bad_words(name, path.read_text(encoding="utf-8"))
+        later = next((each for each in NOT_YET if name == each or name.startswith(f"{each}/")), None)
+        if later is None:
+            failed += [f"{line} is not used here (docs/words.py)" for line in bad]
+        else:
+            waiting[later] += len(bad)
     for path in [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]:
-        page = path.read_text(encoding="utf-8")
+        name, page = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
         words = [len(sentence.split()) for sentence in sentences(page)]
         long = sum(count > LONGEST for count in words)
-        print(f"{path.relative_to(ROOT)!s:22} reading ease {ease(page):5.1f}; {sum(words) / len(words):4.1f} words a sentence, {long} above {LONGEST}")
+        mean = sum(words) / len(words)
+        print(f"{name:21} reading ease {ease(page):4.1f}; {mean:4.1f} words a sentence, {long} of more than {LONGEST}")
         if ease(page) < EASE:
-            failed.append(f"{path.relative_to(ROOT)}: reading ease {ease(page):.1f}, at least {EASE} is asked")
-    print("\n".join(failed), file=sys.stderr, end="\n" if failed else "")
-    return bool(failed)
+            failed.append(f"{name}: reading ease {ease(page):.1f}, and at least {EASE} is required")
+    print("words to replace:", ", ".join(f"{name} {count}" for name, count in waiting.items()) or "none")
+    print("\n".join(failed), end="\n" if failed else "", file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
