@@ -1,8 +1,9 @@
 """Words that are not used, and the reading ease of the pages: `make lint`.
 
-A line is printed for each page: Flesch reading ease (textstat), words a sentence, and sentences of more than LONGEST words. Code blocks,
-tables and headings are left out; code within a sentence counts as it stands. A page below EASE fails. So does one of WORDS in a
-file outside NOT_YET: in a page or a notebook, but not in printed output, and in strings and docstrings of the package.
+A line is printed for each page: Flesch reading ease (textstat), words a sentence, and sentences of more than LONGEST
+words. Code blocks, tables and headings are left out; code within a sentence counts as it stands. A page below EASE
+fails. So does one of WORDS in a file outside NOT_YET: in a page or a notebook, but not in printed output, and in strings
+and docstrings of the package.
 """
 
 import ast
@@ -27,7 +28,6 @@ WORDS = [
     "at its fullest",
     "the keys? to turn",
     "mend(?:s|ed|ing)?",
-    "what is not",
     "all the same",
     "in silence",
     "for ever",
@@ -38,31 +38,7 @@ WORDS = [
     "thereof",
 ]
 # Files and folders still to be rewritten. Take one out when it is clean, and never add one.
-NOT_YET = [
-    "README.md",
-    "docs/quickstart.md",
-    "docs/reference.md",  # it is written from docstrings
-    "cogumi/checkpoints",
-    "cogumi/cli",
-    "cogumi/compile",
-    "cogumi/config",
-    "cogumi/core",
-    "cogumi/diagnostics",
-    "cogumi/disk",
-    "cogumi/forecast",
-    "cogumi/health",
-    "cogumi/merge",
-    "cogumi/methods",
-    "cogumi/models",
-    "cogumi/notebook",
-    "cogumi/patches",
-    "cogumi/rl",
-    "cogumi/runs",
-    "cogumi/smoke.py",
-    "cogumi/stack",
-    "cogumi/telemetry",
-    "cogumi/training",
-]
+NOT_YET = ["README.md", "docs/quickstart.md", "cogumi/smoke.py"]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 USED = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+(?:# )?"), re.IGNORECASE)
 
