@@ -121,7 +121,7 @@ def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home
         _, said = looking.communicate(timeout=60)
         assert (looking.returncode, said) == (
             0,
-            "\ncogumi: the run goes on; come back with `cogumi attach runs/tiny`\n",
+            "\ncogumi: the run continues; come back with `cogumi attach runs/tiny`\n",
         )
         assert training.poll() is None
 
@@ -172,7 +172,7 @@ def test_several_runs_are_a_line_each_and_a_wrong_name_is_status_2(
         append_jsonl(tmp_path / "runs/a/metrics.jsonl", row)
     screen = cogumi("status", "runs/a", cwd=tmp_path).stdout
     assert "\nloss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2)\n" in screen
-    anew = "there is no checkpoint yet; started again with the same words it begins anew\n"
+    anew = "there is no checkpoint yet; the same command starts the run again\n"
     assert f"\n{anew}" in cogumi("status", "runs/b", cwd=tmp_path).stdout
     unpaused = cogumi("unpause", "runs/b", cwd=tmp_path)
     assert (unpaused.returncode, unpaused.stdout) == (2, "")

@@ -146,7 +146,7 @@ def test_a_config_json_alone_is_planned_for(wide: Path, tmp_path: Path) -> None:
     report = preflight(config_of(base, tmp_path, train={"max_length": 512}), "H200")
     data, memory, time = (line(report, stage) for stage in ("data", "memory", "time"))
     assert data.state == "unknown"
-    assert data.figure == f"not looked at: {base} has no tokenizer. examples of 512 tokens are assumed"
+    assert data.figure == f"not read: {base} has no tokenizer. examples of 512 tokens are assumed"
     assert memory.state == "green"
     assert "4 x 512 tokens" in memory.figure
     assert "train.optim: adamw_torch_fused" in memory.figure

@@ -128,11 +128,11 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     assert (died.state, died.alive, died.ended, died.passed) == ("died", False, True, False)
     assert died.reason is not None
     assert "SIGKILL" in died.reason
-    assert died.reason.endswith(", as the kernel does when memory runs out, or somebody's kill -9")
+    assert died.reason.endswith(", as the kernel does when memory runs out, or as kill -9 does")
     run.dashboard()
     screen = capsys.readouterr().out
     assert "was ended by SIGKILL" in screen
-    goes_on = f"the newest checkpoint is {died.checkpoint}; started again with the same words it goes on"
+    goes_on = f"the newest checkpoint is {died.checkpoint}; the same command resumes from it"
     assert f"\n{goes_on}\n" in screen
     with pytest.raises(UsageError, match=f"died, step .*; there is no training to ask; {goes_on}$"):
         run.unpause()

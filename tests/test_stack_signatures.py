@@ -404,7 +404,7 @@ def test_what_is_not_known_gets_a_next_step() -> None:
     said = str(explain_text(UNRELATED["another CUDA error"])).splitlines()
     assert said[0].endswith("the last line is: RuntimeError: CUDA error: misaligned address")
     assert said[1:] == [
-        "  next: `cogumi doctor` looks at this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
+        "  next: `cogumi doctor` checks this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
         "which shows where it is"
     ]
 

@@ -117,7 +117,7 @@ def test_a_failed_run_goes_on(
     assert the_same(run_dir, whole.run_dir)
     said = (run_dir / "run.log").read_text()
     assert ("resuming from" in said) == (fails_at > 1)
-    assert "goes on where it stopped" in said
+    assert "resumes where it stopped" in said
 
 
 def test_a_checkpoint_inside_a_rollout_is_taken_and_resumed_from(

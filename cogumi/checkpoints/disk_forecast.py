@@ -124,7 +124,7 @@ def safetensors_bytes(tensors: Mapping[str, Any]) -> int:
 
 
 def planned_optimizer(trainer: Any) -> Any:
-    """The optimizer that the trainer has, or one like that which it will make: it is made, looked at and let go."""
+    """The trainer's optimizer, or one like the one it will make, which is deleted after its size is read."""
     if trainer.optimizer is not None:
         return getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # out of accelerate's wrapper
     name = trainer.args.optim.value

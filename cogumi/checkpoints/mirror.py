@@ -79,7 +79,7 @@ class Mirror:
             self.changed.notify_all()
 
     def pending(self) -> frozenset[Path]:
-        """The checkpoints that are still to be read. One that is removed all the same is named as not mirrored."""
+        """The checkpoints that are still to be read. One that is still removed is named as not mirrored."""
         return frozenset(path for path in (self.waiting, self.under_way) if path is not None)
 
     def stalled(self) -> str:

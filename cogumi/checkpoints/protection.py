@@ -237,7 +237,7 @@ class Protection:
         return done
 
     def resume_point(self, wanted: str | bool | None) -> Path | None:
-        """Where the training goes on. Raises UsageError where it was told to and cannot."""
+        """The checkpoint that the training resumes from. Raises UsageError if it was told to resume and cannot."""
         if wanted is False or (wanted is None and self.resume == "never"):
             return None
         if isinstance(wanted, str | Path):
@@ -270,7 +270,7 @@ class Protection:
         return run in (None, found.run)
 
     def resolve_run_name(self, point: Path | None) -> str:
-        """The name of the training that goes on from `point`, or begins; noted in the output directory."""
+        """The name of the training that resumes from `point`, or begins; noted in the output directory."""
         output_dir = Path(self.trainer.args.output_dir)
         run = (None if point is None else read_run_name(point) or read_run_name(output_dir)) or secrets.token_hex(4)
         try:

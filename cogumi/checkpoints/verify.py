@@ -66,7 +66,7 @@ class CheckpointState:
 def inspect(directory: Path, whole: bool = True) -> CheckpointState:
     """Look at a checkpoint; reads all of it (about a second a GB). Raises UsageError unless it is named checkpoint-STEP.
 
-    whole: without it names and sizes are looked at, and no file is read. Then verified means that it was when it was
+    whole: without it names and sizes are checked, and no file is read. Then verified means that it was when it was
     saved, for which there is a manifest (`cogumi.checkpoints.commit`); a byte that changed since is not seen.
     What cannot be read is rejected with the system's reason, for a resume would not be able to read it either.
     """
@@ -123,7 +123,7 @@ def check_listed(manifest: Manifest, files: dict[str, Path], step: int, whole: b
 
 
 def check_complete(files: dict[str, Path]) -> None:
-    """Raise CheckpointDamaged unless there is everything that a resumed run needs to go on as if it had not stopped."""
+    """Raise CheckpointDamaged unless there is everything that a resumed run needs to continue as if it had not stopped."""
     missing = {name for name in (STATE, OPTIMIZER, SCHEDULER) if name not in files}
     if not any(RNG.fullmatch(name) for name in files):
         missing.add("rng_state.pth")

@@ -19,7 +19,7 @@ def doctor(
         typer.Option(metavar="FILE|-", help="Instead: say what a traceback or log means; - reads standard input."),
     ] = None,
 ) -> None:
-    """What is wrong with this machine and this environment, and how to mend it. Exit status 1 if something is."""
+    """What is wrong with this machine and this environment, and the fix. Exit status 1 if something is."""
     if explain is not None:
         from cogumi.diagnostics.signatures import explain_text
 

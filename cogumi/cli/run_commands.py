@@ -114,9 +114,7 @@ def follow_one(paths: list[Path], as_json: bool) -> None:
 
 def logs(
     run_dir: RunDir,
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Go on as more is written, until the run ends.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow what is written, until the run ends.")] = False,
     last: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many lines, from the end.")] = 50,
 ) -> None:
     """What a run said: decisions with their reasons, warnings, and the traceback if it failed."""
@@ -199,7 +197,7 @@ def say_end(status: Status) -> None:
 def describe_left_run(run_dir: Path) -> str:
     """What a run does after the command that showed it has ended."""
     paused = (run_dir / PAUSED).exists()
-    return f"the run waits until `cogumi unpause {run_dir}`" if paused else "the run goes on"
+    return f"the run waits until `cogumi unpause {run_dir}`" if paused else "the run continues"
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class ModelSection(Section):
     quantization_config: dict[str, Any] | None = None
     """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4, quantized twice, computing in `dtype`."""
     adapter: Path | None = None
-    """The adapter directory of an earlier run, such as runs/sft/adapter, to go on from; its `lora:` section holds."""
+    """The adapter directory of an earlier run, such as runs/sft/adapter, to start from; its `lora:` section holds."""
 
 
 Format = Literal["fim", "chat", "prompt_completion", "preference"]
@@ -171,7 +171,7 @@ class CogumiSection(Section):
     thinking: bool | None = None
     """Render, sample and grade with the model's thinking, or without; null: as the chat template and the data have it."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: a run directory that holds this run, unfinished, goes on from its last good checkpoint. never: it is refused."""
+    """auto: a run directory that holds this run, unfinished, resumes from its last good checkpoint. never: it is refused."""
     on_full: Literal["continue", "pause", "stop"] = "continue"
     """When a checkpoint does not fit on the disk: train on without it, wait for space, or end the run. At the end of a run the
     adapter and the merged model wait for space, too, with pause."""
@@ -190,7 +190,7 @@ class CogumiSection(Section):
     price_per_hour: float | None = Field(default=None, gt=0)
     """What an hour of this machine costs, in dollars: the run then says what it has cost and what it will."""
     max_hours: float | None = Field(default=None, gt=0)
-    """The run ends, with a checkpoint, when it has taken so many hours, earlier parts included. More go on from there."""
+    """The run ends with a checkpoint after so many hours, earlier parts included. With more it resumes from there."""
     max_cost: float | None = Field(default=None, gt=0)
     """The same in dollars of `price_per_hour`."""
     samples_every: int | None = Field(default=None, ge=0)
@@ -364,7 +364,7 @@ def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins) 
 
 
 def refuse_no_lora(lora: dict[str, Any], origins: Origins) -> None:
-    """Raise UsageError for keys that PEFT would take, and that make it no LoRA or are not looked at."""
+    """Raise UsageError for keys that PEFT would take, and that make it no LoRA or that cogumi ignores."""
     for key, reason in FIXED_LORA_KEYS.items():
         if key in lora:
             raise origins.error(f"lora.{key} is not the run's to set: {reason}", f"lora.{key}", "drop it")

@@ -120,7 +120,7 @@ def filesystems(directory: Path) -> list[Filesystem]:
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that is there. Raises OSError where one cannot be looked at."""
+    """`path`, or the nearest directory above it that is there. Raises OSError if one cannot be read."""
     absolute = path.absolute()
     return next(place for place in (absolute, *absolute.parents) if place.exists())
 

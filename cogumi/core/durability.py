@@ -44,7 +44,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[bool | None]:
-    """Hold the lock of a directory while in the block: True, False where somebody else has it, None if none can be had."""
+    """Hold the lock of a directory while in the block: True, False if another process has it, None if none can be had."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

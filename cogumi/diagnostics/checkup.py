@@ -45,7 +45,7 @@ NEEDS_CUDA = ("triton", "xformers", "flash_attn", "unsloth")
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was found. compiling: what torch.compile does here, as a run's decisions.json has it; None if not looked at."""
+    """What was found. compiling: what torch.compile does here, as a run's decisions.json has it; None if not checked."""
 
     findings: tuple[Finding, ...]
     seconds: float
@@ -70,7 +70,7 @@ class DoctorReport:
     def summary(self) -> str:
         counted = {state: sum(each.state == state for each in self.findings) for state in ("fatal", "warning", "note")}
         wrong = ", ".join(f"{number} {state}" for state, number in counted.items() if number)
-        return f"{len(self.findings)} looked at: {wrong or 'nothing to say'}; {self.seconds:.1f} s"
+        return f"{len(self.findings)} checked: {wrong or 'nothing to say'}; {self.seconds:.1f} s"
 
 
 @dataclass
@@ -103,10 +103,10 @@ def doctor(timeout: float = TIMEOUT) -> DoctorReport:
             found += check(seen)
         except OSError as error:  # a disk that does not answer, no process to be had: said, and the rest looked at
             place = f"{error.filename}: " if error.filename else ""
-            found.append(Finding(name, "warning", f"could not be looked at: {place}{error.strerror or error}"))
+            found.append(Finding(name, "warning", f"could not be checked: {place}{error.strerror or error}"))
         if any(each.state == "fatal" for each in found):
             if later := [name for name, _ in CHECKS[number + 1 :]]:
-                found.append(Finding("not looked at", "skipped", f"{', '.join(later)}: mend what is fatal first"))
+                found.append(Finding("not checked", "skipped", f"{', '.join(later)}: fix what is fatal first"))
             break
     layers, compiler = seen.steps.get("four_bit"), seen.steps.get("compiler")
     compiling = None

@@ -22,7 +22,7 @@ GAP = rf"(?:[\s│|>]|\[rank\d{{1,4}}\]:|\(\w{{1,40}} pid=\d{{1,9}}\)|{TIME}){{1
 SOURCE_LINE = re.compile(r"[ \t│|]{0,40}(?:-{1,5}>|❱)?[ \t]{0,20}\d{1,6}[ \t]{1,20}(?:│|[^\d])")
 SHOWN = 240  # characters of a line
 NEXT_STEP = (
-    "  next: `cogumi doctor` looks at this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
+    "  next: `cogumi doctor` checks this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
     "which shows where it is"
 )
 

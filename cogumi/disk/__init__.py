@@ -83,7 +83,7 @@ def list_uses(directory: Path) -> list[Use]:
                 for kind, tally in tally_below(root, what, names, seen).items():
                     found.append(Use(kind, str(root), mount, tally.bytes, tally.entries, tally.unreadable))
         except OSError as error:  # a network volume that is gone must not hide the rest
-            log.warning("%s %s cannot be looked at: %s", what, place, error.strerror)
+            log.warning("%s %s cannot be read: %s", what, place, error.strerror)
     return sorted((use for use in found if use.entries or use.unreadable), key=lambda use: -use.bytes)
 
 
@@ -158,7 +158,7 @@ def kind_of(name: str, names: dict[str, re.Pattern[str]]) -> str | None:
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something of cogumi's that is not a result. `in_use` says why it may still be wanted; "" where nobody has it."""
+    """Something of cogumi's that is not a result. `in_use` says why it may still be wanted; "" if no process holds it."""
 
     what: str
     path: str
@@ -167,7 +167,7 @@ class Leftover:
 
 
 def list_leftovers(directory: Path) -> list[Leftover]:
-    """What cogumi's saves, removals and merges left in `directory` and in its checkpoints/. Links are somebody else's."""
+    """What cogumi's saves, removals and merges left in `directory` and in its checkpoints/. Links are not cogumi's."""
     found = []
     for place in (directory, directory / "checkpoints"):
         for path in sorted(place.iterdir()) if place.is_dir() else []:

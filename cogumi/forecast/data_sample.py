@@ -21,7 +21,7 @@ from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import date_of, longest_example, options_of, room_for_prompts, source_of
 from cogumi.methods.gspo import prompt_ids
 
-ROWS = 1000  # that are looked at, in all
+ROWS = 1000  # that are read, in all
 MANY = 0.05  # of the rows: then it is worth a note
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -72,7 +72,7 @@ def has_no_tokenizer(base: str) -> bool:
 
 
 def assume_longest(run: RunConfig) -> DataSample:
-    """Of data that cannot be looked at: one length, the longest that the config lets through."""
+    """Of data that cannot be read: one length, the longest that the config lets through."""
     length = int(run.train.get("max_length") or longest_example(run))
     return DataSample(0, 0, 0, {}, Lengths([length]), 0, 0, None)
 
@@ -161,7 +161,7 @@ def packed_rows(run: RunConfig, examples: Dataset) -> PackedRows | None:
 def describe_data(found: DataSample, run: RunConfig) -> Line:
     what = "prompts" if run.cogumi.method == "gspo" else "examples"
     if not found.looked_at:
-        said = f"not looked at: {run.model.name} has no tokenizer. {what} of {found.longest:,} tokens are assumed"
+        said = f"not read: {run.model.name} has no tokenizer. {what} of {found.longest:,} tokens are assumed"
         return Line("data", said, "unknown", "put the model's tokenizer files beside its config.json")
     said = (
         f"about {found.trained:,} {what} of {found.rows:,} rows; {found.examples:,} of the first {found.looked_at:,} make one, "

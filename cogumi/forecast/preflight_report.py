@@ -1,4 +1,4 @@
-"""What a preflight says: a line for each thing that was looked at, with the change that would make a red one green."""
+"""What a preflight says: a line for each thing that was checked, with the change that would make a red one green."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

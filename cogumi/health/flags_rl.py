@@ -30,7 +30,7 @@ def rollouts(run: RunHistory) -> list[Row]:
 
 
 def reward_varies(run: RunHistory) -> Flag | None:
-    """The share of groups whose rewards are all the same: their advantages are 0."""
+    """The share of groups whose rewards are all equal: their advantages are 0."""
     rows = rollouts(run)[-ROLLOUTS:]
     if not rows:
         return None

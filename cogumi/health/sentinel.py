@@ -223,7 +223,7 @@ class Sentinel(TrainerCallback):
         return safe_to_scale(self.run(), self.flags, (flag for _, flag in self.was_red.values()))
 
     def act_on_red(self, control: TrainerControl) -> None:
-        """What `on_red` says, once for each flag: whoever lets a paused training go on has seen it."""
+        """Do what `on_red` says, once for each flag: a user who unpauses the training has seen it."""
         new = [flag for flag in red_flags(self.flags) if flag.name not in self.acted_on]
         if not new or self.on_red == "warn":
             return

@@ -174,7 +174,7 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
 
     A head that is tied to the embedding has no tensor of its own, as a rule. When an adapter changes the two
     differently, the merged model needs both, and tie_word_embeddings=false. The same changes on both sides leave them
-    tied, and a head that is stored all the same gets the embedding's, bit for bit.
+    tied, and a head that is still stored gets the embedding's, bit for bit.
     """
     fresh: dict[str, str] = {}
     untied = False

@@ -172,7 +172,7 @@ def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Choice:
 
 
 def apply_choices(run: RunConfig, base: str) -> RunConfig:
-    """The run with what it left open decided, each decision logged; a run that goes on keeps the ones it made."""
+    """The run with what it left open decided, each decision logged; a resumed run keeps the ones it made."""
     place = run.run_dir / DECISIONS
     begun = read_section(place, SETTINGS)
     if begun != {}:  # a list, empty where nothing was left open

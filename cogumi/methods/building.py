@@ -79,7 +79,7 @@ def pin_revision(run: RunConfig) -> RunConfig:
 
 
 def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
-    """The base's tokenizer, with the chat template and end token that `train:` names for it; going on from an adapter, the
+    """The base's tokenizer, with the chat template and end token that `train:` names for it; starting from an adapter, the
     one that was saved with it, which has those of the run before."""
     adapter = run.model.adapter
     if adapter is not None and (adapter / "tokenizer_config.json").exists():

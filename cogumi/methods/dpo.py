@@ -100,7 +100,7 @@ def build_trainer(run: RunConfig, *, train_dataset: Any, heart: Heartbeat, **com
 
 
 def refuse_other_tokens(trainer: Any, dataset: Any) -> None:
-    """Raise RuntimeError unless the trainer compares exactly the tokens that the data says: whoever's trainer it is."""
+    """Raise RuntimeError unless the trainer compares exactly the tokens that the data says. The trainer may be any DPOTrainer."""
     first = [dataset[i] for i in range(min(4, len(dataset)))]
     wanted = [len(pair[side]) for side in ("chosen_ids", "rejected_ids") for pair in first]
     limit = trainer.args.max_length or math.inf

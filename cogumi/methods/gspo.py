@@ -112,7 +112,7 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
 
 
 def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> RunConfig:
-    """The run with its batch cut to the loaded model and the memory beside it; one that goes on keeps its batch."""
+    """The run with its batch cut to the loaded model and the memory beside it; a resumed run keeps its batch."""
     planned = read_section(run.run_dir / DECISIONS, BATCH)
     if not planned:
         longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])

@@ -86,7 +86,7 @@ def pack_datasets(
 ) -> dict[str, Any]:
     """The trainer's `args` and data sets as packing makes them: rows, and as many of them a step as examples were asked for.
 
-    A run that goes on keeps what it decided before its first step.
+    A resumed run keeps what it decided before its first step.
     """
     args, place = copy.copy(args), run.run_dir / DECISIONS
     if args.packing and args.packing_strategy == "wrapped":

@@ -1,6 +1,6 @@
 """Starting from an adapter (`model.adapter`): DPO or GSPO on what SFT learned, or never a step.
 
-A LoRA that is loaded onto another base, or whose keys find no place, trains all the same: PEFT warns, and what is missing
+A LoRA that is loaded onto another base, or whose keys find no place, still trains: PEFT warns, and what is missing
 stays as it was drawn. Here the adapter has to record the base that is loaded, every tensor of its file has to be in the
 live model bit for bit, and nothing else may be trained. A reference policy is a frozen copy of the same adapter, proven
 in the same way.

@@ -1,1 +1,1 @@
-"""What a person looks at: the panel of a run, figures, the report, the form of a configuration. Loads no torch."""
+"""What a person sees: the panel of a run, figures, the report, the form of a configuration. Loads no torch."""

@@ -2,7 +2,7 @@
 
 A curve is cut into bins of so many steps, each with the least, the mean and the greatest of its values, so that a spike of one
 step in a million is still there. What is not finite is no part of a bin: its steps are kept beside it. A plot is text, some
-milliseconds each. A line is told from another by dash as well as by colour, and the title says in words what is drawn.
+milliseconds each. Lines differ by dash as well as by colour, and the title says in words what is drawn.
 """
 
 import math

@@ -180,7 +180,7 @@ def checks(found: Iterable[Mapping[str, Any]]) -> str:
 
 
 def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any]] = ()) -> str:
-    """Flags that are red or yellow with their evidence and the key to turn, those that were red, and the names of the rest."""
+    """Flags that are red or yellow with their evidence and the key to change, those that were red, and the names of the rest."""
     shown = [each for each in found if each["level"] != "green"]
     green = [str(each["name"]) for each in found if each["level"] == "green"]
     now = {each["name"] for each in shown if each["level"] == "red"}

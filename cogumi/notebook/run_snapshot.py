@@ -68,7 +68,7 @@ class RunSnapshot:
 
 
 class SnapshotReader:
-    """Looks at one run again and again. Raises UsageError where there is none any more."""
+    """Reads one run again and again. Raises UsageError where there is none any more."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.curves = run_dir, Curves(run_dir / "metrics.jsonl")

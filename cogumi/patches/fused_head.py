@@ -26,7 +26,7 @@ def apply(force: bool = False) -> PatchStatus:
     """Put `FusedLogProbFunction` in TRL's place, where no GPU can run TRL's kernel; applying twice is applying once.
 
     `force=True` does so on a GPU as well, to compare the two. Raises RuntimeError when TRL is not the one this was
-    written for, or when somebody else has replaced the kernel already.
+    written for, or when another package has replaced the kernel already.
     """
     global _replaced
     if _replaced is not _NOT_REPLACED:
@@ -47,7 +47,7 @@ def apply(force: bool = False) -> PatchStatus:
 
 
 def undo() -> PatchStatus:
-    """Put back what `apply` found. Raises RuntimeError when somebody else has replaced the kernel since."""
+    """Put back what `apply` found. Raises RuntimeError when another package has replaced the kernel since."""
     global _replaced
     if _replaced is _NOT_REPLACED:
         return status()

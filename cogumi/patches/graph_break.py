@@ -71,7 +71,7 @@ class ProbeVerdict:
 
 @dataclass(frozen=True)
 class Replacement:
-    """One attribute of somebody else's, what stands there now, and what stood there."""
+    """One attribute of another package, its value now, and its value before."""
 
     owner: Any
     name: str
@@ -84,7 +84,7 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
 
     choice: "auto" probes, "off" changes nothing, a name of STRATEGIES is put in place untried. model: whose 4-bit layers
     and experts it is about; without one there may be experts. Compiled code is dropped where something changes. Raises
-    UsageError for another choice, where another strategy is in place already, and where somebody else's patch is in its way.
+    UsageError for another choice, where another strategy is in place already, and where another package's patch is in its way.
     """
     global _verdict
     if choice not in CHOICES:
@@ -112,7 +112,7 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
 
 
 def undo() -> PatchStatus:
-    """Put back what was found. Raises RuntimeError, changing nothing, where somebody else has patched on top."""
+    """Put back what was found. Raises RuntimeError, changing nothing, where another package has patched on top."""
     global _verdict
     for each in _replaced:
         present = attribute_of(each.owner, each.name)

@@ -82,7 +82,7 @@ def trl_defaults(names: tuple[str, ...]) -> dict[str, Any]:
 def drop_trl_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Without TRL's own defaults among the keys a preset decides, where all of those keys are passed.
 
-    Then an argument parser or a generated subclass passes them, which nobody said. A key or two are somebody's own.
+    Then an argument parser or a generated subclass passes them, which the user did not set. One or two keys are the user's own.
     """
     if arguments.get("loss_type") not in OURS:
         return dict(arguments)

@@ -54,7 +54,7 @@ def dynamo_left_as_found() -> Iterator[None]:
 
 @contextmanager
 def failures_raised() -> Iterator[None]:
-    """What fails to compile is raised at once: also where unsloth lets it run uncompiled in silence, and in a backward.
+    """What fails to compile is raised at once: also where unsloth lets it run uncompiled silently, and in a backward.
 
     A backward is else compiled again when it is first needed, which is outside of every handler of errors.
     """

@@ -106,7 +106,7 @@ def add_adapter(model: Any, lora: Any) -> Any:
 
 
 def add_mode_switches(model: Any) -> Any:
-    """The model with unsloth's two mode switches, before an adapter goes on it."""
+    """The model with unsloth's two mode switches, before an adapter is added."""
     loader = importlib.import_module("unsloth").FastLanguageModel
     for name in ("for_training", "for_inference"):
         setattr(model, name, functools.partial(getattr(loader, name), model))

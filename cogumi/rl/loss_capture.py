@@ -290,7 +290,7 @@ class EntropyRecorder:
         return score
 
     def entropy(self, new: Tensor, mask: Tensor) -> Tensor | None:
-        """(B, T) entropies in nats of the tokens of `new`, 0 outside `mask`; None where a token's cannot be told.
+        """(B, T) entropies in nats of the tokens of `new`, 0 outside `mask`; None where a token's is not known.
 
         unsloth scores padded rows, one packed row or shared prefixes, and scatters the results into `new`. Where each
         went is what the backward of that scattering says of its own input: sent the number of each place of `new`, it

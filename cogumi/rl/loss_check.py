@@ -1,6 +1,6 @@
 """Which loss ran: the first optimizer steps' loss and gradient against the formula, before the weights are moved.
 
-A loss that is bypassed, scaled twice or called with somebody else's epsilon trains on without a word. So the loss that
+A loss that is bypassed, scaled twice or called with a foreign epsilon trains without a message. So the loss that
 was asked for is computed once more, in float64, from the log-probabilities that the loss itself was given, and both the
 value it returned and the gradient that reached those log-probabilities must agree.
 """

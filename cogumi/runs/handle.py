@@ -67,7 +67,7 @@ SUPERVISOR_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Run:
-    """A run in a directory, whoever trains it: `cogumi.start`, or `cogumi train` in another terminal."""
+    """A run in a directory, whichever process trains it: `cogumi.start`, or `cogumi train` in another terminal."""
 
     run_dir: Path
 
@@ -158,7 +158,7 @@ class Run:
         """Ask the run to finish its step, save a checkpoint and end (SIGTERM); wait until it has, and say what was saved.
 
         A run that is asked twice ends at once, without saving, as after a second Ctrl-C. kill_after: end it with SIGKILL
-        if it takes longer, in seconds. Raises UsageError where its process cannot be told for certain, or is on another
+        if it takes longer, in seconds. Raises UsageError if it is not certain which process that is, or if it is on another
         machine: nothing else is ever sent a signal.
         """
         status = self.status()
@@ -384,7 +384,7 @@ def await_first_step(run: Run, ours: socket.socket) -> None:
 
 
 def terminate_process(status: Status) -> psutil.Process:
-    """Send the process of a status SIGTERM. Raises UsageError where it cannot be told for certain."""
+    """Send the process of a status SIGTERM. Raises UsageError if it is not certain which process that is."""
     if not is_running(status.process):
         if status.host and status.alive is None:
             raise UsageError(f"its process {status.pid} is on {status.host}", place=status.run_dir, fix="stop it there")

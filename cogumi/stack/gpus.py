@@ -94,7 +94,7 @@ def find_card(device_name: str) -> Card | None:
 
 
 def parse_card(name: str) -> Card:
-    """The card that somebody means by "h100" or "A100 80GB". Raises UsageError where it is none, or one of several."""
+    """The card that a user means by "h100" or "A100 80GB". Raises UsageError where it is none, or one of several."""
     words = words_in(name) - {"NVIDIA", "GEFORCE"}
     exact = [card for card in CARDS if words_in(card.name) == words]
     found = exact or [card for card in CARDS if words and words <= words_in(card.name) | card.words]

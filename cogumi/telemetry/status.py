@@ -154,12 +154,12 @@ def describe_death(started: dict[str, Any], during: str) -> str:
         return f"its process is gone without a word (during: {during}): killed, or the machine went down"
     if code >= 0:
         return f"its process ended with exit status {code} (during: {during})"
-    by = ", as the kernel does when memory runs out, or somebody's kill -9" if -code == Signals.SIGKILL else ""
+    by = ", as the kernel does when memory runs out, or as kill -9 does" if -code == Signals.SIGKILL else ""
     return f"its process was ended by {Signals(-code).name} (during: {during}){by}"
 
 
 def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> bool | None:
-    """Whether the process of a record lives. Where its number does not tell, whether somebody holds the directory's lock."""
+    """Whether the process of a record lives. Where its number does not tell, whether a process holds the directory's lock."""
     known = is_running(record)
     if known is not None or is_empty(run_dir):
         return known
@@ -254,7 +254,7 @@ def format_headline(status: Status) -> str:
 
 
 def format_sentence(status: Status) -> str:
-    """The line, with what was checked, why it ended and what it would go on from."""
+    """The line, with what was checked, why it ended and what it would resume from."""
     counted, merged = count_flags(status), Path(status.run_dir) / "merged"
     missed = [each for each in failed_checks(checks(status)) if each["figure"] not in (status.reason or "")]
     said = [
@@ -272,7 +272,7 @@ def format_sentence(status: Status) -> str:
 def describe_resume(status: Status) -> str:
     """Of a run that was broken off: what it has, and what starting it again does."""
     there = f"the newest checkpoint is {status.checkpoint}" if status.checkpoint else "there is no checkpoint yet"
-    return f"{there}; started again with the same words it {'goes on' if status.checkpoint else 'begins anew'}"
+    return f"{there}; the same command {'resumes from it' if status.checkpoint else 'starts the run again'}"
 
 
 def format_screen(status: Status) -> str:

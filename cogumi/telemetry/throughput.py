@@ -137,7 +137,7 @@ HEARTBEAT = "heartbeat.json"
 class Meter:
     """Counts seconds from the moment it is made. Every second belongs to one stage, the innermost.
 
-    price_per_hour: what the machine costs while it is held, in whatever currency; None where nobody said.
+    price_per_hour: what the machine costs while it is held, in whatever currency; None if it was not given.
     """
 
     def __init__(self, price_per_hour: float | None = None, stage: str = "data") -> None:

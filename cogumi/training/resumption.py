@@ -1,4 +1,4 @@
-"""Going on with a run that ended before its end: is there one in the directory, and is it this one?"""
+"""Resuming a run that ended before its end: is there one in the directory, and is it this one?"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -124,7 +124,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         write_atomic(run_dir / "config.yaml", written)
         examples.record(run_dir)
         if again:
-            log.info("%s goes on where it stopped (cogumi.resume: never refuses that)", run_dir)
+            log.info("%s resumes where it stopped (cogumi.resume: never refuses that)", run_dir)
         for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
             log.info(line)
         if run.cogumi.lora_preset is not None:
@@ -212,7 +212,7 @@ def write_report_at_end(run_dir: Path) -> Iterator[None]:
 
 
 def conclude(run_dir: Path, fitted: TrainingOutcome) -> Verdict:
-    """The verdict on the steps done, written and said, and how the run stands: finished, or to go on later."""
+    """The verdict on the steps done, written and said, and how the run stands: finished, or to be resumed later."""
     verdict = make_verdict(fitted)
     write_json(run_dir / "verdict.json", verdict.as_dict())
     for check in verdict.checks:

@@ -63,7 +63,7 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
     memory = figures.get("memory")
     if memory is not None and memory["tensors"] > memory["free"]:
         red = next(line for line in lines if line.stage == "memory")
-        fix = f"{red.fix} (or cogumi.preflight: off, which starts it all the same)"
+        fix = f"{red.fix} (or cogumi.preflight: off, which starts it anyway)"
         raise RefusedAtSetup(f"memory: {red.figure}", fix=fix)
 
 
