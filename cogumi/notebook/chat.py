@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def read_setup(
     max_new_tokens, is the run's own. Raises UsageError where there is nothing, or not what `only` names.
     """
     if not place.is_dir():
-        what = "a file, not a directory" if place.exists() else "there is no such directory"
+        what = "it is a file, not a directory" if place.exists() else "there is no such directory"
         raise UsageError(f"{what}{hint_of_runs(place)}", place=place)
     whole, adapted, run = (place / "config.json").is_file(), (place / "adapter_config.json").is_file(), is_run(place)
     if not (whole or adapted or run):
@@ -109,7 +110,8 @@ def setup_of_run(run: Path, adapter: Path | None, merged: Path | None, note: str
     on_cpu = torch.cuda.is_available() and not status_of(run).ended
     if on_cpu:
         note = "; ".join(filter(None, (note, "the models answer on the CPU, as the run has the GPU")))
-    sampling, kwargs = {}, {}
+    sampling: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if ours.get("method") == "gspo":
         given = {key: train[key] for key in SAMPLING if train.get(key) is not None}
         sampling = {"do_sample": True, **SAMPLING, **given}
@@ -224,9 +226,13 @@ def print_answers(chat: "Chat", message: str, labelled: bool = True) -> Answers:
         answer = answers[column] = chat.answer(column, message, lambda piece: print_text(piece, end=""))
         print_text("" if answer.text.strip() else describe_blank(answer.text))
         if not answer.ended:
-            print_text(f"[cut at {chat.setup.max_new_tokens} tokens]", to_error=not labelled)
+            print_text(f"[{describe_cut(chat)}]", to_error=not labelled)
     chat.remember(message, answers)
     return Answers(message, answers)
+
+
+def describe_cut(chat: "Chat") -> str:
+    return f"cut before its end: {chat.setup.max_new_tokens} tokens, or what the context left"
 
 
 def talk_in_terminal(chat: "Chat") -> None:
@@ -348,12 +354,10 @@ class ChatPanel:
             answers = {}
             for column in texts:
                 self.set_busy(True, f"{column} answers")
-                answers[column] = self.chat.answer(
-                    column, message, lambda piece, at=column: self.take(texts, at, piece)
-                )
+                answers[column] = self.chat.answer(column, message, partial(self.take, texts, column))
                 texts[column] = answers[column].text
                 if not answers[column].ended:
-                    word = f"cut at {self.chat.setup.max_new_tokens} tokens: {column}"
+                    word = f"{column} is {describe_cut(self.chat)}"
             self.chat.remember(message, answers)
         except Stopped:
             word = "stopped; what was said is not part of the conversation"
