@@ -1,7 +1,8 @@
-"""`cogumi start / attach / status / logs / wait / stop`: runs in processes of their own, from a terminal."""
+"""`cogumi start / attach / status / logs / chat / wait / stop`: runs in processes of their own, from a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (start, attach, status, logs, report, wait, stop, checkpoint, pause, unpause):
+    for command in (start, attach, status, logs, report, chat, wait, stop, checkpoint, pause, unpause):
         app.command()(command)
     app.command(hidden=True)(resume)
 
@@ -137,6 +138,53 @@ def report(
         written = run.report(out)
     where = relative_path(str(written))
     print_text(f"{where}: one file, opens without this machine or a network; {format_headline(run.status())}")
+
+
+def chat(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A run, as in runs/NAME, an adapter's directory, or a model's.")
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="base, adapter or merged; may be repeated. By default the base and what was trained."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this once, for scripts.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy; by default the run's own, greedy without one.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The longest answer; by default the run's own, 256 without one.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print JSON, for programs.")] = False,
+) -> None:
+    """Talk to a base and to what was trained from it: each message is answered by both."""
+    if as_json and prompt is None:
+        raise UsageError("--json prints the answers to one prompt", fix="add --prompt TEXT")
+    if prompt is not None and not prompt.strip():
+        raise UsageError("there is nothing in it", key="--prompt")
+    from cogumi.notebook import chat as chats
+
+    with show_waiting("loading the libraries"):
+        opened = chats.open_chat(chats.read_setup(directory, only or (), temperature, max_new_tokens))
+    chats.print_head(opened, to_error=prompt is not None)
+    if prompt is None:
+        chats.talk_in_terminal(opened)
+        return
+    with show_waiting("loading the models"):
+        opened.load()
+    if as_json:
+        answers = chats.answer_once(opened, prompt).answers
+        mode = "text" if opened.template is None else "chat"
+        print_json(
+            {
+                "directory": str(directory),
+                "mode": mode,
+                "prompt": prompt,
+                "answers": {k: asdict(v) for k, v in answers.items()},
+            }
+        )
+    else:
+        chats.print_answers(opened, prompt, labelled=len(opened.setup.columns) > 1)
 
 
 def wait(run_dir: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""Greedy completions of raw prompts: for samples beside a run, and for comparing models."""
+"""Completions of raw prompts: for samples beside a run, for a chat, and for comparing models."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +15,13 @@ def complete_with_ends(
     prompts: Sequence[str | list[int]],
     max_new_tokens: int = 64,
     stops: Sequence[str] = (),
+    skip_special_tokens: bool = True,
+    **generation: Any,
 ) -> list[tuple[str, bool]]:
-    """One greedy completion per prompt (text, or token ids), without the end token or stop sequence and what follows it;
-    and whether it came to its end: an end token or a stop sequence within max_new_tokens."""
+    """One completion per prompt (text, or token ids), without the end token or stop sequence and what follows it;
+    and whether it came to its end: an end token or a stop sequence within max_new_tokens.
+
+    Greedy, unless `generation`, further arguments of `generate`, says otherwise."""
     was_training = model.training
     model.eval()
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -26,14 +30,17 @@ def complete_with_ends(
         written = model.generate(
             **batch,
             max_new_tokens=max_new_tokens,
-            do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
+            **{"do_sample": False, **generation},
             **({"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}),
         )
     model.train(was_training)
     new = written[:, batch["input_ids"].shape[1] :]
     ends = torch.isin(new, torch.tensor(sorted(end_ids(model, tokenizer)), dtype=new.dtype, device=new.device)).any(-1)
-    texts = [(text, cut_at_stop(text, stops)) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    texts = [
+        (text, cut_at_stop(text, stops))
+        for text in tokenizer.batch_decode(new, skip_special_tokens=skip_special_tokens)
+    ]
     return [(kept, end or kept != text) for (text, kept), end in zip(texts, ends.tolist(), strict=True)]
 
 

@@ -82,9 +82,11 @@ def load_model(
     dtype: str = "auto",
     quantization: dict[str, Any] | None = None,
     attention: str | None = None,
+    on_cpu: bool = False,
 ) -> PreTrainedModel:
     """The base model, on the GPU where there is one. `dtype`, `quantization` and `attention` as in `model:` of a config.
 
+    on_cpu: on the CPU in any case, as where a training has the GPU.
     Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
     """
     loading: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
@@ -99,7 +101,7 @@ def load_model(
         name,
         revision=revision,
         dtype=resolve_dtype(dtype),
-        device_map={"": 0} if torch.cuda.is_available() else None,
+        device_map={"": 0} if torch.cuda.is_available() and not on_cpu else None,
         **loading,
     )
     if quantization is not None:

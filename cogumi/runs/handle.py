@@ -17,12 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -53,6 +53,9 @@ from cogumi.telemetry.status import (
     status_of,
     tail_lines,
 )
+
+if TYPE_CHECKING:
+    from cogumi.notebook.chat import Answers
 
 log = logging.getLogger("cogumi")
 # How long a start waits for the first step, once the configuration is found good: most of what a library refuses shows by
@@ -94,6 +97,23 @@ class Run:
         from cogumi.notebook.panel import show_panel
 
         show_panel(self)
+
+    def chat(
+        self,
+        message: str | None = None,
+        only: str | Sequence[str] = (),
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+    ) -> "Answers | None":
+        """Talk to the base and to what was trained, side by side: in a notebook in a panel, elsewhere in the terminal.
+
+        message: answer it once, and return the answers. only: of base, adapter and merged those to ask; by default the
+        base, and merged or else the adapter. temperature: 0 is greedy; None and max_new_tokens None are the run's own.
+        Raises UsageError where the run has saved nothing yet.
+        """
+        from cogumi.notebook.chat import chat_with
+
+        return chat_with(self.run_dir, message, only, temperature, max_new_tokens)
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
         """Write report.html into its directory, or the file `out`: all there is to know of the run. Returns its path."""

@@ -1,0 +1,505 @@
+"""`cogumi chat` and `run.chat()`: what a run trained answers as its training saw it, streamed, beside its base."""
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from chat_tokenizers import chat_tokenizer
+from finished_runs import FinishedRun
+from golden import Golden
+from nbclient import NotebookClient
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import cogumi
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_jsonl, this_process, write_json
+from cogumi.data.fim_tokens import PSM, detect_fim_tokens
+from cogumi.models.chat import FILL, Answer, Chat, LoadedModels, template_of
+from cogumi.models.loading import quantized_layers
+from cogumi.notebook import chat as chats
+from cogumi.notebook.chat import ChatPanel, open_chat, read_setup
+
+QUESTION = "add d to w"
+COLUMNS = ("base", "adapter", "merged")
+CommandLine = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session")
+def finished_chat(train_once: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Forty steps on questions and answers with a template, in float32: then adapter and merged model compute the same.
+    The base's random weights are large enough for an adapter to learn to write words."""
+    home = tmp_path_factory.mktemp("chat")
+    config = AutoConfig.from_pretrained(tiny_model, initializer_range=0.3, dtype=torch.float32)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(home / "base")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(home / "base")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"add {one} to {other}"}],
+            "completion": [{"role": "assistant", "content": f"return {other} + {one}; done"}],
+        }
+        for one in "abcdef"
+        for other in "uvwxyz"
+    ]
+    source = home / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "model": {"name": str(home / "base")},
+        "lora": {"r": 16},
+        "data": {"source": str(source), "format": "prompt_completion", "eval_rows": 4},
+        "train": {
+            "max_steps": 40,
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            "gradient_checkpointing": False,
+            "chat_template_path": "cogumi:tulu",
+        },
+        "cogumi": {"method": "sft", "compile": "off", "stop": ["; done"]},
+    }
+    return train_once("chat", home / "base", values)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def chat_of(finished_chat: FinishedRun) -> Callable[..., Chat]:
+    """A new conversation with the models of the run, which are loaded once."""
+    setup = read_setup(finished_chat.home, COLUMNS, max_new_tokens=16)
+    models = LoadedModels(setup.files)
+    return lambda **changes: Chat(replace(setup, **changes), models)
+
+
+@pytest.fixture(autouse=True)
+def _none_loaded() -> Iterator[None]:
+    yield
+    chats.loaded.clear()
+
+
+def collected(chat: Chat, column: str, message: str = QUESTION) -> tuple[list[str], Answer]:
+    pieces: list[str] = []
+    answer = chat.answer(column, message, pieces.append)
+    return [piece for piece in pieces if piece], answer
+
+
+def generated(model: Path, tokenizer: Any, messages: list[dict[str, str]], tokens: int) -> str:
+    """What transformers itself makes of a conversation."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        ids = loaded.generate(**inputs, do_sample=False, max_new_tokens=tokens, pad_token_id=tokenizer.pad_token_id)
+    text: str = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.partition("; done")[0]
+
+
+def test_base_adapter_and_merged_answer_what_transformers_generates(
+    finished_chat: FinishedRun, command_line: CommandLine
+) -> None:
+    home, only = finished_chat.home, [word for each in reversed(COLUMNS) for word in ("--only", each)]
+    status, said, beside = command_line("chat", home, "--prompt", QUESTION, "--json", "--max-new-tokens", 12, *only)
+    assert status == 0, beside
+    found = json.loads(said)
+    assert (found["mode"], found["prompt"], list(found["answers"])) == ("chat", QUESTION, list(COLUMNS))
+    texts = {column: answer["text"] for column, answer in found["answers"].items()}
+    tokenizer = AutoTokenizer.from_pretrained(home / "adapter")
+    asked = [{"role": "user", "content": QUESTION}]
+    assert texts["merged"] == generated(home / "merged", tokenizer, asked, 12)
+    assert texts["base"] == generated(Path(finished_chat.result.base), tokenizer, asked, 12)
+    assert texts["adapter"] == texts["merged"] != texts["base"]
+    first = beside.splitlines()[0]
+    for word in (str(home), "chat", "base and adapter and merged", "greedy", "12 tokens", "'; done'"):
+        assert word in first, word
+
+
+def test_a_prompt_is_answered_by_base_and_merged_each_under_its_name(
+    finished_chat: FinishedRun, command_line: CommandLine
+) -> None:
+    status, said, _ = command_line("chat", finished_chat.home, "--prompt", QUESTION, "--max-new-tokens", 8)
+    assert status == 0
+    assert [line for line in said.splitlines() if line in ("base:", "merged:", "adapter:")] == ["base:", "merged:"]
+    status, alone, _ = command_line(
+        "chat", finished_chat.home, "--prompt", QUESTION, "--max-new-tokens", 8, "--only", "merged"
+    )
+    assert status == 0
+    assert said.endswith("merged:\n" + alone) or alone.strip() in said.partition("merged:\n")[2]
+    assert "merged:" not in alone  # one answer needs no name
+
+
+def test_a_chat_sees_what_the_training_saw(finished_chat: FinishedRun, chat_of: Callable[..., Chat]) -> None:
+    """Its answer to a held-out prompt is the run's own sample of it, and so is the prompt."""
+    sample = read_jsonl(finished_chat.home / "samples.jsonl")[-1]
+    message = next(line for line in sample["prompt"].splitlines() if line.startswith("add"))
+    chat = chat_of(max_new_tokens=64)
+    assert chat.prompt("adapter", message) == sample["prompt"]
+    assert chat.answer("adapter", message, lambda _: None) == Answer(sample["completion"], sample["ended"])
+
+
+def test_a_conversation_holds_each_columns_own_answers(chat_of: Callable[..., Chat]) -> None:
+    chat = chat_of()
+    first = {column: Answer(f"{column} says", True) for column in COLUMNS}
+    chat.remember("one", first)
+    for column in COLUMNS:
+        turns = [("user", "one"), ("assistant", f"{column} says"), ("user", "two")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        whole = chat.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert chat.prompt(column, "two") == whole
+        assert chat.prompt_ids(column, "two") == chat.tokenizer(whole, add_special_tokens=False)["input_ids"]
+    chat.reset()
+    assert "says" not in chat.prompt("base", "two")
+
+
+def test_thinking_and_the_date_are_those_of_the_run(chat_of: Callable[..., Chat]) -> None:
+    setup, qwen = replace(chat_of().setup, format="chat", thinking=False), chat_tokenizer("qwen3")
+    template = template_of(setup, qwen)
+    assert template is not None
+    asked = [{"role": "user", "content": "a"}]
+    with_flag = qwen.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert template.prompt(asked) == with_flag
+    dated = template_of(replace(setup, thinking=None, today="2031-02-03"), chat_tokenizer("gptoss"))
+    assert dated is not None
+    assert "2031-02-03" in dated.prompt(asked)
+
+
+# -------------------------------------------------------------------------------------------------------------- streaming
+
+
+def test_words_are_handed_on_in_order_while_they_are_written(chat_of: Callable[..., Chat]) -> None:
+    pieces, answer = collected(chat_of(stops=()), "adapter")
+    assert len(pieces) > 3
+    assert "".join(pieces) == answer.text
+
+    seen: list[str] = []
+
+    def interrupt(piece: str) -> None:
+        seen.append(piece)
+        if len([each for each in seen if each]) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        chat_of(stops=()).answer("adapter", QUESTION, interrupt)
+    written = "".join(seen)
+    assert answer.text.startswith(written)
+    assert len(written) < len(answer.text)  # it came while the answer was being written
+
+
+def test_an_answer_ends_at_a_stop_string_of_which_nothing_is_shown(chat_of: Callable[..., Chat]) -> None:
+    _, whole = collected(chat_of(), "merged")
+    middle = whole.text.index(" ", 3)
+    stop = whole.text[
+        middle - 3 : middle + 2
+    ]  # in two words, of which the first is complete before the second is there
+    pieces, cut = collected(chat_of(stops=(stop,)), "merged")
+    assert cut == Answer(whole.text[: whole.text.index(stop)], True)
+    assert "".join(pieces) == cut.text
+
+
+def test_an_answer_has_the_room_that_the_context_leaves(chat_of: Callable[..., Chat]) -> None:
+    chat = chat_of(max_new_tokens=4000)
+    long = "add " * 480
+    room = 512 - len(chat.prompt_ids("merged", long))
+    assert 0 < room < 40
+    text = chat.answer("merged", long, lambda _: None).text
+    assert (
+        0 < len(chat.tokenizer(text)["input_ids"]) <= room + 1
+    )  # a word may be written in fewer tokens than it is read in
+    with pytest.raises(UsageError, match="context of the model has 512; /reset"):
+        chat.answer("merged", "add " * 600, lambda _: None)
+
+
+# -------------------------------------------------------------------------------------------------------------- a terminal
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+@pytest.mark.parametrize("last", ["/exit\nnever asked\n", ""])  # "": the end of the input, as Ctrl-D
+def test_lines_are_answered_until_exit_or_the_end(
+    finished_chat: FinishedRun, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    typed(monkeypatch, f"add a to u\n\nadd b \\\nto v\n/reset\n{last}")
+    status, said, wrong = command_line("chat", finished_chat.home, "--max-new-tokens", 4)
+    assert status == 0, wrong
+    assert said.splitlines()[0].startswith(f"{finished_chat.home}: chat")
+    assert said.count("base:\n") == said.count("merged:\n") == 2
+    assert said.count("forgotten") == 1
+
+
+class Interrupting(io.StringIO):
+    """A standard output on which Ctrl-C is pressed when an answer has begun."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def write(self, text: str) -> int:
+        done = super().write(text)
+        if (
+            self.times
+            and text.strip()
+            and self.getvalue().rpartition("base:\n")[2].strip()
+            and "base:" in self.getvalue()
+        ):
+            self.times -= 1
+            signal.raise_signal(signal.SIGINT)
+        return done
+
+
+def test_an_interrupt_ends_the_answer_and_the_chat_waits_for_the_next_message(
+    chat_of: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = chat_of(max_new_tokens=200, columns=("base", "merged"))
+    shown = Interrupting(times=1)
+    typed(monkeypatch, f"{QUESTION}\n{QUESTION}\n")
+    monkeypatch.setattr(sys, "stdout", shown)
+    chats.talk_in_terminal(chat)
+    first, _, second = shown.getvalue().partition("[interrupted")
+    assert "merged:" not in first
+    assert "merged:" in second
+    assert [len(turns) for turns in chat.turns.values()] == [2, 2]  # of the second alone
+
+
+def test_an_interrupt_at_the_prompt_ends_the_chat(
+    finished_chat: FinishedRun, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: signal.raise_signal(signal.SIGINT))
+    status, _, wrong = command_line("chat", finished_chat.home)
+    assert (status, "interrupted" in wrong) == (0, False)
+
+
+# ------------------------------------------------------------------------------------------- other runs, other directories
+
+
+def test_a_run_on_code_completes_text_as_its_samples_were_completed(finished_sft: FinishedRun) -> None:
+    chat = open_chat(read_setup(finished_sft.home, ("adapter",), max_new_tokens=64))
+    assert "each message is completed as text" in chat.describe().splitlines()[0]
+    for sample in read_jsonl(finished_sft.home / "samples.jsonl")[-4:]:
+        answer = chat.answer("adapter", sample["prompt"], lambda _: None)
+        assert answer == Answer(sample["completion"], sample["ended"])
+    chat.remember("x", {"adapter": Answer("y", True)})
+    assert chat.prompt("adapter", "def f(x):") == "def f(x):"  # nothing of what was said before
+    tokens = detect_fim_tokens(chat.tokenizer)
+    assert tokens is not None
+    assert chat.prompt("adapter", f"def f(x):{FILL} x") == tokens.prompt("def f(x):", " x", PSM)
+    assert FILL in chat.describe()
+
+
+def test_a_gspo_run_samples_as_its_rollouts_did(finished_gspo: FinishedRun) -> None:
+    setup = read_setup(finished_gspo.home)
+    assert setup.columns == ("base", "merged")
+    assert setup.max_new_tokens == 8
+    wanted = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    assert wanted.items() <= setup.sampling.items()
+    chat = open_chat(setup)
+    torch.manual_seed(0)
+    texts = {chat.answer("merged", "def f(x):", lambda _: None).text for _ in range(4)}
+    assert len(texts) > 1
+    greedy = read_setup(finished_gspo.home, temperature=0, max_new_tokens=5)
+    assert (greedy.sampling, greedy.max_new_tokens) == ({}, 5)
+    assert read_setup(finished_gspo.home, temperature=0.5).sampling == {**setup.sampling, "temperature": 0.5}
+
+
+def test_a_run_without_its_end_answers_from_its_last_good_checkpoint(
+    finished_sft: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
+    home = tmp_path / "run"
+    shutil.copytree(finished_sft.home, home)
+    for name in ("adapter", "merged"):
+        shutil.rmtree(home / name)
+    write_json(home / "status.json", {"state": "running", "stage": "train", **this_process()})
+    setup = read_setup(home)
+    assert (setup.columns, setup.files.adapter) == (("base", "adapter"), home / "checkpoints" / "checkpoint-6")
+    assert "checkpoint-6, its last good checkpoint" in setup.note
+    sample = read_jsonl(home / "samples.jsonl")[-1]
+    chat = open_chat(replace(setup, columns=("adapter",), max_new_tokens=64))
+    assert chat.answer("adapter", sample["prompt"], lambda _: None).text == sample["completion"]
+
+    (home / "checkpoints" / "checkpoint-6" / "adapter_model.safetensors").write_bytes(b"half")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    setup = read_setup(home)
+    assert setup.files.adapter == home / "checkpoints" / "checkpoint-3"
+    assert setup.files.on_cpu  # beside a training, whose memory it would take
+    monkeypatch.undo()
+    shutil.rmtree(home / "checkpoints")
+    with golden.raises("chat", place=home, message="nothing yet", fix=f"cogumi checkpoint {home}"):
+        read_setup(home)
+
+
+def test_an_adapter_alone_answers_on_the_base_that_it_names(
+    finished_chat: FinishedRun, chat_of: Callable[..., Chat]
+) -> None:
+    alone = Chat(read_setup(finished_chat.home / "adapter", max_new_tokens=16))
+    assert alone.setup.columns == ("base", "adapter")
+    for column in alone.setup.columns:
+        theirs = chat_of(stops=()).answer(column, QUESTION, lambda _: None)
+        assert alone.answer(column, QUESTION, lambda _: None) == theirs
+
+
+def test_a_model_alone_answers(finished_chat: FinishedRun, tiny_model: Path, chat_of: Callable[..., Chat]) -> None:
+    alone = Chat(read_setup(finished_chat.home / "merged", max_new_tokens=16))
+    assert alone.setup.columns == ("model",)
+    theirs = chat_of(stops=()).answer("merged", QUESTION, lambda _: None)
+    assert alone.answer("model", QUESTION, lambda _: None) == theirs
+    said = Chat(read_setup(tiny_model)).describe()
+    assert "no chat template" in said
+
+
+def test_an_adapter_on_another_base_is_refused(finished_chat: FinishedRun, tmp_path: Path) -> None:
+    shutil.copytree(finished_chat.home / "adapter", tmp_path / "adapter")
+    base = tmp_path / "base"
+    shutil.copytree(finished_chat.result.base, base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.embed_tokens.weight.data += 1
+    model.save_pretrained(base)
+    record = json.loads((tmp_path / "adapter" / "cogumi-base.json").read_text())
+    write_json(tmp_path / "adapter" / "cogumi-base.json", {**record, "name": str(base)})
+    chat = Chat(read_setup(tmp_path / "adapter", ("adapter",)))
+    with pytest.raises(UsageError, match="was trained on other weights"):
+        chat.load()
+
+
+@pytest.mark.usefixtures("reads_4bit")
+def test_a_base_of_four_bits_is_loaded_as_in_the_training_where_that_works(
+    finished_qlora: FinishedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = read_setup(finished_qlora.home, max_new_tokens=4)
+    with LoadedModels(setup.files).of("base") as model:
+        assert quantized_layers(model)
+    find = chats.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else find(name, *more)
+    )
+    with LoadedModels(setup.files).of("base") as model:
+        assert not quantized_layers(model)
+    assert "in full precision" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "file", "misspelled", "only", "json", "blank"])
+def test_what_cannot_be_talked_to_is_one_line(
+    finished_chat: FinishedRun, tmp_path: Path, what: str, command_line: CommandLine, golden: Golden
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    words = {
+        "missing": [tmp_path / "missing"],
+        "empty": [tmp_path / "empty"],
+        "file": [tmp_path / "file"],
+        "misspelled": [finished_chat.home.parent / "rum"],
+        "only": [finished_chat.home, "--only", "trained"],
+        "json": [finished_chat.home, "--json"],
+        "blank": [finished_chat.home, "--prompt", " "],
+    }[what]
+    status, said, wrong = command_line("chat", *words)
+    assert (status, said, wrong.count("\n")) == (2, "", 1)
+    golden("chat", wrong.replace(str(finished_chat.home.parent), "<runs>"))
+
+
+def test_a_wrong_directory_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib, cogumi; from cogumi.notebook.chat import read_setup\n"
+        f"try: read_setup(pathlib.Path({str(tmp_path)!r}))\n"
+        "except cogumi.UsageError: print(sorted({'torch', 'transformers', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -------------------------------------------------------------------------------------------------------------- a notebook
+
+
+def test_a_run_answers_a_message_side_by_side_and_keeps_its_models(finished_chat: FinishedRun) -> None:
+    run = cogumi.attach(finished_chat.home)
+    found = run.chat("<b>add</b>", max_new_tokens=6)
+    assert found is not None
+    assert list(found.texts) == ["base", "merged"]
+    assert str(found).startswith("base:\n")
+    shown = found._repr_html_()
+    assert "&lt;b&gt;add" in shown
+    assert "<b>add" not in shown
+    kept = chats.loaded[0].found["base"]
+    assert run.chat(QUESTION, only="base", temperature=0.7, max_new_tokens=2) is not None
+    assert chats.loaded[0].found["base"] is kept
+
+
+def test_models_that_were_written_since_are_loaded_anew(finished_chat: FinishedRun, tmp_path: Path) -> None:
+    shutil.copytree(finished_chat.home / "merged", tmp_path / "model")
+    first = open_chat(read_setup(tmp_path / "model")).models
+    assert open_chat(read_setup(tmp_path / "model")).models is first
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    assert open_chat(read_setup(tmp_path / "model")).models is not first
+
+
+def test_outside_a_notebook_a_run_talks_in_the_terminal(
+    finished_chat: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, "hello\n/exit\n")
+    assert cogumi.attach(finished_chat.home).chat(only="merged", max_new_tokens=3) is None
+    assert "merged:\n" in capsys.readouterr().out
+
+
+def test_the_panel_answers_in_columns_and_takes_nothing_for_html(chat_of: Callable[..., Chat]) -> None:
+    panel = ChatPanel(chat_of(columns=("base", "merged"), max_new_tokens=6))
+    assert "chat" in panel.head.value
+    evil = "</pre><script>alert(1)</script>"
+    panel.message.value = evil
+    panel.send.click()
+    panel.thread.join(60)
+    assert "<script" not in panel.talk.value
+    assert "&lt;script&gt;" in panel.talk.value
+    heads = panel.talk.value.partition("</thead>")[0]
+    assert heads.index("base") < heads.index("merged")
+    assert not panel.send.disabled
+    assert "merged is cut before its end: 6 tokens" in panel.state.value
+    assert panel.message.value == ""
+    assert len(panel.chat.turns["merged"]) == 2
+    panel.clear.click()
+    assert (panel.talk.value, panel.chat.turns["merged"]) == ("", [])
+
+
+def test_the_panels_button_ends_an_answer(chat_of: Callable[..., Chat]) -> None:
+    panel = ChatPanel(chat_of(columns=("base", "merged"), max_new_tokens=400))
+    panel.message.value = QUESTION
+    panel.send.click()
+    panel.stop.click()
+    panel.thread.join(60)
+    assert "stopped" in panel.state.value
+    assert panel.chat.turns["merged"] == []
+    assert panel.said[0][1]["merged"] == ""
+
+
+@pytest.mark.timeout(300)
+def test_in_a_real_kernel_the_panel_loads_and_answers_while_the_kernel_is_free(
+    finished_chat: FinishedRun, tmp_path: Path
+) -> None:
+    code = [
+        f"import cogumi\nrun = cogumi.attach({str(finished_chat.home)!r})\nrun.chat(max_new_tokens=4)",
+        "import gc\nfrom cogumi.notebook.chat import ChatPanel\n"
+        "panel, = [each for each in gc.get_objects() if isinstance(each, ChatPanel)]\n"
+        f"panel.message.value = {QUESTION!r}\npanel.send.click()\nprint(panel.state.value)",
+        "panel.thread.join(120)\nprint(panel.talk.value)",
+        "run.chat('<i>hello', max_new_tokens=4)",
+    ]
+    cells = [nbformat.v4.new_code_cell(each) for each in code]
+    NotebookClient(
+        nbformat.v4.new_notebook(cells=cells), timeout=200, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    widget = "application/vnd.jupyter.widget-view+json"
+    shown = [each.data for each in cells[0].outputs if widget in each.get("data", {})]
+    assert len(shown) == 1
+    assert "base and merged" in shown[0]["text/plain"]
+    assert any("loading" in each.text for each in cells[1].outputs if "text" in each)
+    text = "".join(each.text for each in cells[2].outputs if "text" in each and each.name == "stdout")
+    assert text.count("<td") == 2
+    assert "return" in text  # what the run has learned to begin with
+    last = next(each.data for each in cells[3].outputs if each.output_type == "execute_result")
+    assert "&lt;i&gt;hello" in last["text/html"]
+    assert last["text/plain"].startswith("base:")
