@@ -47,8 +47,8 @@ class GgufCheck:
             found += f", {rest} quantized, at most {self.largest_error:.1%} away"
         if self.changed:
             found += f", {len(self.changed)} not compared (llama.cpp stores them in another form: {self.changed[0]})"
-        said = "the chat template and the end of sequence are the tokenizer's"
-        return f"{found}; {said if self.template else 'the end of sequence is the tokenizer’s, which has no chat template'}"
+        same = "the chat template and the end of sequence are" if self.template else "the end of sequence is"
+        return f"{found}; {same} the tokenizer's{'' if self.template else ', which has no chat template'}"
 
 
 def check_gguf(path: Path, merged: Path, tokenizer: Any) -> GgufCheck:
