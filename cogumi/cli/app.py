@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cogumi import smoke
-from cogumi.cli import check_commands, run_commands
+from cogumi.cli import check_commands, export_commands, run_commands
 from cogumi.cli.disk_commands import disk_app
 from cogumi.config.source import copy_template, describe_template, list_templates
 from cogumi.core import __version__
@@ -23,6 +23,7 @@ app.command()(check_commands.doctor)
 app.add_typer(disk_app, name="disk")
 app.command()(check_commands.preflight)
 run_commands.add_to(app)
+export_commands.add_to(app)
 
 
 def show_version(asked: bool) -> None:

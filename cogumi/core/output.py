@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 AFTER_INTERRUPT = {
     "train": "; the same command continues the run",
     "merge": "; nothing is left of the merge",
+    "export": "; nothing is left of the export",
 }
 BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
 STOP_CODES = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def check_target(target: Path) -> None:
     """Raise UsageError unless `target` is free and its parent directory can be written."""
     if os.path.lexists(target):
-        raise UsageError(f"out {target} exists", fix="choose another name or remove it (a merge never overwrites)")
+        raise UsageError(f"out {target} exists", fix="choose another name or remove it (nothing is overwritten)")
     parent = target.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"out {target}: {parent} is not a directory", fix="create it first")

