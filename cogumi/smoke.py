@@ -252,10 +252,8 @@ def check_sft(report: Report, model: str) -> Any:
 
 
 def check_gspo(report: Report, model: str) -> Any:
-    """The reward must rise from the first quarter of the rollouts to the last, and the clip must act."""
+    """The reward must rise from the first quarter of the rollouts to the last."""
     result = run_config(report, "gspo", model)
-    clipped = [share > 0 for share in result.series("clip_ratio/region_mean")]
-    report.add("gspo", "the clip acts", f"in {sum(clipped)} of {len(clipped)} steps", any(clipped))
     rewards = result.series("reward")
     quarter = max(1, len(rewards) // 4)
     first, last = (sum(part) / quarter for part in (rewards[:quarter], rewards[-quarter:]))

@@ -1,8 +1,6 @@
 # %% [markdown]
 # # Preferences: DPO after SFT
-# At the end you have a model that learned from pairs of a better and a worse answer, and its answers before and after.
-#
-# DPO starts from a fine-tuned model. The SFT stage included, this takes two minutes on two CPU cores.
+# Pairs of a better and a worse answer, starting from the fine-tuned model. Two minutes on two CPU cores, the SFT stage included.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -13,19 +11,19 @@ SFT, DPO = "smoke/llama-3.1-8b-sft", "smoke/llama-3.1-8b-dpo"  # the real ones: 
 RUNS = "runs/dpo"
 
 # %% [markdown]
-# **Fine-tune first.** DPO needs a model that has a chat template and answers.
+# **Fine-tune first**: DPO starts from a model that has a chat template and answers.
 
 # %%
 print(cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft").wait())
 
 # %% [markdown]
-# **Look at a pair.** The chosen answer renames the variable in every place. The rejected one forgets the last place.
+# **What the pairs look like**: learned is the better answer, the worse one is what it is to be less likely than.
 
 # %%
 cogumi.preview(DPO, examples=1, model__name=f"{RUNS}/sft/merged")
 
 # %% [markdown]
-# **Train.** Before the first update the model is its own reference, so the rewards are 0 and the loss is log 2. Both are checked.
+# **DPO.** Before the first update the policy is its own reference, so the rewards are 0 and the loss is log 2: both are checked.
 
 # %%
 run = cogumi.start(DPO, model__name=f"{RUNS}/sft/merged", cogumi__run_dir=f"{RUNS}/dpo")
@@ -37,11 +35,5 @@ print(cogumi.attach(f"{RUNS}/dpo").wait())
 # %%
 figures.curves(f"{RUNS}/dpo")
 
-# %% [markdown]
-# **The same prompts** before SFT, after SFT and after DPO:
-
 # %%
-completions.side_by_side({"sft": f"{RUNS}/sft", "dpo": f"{RUNS}/dpo"})
-
-# %% [markdown]
-# **Next**: rewards instead of pairs in the [quickstart](00_quickstart.ipynb) and in [05](05_gspo_fim.ipynb).
+completions.side_by_side(f"{RUNS}/dpo")

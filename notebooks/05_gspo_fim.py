@@ -1,8 +1,6 @@
 # %% [markdown]
-# # GSPO on code: fill in the middle
-# At the end you have a model that fills holes in code, a proof of which loss trained it, and its completions after SFT and after GSPO.
-#
-# A piece is cut out of a function. The model sees what stands before and after, and writes the piece. This takes two minutes on two CPU cores.
+# # GSPO on code: reward what fits the hole
+# Sequence-level ratios, the paper's epsilon, and a proof that this loss is the one that ran. A minute and a half on two CPU cores.
 
 # %% tags=["parameters"]
 import json
@@ -12,48 +10,36 @@ try: import cogumi
 except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
 from cogumi.notebook import completions, figures
 
-SFT, GSPO = "smoke/sft", "smoke/gspo"  # a real one needs no SFT: "qwen2.5-coder-7b-gspo-fim" on "Qwen/Qwen2.5-Coder-7B"
-RUNS = "runs/fim"
+CONFIG, BASE = "smoke/gspo", "cogumi:small-base"  # the real ones: "qwen2.5-coder-7b-gspo-fim", "Qwen/Qwen2.5-Coder-7B"
+RUN = "runs/gspo-fim"
 
 # %% [markdown]
-# **Teach the format first.** The small base does not know fill-in-the-middle. Qwen2.5-Coder does: leave this cell out for it.
+# **What a rollout is asked**: prefix and suffix; the middle is what rewards compare with.
 
 # %%
-print(cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft").wait())
-
-# %% [markdown]
-# **Look at a prompt.** The rewards compare the completion with the middle that was cut out.
+cogumi.preview(CONFIG, examples=2, model__name=BASE)
 
 # %%
-cogumi.preview(GSPO, examples=2, model__name=f"{RUNS}/sft/merged")
-
-# %%
-run = cogumi.start(GSPO, model__name=f"{RUNS}/sft/merged", cogumi__run_dir=f"{RUNS}/gspo")
+run = cogumi.start(CONFIG, model__name=BASE, cogumi__run_dir=RUN)
 run.dashboard()
 
 # %%
-print(cogumi.attach(f"{RUNS}/gspo").wait())
+print(cogumi.attach(RUN).wait())
 
 # %% [markdown]
-# **Which loss ran**: loss and gradient of the first steps against the formula in float64, until the clip has been seen to act.
+# **Which loss ran**: value and gradient of the first steps against the formula in float64, until the clip was seen to act.
 
 # %%
-print(json.dumps(json.loads(Path(RUNS, "gspo", "loss.json").read_text())["relative_difference"], indent=2))
+print(json.dumps(json.loads(Path(RUN, "loss.json").read_text())["relative_difference"], indent=2))
 
 # %% [markdown]
-# **The rewards.** Look at the entropy and at the spread within groups, too: they tell learning from repeating.
+# **Rewards**, and whether the model learned or only wrote more alike: look at entropy and at the spread within groups.
 
 # %%
-figures.rewards(f"{RUNS}/gspo")
+figures.rewards(RUN)
 
 # %%
-figures.curves(f"{RUNS}/gspo")
-
-# %% [markdown]
-# **The same holes**, filled before SFT, after SFT and after GSPO:
+figures.curves(RUN)
 
 # %%
-completions.side_by_side({"sft": f"{RUNS}/sft", "gspo": f"{RUNS}/gspo"})
-
-# %% [markdown]
-# **Next**: a reward of your own in [09](09_reward_and_tools.ipynb).
+completions.side_by_side(RUN)

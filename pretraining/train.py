@@ -1,9 +1,9 @@
 """Make the small base that ships with the package: `python pretraining/train.py WORK OUT`.
 
-WORK holds what is downloaded and cached; OUT becomes the model directory (bfloat16 weights, tokenizer, model card's figures).
+WORK holds what is downloaded; OUT becomes the model directory (bfloat16 weights, tokenizer, training.json).
 The text is every function of 3 to 60 lines in the packages of packages.txt, docstrings cut to their first line. The
 standard library is held out whole: its functions are what the demonstrations train on, so none of them is in the text,
-by the hash of its source. Two CPU cores need about an hour and a half.
+by the hash of its source. Two CPU cores need about an hour.
 """
 
 import argparse
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 END, PAD = "<|endoftext|>", "<pad>"
 CONTROL = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|system|>", "<|user|>", "<|assistant|>"]
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, HEADS, CONTEXT = 2048, 192, 512, 6, 3, 512
-BATCH, STEPS, WARMUP, DECAY, SEED = 8, 10_000, 50, 0.4, 0
+BATCH, STEPS, WARMUP, DECAY, SEED = 8, 7_000, 50, 0.4, 0
 ADAMW_RATE, MUON_RATE = 3e-3, 0.02
 MOST_LINES, MOST_CHARACTERS, MOST_OF_A_PACKAGE = 60, 2_500, 3_000_000
 LEFT_OUT = ("test", "_vendor", "vendored", "migrations", "locale", "gallery", "examples", "_version", "_parser")

@@ -27,12 +27,12 @@ SHORT = {
 }
 AFTER = {
     "llama-3.1-8b-dpo": "llama-3.1-8b-sft",
-    "gspo-chat": "llama-3.1-8b-sft",
+    "chat-gspo": "chat-sft",
     "qwen3-4b-gspo": "qwen3-4b-sft",
     "gspo": "sft",
 }
-# One of each method, and what they go on from; `sft` and `gspo` are what the smoke run runs.
-QUICK = {"llama-3.1-8b-sft", "llama-3.1-8b-dpo", "gspo-chat"}
+# One of each method, and what they go on from; the smoke run trains the last two.
+QUICK = {"llama-3.1-8b-sft", "llama-3.1-8b-dpo", "chat-sft", "chat-gspo"}
 TRAINS = pytest.mark.slow("a training of each method, to its merge")
 
 

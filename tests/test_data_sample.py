@@ -114,7 +114,7 @@ def renamed(code: str, old: str, new: str) -> str:
 def test_each_task_asks_for_a_renaming_that_has_one_right_answer():
     rows = pl.read_parquet(chat_path())
     assert rows.height > 2000
-    assert rows["answer"].is_unique().all()
+    assert len({prompt[-1]["content"] for prompt in rows["prompt"]}) == rows.height
     for prompt, answer in rows.select("prompt", "answer").iter_rows():
         asked, lines = prompt[-1]["content"].split("\n", 1)
         _, old, _, new = asked.removesuffix(":").split(" ")

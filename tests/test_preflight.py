@@ -358,7 +358,7 @@ def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
 
 def test_what_makes_no_example_is_not_counted_as_trained(tmp_path: Path) -> None:
     """Every second text is too short to be cut into prefix, middle and suffix, in a tenth of the rows that are held."""
-    texts = ["x", "def add(a, b):\n    total = a + b\n    print(total)\n    return total\n" * 4] * 1000
+    texts = ["x", "def add(a, b):\n    total = a + b\n    print(total)\n    return total\n" * 3] * 1000
     pl.DataFrame({"source": texts}).write_parquet(tmp_path / "texts.parquet")
     run = load_config(SMOKE / "sft.yaml", data__source=str(tmp_path / "texts.parquet"), data__eval_rows=100)
     run.data.max_rows = None

@@ -14,7 +14,7 @@ from cogumi.models.loading import SMALL_BASE, load_model, load_tokenizer, resolv
 from pretraining import train
 
 PATH = Path(resolve_model(SMALL_BASE))
-FIGURES = json.loads((PATH / "training.json").read_text())
+FIGURES = json.loads(Path(train.__file__).with_name("training.json").read_text())
 
 
 def test_it_is_small_and_complete() -> None:

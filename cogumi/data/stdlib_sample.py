@@ -31,10 +31,10 @@ from cogumi.core.run_directory import write_atomic
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION, TASKS_VERSION = 1, 4
+FORMAT_VERSION, TASKS_VERSION = 1, 5
 """Parts of the cached files' names: raise one when the filter or the columns change, or what is made of a function."""
 MIN_LINES, MAX_LINES = 3, 40
-MIN_TASK, MAX_TASK = 15, 90  # characters of the lines of a task: half a minute of training is enough for these
+MIN_TASK, MAX_TASK = 15, 60  # characters of the lines of a task, so that half a minute of training is enough
 MIN_NAME, COMMON_NAME = 3, 20  # a new name's letters, and functions in which it is a variable
 LICENCE = "PSF-2.0"
 SKIPPED_FOLDERS = frozenset([
@@ -182,10 +182,10 @@ def renamings(sources: list[str]) -> pl.DataFrame:
             new = draw.choice(names)
         *_, last = re.finditer(rf"\b{name}\b", lines)
         forgotten = re.sub(rf"\b{name}\b", new, lines[: last.start()]) + lines[last.start() :]
-        task = f"Rename {name} to {new}:\n{lines}"
-        rows.setdefault(lines, (task, re.sub(rf"\b{name}\b", new, lines), forgotten))
-    schema = {"task": pl.String, "renamed": pl.String, "forgotten": pl.String}
-    return pl.DataFrame(list(rows.values()), schema=schema, orient="row")
+        renamed = re.sub(rf"\b{name}\b", new, lines)
+        rows.setdefault(lines, (f"Rename {name} to {new}:\n{lines}", renamed, forgotten))
+    columns = ("task", "renamed", "forgotten")
+    return pl.DataFrame(list(rows.values()), schema=dict.fromkeys(columns, pl.String), orient="row")
 
 
 def _variables(tree: ast.AST) -> set[str]:

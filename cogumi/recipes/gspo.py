@@ -1,4 +1,4 @@
-"""GSPO on prompts with an answer by hand: TRL, PEFT and cogumi's patches. configs/smoke/gspo-chat.yaml is the same as a run.
+"""GSPO on prompts with an answer by hand: TRL, PEFT and cogumi's patches. configs/smoke/chat-gspo.yaml is the same as a run.
 
     python recipes/gspo.py MODEL PROMPTS.parquet OUT [key=value of GRPOConfig ...]
 
