@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import logging
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -332,7 +333,12 @@ def bases() -> Path:
         home.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".verdict-bases-", dir=home.parent))
         make_bases(unfinished)
-        unfinished.rename(home)
+        try:
+            unfinished.rename(home)
+        except OSError:
+            if not home.exists():
+                raise
+            shutil.rmtree(unfinished)  # another process was faster
     return home
 
 

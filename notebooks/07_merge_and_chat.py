@@ -33,7 +33,7 @@ from cogumi.merge import check_merged
 print(check_merged(Path(OUT)))
 
 # %% [markdown]
-# **Chat.** A model of 1.8 million parameters has little to say, and says it in the right format; a real one is asked in the same way.
+# **Chat.** A model of a few million parameters has little to say, and says it in the right format; a real one is asked in the same way.
 
 # %%
 from transformers import logging, pipeline

@@ -152,7 +152,7 @@ def test_several_runs_are_a_line_each_and_a_wrong_name_is_status_2(
     assert shown.returncode == 0, shown.stderr
     one, other = shown.stdout.splitlines()
     assert one == "runs/a: finished, step 3/9; it broke; $1.50"
-    assert other.startswith("runs/b: failed, step 3/9; it broke; there is no checkpoint yet; started again")
+    assert other.startswith("runs/b: failed, step 3/9; it broke; there is no checkpoint yet; the same command starts")
     stage = tmp_path / "notebooks" / "runs" / "project" / "sft"
     stage.mkdir(parents=True)
     write_json(stage / "status.json", {"state": "finished", "time": 1.0})

@@ -95,7 +95,7 @@ def caches() -> list[tuple[str, Path]]:
         ("HF hub cache", hub_cache()),
         ("HF datasets cache", datasets_cache()),
         ("HF xet cache", path_from_environment("HF_XET_CACHE", hf_home() / "xet")),
-        ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, compiled layers, the small base
+        ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, compiled layers, random models
         ("wandb", path_from_environment("WANDB_DIR", Path.cwd()) / "wandb"),
         ("wandb cache", path_from_environment("WANDB_CACHE_DIR", wandb_data) / "wandb"),
         ("compiled by torch", path_from_environment("TORCHINDUCTOR_CACHE_DIR", inductor_cache())),
