@@ -205,7 +205,7 @@ def test_a_peer_that_breaks_does_not_cost_our_own_numbers(monkeypatch):
 )
 def test_a_forecast_is_made_in_a_run_of_its_own(case: str, tmp_path: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 1100}  # fmt: skip
+             "num_key_value_heads": 2, "vocab_size": 2048}  # fmt: skip
     model = gpu.random_model(tmp_path / "model", shape)
     (found,) = well_formed(list(gpu.compared(case, model, tmp_path / "run")))
     assert found["note"] == "no GPU: nothing to compare with"
