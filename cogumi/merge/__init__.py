@@ -47,6 +47,7 @@ class MergeReport:
     tensors_merged: with an update; tensors_replaced: trained whole, so taken from the adapter; tensors_copied: the base's
     bytes; tensors_converted: the rest, decoded or stored in another dtype. bytes: of all output shards. max_delta: the
     largest change of an element before rounding; max_delta_ratio: the largest Frobenius |delta| / |W| of a tensor.
+    delta_retained: the share of all updates together that rounding kept, None where they are zero.
 
     elements: how many were compared with W + delta on disk; not_nearest: those of them that are not the nearest value of
     their dtype to it; largest_error: the largest |out - (W + delta)| of these as a share of what float32 arithmetic and
@@ -64,6 +65,7 @@ class MergeReport:
     bytes: int
     max_delta: float
     max_delta_ratio: float
+    delta_retained: float | None
     elements: int
     not_nearest: int
     largest_error: float | None

@@ -100,6 +100,7 @@ def totals(plan: MergePlan, outcome: Outcome, verified: bool) -> dict[str, Any]:
         "bytes": plan.shard_bytes,
         "max_delta": max((stat.max_abs_delta for stat in stats), default=0.0),
         "max_delta_ratio": max((stat.ratio or 0.0 for stat in stats), default=0.0),
+        "delta_retained": DeltaStats.sum(stats).retained,
         "elements": sum(check.elements for check in checks),
         "not_nearest": sum(check.not_nearest for check in checks),
         "largest_error": max((check.largest_error for check in checks), default=0.0) if verified else None,

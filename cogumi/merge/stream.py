@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,6 +93,14 @@ class DeltaStats:
         self.delta_squares += other.delta_squares
         self.weight_squares += other.weight_squares
         self.along_delta += other.along_delta
+
+    @classmethod
+    def sum(cls, stats: Iterable["DeltaStats"]) -> "DeltaStats":
+        """Of several tensors together."""
+        total = cls()
+        for stat in stats:
+            total.add(stat)
+        return total
 
     @property
     def ratio(self) -> float | None:

@@ -33,6 +33,8 @@ from cogumi.telemetry.recorder import set_status, terminal_loggers
 
 log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
+# Of an update. Measured with the small base in bfloat16: 82 % after two steps of GSPO, 96 % after six, 99.8 % after 36.
+WELL_RETAINED = 0.98
 
 
 def wants_preflight(run: RunConfig) -> bool:
@@ -189,23 +191,15 @@ def merge_command(adapter: Path, options: str = "") -> str:
     return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}".rstrip()
 
 
-def describe_rounding_loss(report: MergeReport) -> str:
-    """The merge's largest update beside the rounding of its dtype, where the update is the smaller of the two; else "".
-
-    Rounding moves an element by half the spacing of the dtype: up to eps / 2 of the element. Of a smaller update most is lost.
-    """
-    stored = read_json(report.out / "config.json")
-    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
-    rounding = torch.finfo(getattr(torch, dtype)).eps / 2
-    if report.max_delta_ratio >= rounding:
-        return ""
-    return f"the update is at most {report.max_delta_ratio:.1e} of a tensor, and {dtype} rounds up to {rounding:.1e} of it away"
-
-
 def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
+    """Where rounding took a part of the update, that is what a failed check names: an update smaller than half the spacing of
+    the stored dtype leaves an element as it was."""
     fix = merge_command(adapter, "--verify logits")
-    if lost := describe_rounding_loss(report):
-        fix = f"{lost}; raise train.learning_rate, or {merge_command(adapter, '--dtype float32')}"
+    if report.delta_retained is not None and report.delta_retained < WELL_RETAINED:
+        stored = read_json(report.out / "config.json")
+        dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
+        lost = f"the update is small: {dtype} kept {report.delta_retained:.0%} of it and rounded the rest away"
+        fix = f"{lost}; train longer, raise train.learning_rate, or {merge_command(adapter, '--dtype float32')}"
     apart, rounding = f"logits rms {logits.base_distance:.2e} apart", f"> {logits.bound:.2e}, what rounding explains"
     figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
     bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
