@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cogumi.runs import train as train
     from cogumi.runs.handle import Run as Run
     from cogumi.runs.handle import attach as attach
-    from cogumi.runs.handle import start as start
+    from cogumi.runs.launch import start as start
     from cogumi.telemetry.status import Status as Status
     from cogumi.training import RunResult as RunResult
 
@@ -54,7 +54,7 @@ _HOME = {
     "RunResult": "cogumi.training",
     "Status": "cogumi.telemetry.status",
     "attach": "cogumi.runs.handle",
-    "start": "cogumi.runs.handle",
+    "start": "cogumi.runs.launch",
     "train": "cogumi.runs",
 }
 _REPORTS = {

@@ -21,7 +21,8 @@ from cogumi.config.schema import load_config
 from cogumi.core.durability import lock_directory
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.run_directory import CONSOLE, START, is_running, read_json, this_process, write_json
-from cogumi.runs.handle import Run, await_first_step
+from cogumi.runs.handle import Run
+from cogumi.runs.launch import await_first_step
 from cogumi.runs.supervisor import Starter, nothing_to_start
 from cogumi.telemetry.status import format_screen, status_of
 

@@ -13,7 +13,7 @@ from processes import until
 import cogumi
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.run_directory import START, read_json
-from cogumi.runs import handle
+from cogumi.runs import launch
 from cogumi.runs.supervisor import Starter
 from cogumi.telemetry.status import status_of
 
@@ -65,7 +65,7 @@ def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config,
     ours, theirs = socket.socketpair()
     ours.close()
     with (tmp_path / "output").open("wb") as output, theirs:
-        handle.launch(theirs, (sft, {"train__adam_epsilon": -1.0}), output, handle.StartAttempt())
+        launch.launch(theirs, (sft, {"train__adam_epsilon": -1.0}), output, launch.StartAttempt())
     until(lambda: (run_dir / START).exists() and "exit" in read_json(run_dir / START))
     refused = cogumi.attach(run_dir).status()
     assert (refused.state, refused.alive, refused.passed) == ("refused", False, False)
@@ -106,8 +106,8 @@ def test_a_refusal_is_raised_when_nothing_of_it_is_left(tmp_path: Path) -> None:
 
     with ours, ThreadPoolExecutor() as pool:
         refusing = pool.submit(trainer)
-        word = until(lambda: handle.receive_word(ours, handle.StartAttempt()))
+        word = until(lambda: launch.receive_word(ours, launch.StartAttempt()))
         with pytest.raises(UsageError, match="no such thing"):
-            handle.raise_refusal(word, ours)
+            launch.raise_refusal(word, ours)
         assert not left.exists()
         refusing.result()

@@ -11,7 +11,7 @@ import typer
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.output import print_json, print_text, show_waiting
 from cogumi.core.run_directory import PAUSED
-from cogumi.runs import handle
+from cogumi.runs import handle, launch
 from cogumi.telemetry.status import (
     Status,
     count_flags,
@@ -45,7 +45,7 @@ def start(
     words = parse_overrides(overrides or [])
     try:
         with show_waiting("checking, loading, making the first step"):
-            run = handle.start(config, **words)
+            run = launch.start(config, **words)
     except RunFailed as error:
         print_text(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
