@@ -43,8 +43,7 @@ def run(quick: bool = False) -> Iterator[Row]:
         for name in models:
             exact[name].append(found.exact(name))
             close[name].append(found.similarity(name))
-        pairs = zip(found.written["GSPO"][:5], found.answers, strict=False)
-        right.append(sum(text.strip() == answer for text, answer in pairs))
+        right.append(sum(found.written["GSPO"][row].strip() == found.answers[row] for row in found.shown(5)))
     for name in exact:
         yield over_seeds(name, "exactly right", exact[name])
         yield over_seeds(name, "mean edit similarity", close[name])
@@ -53,7 +52,7 @@ def run(quick: bool = False) -> Iterator[Row]:
         target = "" if quick else f">= {wanted}"
         yield over_seeds(f"{after} - {before}", "exactly right", gains, target)
         yield row("stages", f"{after} - {before}", "seeds in which it rose", sum(gain > 0 for gain in gains))
-    yield over_seeds("GSPO", "of the first five prompts, exactly right", [float(each) for each in right])
+    yield over_seeds("GSPO", "of the five prompts shown, exactly right", [float(each) for each in right])
 
 
 def over_seeds(case: str, metric: str, values: list[float], target: str = "") -> Row:

@@ -1,8 +1,9 @@
 """`python -m cogumi.smoke`: the whole path on this machine, checked, in about a minute.
 
-Doctor, the standard library as data, the small base, preflight, SFT on renaming variables, merge, GSPO on the merged
-model, merge, and the three models side by side, all by public functions and `configs/smoke/chat-*.yaml`. Every row of the
-table is a check with its figure; the exit status is 0 only if all passed. Warnings stand below it.
+Doctor, the standard library as data, the small base, preflight, SFT on renaming variables with every second demonstration
+careless, merge, GSPO with a reward for right answers, merge, and the three models side by side, all by public functions and
+`configs/smoke/chat-*.yaml`. Every row of the table is a check with its figure; the exit status is 0 only if all passed.
+Warnings stand below it.
 """
 
 import json
@@ -32,7 +33,10 @@ log = logging.getLogger("cogumi")
 STACK = ("torch", "transformers", "trl", "peft", "datasets", "polars")
 GPU_PROBES = ("torch", "matmul", "triton", "bitsandbytes", "flash_attn")
 SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"
-COMPARED, SHOWN = 200, 5  # held-out prompts on which base, SFT and GSPO model are scored; the first ones are printed
+COMPARED, SHOWN = (
+    200,
+    5,
+)  # held-out prompts on which base, SFT and GSPO model are scored, and those of them that are printed
 QUICK_STEPS = {"sft": 15, "gspo": 8}
 
 
@@ -191,11 +195,14 @@ def check_stack(report: Report) -> None:
 def check_data(report: Report) -> None:
     import polars as pl
 
-    from cogumi.data.stdlib_sample import chat_path
+    from cogumi.data.stdlib_sample import noisy_chat_path, tasks_path
 
-    tasks = pl.read_parquet(chat_path())
-    count, nulls = len(tasks), sum(tasks.null_count().row(0))
-    report.add("data", "the standard library as tasks", f"{count:,} tasks, {nulls} null", count > 1000 and nulls == 0)
+    chats, tasks = pl.read_parquet(noisy_chat_path()), pl.read_parquet(tasks_path())
+    shared = chats.join(tasks, on="prompt").height
+    figure = f"{len(chats):,} conversations for SFT, {len(tasks):,} tasks for GSPO, {shared} in both"
+    report.add(
+        "data", "renamings in the standard library", figure, len(chats) > 500 and len(tasks) > 300 and not shared
+    )
 
 
 def check_base(report: Report) -> str:
@@ -276,7 +283,7 @@ def compare(report: Report, models: dict[str, str]) -> None:
         figure = f"{report.exact[before]:.1%} -> {report.exact[after]:.1%} of {len(found.prompts)} held-out prompts"
         passed = report.quick or report.exact[after] > report.exact[before]  # too few steps of the quick run to judge
         report.add("compare", f"more exactly right after {after}", figure, passed)
-    for i in range(SHOWN):
+    for i in found.shown(SHOWN):
         texts = {name: found.written[name][i] for name in models}
         report.samples.append({"asked": found.prompts[i], **texts, "right": found.answers[i]})
 
@@ -289,7 +296,7 @@ def show(report: Report, console: Console) -> None:
         table.add_row(row.stage, row.checked, escape(row.figure), mark, f"{row.seconds:.1f}" if row.seconds else "")
     console.print(table)
     if report.samples:
-        title = f"the first {len(report.samples)} held-out prompts, greedy completions"
+        title = f"every {COMPARED // SHOWN}th held-out prompt, greedy completions"
         texts = Table(*report.samples[0], title=title, show_lines=True)
         for sample in report.samples:
             right = sample["right"].strip()

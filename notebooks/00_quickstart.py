@@ -3,7 +3,8 @@
 # At the end you have a model that does what you ask, a table that shows what each stage changed, and a report to keep.
 #
 # The base is a small model of Python code that comes with the package. You ask it to rename a variable in a few lines of real code.
-# SFT teaches it the task. GSPO then rewards right answers, so that more of them are right. Nothing is downloaded, and no GPU is needed.
+# SFT imitates demonstrations. As in real data, some are wrong: every second one renames only the first place.
+# GSPO needs no demonstration. It rewards right answers, and so corrects what SFT has copied. Nothing is downloaded, and no GPU is needed.
 #
 # For a real model, change the two names in the next cell. Each cell needs only the first one and the files in `RUNS`.
 
@@ -16,7 +17,7 @@ SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"  # on a GPU: "qwen3-4b-sft", "qw
 RUNS = "runs/quickstart"
 
 # %% [markdown]
-# **Look at the task.** The assistant's words are what the model learns.
+# **Look at the demonstrations.** The assistant's words are what the model learns, right or careless.
 
 # %%
 cogumi.preview(SFT, examples=2)
@@ -32,7 +33,7 @@ sft.dashboard()
 print(cogumi.attach(f"{RUNS}/sft").wait())
 
 # %% [markdown]
-# **Reward it.** GSPO starts from the merged model. Each task is answered eight times; a right answer earns more than a nearly right one.
+# **Reward it.** GSPO starts from the merged model. Each task is answered eight times; a right answer earns more than a careless one.
 
 # %%
 gspo = cogumi.start(GSPO, model__name=f"{RUNS}/sft/merged", cogumi__run_dir=f"{RUNS}/gspo")
@@ -64,10 +65,10 @@ cogumi.attach(f"{RUNS}/gspo").report()
 FileLink(f"{RUNS}/gspo/report.html")
 
 # %% [markdown]
-# **Talk to it.** Ask for a renaming of your own. The base and the trained model answer side by side.
+# **Talk to it.** Ask for a renaming of your own. GSPO began from the model after SFT, so that is the base beside it here.
 
 # %%
-cogumi.attach(f"{RUNS}/gspo").chat("Rename n to count:\nn = n + 1\nprint(n)")
+cogumi.attach(f"{RUNS}/gspo").chat("Rename value to number:\nvalue = int(value)")
 
 # %% [markdown]
 # **Next**: your own conversations in [03](03_sft.ipynb), a reward of your own in [09](09_reward_and_tools.ipynb), merging and chatting in [07](07_merge_and_chat.ipynb).

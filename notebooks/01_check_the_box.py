@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Check the box before you pay for it
-# Is this machine fit to train (`doctor`), and would the run fit it (`preflight`): memory, disk, hours, dollars. Nothing is trained here. Half a minute.
+# At the end you know whether this machine is fit to train, whether a run fits it, and what that run costs on a card that you might rent.
+#
+# Nothing is trained here, so there is no text to compare. This takes half a minute.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -10,13 +12,13 @@ CONFIG = "smoke/llama-3.1-8b-sft"  # the real one: "llama-3.1-8b-sft"
 CARD = "H100 SXM"
 
 # %% [markdown]
-# **The machine**: interpreter, disks, driver, packages, and native imports in processes of their own. What is wrong has its cause and its fix.
+# **The machine**: Python, disks, driver and packages. What is wrong comes with its cause and its fix.
 
 # %%
 print(cogumi.doctor())
 
 # %% [markdown]
-# **The run on this machine.** The step is run on tensors without memory, so the numbers are of this model, this data, this loss.
+# **The run on this machine**: memory, disk and time. One step is computed on tensors that take no memory, with this model, this data and this loss.
 
 # %%
 cogumi.preflight(CONFIG)
@@ -28,7 +30,10 @@ cogumi.preflight(CONFIG)
 cogumi.preflight(CONFIG, card=CARD, cogumi__price_per_hour=2.5)
 
 # %% [markdown]
-# **Change the config** in a form that knows every key of TRL and peft, with the forecast beside it, and write the YAML.
+# **Change the config** in a form that knows every key of TRL and PEFT. The forecast stands beside it. The last button writes the YAML.
 
 # %%
 cogumi.configure(CONFIG)
+
+# %% [markdown]
+# **Next**: look at your data in [02](02_data.ipynb), then train in the [quickstart](00_quickstart.ipynb).

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # See what would be trained on
-# Which tokens are learned, how long examples are, what is left out and why; then your own file. Nothing is trained. Half a minute.
+# At the end you know which tokens a model would learn from your file, how long the examples are, and which rows are left out and why.
+#
+# Nothing is trained here, so there is no text to compare. This takes half a minute.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -10,25 +12,25 @@ CHAT, FIM = "smoke/llama-3.1-8b-sft", "smoke/sft"  # the real ones: "llama-3.1-8
 RUNS = "runs/data"
 
 # %% [markdown]
-# **Conversations.** Every turn of the assistant is learned (underlined), with its end token and without its header. The masks come from the chat template.
+# **Conversations.** Every turn of the assistant is learned (underlined), with its end token and without its header. The chat template decides where a turn begins.
 
 # %%
 cogumi.preview(CHAT, examples=2)
 
 # %% [markdown]
-# **Fill in the middle.** A function is cut at random; the model sees prefix and suffix, and learns the middle.
+# **Fill in the middle.** A piece is cut out of a function. The model sees what stands before and after it, and learns the piece.
 
 # %%
 cogumi.preview(FIM, examples=2)
 
 # %% [markdown]
-# Any key of the config can be tried: suffix first in every example, middles of up to eighty characters.
+# Any key of the config can be tried. Here every example has its suffix first, and the pieces are 40 to 80 characters long.
 
 # %%
 cogumi.preview(FIM, examples=1, data__fim__spm_rate=1.0, data__fim__middle_chars=[40, 80])
 
 # %% [markdown]
-# **Your own file**: parquet, JSON lines or CSV. Rows that make no example are counted by reason, with the first of each.
+# **Your own file**: parquet, JSON lines or CSV. Rows that cannot be used are counted by reason, and the first of each kind is shown.
 
 # %%
 from pathlib import Path
@@ -40,3 +42,6 @@ mine.parent.mkdir(parents=True, exist_ok=True)
 asked = ["What is 2 + 3?", "Name a prime above 10.", None, "Spell cat backwards."]
 pl.DataFrame({"prompt": asked, "completion": ["5", "11", "?", "tac"]}).write_ndjson(mine)
 cogumi.preview(CHAT, data__source=str(mine), data__format="prompt_completion", data__eval_rows=0, data__fraction=1.0)
+
+# %% [markdown]
+# **Next**: put your file into `data.source` and train on it, as in [03](03_sft.ipynb).

@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Fine-tune on conversations
-# A LoRA on the base, every turn of the assistant learned, packed if a probe finds that packing is exact on this model. A minute on two CPU cores.
+# At the end you have a model that follows an instruction, and the same prompts answered before and after.
+#
+# A LoRA learns every turn of the assistant. Rows are packed if a probe finds that packing changes nothing on this model. This takes a minute on two CPU cores.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -11,13 +13,13 @@ CONFIG = "smoke/llama-3.1-8b-sft"  # the real one: "llama-3.1-8b-sft"
 RUN = "runs/sft-chat"
 
 # %% [markdown]
-# **Fifty steps first**: `cogumi.sanity` trains so many steps of the run, and answers whether it is safe to scale: yes, no, or not shown.
+# **Fifty steps first.** `cogumi.sanity` trains the first steps of the run. It answers whether it is safe to train the rest: yes, no, or not shown.
 
 # %%
 print(cogumi.start(CONFIG, cogumi__run_dir=RUN, cogumi__sanity=50).wait())
 
 # %% [markdown]
-# **The whole run** continues from there: the same call, without the sanity check.
+# **The whole run** continues from there. It is the same call, without the sanity check.
 
 # %%
 run = cogumi.start(CONFIG, cogumi__run_dir=RUN)
@@ -27,7 +29,7 @@ run.dashboard()
 print(cogumi.attach(RUN).wait())
 
 # %% [markdown]
-# What it decided, and why:
+# **What it decided, and why**:
 
 # %%
 print(cogumi.attach(RUN).logs(60))
@@ -36,7 +38,10 @@ print(cogumi.attach(RUN).logs(60))
 figures.curves(RUN)
 
 # %% [markdown]
-# The same prompts before and after:
+# **The same prompts before and after.** They are held out: the model has not seen them.
 
 # %%
 completions.side_by_side(RUN)
+
+# %% [markdown]
+# **Next**: preferences in [04](04_dpo.ipynb), your own file in [02](02_data.ipynb), a conversation in [07](07_merge_and_chat.ipynb).

@@ -1,6 +1,9 @@
 # %% [markdown]
 # # Watch it, stop it, take it up again
-# The run directory is the interface: kill the kernel, close the laptop, attach from another notebook. A minute on two CPU cores.
+# At the end you have left a run, found it again, paused it, stopped it, and continued it from its checkpoint.
+#
+# The run trains in a process of its own. You can restart the kernel, close the laptop, or attach from another notebook. What the model
+# learns is not the subject here, so no text is compared. This takes a minute on two CPU cores.
 
 # %% tags=["parameters"]
 import time
@@ -16,7 +19,8 @@ run = cogumi.start(CONFIG, cogumi__run_dir=RUN, train__max_steps=STEPS, cogumi__
 run.dashboard()
 
 # %% [markdown]
-# **Now restart the kernel** (or close everything), run the first cell, and continue here: the run has trained meanwhile. `cogumi status --watch` shows the same in a terminal.
+# **Now restart the kernel**, or close everything. Run the first cell, and continue here: the run has trained meanwhile.
+# In a terminal, `cogumi status --watch` shows the same.
 
 # %%
 run = cogumi.attach(RUN)
@@ -24,7 +28,7 @@ print(run)
 print("logged so far:", run.metrics()[-1:])
 
 # %% [markdown]
-# **A checkpoint now, and a pause**: the panel's buttons do this. A pause keeps the machine and its memory; a stop gives them back.
+# **Pause.** The panel has buttons for this, and for a checkpoint. A pause keeps the memory of the machine; a stop gives it back.
 
 # %%
 run = cogumi.attach(RUN)
@@ -35,7 +39,7 @@ print(run)
 run.unpause()
 
 # %% [markdown]
-# **Stop**: the step is finished, a checkpoint is written, read back and verified, and the process ends.
+# **Stop.** The step is finished. A checkpoint is written, read back and compared, and the process ends.
 
 # %%
 print(cogumi.attach(RUN).stop().checkpoint)
@@ -50,3 +54,6 @@ print(again.wait())
 
 # %%
 cogumi.attach(RUN).dashboard()
+
+# %% [markdown]
+# **Next**: what a run writes to the disk in [08](08_disk_care.ipynb), and what to do after a crash in `docs/reliability.md`.

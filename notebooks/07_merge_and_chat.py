@@ -1,6 +1,8 @@
 # %% [markdown]
-# # Merge, verify, chat, export
-# An adapter goes into its full-precision base; every element is read back and held to one rounding in float64. Two minutes on two CPU cores.
+# # Merge, check, chat, export
+# At the end you have a merged model of which every element was checked, and you have talked to it.
+#
+# An adapter is added to its full-precision base. Every element is read back and compared in float64. This takes two minutes on two CPU cores.
 
 # %% tags=["parameters"]
 from pathlib import Path
@@ -12,7 +14,7 @@ CONFIG = "smoke/llama-3.1-8b-sft"  # the real one: "llama-3.1-8b-sft"
 RUN, OUT = "runs/to-merge", "runs/merged-again"
 
 # %% [markdown]
-# **An adapter.** The run could merge it itself (`cogumi.merge: true` is the default); here that is a step of its own.
+# **Train an adapter.** A run merges it by itself (`cogumi.merge: true` is the default). Here the merge is a step of its own.
 
 # %%
 print(cogumi.start(CONFIG, cogumi__run_dir=RUN, cogumi__merge=False).wait())
@@ -25,7 +27,7 @@ report = cogumi.merge_adapter(f"{RUN}/adapter", OUT) if not Path(OUT).exists() e
 report
 
 # %% [markdown]
-# **Look again later**: has a byte changed, are base and adapter those that were merged? (`cogumi merge --check` does the same.)
+# **Check it again later**: has a byte changed, and are base and adapter those that were merged? `cogumi merge --check` does the same.
 
 # %%
 from cogumi.merge import check_merged
@@ -33,15 +35,10 @@ from cogumi.merge import check_merged
 print(check_merged(Path(OUT)))
 
 # %% [markdown]
-# **Chat.** A model of a few million parameters has little to say, and says it in the right format; a real one is asked in the same way.
+# **Chat.** Base and merged model answer side by side, with the run's own chat template.
 
 # %%
-from transformers import logging, pipeline
-
-logging.set_verbosity_error()
-chat = pipeline("text-generation", model=OUT)
-asked = [{"role": "user", "content": "Return the number of items in the container."}]
-print(chat(asked, max_new_tokens=60)[0]["generated_text"][-1]["content"])
+cogumi.attach(RUN).chat("Rename value to number:\nvalue = int(value)")
 
 # %% [markdown]
 # **Export.** The directory is safetensors, as transformers, vLLM and TGI load it. GGUF takes llama.cpp's converter; without it you are told how.

@@ -1,6 +1,8 @@
 # %% [markdown]
-# # Disks: the night is lost when they fill
-# What a run will want, who takes the space, which checkpoints are whole, and a monitor for scripts of your own. Half a minute.
+# # Disks: keep them from filling
+# At the end you know how much space a run will need, what takes the space now, and which checkpoint is whole. You have a monitor for scripts of your own.
+#
+# What the model learns is not the subject here, so no text is compared. This takes half a minute.
 
 # %% tags=["parameters"]
 from pathlib import Path
@@ -13,20 +15,20 @@ CONFIG = "smoke/sft"  # the real one: "qwen3-4b-sft"
 RUN = "runs/disk"
 
 # %% [markdown]
-# **Which disk is this, and how full?** (`cogumi disk` in a terminal names them all, and who takes the space.)
+# **Which disk is this, and how full is it?** In a terminal, `cogumi disk` names all disks and what takes the space.
 
 # %%
 here = disk.filesystem_of(Path.cwd())
 print(here.mount, disk.format_bytes(here.space.free), "free of", disk.format_bytes(here.space.total))
 
 # %% [markdown]
-# **What would the run want**, before anything is written? (`cogumi disk predict CONFIG` in a terminal.)
+# **How much will the run need?** Nothing is written yet. In a terminal: `cogumi disk predict CONFIG`.
 
 # %%
 print(next(line.figure for line in cogumi.preflight(CONFIG).lines if line.stage == "disk"))
 
 # %% [markdown]
-# **A short run**, which saves every ten steps; the last two checkpoints stay.
+# **A short run** saves every ten steps. The last two checkpoints stay.
 
 # %%
 print(cogumi.start(CONFIG, cogumi__run_dir=RUN, train__max_steps=40, train__save_steps=10).wait())
@@ -37,8 +39,11 @@ for use in disk.list_uses(Path(RUN)):
     print(use.what, disk.format_bytes(use.bytes))
 
 # %% [markdown]
-# **In a script of your own** a callback watches the disk of any trainer, `cogumi.protect(trainer)` makes its checkpoints whole or absent, and the monitor alone watches a directory.
+# **In a script of your own**: the monitor watches the disk of a directory. `cogumi.protect(trainer)` does so for any Hugging Face trainer, and makes its checkpoints whole or absent.
 
 # %%
 with cogumi.DiskMonitor(".", warn=0.7, alarm=0.9) as monitor:
     print(monitor.sample())
+
+# %% [markdown]
+# **Next**: `docs/disk-space.md` has what is deleted, what never is, and what happens on a full disk.

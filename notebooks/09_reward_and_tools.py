@@ -1,8 +1,11 @@
 # %% [markdown]
 # # Your own reward, your own tools
-# A reward is a function in a file that the config names. A tool environment is a class, trained by TRL's own trainer while cogumi checks its settings
-# and its loss. A minute and a half on two CPU cores that have nothing else to do. For a real model change the names, lower the learning rate,
-# drop `bf16=False`, and leave out the cell that teaches the call: such a model can call tools already.
+# At the end you have a model that was trained on a reward you wrote, and one that was trained to use a tool.
+#
+# A reward is a function in a file. A tool environment is a class, trained by TRL's own trainer; cogumi checks its settings and its loss.
+# The models here are too small to write text worth reading: look at the rewards. This takes a minute and a half on two CPU cores.
+#
+# For a real model, change the names, lower the learning rate, and drop `bf16=False`. Leave out the cell that teaches the call: such a model can call tools already.
 
 # %% tags=["parameters"]
 import json
@@ -17,8 +20,8 @@ RUNS, REWARD_STEPS, CALL_STEPS, TOOL_STEPS = "runs/own", 16, 60, 32
 CALLER = "runs/own/calls/merged"  # who uses the tool, taught below; a real one: "Qwen/Qwen3-4B-Instruct-2507"
 
 # %% [markdown]
-# **A reward** gets the completions, and every column of the data by its name; it returns a number for each. This one is 1 for a completion as long as
-# the answer, and less the further it is from that. Try it by hand first.
+# **A reward** gets the completions, and every column of the data by its name. It returns a number for each completion. This one pays 1
+# for a completion that is as long as the answer, and less for others. Try it by hand first.
 
 # %%
 Path("my_rewards.py").write_text('''
@@ -39,15 +42,15 @@ print(cogumi.start(CONFIG, model__name=BASE, cogumi__run_dir=f"{RUNS}/reward", *
 figures.rewards(f"{RUNS}/reward")
 
 # %% [markdown]
-# **Read what earns it**, not the curve alone: a model takes a reward at its word. The newest rollout, from the worst to the best:
+# **Read what earns it**, not the curve alone. This reward pays for the length, so the text may be nonsense. Here is the newest rollout, from the worst to the best:
 
 # %%
 newest = json.loads(Path(RUNS, "reward", "rollouts.jsonl").read_text().splitlines()[-1])
 print(*((each["reward"], each["completion"]) for each in newest["shown"]), sep="\n")
 
 # %% [markdown]
-# **A tool environment**: `reset` gets a row of the data, every other public method is a tool (the model is shown its types and docstring),
-# `get_reward` pays. Here one of five boxes holds a prize, which is worth half when it was found in the second.
+# **A tool environment.** `reset` gets a row of the data. Every other public method is a tool; the model is shown its types and docstring.
+# `get_reward` pays. Here one of five boxes holds a prize. The prize is worth half if it was found in the second box.
 
 # %%
 Path("boxes.py").write_text('''
@@ -58,10 +61,7 @@ class Boxes:
         self.prize, self.opened = prize, []
 
     def open(self, box: int) -> str:
-        """Open a box.
-
-        Args:
-            box: from 1 to 5"""
+        """Open a box.\n\nArgs:\n    box: from 1 to 5"""
         self.opened.append(box)
         return "prize" if box == self.prize else "empty"
 
@@ -69,8 +69,8 @@ class Boxes:
         return 1 / len(self.opened) if self.prize in self.opened else 0.0''')
 
 # %% [markdown]
-# **Teach the call**, since this base has random weights: conversations that open one box or two, no box more often than another. The chat format is the
-# shortest of those whose calls TRL can read.
+# **Teach the call first**, because this base has random weights. The conversations open one box or two, each box equally often.
+# The chat format is the shortest of those whose calls TRL can read.
 
 # %%
 cogumi.patch()
@@ -89,8 +89,8 @@ data, own = {"source": "calls.jsonl", "format": "chat"}, {"method": "sft", "tuni
 print(cogumi.start({"model": {"name": "cogumi:random-qwen3"}, "data": data, "train": train, "cogumi": own}).wait().state)
 
 # %% [markdown]
-# **Train with the tool.** `cogumi.patch()` comes before TRL; with `loss_type="gspo"` the trainer is checked, measured, and its loss compared with the
-# formula; `cogumi.protect` makes its checkpoints safe. What the tool says is read by the model, and is no part of the loss.
+# **Train with the tool.** `cogumi.patch()` comes before TRL. With `loss_type="gspo"` the loss is compared with the formula.
+# `cogumi.protect` makes the checkpoints safe. The model reads what the tool says; the loss leaves it out.
 
 # %%
 cogumi.patch()
@@ -110,9 +110,12 @@ assert tool.any() and (~tool * last["completion_mask"]).sum() == trainer.state.l
 print(decode(last["completion_ids"][row]), "\nNOT IN THE LOSS", decode(last["completion_ids"][row][tool[row]]))
 
 # %% [markdown]
-# **Calls, rewards, proof**: the gradient was compared at every token, and at the tool's it has to be 0.
+# **How often it called, what it earned, and the proof**: the gradient was compared at every token. At the tool's tokens it has to be 0.
 
 # %%
 state = json.loads((cogumi.last_good_checkpoint(f"{RUNS}/tools") / "trainer_state.json").read_text())
 print([(each["tools/call_frequency"], each["reward"]) for each in state["log_history"] if "reward" in each])
 print(json.loads(Path(RUNS, "tools", "loss.json").read_text())["relative_difference"])
+
+# %% [markdown]
+# **Next**: use your reward in a config of your own, `cogumi.rewards: [my_rewards.py:right_length]`, and train as in the [quickstart](00_quickstart.ipynb).

@@ -1,6 +1,7 @@
 """The standard library sample: real, parseable, the same every time."""
 
 import ast
+import re
 import sysconfig
 import warnings
 from pathlib import Path
@@ -11,7 +12,16 @@ import pytest
 from cogumi.core import run_directory
 from cogumi.core.errors import UsageError
 from cogumi.data import stdlib_sample
-from cogumi.data.stdlib_sample import chat_path, collect_functions, pairs_path, renamings, sample_path, write_sample
+from cogumi.data.stdlib_sample import (
+    chat_path,
+    collect_functions,
+    noisy_chat_path,
+    pairs_path,
+    renamings,
+    sample_path,
+    tasks_path,
+    write_sample,
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +123,7 @@ def renamed(code: str, old: str, new: str) -> str:
 
 def test_each_task_asks_for_a_renaming_that_has_one_right_answer():
     rows = pl.read_parquet(chat_path())
-    assert rows.height > 2000
+    assert rows.height > 1000
     assert len({prompt[-1]["content"] for prompt in rows["prompt"]}) == rows.height
     for prompt, answer in rows.select("prompt", "answer").iter_rows():
         asked, lines = prompt[-1]["content"].split("\n", 1)
@@ -122,13 +132,27 @@ def test_each_task_asks_for_a_renaming_that_has_one_right_answer():
         assert new not in {node.id for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.Name)}
 
 
-def test_a_rejected_answer_forgets_the_last_place():
+def test_a_rejected_answer_renames_the_first_place_only():
     rows = pl.read_parquet(pairs_path())
     for prompt, chosen, rejected in rows.iter_rows():
-        old = prompt[-1]["content"].split(" ")[1]
-        assert chosen != rejected
-        assert old in rejected[-1]["content"]
+        asked, lines = prompt[-1]["content"].split("\n", 1)
+        _, old, _, new = asked.removesuffix(":").split(" ")
+        assert rejected[-1]["content"] == re.sub(rf"\b{old}\b", new, lines, count=1) != chosen[-1]["content"]
         assert old not in [node.id for node in ast.walk(ast.parse(chosen[-1]["content"])) if isinstance(node, ast.Name)]
+
+
+def test_noisy_conversations_and_tasks_are_of_different_functions():
+    """So that nothing of what SFT sees in the demonstration is a prompt of GSPO, or of the comparison after it."""
+    right, noisy, tasks = (pl.read_parquet(path()) for path in (chat_path, noisy_chat_path, tasks_path))
+    assert noisy.height + tasks.height == right.height
+    assert noisy.join(tasks, on="prompt").is_empty()
+    assert tasks.join(right, on=["prompt", "messages", "answer"]).height == tasks.height
+    pairs = pl.read_parquet(pairs_path())
+    assert pairs["prompt"].to_list() == noisy["prompt"].to_list()
+    answers = noisy.join(right, on="prompt", suffix="_right").join(pairs, on="prompt")
+    same = (answers["answer"] == answers["answer_right"]).to_numpy()
+    assert 0.45 < same.mean() < 0.55
+    assert (answers["messages"].list.last() == answers["rejected"].list.last()).to_list() == (~same).tolist()
 
 
 def test_a_name_that_is_also_another_word_is_no_task():

@@ -112,8 +112,8 @@ class MixEntry(Section):
 
 class DataSection(Section):
     source: str | None = None
-    """A parquet, JSON-lines or CSV file, a directory of shards, a glob, a hub id (`org/name`), or `cogumi:stdlib` (the
-    standard library's own functions)."""
+    """A parquet, JSON-lines or CSV file, a directory of shards, a glob, a hub id (`org/name`), or a sample made of the
+    standard library: `cogumi:stdlib` (its functions), `cogumi:stdlib-chat`, `-chat-noisy`, `-tasks`, `-pairs` (renamings)."""
     mix: list[MixEntry] = []
     """Several sources instead of one, by weight: as many examples as there are until one is used up, none twice."""
     revision: str | None = None

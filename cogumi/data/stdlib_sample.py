@@ -4,7 +4,9 @@ Everyone has them, they are real code by many hands, and their licence (PSF-2.0)
 method. Left out, so that a tiny model has something to learn in minutes: test suites, vendored and generated files
 (`SKIPPED_FOLDERS`), functions of less than `MIN_LINES` or more than `MAX_LINES`, functions inside functions, exact copies.
 
-The tasks are to rename a variable in a few lines of these functions: real code, and one right answer that anyone sees.
+The tasks are to rename a variable in a few lines of these functions: real code, and one right answer that anyone sees. The
+noisy sample answers every second one carelessly, as people do: what SFT learns from it, a reward or pairs can correct. The
+functions of `cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs, so that models of all can be compared on them.
 """
 
 import ast
@@ -31,11 +33,12 @@ from cogumi.core.run_directory import write_atomic
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION, TASKS_VERSION = 1, 5
+FORMAT_VERSION, TASKS_VERSION = 1, 9
 """Parts of the cached files' names: raise one when the filter or the columns change, or what is made of a function."""
 MIN_LINES, MAX_LINES = 3, 40
-MIN_TASK, MAX_TASK = 15, 60  # characters of the lines of a task, so that half a minute of training is enough
+MIN_TASK, MAX_TASK = 15, 40  # characters of the lines of a task, so that half a minute of training is enough
 MIN_NAME, COMMON_NAME = 3, 20  # a new name's letters, and functions in which it is a variable
+IN_TASKS = pl.col("draw") >= 4  # of the six numbers that a function draws
 LICENCE = "PSF-2.0"
 SKIPPED_FOLDERS = frozenset([
     "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip",
@@ -131,19 +134,33 @@ def write_frame(path: Path, frame: pl.DataFrame, **options: Any) -> Path:
 
 def chat_path() -> Path:
     """One row a renaming: `messages` (user and assistant); `prompt` (the first of them) and `answer` (text)."""
-    user, assistant = _message("user", pl.col("task")), _message("assistant", pl.col("renamed"))
-    return _tasks_path(
-        "chat", messages=pl.concat_list(user, assistant), prompt=pl.concat_list(user), answer=pl.col("renamed")
-    )
+    return _tasks_path("chat", **_conversation(pl.col("renamed")))
+
+
+def noisy_chat_path() -> Path:
+    """`chat_path` for two thirds of the functions, with every second answer careless: only the first place is renamed."""
+    answer = pl.when(pl.col("draw") % 2 == 0).then("careless").otherwise("renamed")
+    return _tasks_path("chat-noisy", ~IN_TASKS, **_conversation(answer))
+
+
+def tasks_path() -> Path:
+    """`chat_path` for the functions that are not in `noisy_chat_path`."""
+    return _tasks_path("tasks", IN_TASKS, **_conversation(pl.col("renamed")))
+
+
+def _conversation(answer: pl.Expr) -> dict[str, pl.Expr]:
+    user, assistant = _message("user", pl.col("task")), _message("assistant", answer)
+    return {"messages": pl.concat_list(user, assistant), "prompt": pl.concat_list(user), "answer": answer}
 
 
 def pairs_path() -> Path:
-    """One row a renaming, as messages: `prompt`, `chosen` (renamed), `rejected` (the last place is forgotten)."""
+    """One row for each of `noisy_chat_path`, as messages: `prompt`, `chosen` (renamed), `rejected` (careless)."""
     return _tasks_path(
         "pairs",
+        ~IN_TASKS,
         prompt=pl.concat_list(_message("user", pl.col("task"))),
         chosen=pl.concat_list(_message("assistant", pl.col("renamed"))),
-        rejected=pl.concat_list(_message("assistant", pl.col("forgotten"))),
+        rejected=pl.concat_list(_message("assistant", pl.col("careless"))),
     )
 
 
@@ -151,41 +168,39 @@ def _message(role: str, content: pl.Expr) -> pl.Expr:
     return pl.struct(pl.lit(role).alias("role"), content.alias("content"))
 
 
-def _tasks_path(kind: str, **columns: pl.Expr) -> Path:
-    """A cached file of these columns, which are made of those of `renamings`."""
+def _tasks_path(kind: str, where: pl.Expr | bool = True, **columns: pl.Expr) -> Path:
+    """A cached file of these columns, which are made of those of `renamings`, for the rows `where`."""
     sample = sample_path()
     path = sample.with_name(f"{sample.stem}-{kind}-v{TASKS_VERSION}.parquet")
     if path.exists():
         return path
-    return write_frame(path, renamings(pl.read_parquet(sample)["source"].to_list()).select(**columns))
+    return write_frame(path, renamings(pl.read_parquet(sample)["source"].to_list()).filter(where).select(**columns))
 
 
 def renamings(sources: list[str]) -> pl.DataFrame:
     """One task of each function that has one: to rename a variable in a few of its lines.
 
-    Columns: `task` ("Rename total to count:" and the lines), `renamed` (the lines after it) and `forgotten` (the same but
-    for the last place, which keeps its name). The new name is a variable's name elsewhere in `sources`. The same sources
-    give the same rows.
+    Columns: `task` ("Rename total to count:" and the lines), `renamed` (the lines after it), `careless` (only the first place
+    is renamed) and `draw` (0 to 5, by the function). The new name is a variable's name elsewhere in `sources`. The same
+    sources give the same rows.
     """
     trees = [ast.parse(source).body[0] for source in sources]
     uses = Counter(name for tree in trees for name in _variables(tree))
     names = sorted(name for name, count in uses.items() if count >= COMMON_NAME and len(name) >= MIN_NAME)
-    rows: dict[str, tuple[str, str, str]] = {}  # by lines
+    rows: dict[str, tuple[str, str, str, int]] = {}  # by lines
     for source, tree in zip(sources, trees, strict=True):
         draw = random.Random(source)
         found = sorted(set(_renamable_lines(source, tree)))
         if not found:
             continue
         lines, name = draw.choice(found)
-        new = draw.choice(names)
+        old, new = re.compile(rf"\b{name}\b"), draw.choice(names)
         while re.search(rf"\b{new}\b", lines):
             new = draw.choice(names)
-        *_, last = re.finditer(rf"\b{name}\b", lines)
-        forgotten = re.sub(rf"\b{name}\b", new, lines[: last.start()]) + lines[last.start() :]
-        renamed = re.sub(rf"\b{name}\b", new, lines)
-        rows.setdefault(lines, (f"Rename {name} to {new}:\n{lines}", renamed, forgotten))
-    columns = ("task", "renamed", "forgotten")
-    return pl.DataFrame(list(rows.values()), schema=dict.fromkeys(columns, pl.String), orient="row")
+        task, careless = f"Rename {name} to {new}:\n{lines}", old.sub(new, lines, count=1)
+        rows.setdefault(lines, (task, old.sub(new, lines), careless, draw.randrange(6)))
+    schema = {"task": pl.String, "renamed": pl.String, "careless": pl.String, "draw": pl.Int64}
+    return pl.DataFrame(list(rows.values()), schema=schema, orient="row")
 
 
 def _variables(tree: ast.AST) -> set[str]:
@@ -215,4 +230,10 @@ def _renamable_lines(source: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
                     yield code, name
 
 
-SAMPLES = {"cogumi:stdlib": sample_path, "cogumi:stdlib-chat": chat_path, "cogumi:stdlib-pairs": pairs_path}
+SAMPLES = {
+    "cogumi:stdlib": sample_path,
+    "cogumi:stdlib-chat": chat_path,
+    "cogumi:stdlib-chat-noisy": noisy_chat_path,
+    "cogumi:stdlib-tasks": tasks_path,
+    "cogumi:stdlib-pairs": pairs_path,
+}

@@ -38,9 +38,13 @@ class Comparison:
         pairs = zip(self.written[name], self.answers, strict=True)
         return sum(Levenshtein.normalized_similarity(a.strip(), b.strip()) for a, b in pairs) / len(self.answers)
 
+    def shown(self, count: int) -> range:
+        """The rows to show, whatever was answered: evenly spaced, as neighbours are often of one source file."""
+        return range(0, len(self.prompts), max(1, len(self.prompts) // count))[:count]
+
 
 def compare_models(
-    models: Mapping[str, str], config: str | os.PathLike[str] | Mapping[str, Any], rows: int = 100, **overrides: Any
+    models: Mapping[str, str], config: str | os.PathLike[str] | Mapping[str, Any], rows: int = 200, **overrides: Any
 ) -> Comparison:
     """Complete the first `rows` held-out prompts of a GSPO config with each model, greedily, on this machine.
 

@@ -132,24 +132,25 @@ def render_rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def compare(
-    models: Mapping[str, str], config: str | PathLike[str] | Mapping[str, Any], rows: int = 100, shown: int = 5
+    models: Mapping[str, str], config: str | PathLike[str] | Mapping[str, Any], rows: int = 200, shown: int = 5
 ) -> SideBySide:
     """Answers of several models to the first `rows` held-out prompts of a GSPO config: how many are right, and a few.
 
     models: directories or hub ids by name, such as base, SFT and GSPO. Greedy completions, made now on this machine. The
-    first `shown` prompts are listed, whatever was answered. Raises UsageError as `cogumi.methods.comparison` does.
+    `shown` prompts are listed, evenly spaced, whatever was answered. Raises UsageError as `cogumi.methods.comparison` does.
     """
     from cogumi.methods.comparison import compare_models  # imports torch
 
     found = compare_models(models, config, rows)
     right = ["exactly right", *(f"{found.exact(name):.0%}" for name in models), ""]
     close = ["mean edit similarity", *(f"{found.similarity(name):.2f}" for name in models), ""]
-    listed = [
-        [verbatim(asked), *(render_answer(found.written[name][row], answer) for name in models), verbatim(answer)]
-        for row, (asked, answer) in enumerate(zip(found.prompts[:shown], found.answers, strict=False))
-    ]
+    listed = []
+    for row in found.shown(shown):
+        answer = found.answers[row]
+        texts = (render_answer(found.written[name][row], answer) for name in models)
+        listed.append([verbatim(found.prompts[row]), *texts, verbatim(answer)])
     rows_of_table = [*([escape_text(each) for each in row] for row in (right, close)), *listed]
-    caption = f"{len(found.prompts)} held-out prompts, of which the first {len(listed)} are shown"
+    caption = f"{len(found.prompts)} held-out prompts, of which {len(listed)} are shown, evenly spaced"
     return SideBySide(table(("asked", *models, "right"), rows_of_table, caption, kind="wide even"))
 
 

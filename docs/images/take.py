@@ -1,7 +1,8 @@
 """The pictures of README and docs: the quickstart, run in a real JupyterLab in a real Chromium. `python -m docs.images.take`
 
-panel.png: the panel while GSPO trains, light; panel-dark.png: another kernel on the same run, dark; form.png: the form of
-smoke/sft, one value changed; report.png: a screen of the report, opened as a file.
+panel.png: the panel while GSPO trains, light; compare.png: base, SFT and GSPO side by side; panel-dark.png: another kernel
+on the same run, dark; form.png: the form of smoke/sft, one value changed; report.png: a screen of the report, opened as a
+file.
 """
 
 import shutil
@@ -19,7 +20,7 @@ from tests.lab import command, lab, open_notebook, page, write_notebook
 HERE = Path(__file__).parent
 NOTEBOOK = HERE.parents[1] / "notebooks" / "00_quickstart.py"
 PATIENCE_MS = 400_000
-SHOWN_AT = 40  # of the 72 steps: there is something to see, and something to come
+SHOWN_AT = 25  # of the 36 steps: there is something to see, and something to come
 
 
 def take(directory: Path) -> None:
@@ -32,6 +33,7 @@ def take(directory: Path) -> None:
         until_step(shown, directory, SHOWN_AT)
         shown.locator(".cogumi-panel").last.screenshot(path=HERE / "panel.png")
         shown.get_by_text("report.html").wait_for()
+        shown.locator(".jp-RenderedHTML").filter(has_text="exactly right").screenshot(path=HERE / "compare.png")
         assert not wrong, wrong
     write_notebook(directory / "attach.ipynb", ["import cogumi\ncogumi.attach('runs/quickstart/gspo').dashboard()"])
     shutil.rmtree(directory / ".jupyter")
