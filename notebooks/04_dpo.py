@@ -26,7 +26,8 @@ print(cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft").wait())
 cogumi.preview(DPO, examples=1, model__name=f"{RUNS}/sft/merged")
 
 # %% [markdown]
-# **Train.** Before the first update the model is its own reference, so the rewards are 0 and the loss is log 2. Both are checked.
+# **Train.** Before the first update the model is its own reference, so the rewards are 0. This is checked.
+# An SFT term beside DPO's keeps the chosen answers likely: without it, the answers of this small base fall apart.
 
 # %%
 run = cogumi.start(DPO, model__name=f"{RUNS}/sft/merged", cogumi__run_dir=f"{RUNS}/dpo")

@@ -34,7 +34,7 @@ def test_a_model_completes_greedily_what_its_chat_template_makes_of_a_prompt() -
 
 
 def test_rows_without_an_answer_are_refused() -> None:
-    with pytest.raises(UsageError, match="data.source: held-out rows have no column answer or middle; compare"):
+    with pytest.raises(UsageError, match=r"data\.source: held-out rows have no column answer or middle; compare"):
         compare_models({"base": "cogumi:small-base"}, "smoke/chat-sft")
     with pytest.raises(UsageError, match="no rows are held out"):
         compare_models({"base": "cogumi:small-base"}, "smoke/chat-gspo", data__eval_rows=0)

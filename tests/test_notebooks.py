@@ -145,7 +145,7 @@ def test_what_it_calls_is_there_and_takes_what_it_is_given(source: Path) -> None
 SAID = {
     "00": ["finished, step 8/8", "data:image/svg+xml", "report.html", "exactly right"],
     "01": ["notebook kernel", "memory", "H100 SXM", "form.write("],
-    "02": ["1,344", 'class="learned"', "data:image/svg+xml"],
+    "02": ["1,265", 'class="learned"', "data:image/svg+xml"],
     "03": ["step 8/8", "safe to scale: not shown", "pass  merged logits", "data:image/svg+xml"],
     "04": ["rejected", "finished, step 8/8", "data:image/svg+xml"],
     "05": ["gradient", "finished, step 8/8", "data:image/svg+xml"],

@@ -171,10 +171,12 @@ def _message(role: str, content: pl.Expr) -> pl.Expr:
 def _tasks_path(kind: str, where: pl.Expr | bool = True, **columns: pl.Expr) -> Path:
     """A cached file of these columns, which are made of those of `renamings`, for the rows `where`."""
     sample = sample_path()
-    path = sample.with_name(f"{sample.stem}-{kind}-v{TASKS_VERSION}.parquet")
+    made, path = (sample.with_name(f"{sample.stem}-{name}-v{TASKS_VERSION}.parquet") for name in ("renamings", kind))
     if path.exists():
         return path
-    return write_frame(path, renamings(pl.read_parquet(sample)["source"].to_list()).filter(where).select(**columns))
+    if not made.exists():
+        write_frame(made, renamings(pl.read_parquet(sample)["source"].to_list()))
+    return write_frame(path, pl.read_parquet(made).filter(where).select(**columns))
 
 
 def renamings(sources: list[str]) -> pl.DataFrame:
