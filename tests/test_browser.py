@@ -217,6 +217,7 @@ def test_a_message_is_typed_and_both_models_answer_side_by_side(tmp_path: Path) 
             typed.fill(said)
             box.get_by_role("button", name="Send").click()
             row = box.locator("tr").filter(has_text=said.splitlines()[0])
+            row.wait_for()  # from here on the button is disabled until all have answered
             box.get_by_role("button", name="Send", disabled=False).wait_for()
             cells = row.locator("td, th").all_inner_texts()
             assert cells[0] == said  # as it was typed, markup and all
