@@ -59,6 +59,7 @@ class Report:
     flags: list[str] = field(default_factory=list)
     samples: list[dict[str, str]] = field(default_factory=list)
     exact: dict[str, float] = field(default_factory=dict)
+    careless: dict[str, float] = field(default_factory=dict)
     similarity: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     machine: str = ""
@@ -274,10 +275,15 @@ def check_gspo(report: Report, model: str) -> Any:
 
 def compare(report: Report, models: dict[str, str]) -> None:
     """Greedy completions of held-out prompts by each model. A stage after which fewer are exactly right fails."""
+    from cogumi.data.stdlib_sample import careless_answer
     from cogumi.methods.comparison import compare_models
 
     found = compare_models(models, GSPO, COMPARED)
     report.exact = {name: found.exact(name) for name in models}
+    spoiled = [careless_answer(asked) for asked in found.prompts]
+    for name in models:
+        same = sum(a.strip() == b.strip() for a, b in zip(found.written[name], spoiled, strict=True))
+        report.careless[name] = same / len(spoiled)
     report.similarity = {name: found.similarity(name) for name in models}
     for before, after in pairwise(models):
         figure = f"{report.exact[before]:.1%} -> {report.exact[after]:.1%} of {len(found.prompts)} held-out prompts"
@@ -296,13 +302,16 @@ def show(report: Report, console: Console) -> None:
         table.add_row(row.stage, row.checked, escape(row.figure), mark, f"{row.seconds:.1f}" if row.seconds else "")
     console.print(table)
     if report.samples:
-        title = f"every {COMPARED // SHOWN}th held-out prompt, greedy completions"
+        title = f"what SFT and GSPO changed: every {COMPARED // SHOWN}th held-out prompt, greedy completions"
         texts = Table(*report.samples[0], title=title, show_lines=True)
         for sample in report.samples:
             right = sample["right"].strip()
-            cells = (f"[green]{escape(text)}[/]" if text.strip() == right else escape(text) for text in sample.values())
+            cells = (
+                f"[green]{escape(text)} ✓[/]" if text.strip() == right else escape(text) for text in sample.values()
+            )
             texts.add_row(*cells)
         texts.add_row(f"exactly right, of {COMPARED}", *(f"{share:.1%}" for share in report.exact.values()), "")
+        texts.add_row("only the first place renamed", *(f"{share:.1%}" for share in report.careless.values()), "")
         texts.add_row("mean edit similarity", *(f"{mean:.3f}" for mean in report.similarity.values()), "")
         console.print(texts)
     for flag in report.flags:
@@ -311,6 +320,10 @@ def show(report: Report, console: Console) -> None:
     red = sum(": red: " in flag for flag in report.flags)
     said = f"are met in {report.seconds:.0f} s, with RED flags: {red}" if red else f"passed in {report.seconds:.0f} s"
     console.print(f"{passed} of {len(report.rows)} checks {said}; details in {report.run_dir}/smoke.json")
+    if report.samples:
+        console.print(
+            f"next: cogumi chat {report.run_dir}/gspo, or the quickstart in a notebook (make lab)", soft_wrap=True
+        )
 
 
 def main(

@@ -3,8 +3,9 @@
 # At the end you have a model that does what you ask, a table that shows what each stage changed, and a report to keep.
 #
 # The base is a small model of Python code that comes with the package. You ask it to rename a variable in a few lines of real code.
-# SFT imitates demonstrations. As in real data, some are wrong: every second one renames only the first place.
-# GSPO needs no demonstration. It rewards right answers, and so corrects what SFT has copied. Nothing is downloaded, and no GPU is needed.
+# SFT imitates demonstrations. We made every second one careless: it renames only the first place.
+# GSPO sees other tasks and no demonstration. It rewards right answers, and so corrects what SFT has copied.
+# Nothing is downloaded, and no GPU is needed.
 #
 # For a real model, change the two names in the next cell. Each cell needs only the first one and the files in `RUNS`.
 
@@ -20,7 +21,7 @@ RUNS = "runs/quickstart"
 # **Look at the demonstrations.** The assistant's words are what the model learns, right or careless.
 
 # %%
-cogumi.preview(SFT, examples=2)
+cogumi.preview(SFT, examples=6)
 
 # %% [markdown]
 # **Fine-tune.** The run is a process of its own: it keeps training when you close this notebook. The panel follows it.
@@ -33,7 +34,8 @@ sft.dashboard()
 print(cogumi.attach(f"{RUNS}/sft").wait())
 
 # %% [markdown]
-# **Reward it.** GSPO starts from the merged model. Each task is answered eight times; a right answer earns more than a careless one.
+# **Reward it.** GSPO starts from the merged model. Each task is answered eight times.
+# A right answer earns 2, a careless one about 0.9: 1 for being exact, and up to 1 for how close it is.
 
 # %%
 gspo = cogumi.start(GSPO, model__name=f"{RUNS}/sft/merged", cogumi__run_dir=f"{RUNS}/gspo")
@@ -65,10 +67,10 @@ cogumi.attach(f"{RUNS}/gspo").report()
 FileLink(f"{RUNS}/gspo/report.html")
 
 # %% [markdown]
-# **Talk to it.** Ask for a renaming of your own. GSPO began from the model after SFT, so that is the base beside it here.
+# **Talk to it.** Ask for a renaming of your own. GSPO began from the model after SFT: here `base` is that model.
 
 # %%
-cogumi.attach(f"{RUNS}/gspo").chat("Rename value to number:\nvalue = int(value)")
+cogumi.attach(f"{RUNS}/gspo").chat("Rename value to number:\nvalue = int(value)", temperature=0)
 
 # %% [markdown]
 # **Next**: your own conversations in [03](03_sft.ipynb), a reward of your own in [09](09_reward_and_tools.ipynb), merging and chatting in [07](07_merge_and_chat.ipynb).

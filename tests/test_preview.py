@@ -26,7 +26,7 @@ def chat(tiny_model: Path, tmp_path: Path) -> Config:
     return {
         "model": {"name": str(tiny_model)},
         "data": {"source": str(tmp_path / "chats.jsonl"), "format": "chat", "overlong": "truncate"},
-        "train": {"chat_template_path": "cogumi:tulu", "max_length": 80},
+        "train": {"chat_template_path": "cogumi:tulu", "max_length": 60},
         "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run")},
     }
 

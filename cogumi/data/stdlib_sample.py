@@ -199,10 +199,17 @@ def renamings(sources: list[str]) -> pl.DataFrame:
         old, new = re.compile(rf"\b{name}\b"), draw.choice(names)
         while re.search(rf"\b{new}\b", lines):
             new = draw.choice(names)
-        task, careless = f"Rename {name} to {new}:\n{lines}", old.sub(new, lines, count=1)
-        rows.setdefault(lines, (task, old.sub(new, lines), careless, draw.randrange(6)))
+        task = f"Rename {name} to {new}:\n{lines}"
+        rows.setdefault(lines, (task, old.sub(new, lines), careless_answer(task), draw.randrange(6)))
     schema = {"task": pl.String, "renamed": pl.String, "careless": pl.String, "draw": pl.Int64}
     return pl.DataFrame(list(rows.values()), schema=schema, orient="row")
+
+
+def careless_answer(task: str) -> str:
+    """The lines of a task with only the first place renamed."""
+    asked, lines = task.split("\n", 1)
+    _, old, _, new = asked.removesuffix(":").split(" ")
+    return re.sub(rf"\b{old}\b", new, lines, count=1)
 
 
 def _variables(tree: ast.AST) -> set[str]:

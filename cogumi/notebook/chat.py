@@ -84,6 +84,10 @@ def saved_in(run: Path) -> tuple[Path | None, Path | None, str]:
     merged = run / "merged" if (run / "merged" / "config.json").is_file() else None
     if adapter or merged:
         return adapter, merged, ""
+    if inside := sorted(each.parent for name in ("adapter", "merged") for each in run.glob(f"*/{name}")):
+        raise UsageError(
+            "it holds runs, and has no model of its own", place=run, fix=f"give one of them, such as {inside[0]}"
+        )
     status, point = status_of(run), last_good_checkpoint(run / "checkpoints")
     state = status.state + (f", step {status.step}" if status.step else "")
     if point is None:

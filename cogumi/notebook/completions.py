@@ -142,7 +142,7 @@ def compare(
     from cogumi.methods.comparison import compare_models  # imports torch
 
     found = compare_models(models, config, rows)
-    right = ["exactly right", *(f"{found.exact(name):.0%}" for name in models), ""]
+    right = ["exactly right", *(f"{found.exact(name):.1%}" for name in models), ""]
     close = ["mean edit similarity", *(f"{found.similarity(name):.2f}" for name in models), ""]
     listed = []
     for row in found.shown(shown):
