@@ -333,6 +333,15 @@ def test_a_run_without_its_end_answers_from_its_last_good_checkpoint(
         read_setup(home)
 
 
+def test_a_directory_that_only_holds_runs_names_one(finished_chat: FinishedRun, tmp_path: Path) -> None:
+    """As the smoke run's has it, with a status of its own."""
+    shutil.copytree(finished_chat.result.run_dir, tmp_path / "gspo")
+    write_json(tmp_path / "status.json", {"state": "finished"})
+    with pytest.raises(UsageError, match=f"it holds runs.*; give one of them, such as {tmp_path}/gspo$"):
+        read_setup(tmp_path)
+    assert read_setup(tmp_path / "gspo").columns
+
+
 def test_an_adapter_alone_answers_on_the_base_that_it_names(
     finished_chat: FinishedRun, chat_of: Callable[..., Chat]
 ) -> None:
