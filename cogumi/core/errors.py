@@ -15,7 +15,8 @@ class UsageError(Exception):
 
     def __init__(self, message: str, *, place: Path | str = "", key: str = "", fix: str = "") -> None:
         first = message.partition(" ")[0].rstrip(":")
-        named = first == key or f"`{key}" in message  # as in "train.max_steps = 0: ..."
+        # As in "train.max_steps = 0: ...", and in the place "override train.max_steps".
+        named = first == key or f"`{key}" in message or str(place) == f"override {key}"
         subject = ": ".join(str(part) for part in (place, "" if named else key, message) if part)
         super().__init__(f"{subject}; {fix}" if fix else subject)
         self.message, self.place, self.key, self.fix = message, str(place), key, fix

@@ -1,6 +1,8 @@
 """`cogumi.train`, `cogumi.preview` and `cogumi.preflight`: what is refused and chosen before torch is imported comes first."""
 
+import difflib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from cogumi.training import RunResult
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
+NO_PATH = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")
+"""A model of cogumi's, or what may be a hub id."""
 
 
 def train(config: Config, **overrides: Any) -> "RunResult":
@@ -81,6 +85,14 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
     if trains:
         refuse_ranks(os.environ, format_command(sys.argv))
     run, origins = read_config(config, overrides)
+    if (name := run.model.name) and not NO_PATH.fullmatch(name) and not Path(name).is_dir():
+        near = difflib.get_close_matches(Path(name).name, [each.name for each in Path(name).parent.glob("*/")], n=1)
+        hint = f"; there is {Path(name).parent / near[0]}" if near else ""
+        fix = "give a directory that is there, or a hub id (owner/name)"
+        place = origins.get("model.name", origins.label)
+        raise UsageError(
+            f"no model at {name!r}: there is no such directory{hint}", place=place, key="model.name", fix=fix
+        )
     for key, source in (("source", run.data.source), *(("mix", each.source) for each in run.data.mix)):
         try:
             if source is not None:
