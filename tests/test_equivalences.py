@@ -147,8 +147,9 @@ def test_accumulated_batches_are_one_batch(
     """8 x 1 = 4 x 2 = 1 x 8, though rows are of unlike lengths: the loss is that of a step's tokens, or pairs."""
     found = {}
     for size in (8, 4, 1):
-        # A rate at which AdamW does not turn float32's last digit in a small gradient into a step of 1e-5.
-        train = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "learning_rate": 5e-4}
+        # A rate and an epsilon at which AdamW does not turn float32's last digit in a small gradient into a step of 1e-5.
+        train = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+        train |= {"learning_rate": 5e-4, "adam_epsilon": 1e-6}
         result = cogumi.train(config(method, chat_model, data, tmp_path / str(size), **train))
         found[size] = losses(result.run_dir), result.adapter
     for size in (4, 1):
