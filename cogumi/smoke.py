@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
 from itertools import pairwise
@@ -33,10 +33,8 @@ log = logging.getLogger("cogumi")
 STACK = ("torch", "transformers", "trl", "peft", "datasets", "polars")
 GPU_PROBES = ("torch", "matmul", "triton", "bitsandbytes", "flash_attn")
 SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"
-COMPARED, SHOWN = (
-    200,
-    5,
-)  # held-out prompts on which base, SFT and GSPO model are scored, and those of them that are printed
+COMPARED = 200  # held-out prompts on which the base, the SFT and the GSPO model are scored
+SHOWN = 5  # of them that are printed
 QUICK_STEPS = {"sft": 15, "gspo": 8}
 
 
@@ -280,10 +278,8 @@ def compare(report: Report, models: dict[str, str]) -> None:
 
     found = compare_models(models, GSPO, COMPARED)
     report.exact = {name: found.exact(name) for name in models}
-    spoiled = [careless_answer(asked) for asked in found.prompts]
-    for name in models:
-        same = sum(a.strip() == b.strip() for a, b in zip(found.written[name], spoiled, strict=True))
-        report.careless[name] = same / len(spoiled)
+    spoiled = replace(found, answers=[careless_answer(asked) for asked in found.prompts])
+    report.careless = {name: spoiled.exact(name) for name in models}
     report.similarity = {name: found.similarity(name) for name in models}
     for before, after in pairwise(models):
         figure = f"{report.exact[before]:.1%} -> {report.exact[after]:.1%} of {len(found.prompts)} held-out prompts"

@@ -41,7 +41,9 @@ def test_the_whole_smoke_run_passes(tmp_path: Path) -> None:
     } <= checked
     assert [list(sample) for sample in report["samples"]] == [["asked", "base", "SFT", "GSPO", "right"]] * 5
     assert report["exact"]["base"] + 0.1 <= report["exact"]["SFT"] < report["exact"]["GSPO"]
-    assert any(sample["GSPO"].strip() == sample["right"] for sample in report["samples"])
+    assert sum(sample["GSPO"].strip() == sample["right"] for sample in report["samples"]) >= 2
+    assert report["careless"]["base"] == 0
+    assert report["careless"]["SFT"] > 0.1 > 2 * report["careless"]["GSPO"]
     assert f"{len(report['rows'])} of {len(report['rows'])} checks" in done.stdout.replace("\n", " ")
     assert (tmp_path / "run" / "sft" / "DONE").exists()
     assert (tmp_path / "run" / "gspo" / "DONE").exists()

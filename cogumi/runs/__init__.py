@@ -1,6 +1,5 @@
 """`cogumi.train`, `cogumi.preview` and `cogumi.preflight`: what is refused and chosen before torch is imported comes first."""
 
-import difflib
 import os
 import re
 import shlex
@@ -79,6 +78,7 @@ def libraries() -> Iterator[None]:
 def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool = False) -> None:
     """Raise UsageError for what is known to be wrong without torch, trl and peft, whose import takes seconds."""
     # Imported here: attaching to a run needs no schema.
+    from cogumi.config.binding import nearest
     from cogumi.config.schema import read_config
     from cogumi.data.source_files import refuse_missing
 
@@ -86,8 +86,8 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
         refuse_ranks(os.environ, format_command(sys.argv))
     run, origins = read_config(config, overrides)
     if (name := run.model.name) and not NO_PATH.fullmatch(name) and not Path(name).is_dir():
-        near = difflib.get_close_matches(Path(name).name, [each.name for each in Path(name).parent.glob("*/")], n=1)
-        hint = f"; there is {Path(name).parent / near[0]}" if near else ""
+        near = nearest(Path(name).name, (each.name for each in Path(name).parent.glob("*/")))
+        hint = f"; there is {Path(name).parent / near}" if near else ""
         fix = "give a directory that is there, or a hub id (owner/name)"
         place = origins.get("model.name", origins.label)
         raise UsageError(
