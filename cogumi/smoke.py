@@ -302,10 +302,11 @@ def show(report: Report, console: Console) -> None:
         texts = Table(*report.samples[0], title=title, show_lines=True)
         for sample in report.samples:
             right = sample["right"].strip()
-            cells = (
-                f"[green]{escape(text)} ✓[/]" if text.strip() == right else escape(text) for text in sample.values()
-            )
-            texts.add_row(*cells)
+            cells = {
+                name: f"[green]{escape(text)} ✓[/]" if name in report.exact and text.strip() == right else escape(text)
+                for name, text in sample.items()
+            }
+            texts.add_row(*cells.values())
         texts.add_row(f"exactly right, of {COMPARED}", *(f"{share:.1%}" for share in report.exact.values()), "")
         texts.add_row("only the first place renamed", *(f"{share:.1%}" for share in report.careless.values()), "")
         texts.add_row("mean edit similarity", *(f"{mean:.3f}" for mean in report.similarity.values()), "")

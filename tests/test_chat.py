@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 import torch
+import yaml
 from chat_tokenizers import chat_tokenizer
 from finished_runs import FinishedRun
 from golden import Golden
@@ -115,7 +117,7 @@ def test_base_adapter_and_merged_answer_what_transformers_generates(
     assert texts["base"] == generated(Path(finished_chat.result.base), tokenizer, asked, 12)
     assert texts["adapter"] == texts["merged"] != texts["base"]
     first = beside.splitlines()[0]
-    for word in (str(home), "chat", "base and adapter and merged", "greedy", "12 tokens", "'; done'"):
+    for word in (str(home), "chat", "/base) and adapter and merged", "greedy", "12 tokens", "'; done'"):
         assert word in first, word
 
 
@@ -305,6 +307,16 @@ def test_a_gspo_run_samples_as_its_rollouts_did(finished_gspo: FinishedRun) -> N
     greedy = read_setup(finished_gspo.home, temperature=0, max_new_tokens=5)
     assert (greedy.sampling, greedy.max_new_tokens) == ({}, 5)
     assert read_setup(finished_gspo.home, temperature=0.5).sampling == {**setup.sampling, "temperature": 0.5}
+
+
+def test_generation_kwargs_of_a_gspo_run_are_followed(finished_gspo: FinishedRun, tmp_path: Path) -> None:
+    run = shutil.copytree(finished_gspo.home, tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["train"] |= {"top_p": 0.9, "generation_kwargs": {"top_p": 0.5, "eos_token_id": [1]}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    found = read_setup(run).sampling
+    assert found["top_p"] == 0.5
+    assert "eos_token_id" not in found  # of the run's own tokenizer
 
 
 def test_a_run_without_its_end_answers_from_its_last_good_checkpoint(
@@ -504,7 +516,7 @@ def test_in_a_real_kernel_the_panel_loads_and_answers_while_the_kernel_is_free(
     widget = "application/vnd.jupyter.widget-view+json"
     shown = [each.data for each in cells[0].outputs if widget in each.get("data", {})]
     assert len(shown) == 1
-    assert "base and merged" in shown[0]["text/plain"]
+    assert re.search(r"; base \(.+\) and merged; ", shown[0]["text/plain"])
     assert any("loading" in each.text for each in cells[1].outputs if "text" in each)
     text = "".join(each.text for each in cells[2].outputs if "text" in each and each.name == "stdout")
     assert text.count("<td") == 2

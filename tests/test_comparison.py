@@ -1,10 +1,12 @@
 """Models side by side: the scores by hand, the completions by transformers' own generate, and what is refused."""
 
 import pytest
+from bs4 import BeautifulSoup
 
 from cogumi.core.errors import UsageError
 from cogumi.methods.comparison import Comparison, compare_models
 from cogumi.models.loading import load_model, load_tokenizer, resolve_model
+from cogumi.notebook import completions
 
 
 def test_scores_leave_out_the_white_space_around_a_text() -> None:
@@ -31,6 +33,21 @@ def test_a_model_completes_greedily_what_its_chat_template_makes_of_a_prompt() -
         ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         out = model.generate(**ids.to(model.device), do_sample=False, max_new_tokens=24)
         assert tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == written
+
+
+def test_the_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = {"SFT": ["b = 1", "a < c"], "GSPO": ["b = 1", "b < c\n"]}
+    found = Comparison(["Rename a to b:", "the second"], ["b = 1", "b < c"], written)
+    monkeypatch.setattr("cogumi.methods.comparison.compare_models", lambda *_: found)
+    page = BeautifulSoup(completions.compare(dict.fromkeys(written, "anywhere"), "any")._repr_html_(), "html.parser")
+    rows = [[cell.get_text(" ", strip=True) for cell in row.find_all(["td", "th"])] for row in page.find_all("tr")]
+    assert rows == [
+        ["asked", "SFT", "GSPO", "right"],
+        ["exactly right", "50.0%", "100.0%", ""],
+        ["mean edit similarity", "0.90", "1.00", ""],
+        ["Rename a to b:", "b = 1 right", "b = 1 right", "b = 1"],
+        ["the second", "a < c wrong", "b < c right", "b < c"],
+    ]
 
 
 def test_rows_without_an_answer_are_refused() -> None:

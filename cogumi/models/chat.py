@@ -210,7 +210,8 @@ class Chat:
             how += f"; {FILL} in it is filled in" if self.fills else ""
         ways = f"temperature {setup.sampling['temperature']:g}" if setup.sampling else "greedy"
         stops = f", stops at {', '.join(map(repr, setup.stops))}" if setup.stops else ""
-        columns = " and ".join(setup.columns)
+        known = {BASE: f"{BASE} ({setup.files.base})"}
+        columns = " and ".join(known.get(each, each) for each in setup.columns)
         return f"{setup.place}: {how}; {columns}; {ways}, up to {setup.max_new_tokens} tokens{stops}"
 
 

@@ -117,8 +117,12 @@ def setup_of_run(run: Path, adapter: Path | None, merged: Path | None, note: str
     sampling: dict[str, Any] = {}
     kwargs: dict[str, Any] = {}
     if ours.get("method") == "gspo":
-        given = {key: train[key] for key in SAMPLING if train.get(key) is not None}
-        sampling = {"do_sample": True, **SAMPLING, **given}
+        given = train | (train.get("generation_kwargs") or {})
+        sampling = {
+            "do_sample": True,
+            **SAMPLING,
+            **{key: given[key] for key in SAMPLING if given.get(key) is not None},
+        }
         kwargs = train.get("chat_template_kwargs") or {}
     mix = data.get("mix") or [{}]
     samples = read_jsonl(run / SAMPLES_FILE)

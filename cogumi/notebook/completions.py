@@ -14,6 +14,7 @@ from cogumi.notebook.html_components import (
     escape_text,
     folded,
     inline_styles,
+    level,
     table,
     verbatim,
     wrap_table,
@@ -155,4 +156,5 @@ def compare(
 
 
 def render_answer(text: str, answer: str) -> str:
-    return ("✓ " if text.strip() == answer.strip() else "") + render_completion(text)
+    mark = level("green", "right") if text.strip() == answer.strip() else level("red", "wrong")
+    return render_completion(text) + mark
