@@ -115,11 +115,11 @@ def test_every_plot_is_of_names_that_are_logged() -> None:
 @pytest.mark.timeout(120)
 def test_a_million_lines_stay_small(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    row = {"loss": 1.25, "grad_norm": 0.5, "learning_rate": 2e-4, "perf/tokens_per_second": 12345.6, "entropy": 0.25}
-    rest = json.dumps(row)[1:]
+    keys = ("loss", "grad_norm", "learning_rate", "perf/tokens_per_second", "entropy")
     with path.open("w") as file:
         for begin in range(0, 1_000_000, 10_000):
-            file.write("".join(f'{{"step": {n}, {rest}\n' for n in range(begin + 1, begin + 10_001)))
+            rows = ({"step": n, **dict.fromkeys(keys, n % 7)} for n in range(begin + 1, begin + 10_001))
+            file.write("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "time": 0.0}))
     looks = (
         "import re, sys; from pathlib import Path\n"
@@ -135,6 +135,6 @@ def test_a_million_lines_stay_small(tmp_path: Path) -> None:
     first, rows, drawn, memory, torch = done.stdout.split()
     assert 100_000 < int(first) < 1_000_000  # something to see at once
     assert int(rows) == 5_000_000
-    assert int(drawn) < 200_000  # characters that go to the browser
+    assert 20_000 < int(drawn) < 200_000  # characters that go to the browser
     assert int(memory) < 200e6, memory
     assert torch == "False"

@@ -17,7 +17,7 @@ import cogumi
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
 from cogumi.notebook import panel
-from cogumi.notebook.curves import Curves, format_number, render_svg
+from cogumi.notebook.curves import Curves, format_number, render_plots, render_svg
 from cogumi.notebook.panel import RunPanel
 from cogumi.notebook.report import write_report
 from cogumi.notebook.run_snapshot import SnapshotReader, render_screen
@@ -241,6 +241,7 @@ def test_what_a_curve_is_now_is_not_its_last_number_where_that_was_none(tmp_path
     assert shown.count("not finite<") == 1  # the legend of the loss
     assert format_number(1.23e30) == "1.2e+30"
     assert (format_number(12_345.6), format_number(1234.5), format_number(0.000123)) == ("12.3k", "1,234", "0.000123")
+    assert (format_number(-7.456e-5), format_number(0.0)) == ("-7.5e-05", "0")
 
 
 def test_completions_that_show_nothing_are_told_in_words(tmp_path: Path) -> None:
@@ -263,6 +264,24 @@ def test_the_plot_of_one_step_has_one_tick_and_an_axis_about_its_value(tmp_path:
     assert words_of(0.0) == ["1", "0", "step 7", "0"]
     assert words_of(2.0) == ["3", "1", "step 7", "2"]
     assert words_of(-2.0) == ["-1", "-3", "step 7", "-2"]
+
+
+def test_what_has_the_same_value_at_every_step_is_said_in_words(tmp_path: Path) -> None:
+    curves = Curves(tmp_path / "metrics.jsonl")
+
+    def shown() -> tuple[list[str], str]:
+        curves.read()
+        html = render_plots(curves.plots())
+        return re.findall(r'aria-label="(.+?) by step', html), "".join(re.findall("<p>(.+?)</p>", html))
+
+    append_jsonl(curves.path, {"step": 1, "loss": 2.0, "kl": 0.0, "learning_rate": 1e-3})
+    assert shown() == (["loss", "KL", "learning rate"], "")  # one value is neither constant nor moving
+    append_jsonl(curves.path, {"step": 2, "loss": 1.0, "kl": 0.0, "learning_rate": 1e-3})
+    assert shown() == (["loss"], "the same at every step: KL 0, learning rate 0.001")
+    append_jsonl(curves.path, {"step": 3, "loss": 1.0, "kl": 0.0, "learning_rate": 5e-4})
+    assert shown() == (["loss", "learning rate"], "the same at every step: KL 0")
+    append_jsonl(curves.path, {"step": 4, "loss": 1.0, "kl": float("nan")})
+    assert shown() == (["loss", "KL", "learning rate"], "")
 
 
 @pytest.mark.timeout(120)

@@ -78,6 +78,11 @@ class Curve:
     def high(self) -> np.ndarray:
         return self.bins[HIGH]
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether two values or more were logged and all of them are equal."""
+        return not self.broken and self.bins[COUNT].sum() > 1 and bool(self.low.min() == self.high.max())
+
     def __bool__(self) -> bool:
         return bool(self.bins.shape[1] or self.broken)
 
@@ -182,6 +187,18 @@ LINES = ((BLUE, "none"), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and 
 Scale = Callable[[Any], Any]
 
 
+def render_plots(plots: Iterable[tuple[Plot, dict[str, Curve]]], marks: Sequence[tuple[int, str, str]] = ()) -> str:
+    """The plots, and below them in words what had the same value at every step. marks: as for `render_svg`."""
+    drawn, same = [], []
+    for plot, curves in plots:
+        if all(curve.is_constant for curve in curves.values()):
+            same += [f"{plot.title} {format_number(float(curve.low[0]))}" for curve in curves.values()]
+        else:
+            drawn.append(render_svg(plot, curves, marks))
+    words = f"<p>the same at every step: {escape(', '.join(same))}</p>" if same else ""
+    return f'<div class="plots">{"".join(drawn)}</div>{words}' if drawn or same else ""
+
+
 def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, str, str]] = ()) -> str:
     """One plot. marks: (step, level, name) of flags, whose numbers the list beside the plots has as well."""
     steps = np.concatenate([curve.steps for curve in curves.values()])
@@ -281,8 +298,8 @@ def describe_plot(plot: Plot, curves: Mapping[str, Curve]) -> str:
 
 
 def format_number(value: float) -> str:
-    """`0.0123`, `1,234`, `12.3k`, `2e-05`: what fits beside an axis."""
-    if abs(value) >= 1e9:
+    """`0.0123`, `1,234`, `12.3k`, `-7.5e-05`: what fits beside an axis."""
+    if abs(value) >= 1e9 or abs(value) < 1e-4:
         return f"{value:.2g}"
     if abs(value) >= 1e6:
         return f"{value / 1e6:.3g}M"

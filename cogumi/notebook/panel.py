@@ -16,7 +16,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import flag_sentence
 from cogumi.core.notices import is_notebook
 from cogumi.core.run_directory import CHECKPOINT, PAUSE
-from cogumi.notebook.curves import render_svg
+from cogumi.notebook import curves
 from cogumi.notebook.html_components import describe_blank, escape_text, folded, level, style, table
 from cogumi.notebook.run_snapshot import REFRESH_SECONDS, RunSnapshot, SnapshotReader
 from cogumi.telemetry.status import (
@@ -233,8 +233,8 @@ def render_flags(look: RunSnapshot) -> str:
 
 def render_plots(look: RunSnapshot) -> str:
     marks = [(int(each["step"]), "red", each["name"]) for each in look.was_red]
-    drawn = [render_svg(plot, curves, marks) for plot, curves in look.plots]
-    return wrap_piece(f'<div class="plots">{"".join(drawn)}</div>') if drawn else ""
+    drawn = curves.render_plots(look.plots, marks)
+    return wrap_piece(drawn) if drawn else ""
 
 
 def render_samples(look: RunSnapshot) -> str:

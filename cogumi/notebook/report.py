@@ -22,7 +22,7 @@ from cogumi.core.formatting import format_duration, format_memory
 from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, read_section, write_atomic
 from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import render_rollouts, side_by_side
-from cogumi.notebook.curves import Curves, render_svg
+from cogumi.notebook.curves import Curves, render_plots
 from cogumi.notebook.html_components import escape_text, facts, figure, folded, level, style, table, verbatim
 from cogumi.notebook.run_snapshot import describe_broken_checkpoints
 from cogumi.telemetry.status import (
@@ -216,13 +216,13 @@ def curves(run: Path) -> str:
     found = Curves(run / "metrics.jsonl")
     found.read()
     flags = figures.flag_steps(read_json_or_empty(run / "flags.json"))
-    drawn = [render_svg(plot, of, flags) for plot, of in found.plots()]
+    drawn = render_plots(found.plots(), flags)
     if not drawn:
         return "<p>Nothing was logged: there is no metrics.jsonl with a step in it.</p>"
     marks = ""
     for number, (step, state, name) in enumerate(flags, 1):
         marks += f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {escape_text(name)}</p>"
-    return f'<div class="plots">{"".join(drawn)}</div>{marks}'
+    return drawn + marks
 
 
 def rewards(run: Path) -> str:
