@@ -1,9 +1,9 @@
 """`python -m cogumi.smoke`: the whole path on this machine, checked, in about a minute.
 
-Doctor, the standard library as data, the small base, preflight, SFT on renaming variables with every second demonstration
-careless, merge, GSPO with a reward for right answers, merge, and the three models side by side, all by public functions and
-`configs/smoke/chat-*.yaml`. Every row of the table is a check with its figure; the exit status is 0 only if all passed.
-Warnings stand below it.
+The stages are doctor, stack, standard library as data, small base, preflight, SFT, merge, GSPO, merge, and a comparison
+of the three models. SFT learns to rename variables, and about half of its demonstrations are careless. GSPO rewards
+right answers. The stages use public functions and `configs/smoke/chat-*.yaml`. Each row of the table is a check with
+its figure. Warnings stand below the table. The exit status is 0 only if all checks passed.
 """
 
 import json
@@ -78,8 +78,8 @@ class Report:
 def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = None) -> Report:
     """Run every stage, write `smoke.json` into the run directory, and return the report.
 
-    `quick` shortens both trainings and leaves out the one check that needs the whole of them; `model` is a directory or
-    hub id to use instead of the small base. Raises UsageError if a path or model cannot be used.
+    `quick` shortens both trainings, and asks neither for a rising reward nor for more right answers. `model` is a
+    directory or hub id to use instead of the small base. Raises UsageError if a path or model cannot be used.
     """
     use_one_gpu()  # before torch is imported
     from cogumi.rl.patching import patch

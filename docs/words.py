@@ -3,7 +3,7 @@
 A line is printed for each page: Flesch reading ease, words a sentence, and sentences of more than LONGEST
 words. Code blocks, tables and headings are left out; code within a sentence counts as it stands. A page below EASE
 fails. So does one of WORDS: in a page or a notebook, but not in printed output, and in strings and docstrings of the
-package.
+package. So does a sentence of more than LONGEST words in one of the package's docstrings.
 """
 
 import ast
@@ -93,8 +93,19 @@ def bad_words(name: str, text: str) -> list[str]:
     ]
 
 
+def long_sentences(name: str, text: str) -> Iterator[str]:
+    """A line for each sentence of more than LONGEST words in the docstrings of a module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for sentence in sentences(ast.get_docstring(node) or ""):
+                if (words := len(sentence.split())) > LONGEST:
+                    yield f"{name}:{getattr(node, 'lineno', 1)}: {words} words in a sentence, at most {LONGEST}: {sentence}"
+
+
 def main() -> int:
     failed = []
+    for path in sorted(ROOT.glob("cogumi/**/*.py")):
+        failed += long_sentences(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
     for path in [path for pattern in FILES for path in sorted(ROOT.glob(pattern))]:
         bad = bad_words(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
         failed += [f"{line} is not used here (docs/words.py)" for line in bad]

@@ -3,7 +3,7 @@
 # At the end you have a model that does what you ask, a table that shows what each stage changed, and a report to keep.
 #
 # The base is a small model of Python code that comes with the package. You ask it to rename a variable in a few lines of real code.
-# SFT imitates demonstrations. We made every second one careless: it renames only the first place.
+# SFT imitates demonstrations. We made about half of them careless: each renames only the first place.
 # GSPO sees other tasks and no demonstration. It rewards right answers, and so corrects what SFT has copied.
 # Nothing is downloaded, and no GPU is needed.
 #

@@ -2,7 +2,7 @@
 # # Preferences: DPO after SFT
 # At the end you have a model that learned from pairs of a better and a worse answer, and its answers before and after.
 #
-# DPO starts from a fine-tuned model. Here SFT imitates demonstrations of which every second one is careless, as in the quickstart.
+# DPO starts from a fine-tuned model. Here SFT imitates demonstrations of which about half are careless, as in the quickstart.
 # The pairs then say which answer is better. This takes a minute on two CPU cores.
 
 # %% tags=["parameters"]

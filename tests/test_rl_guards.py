@@ -185,7 +185,7 @@ def test_dropout_that_is_not_loras_is_found_too(make_trainer: Callable[..., Any]
     assert "config.json" in message
     layers[0].self_attn.attention_dropout = 0.0
     layers[1].mlp.act_fn = torch.nn.Sequential(layers[1].mlp.act_fn, torch.nn.Dropout(0.2))
-    assert "set train.disable_dropout: true" in refusal(trainer)
+    assert "Set train.disable_dropout: true" in refusal(trainer)
 
 
 # ---------------------------------------------------------------------------------------------------------- pad == eos

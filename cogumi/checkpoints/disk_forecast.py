@@ -1,12 +1,12 @@
 """How much disk a run will want, and whether its disks have it: its checkpoints, the adapter, the merged model.
 
-There is no table of bytes per parameter here. Each writer of a part of a checkpoint is asked what it will write: PEFT or
-the model for the weights, the optimizer for its state (before the first step it takes one on stand-ins without memory),
-torch.save for its file with the data left out, and the tokenizer, the configs and the random states for files that are
-written once, to a temporary directory. What a checkpoint consists of: transformers' Trainer._save_checkpoint (5.17).
+There is no table of bytes per parameter here. Each writer of a part of a checkpoint is asked what it will write. PEFT
+or the model gives the weights, and the optimizer its state. Before the first step a copy of the optimizer takes one on
+stand-ins without memory. torch.save writes its file with the data left out. The tokenizer, the configs and the random
+states are saved once, to a temporary directory. transformers' Trainer._save_checkpoint (5.17) says what belongs to one.
 
-A run takes most at one of two moments: while it saves a checkpoint beside those that stay and the reserve for one more
-(cogumi.protect), or at its end, when adapter and merged model are written and the reserve is gone.
+A run takes most disk at one of two moments. One is a save: the new checkpoint lies beside those that stay and the
+reserve for one more (cogumi.protect). The other is its end, when it writes adapter and merged model without a reserve.
 """
 
 import copy
@@ -139,9 +139,9 @@ def planned_optimizer(trainer: Any) -> Any:
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """The state dict that an optimizer would have after its first step, as fake tensors.
 
-    A copy of it takes the step, on fake parameters of the same shapes, and decides itself which states it keeps, for
-    which parameters, in which precision. Optimizers other than torch's, transformers' and bitsandbytes' may do more in a
-    step than arithmetic: those are taken for an AdamW.
+    A copy of it takes the step, on fake parameters of the same shapes. The copy itself decides which states it keeps,
+    for which parameters, in which precision. Optimizers other than torch's, transformers' and bitsandbytes' may do more
+    in a step than arithmetic, so each of them is forecast as an AdamW.
     """
     family = type(optimizer).__module__.partition(".")[0]
     groups = optimizer.param_groups

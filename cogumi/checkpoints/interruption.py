@@ -1,12 +1,12 @@
-"""What ends a training before its end: signals, and a hang that is noticed.
+"""What ends a training before its last step: signals, and a hang that is noticed.
 
-SIGTERM, SIGHUP and SIGINT: the step is finished and saved, then what the signal asks for is done. A provider that takes a
-machine back sends SIGTERM and waits for some seconds; a terminal that is closed sends SIGHUP, more than once where a shell
-passes it on; Ctrl-C in a notebook is SIGINT.
+At SIGTERM, SIGHUP and SIGINT the training finishes and saves its step, then does what the signal asks for. A provider
+that takes a machine back sends SIGTERM and waits for some seconds. A terminal that is closed sends SIGHUP, more than
+once where a shell passes it on. Ctrl-C in a notebook is SIGINT.
 
-Hung is what has shown no sign of life (a step, a substep, a batch of an evaluation, a log) for longer than each of: a
-floor; N times the median step; three times the longest silence of this training so far. The last is what keeps a step
-of GSPO that generates for minutes, among many that take seconds, and a slow evaluation from being called hung.
+A training hangs when the time since its last sign of life is over a limit. Signs are a step, a substep, a batch of an
+evaluation and a log. The limit is the largest of a floor, N times the median step, and three times the longest silence
+so far. Because of the last, neither a slow evaluation nor a GSPO step that generates for minutes counts as a hang.
 """
 
 import faulthandler
@@ -121,10 +121,10 @@ class Watchdog:
     """Notices a training that hangs: `with watchdog.watching(): trainer.train()`; callbacks call `alive` and `note_step`.
 
     log_path: the file that stacks are added to; standard error where it cannot be written. times: how many times the
-    median step without a sign of life is a hang. policy: "continue" writes the stacks and a line of log, again each time
-    that the silence has doubled, and waits. "stop" also asks the training to end as SIGTERM does, and where that brings no
-    sign of life within the same time again, ends the process with status 143. Before the first steps are done no training
-    is stopped: how long they take is not known. floor: seconds.
+    median step without a sign of life is a hang. policy: "continue" writes the stacks and a line of log, again each
+    time that the silence has doubled, and waits. "stop" also asks the training to end as SIGTERM does. If no sign of
+    life comes within the same time again, it ends the process with status 143. No training is stopped before its first
+    steps are done, because it is not known how long they take. floor: seconds.
 
     A C function that holds the interpreter lock stops the thread that watches as well. Its stacks are written by a timer
     of faulthandler, of which a process has one; nothing in the process can end it. Raises UsageError for wrong settings.

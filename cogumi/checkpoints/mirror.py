@@ -193,9 +193,9 @@ class Mirror:
         """Download the newest whole checkpoint beyond a step into `output_dir`; None where there is none.
 
         is_ours: whether one is of this training, from its identity and its place in words (None: any is); it may raise.
-        Newer ones that are not whole, or do not verify, are logged with their reason. Raises UsageError where the mirror
-        cannot be reached, the disk is full, or all that is there is damaged and nothing is here (newer_than is -1): starting
-        anew would be the wrong answer to that.
+        Newer ones that are not whole, or do not verify, are logged with their reason. Raises UsageError where the
+        mirror cannot be reached or the disk is full. Raises it too where the mirror has only damaged checkpoints and
+        this machine has none (newer_than is -1). A start at step 0 would throw that training away.
         """
         with self.reaching("cannot be listed"):
             found = self.place.tree()

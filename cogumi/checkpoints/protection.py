@@ -55,20 +55,21 @@ def protect(
 ) -> Any:
     """Make a trainer's checkpoints whole or absent, keep the last good ones, and resume from them. Returns the trainer.
 
-    keep: how many of the newest checkpoints stay, at least 2; by default args.save_total_limit, where None is all of them.
-    The best one, the one resumed from, and those that hold a file named KEEP stay too. Where all stay, a full disk lets the
-    oldest go, no more than it must. resume: "auto" lets `trainer.train()` continue from the newest checkpoint that
-    verifies; "never" only where it is told to. on_full: what happens when neither the reserve nor older checkpoints made
-    enough room: "continue" trains on and tries again at the next save, "pause" waits for space, "stop" ends the training.
-    fallback: a directory on another disk that is tried before that. mirror: where each checkpoint is copied to beside the
-    training, and fetched from where this machine has none: a directory, an fsspec URL such as s3://bucket/run, or
-    hf://user/repository. on_hung: what happens when there is no sign of life for `hung_after` times the median step (and
-    for minutes): the stacks of all threads go to log_path (run.log in args.output_dir) and "continue" waits, "stop" ends
-    the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
-    `trainer.train()` finish the step and save it, and then end the process, or interrupt the cell.
+    keep: how many of the newest checkpoints stay, at least 2. The default is args.save_total_limit, where None keeps
+    all. The best one, the one resumed from, and those that hold a file named KEEP stay too. Where all stay and the disk
+    is full, the oldest are removed, as few as possible. resume: "auto" lets `trainer.train()` continue from the newest
+    checkpoint that verifies; "never" only where it is told to. on_full: what happens when neither the reserve nor older
+    checkpoints made enough room. "continue" trains on and tries again at the next save, "pause" waits for space, "stop"
+    ends the training. fallback: a directory on another disk that is tried before that. mirror: a directory, an fsspec
+    URL such as s3://bucket/run, or hf://user/repository. Each checkpoint is copied there beside the training. A resume
+    fetches from there a checkpoint that is newer than those on this machine. on_hung: what happens when there is no
+    sign of life for `hung_after` times the median step, and for minutes. The stacks of all threads go to log_path
+    (run.log in args.output_dir). Then "continue" waits. "stop" ends the training as SIGTERM does, or the process where
+    that does not help. SIGTERM, SIGHUP and SIGINT during `trainer.train()` finish the step and save it. Then they end
+    the process, or interrupt the cell.
 
-    Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed), and for a mirror
-    that cannot be written to.
+    Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed). Raises it
+    too for a mirror that cannot be written to.
     """
     check_arguments(trainer, keep, resume, on_full, mirror)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
@@ -302,8 +303,8 @@ class Protection:
     def load_all_adapters(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
         """In place of `trainer._load_from_checkpoint`, which leaves the trained adapter as it was built beside another one.
 
-        PEFT saves "default" in the checkpoint itself and others, such as the frozen "ref" that TRL gives DPO and GRPO, in
-        directories of their names; where transformers 5.17 finds such a directory, it loads nothing else.
+        PEFT saves "default" in the checkpoint itself. It saves other adapters in directories of their names, such as
+        the frozen "ref" of TRL's DPO and GRPO. Where transformers 5.17 finds such a directory, it loads nothing else.
         """
         with loading(checkpoint, "its weights"):
             self.original[LOAD_CHECKPOINT](checkpoint, *args, **kwargs)

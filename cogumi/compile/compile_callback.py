@@ -43,7 +43,7 @@ class CompileCallback(TrainerCallback):
     """Compiles a trainer's model as the run asks for, and keeps the report in `path`.
 
     mode: "auto", "layers" or "off". excused: in whose block the training waits and may be silent. ending: whether the
-    training is to end after the step under way, so that a machine that is taken back does not compile in its last seconds.
+    training is to end after the step under way. A machine that is taken back then does not compile in its last seconds.
     """
 
     def __init__(

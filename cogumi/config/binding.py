@@ -1,7 +1,7 @@
 """Sections of a config, bound to the signatures of the libraries: an unknown key or a wrong type is one line with its place.
 
 Importing trl takes seconds, and a misspelt key should not wait for them. So keys and types are first read from the
-installed sources, which refuses only what is certain to be wrong; a run is bound to the imported classes afterwards.
+installed sources. This refuses only what is certain to be wrong. Afterwards a run is bound to the imported classes.
 """
 
 import ast
@@ -244,7 +244,7 @@ def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str
 
 
 def named_in_help(hint: Any, field: ast.AnnAssign) -> Any:
-    """A type of text as a Literal of the words that the field's help has in quotes; as it is where those are fewer than two."""
+    """A type of text as a Literal of the words that the field's help quotes; as it is for fewer than two words."""
     texts = (each.value for each in ast.walk(field) if isinstance(each, ast.Constant) and isinstance(each.value, str))
     words: Any = Literal[tuple(dict.fromkeys(QUOTED.findall(" ".join(texts))))]
     if len(get_args(words)) < 2 or hint not in (str, list[str]):

@@ -1,8 +1,8 @@
 """Presets by name, each with where its numbers are from: policy losses (`train.loss_type`) and LoRA (`cogumi.lora_preset`).
 
-A loss is a set of TRL's own GRPOConfig values; any other key beside it wins. Values equal to TRL's defaults are spelled
-out too, because unsloth's generated config has other defaults (a KL term for what it does not know, learning rate 5e-5,
-8-bit AdamW).
+A loss is a set of TRL's own GRPOConfig values. A key in the config wins over the loss's value. Values equal to TRL's
+defaults are spelled out too, because unsloth's generated config has others. Those are a KL term for a loss that it does
+not know, learning rate 5e-5 and 8-bit AdamW.
 """
 
 from dataclasses import dataclass, field
@@ -107,8 +107,8 @@ LORA_PRESETS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "large": (
         {"r": 256, "lora_alpha": 32},
-        "for SFT on more tokens than a small adapter can hold: rank 256 followed full fine-tuning longest, with alpha 32, "
-        "about ten times its learning rate, and a batch that is not large (LoRA Without Regret, 2025)",
+        "for SFT on more tokens than a small adapter can hold: rank 256 with alpha 32 followed full fine-tuning longest. It "
+        "wants about ten times the learning rate, and a batch that is not large (LoRA Without Regret, 2025)",
     ),
     "qlora": (
         {"r": 64, "lora_alpha": 16, "lora_dropout": 0.1},

@@ -1,8 +1,9 @@
 """One YAML, one run. `model / lora / data / train / cogumi`, checked key by key before anything is loaded or written.
 
-`lora:` is peft's LoraConfig and `train:` is TRL's config for the method (SFTConfig, DPOConfig, GRPOConfig): both are bound
-to the installed libraries' own signatures, so an unknown key or a wrong type is one line that names file, line and key.
-Values come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), then from the call or the command line.
+`lora:` is peft's LoraConfig and `train:` is TRL's config for the method (SFTConfig, DPOConfig, GRPOConfig). Both are
+bound to the installed libraries' own signatures. An unknown key or a wrong type is one line that names file, line and
+key. Values come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), then from the call or the
+command line.
 """
 
 import os

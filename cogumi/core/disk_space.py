@@ -159,11 +159,11 @@ class Allocation:
 
 
 def try_allocate(directory: Path, size: int) -> Allocation:
-    """Ask the filesystem for `size` bytes, more than none, in `directory`, and give them back at once.
+    """Allocate `size` bytes (at least 1) in `directory`, and free them at once.
 
-    Quotas, thin volumes and network volumes show free space that cannot be written: only this tells. The file asked for
-    has no name, so that nothing stays behind; while it is there, a few milliseconds, the space is taken for others too.
-    Raises OSError where no file can be made in `directory` at all.
+    Under a quota, or on a thin or network volume, free space may be reported that cannot be written. Only an allocation
+    shows this. It uses a temporary file without a name, so a crash leaves nothing behind. For a few milliseconds, other
+    programs cannot use these bytes. Raises OSError where no file can be made in `directory` at all.
     """
     wanted = format_bytes(size)
     try:
@@ -186,10 +186,10 @@ def try_allocate(directory: Path, size: int) -> Allocation:
 
 
 def fallocate(file: int, size: int) -> None:
-    """Give an empty file `size` bytes of blocks. Raises OSError; EOPNOTSUPP where the filesystem knows no such thing.
+    """Allocate `size` bytes for an empty file. Raises OSError, with EOPNOTSUPP where the filesystem cannot allocate.
 
-    fallocate(2), not posix_fallocate: where that is not supported glibc's writes into every block instead, which takes
-    minutes on a network volume and finds its quota only when the file is closed.
+    This calls fallocate(2). Where the filesystem cannot allocate, glibc's posix_fallocate writes into every block. That
+    takes minutes on a network volume, and the volume reports a full quota only when the file is closed.
     """
     if sys.platform != "linux":
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))

@@ -68,8 +68,8 @@ def sha256_file(path: Path) -> str:
 
 
 def drop_from_memory(path: Path, length: int = 0) -> None:
-    """Let the first `length` bytes of a file (0: all) leave the page cache, where the kernel takes advice: the next read
-    comes from the disk. What is not on the disk yet stays."""
+    """Drop the first `length` bytes of a file (0: all) from the page cache, so that the next read comes from the disk.
+    Bytes that are not on the disk yet stay cached. Without posix_fadvise, this does nothing."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, length, os.POSIX_FADV_DONTNEED)

@@ -159,10 +159,10 @@ def this_process() -> dict[str, Any]:
 
 
 def is_running(record: Mapping[str, Any]) -> bool | None:
-    """Whether the process of a record lives; a zombie does not.
+    """Whether the process of a record is running. A zombie is not.
 
-    None where that cannot be said from here: a process of another machine, or one whose number is another's today, unless
-    it is the clock that was set.
+    Returns None for a record of another machine or without a pid. Returns None, too, when the process with that pid
+    began at another time: the pid was reused, or the clock was set.
     """
     if record.get("pid") is None or record.get("host") != hostname():
         return None

@@ -1,8 +1,8 @@
 """The safetensors layout: where each tensor's bytes lie in a shard.
 
-The format is an 8-byte little-endian header length, a JSON header (tensor name -> dtype, shape, byte range) and the
-tensors' bytes, back to back (https://github.com/huggingface/safetensors#format). Reading the ranges ourselves lets the
-merge copy an untouched tensor byte for byte and write a changed one block by block, so memory never holds a shard.
+A file is an 8-byte little-endian header length, a JSON header and the tensors' bytes, back to back. The header maps
+tensor names to dtype, shape and byte range (https://github.com/huggingface/safetensors#format). With these ranges, the
+merge copies unchanged tensors byte for byte and writes changed ones in blocks. Memory never holds a whole shard.
 """
 
 import json

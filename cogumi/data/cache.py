@@ -156,8 +156,8 @@ def prepare(
     (`cache_files.tokenizer_identity`) above all. bad_rows: "fail" refuses rows that were dropped for what they hold.
     cache_dir: `prepared` in the user's cache directory by default.
 
-    Raises UsageError when a source cannot be read (see `sources.batches`), no row is left to train on, none is usable,
-    the disk is too small, or bad rows are to be refused.
+    Raises UsageError when a source cannot be read (see `sources.batches`) or the disk is too small. Raises it too when
+    no row is left to train on, no row is usable, or bad rows are to be refused.
     """
     home = Path(cache_dir or Path(platformdirs.user_cache_dir("cogumi")) / "prepared")
     described = [[each.name, each.identity, each.options, dict(each.columns), each.weight] for each in sources]

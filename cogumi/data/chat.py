@@ -1,8 +1,8 @@
 """Conversations of the usual shapes as the messages that chat templates take.
 
-OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`, `input`,
-`output` all become a list of `{"role", "content"}`, with `reasoning_content`, `tool_calls`, `tool_call_id` and `name`
-where a message has them.
+The shapes are OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`,
+`input`, `output`. Each becomes a list of `{"role", "content"}`. `reasoning_content`, `tool_calls`, `tool_call_id` and
+`name` stay where a message has them.
 
 - Null fields are absent fields: columns give every message the keys of all others, and templates ask `'tool_calls' in
   message`. Arguments of a tool call may be JSON text, as OpenAI's API writes them, in which a null stays null.

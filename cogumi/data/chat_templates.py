@@ -6,8 +6,8 @@ thoughts, false without; null leaves everything as the template and the data hav
 
 Where the assistant's turns lie is known from `{% generation %}` marks: the template's own, or those of the training
 version that TRL ships for it. The marked part less the generation prompt is what the model has to produce. A template
-without marks (Llama 3.1's) is rendered up to each turn, with the generation prompt, and to its end; both must be
-beginnings of the whole, or no part of the whole is that turn.
+without marks (Llama 3.1's) is rendered twice for each turn: up to it with the generation prompt, and to its end. If one
+of the two texts is no beginning of the whole conversation, the row is dropped.
 """
 
 import re

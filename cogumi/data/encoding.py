@@ -96,10 +96,11 @@ def cuts_at_spaces(tokenizer: Any) -> bool:
 def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[Ids, Places]:
     """`encode`, but every distinct word is tokenized once: code repeats its words many times over.
 
-    Cuts lie only where these tokenizers cut in any case, whatever is around: after a letter or a digit before anything else,
-    and between any visible character and a space, where no alternative of their expressions continues; before a space that
-    a visible character follows, which `\\s+(?!\\S)` leaves to the word. Not before a digit, which some split off first.
-    Characters beyond ASCII never take part, so no cut depends on what Unicode calls a letter or a space.
+    Cuts lie only where these tokenizers cut whatever is around, because no alternative of their expressions continues.
+    One place is after a letter or a digit, before an ASCII character of another kind. One is between punctuation and a
+    space. One is before a space that a letter or punctuation follows, which `\\s+(?!\\S)` leaves to the word. A digit
+    does not count there, because some tokenizers split digits off first. Characters beyond ASCII never take part, so no
+    cut depends on what Unicode calls a letter or a space.
     """
     if not any(texts):
         return encode(tokenizer, texts)

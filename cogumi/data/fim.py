@@ -1,13 +1,13 @@
 """Fill-in-the-middle: where a document is cut, and the examples that come of it.
 
-A source is cut at two character positions into prefix, middle and suffix; the model sees prefix and suffix and learns
-the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix. The cut
-ignores token boundaries, because an editor's cursor does.
+A source is cut at two character positions into prefix, middle and suffix. The model sees prefix and suffix and learns
+the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix. The
+cut ignores token boundaries, because an editor's cursor does.
 
 - Every piece is tokenized on its own and the control tokens are put in by id. A row whose text contains one of the
-  tokenizer's special tokens is dropped: as text it would become a control token in the middle of the code.
-- Row i draws from its own block of a counter-based generator keyed by the seed, so its cut depends on (seed, i, text)
-  alone: not on other rows, dropped rows or how the rows are chunked.
+  tokenizer's special tokens is dropped. That text would become a control token in the middle of the code.
+- Row i draws from its own block of a counter-based generator keyed by the seed. Its cut depends on the seed, i and the
+  text alone. Other rows, dropped rows and the size of chunks do not change it.
 - Without FIM tokens in the vocabulary a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part.
 - Tokenizers of the SentencePiece kind put a "▁" before a text's first word. Pieces are tokenized as they stand after
   a control token, as the same tokenizer reads the prompt at inference. Some (Llama 2 style) hence have a "▁" before
@@ -139,10 +139,10 @@ def fim_sft_chunk(
     config: FimConfig,
     columns: Mapping[str, str],
 ) -> Chunk:
-    """Tokenized examples: `input_ids`, and `completion_mask`, which is 1 on the middle and its end token, or on all of a
-    plain row but its beginning of sequence.
+    """Tokenized examples: `input_ids` and `completion_mask`.
 
-    `columns` is {"source": the column of code}, or names those of `prefix`, `middle` and `suffix`, which are not cut again.
+    The mask is 1 on the middle and its end token. On a plain row it is 1 on all but the beginning of sequence.
+    `columns` is {"source": the column of code}, or names `prefix`, `middle` and `suffix`, which are not cut again.
     """
     dropping = DroppedCounter(first_row)
     examples = cut_rows(rows, columns, controls, config, dropping)

@@ -1,7 +1,7 @@
 """The control tokens of each model family for fill-in-the-middle, and the order in which they stand.
 
-Every piece is tokenized on its own and the control tokens are put in by id; a batch is one flat pool of ids, of which an
-example is seven runs.
+Every piece is tokenized on its own and the control tokens are put in by id. A batch is one flat pool of ids. An example
+is seven runs of the pool.
 """
 
 from dataclasses import dataclass, field, replace
@@ -49,8 +49,8 @@ class FimTokens:
 
 
 def _paper_family(family: str, prefix: str, suffix: str, middle: str) -> FimTokens:
-    """<PRE> prefix <SUF> suffix <MID>, and the second SPM variant of arXiv:2207.14255 (its appendix on SPM
-    encoding), which opens like PSM: <PRE> <SUF> suffix <MID> prefix."""
+    """PSM is <PRE> prefix <SUF> suffix <MID>, and SPM is <PRE> <SUF> suffix <MID> prefix.
+    SPM is the second variant of arXiv:2207.14255 (its appendix on SPM encoding), which opens like PSM."""
     return FimTokens(family, psm=((prefix,), (suffix,), (middle,)), spm=((prefix, suffix), (middle,), ()))
 
 

@@ -203,8 +203,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
 
 
 def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation:
-    """A chat row's conversation, with at least one answer in it; what comes after the last one is cut off, since nothing
-    is learned from it (unless all is learned)."""
+    """A chat row's conversation, with at least one answer. Unless all is learned, it ends with the last answer."""
     messages = row_messages(row)
     last = last_turn(messages, "assistant")
     if learn != "all":

@@ -1,10 +1,10 @@
 """Packing several examples into a row: is it safe with this model, how full are the rows, how many rows are a step?
 
-TRL's `bfd` packing lays the rows of a micro-batch end to end, in one sequence whose position ids begin again at each
-example, without an attention mask. That is how flash attention wants them. Any other attention computes the whole square of
-that sequence, so that it gets the rows beside each other: `collate_rows_apart`. transformers 5.17 makes a block-diagonal
-mask of the position ids; a model with a state along the sequence, or with a mask of its own, lets examples read each other.
-That is found out on the loaded model, not looked up.
+TRL's `bfd` packing lays the rows of a micro-batch end to end in one sequence, without an attention mask. The position
+ids begin again at each example. That is how flash attention wants them. Any other attention computes the whole square
+of the sequence, so it gets the rows beside each other (`collate_rows_apart`). transformers 5.17 makes a block-diagonal
+mask of the position ids. A model with a state along the sequence, or with its own mask, still lets examples read each
+other. `probe_packing` measures this on the loaded model; there is no list of models.
 """
 
 import logging

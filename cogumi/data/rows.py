@@ -120,8 +120,8 @@ def parse_rows(
 ) -> tuple[list[T], list[int]]:
     """What `make` makes of each row, given as {field: value}, and the index of the row.
 
-    Rows that it refuses are counted, and those in whose texts one of the tokenizer's control tokens stands (`special`): it
-    would become one in the middle of them.
+    Rows that it refuses are counted. So are rows whose texts contain one of the tokenizer's control tokens (`special`).
+    The tokenizer would read that text as the token itself.
     """
     values = zip(*(rows[column].to_list() for column in columns.values()), strict=True)
     indices = range(first_row, first_row + rows.height)

@@ -1,8 +1,8 @@
 """Which rows are held out, trained on, or left alone: by what they hold, not by where they stand.
 
-Every row has a hash of its used columns, keyed with the seed. The rows with the smallest hashes are held out, those with
-the next smallest are trained on where not all are wanted. So the choice does not depend on the order of the rows or on how
-they are spread over files, a row added to the source moves few others, and rows that are equal are never on both sides.
+Every row has a hash of its used columns, keyed with the seed. The rows with the smallest hashes are held out. Those
+with the next smallest are trained on where not all are wanted. So the order of the rows and their spread over files do
+not matter, and a row added to the source moves few others. Equal rows are never on both sides.
 
 The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row), and are sorted bucket by bucket.
 """
@@ -67,8 +67,8 @@ def held_out_rows(rows: int, asked: int | None) -> int:
 def row_hashes(rows: pl.DataFrame, seed: int) -> Hashes:
     """blake2b of each row's columns by name and value, 8 bytes, keyed with the seed; NOTHING where all are null.
 
-    Nested values count as their JSON with sorted keys, without keys whose value is null: a frame gives a key that one
-    message has to all others. Bytes count as the text that they spell.
+    Nested values count as their JSON with sorted keys. Keys whose value is null are left out, because a frame gives a
+    key of one message to all others. Bytes count as the text that they spell.
     """
     names = sorted(rows.columns)
     start = hashlib.blake2b(json.dumps(names).encode(), digest_size=8, key=str(seed).encode())
@@ -107,10 +107,9 @@ def choose_rows(
     """Write into `states` what becomes of every row, and count it by source.
 
     hashes: of all sources' rows, one source after the other; states: as long, all UNUSED. bounds: where sources begin,
-    and the end. Source i gives weights[i] / sum(weights) of the examples: as many as there are until one is used up, none
-    twice, at most `max_rows`; and that share of the held-out rows.
-
-    None is trained on where a source has none left.
+    and the end. Source i gives the share weights[i] / sum(weights) of the examples and of the held-out rows. No row is
+    used twice, and there are at most `max_rows` examples. There are as many as the shares allow until one source is
+    used up. No row is trained on where a source has none left.
     """
     weighed = [Fraction(str(weight)) for weight in weights]
     shares = [each / sum(weighed) for each in weighed]

@@ -1,7 +1,7 @@
 """Read columns of parquet, JSON-lines and CSV files as a stream, with errors that say what to change.
 
-A batch is some 8 MiB, whatever the size of the file. pyarrow reads it, page by page through a small buffer: polars' own
-batches held 130 MB of a 260 MB file, and more of a larger one, where these hold 60 MB of either.
+A batch is some 8 MiB, whatever the size of the file. pyarrow reads it page by page through a small buffer. polars' own
+batches held 130 MB of a 260 MB file, and more of a larger one. These batches hold 60 MB of either.
 """
 
 import difflib
@@ -57,8 +57,9 @@ def batches(
 ) -> Iterator[pl.DataFrame]:
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
-    What CSV holds is text. Of JSON lines a column that is neither text nor numbers is one of Python objects, just as they
-    were written: a frame's types would give every message the keys of all others. Text that is not UTF-8 is binary.
+    CSV columns are text. A column of JSON lines that is not all text, all booleans, all integers or all floats holds
+    Python objects, as they were written. A frame's types would give every message the keys of all others. Text that is
+    not UTF-8 is binary.
 
     `text_only` refuses columns that are neither text nor binary; `alike` those whose values are of several kinds, which
     only JSON lines can hold. Raises UsageError, naming the file, for JSON lines the line, and the fix.

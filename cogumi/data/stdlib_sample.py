@@ -1,12 +1,13 @@
 """Samples that need no download: the functions of the running Python's own standard library, as code, chat and pairs.
 
-Everyone has them, they are real code by many hands, and their licence (PSF-2.0) allows this use. One row per function or
-method. Left out, so that a tiny model has something to learn in minutes: test suites, vendored and generated files
-(`SKIPPED_FOLDERS`), functions of less than `MIN_LINES` or more than `MAX_LINES`, functions inside functions, exact copies.
+Everyone has them, they are real code by many hands, and their licence (PSF-2.0) allows this use. A row is one function
+or method. Test suites and vendored and generated files are left out (`SKIPPED_FOLDERS`), so that a tiny model learns in
+minutes. So are functions below `MIN_LINES` or above `MAX_LINES` lines, functions inside functions, and exact copies.
 
-The tasks are to rename a variable in a few lines of these functions: real code, and one right answer that anyone sees. The
-noisy sample answers every second one carelessly, as people do: what SFT learns from it, a reward or pairs can correct. The
-functions of `cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs, so that models of all can be compared on them.
+The tasks are to rename a variable in a few lines of these functions: real code, and one right answer that anyone sees.
+The noisy sample answers about half of them carelessly, as people do. A reward or pairs can correct what SFT learns from
+it. The functions of `cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs. So the models of all methods
+can be compared on them.
 """
 
 import ast
@@ -138,7 +139,7 @@ def chat_path() -> Path:
 
 
 def noisy_chat_path() -> Path:
-    """`chat_path` for two thirds of the functions, with every second answer careless: only the first place is renamed."""
+    """`chat_path` for two thirds of the functions, about half of the answers careless: only the first place is renamed."""
     answer = pl.when(pl.col("draw") % 2 == 0).then("careless").otherwise("renamed")
     return _tasks_path("chat-noisy", ~IN_TASKS, **_conversation(answer))
 
@@ -182,9 +183,9 @@ def _tasks_path(kind: str, where: pl.Expr | bool = True, **columns: pl.Expr) -> 
 def renamings(sources: list[str]) -> pl.DataFrame:
     """One task of each function that has one: to rename a variable in a few of its lines.
 
-    Columns: `task` ("Rename total to count:" and the lines), `renamed` (the lines after it), `careless` (only the first place
-    is renamed) and `draw` (0 to 5, by the function). The new name is a variable's name elsewhere in `sources`. The same
-    sources give the same rows.
+    The columns are `task` ("Rename total to count:" and the lines), `renamed` (the lines after it), `careless` and
+    `draw`. `careless` has only the first place renamed. `draw` is 0 to 5 and depends on the function. The new name is a
+    variable's name elsewhere in `sources`. The same sources give the same rows.
     """
     trees = [ast.parse(source).body[0] for source in sources]
     uses = Counter(name for tree in trees for name in _variables(tree))

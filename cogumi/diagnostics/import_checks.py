@@ -1,7 +1,7 @@
 """The part of `cogumi doctor` that imports native code: steps, run one after another in a process of their own.
 
-One process runs steps until one fails, so that they share an import of torch; what is left runs in a new process, as a failed
-import leaves halves behind.
+One process runs steps until one fails, so that they share an import of torch. The remaining steps run in a new process,
+because a failed import leaves half-imported modules behind.
 """
 
 from __future__ import annotations

@@ -88,9 +88,9 @@ def signatures() -> tuple[FailureSignature, ...]:
 def explain(text: str) -> tuple[Diagnosis, ...]:
     """The known failures that a pasted traceback or a log speaks of, each once; none if it speaks of none.
 
-    The root comes first: Python prints the cause before what came of it, so they stand in the order of the text, but a
-    failure that is a mere consequence of another one here, or a warning, comes after the others. Secrets in the lines
-    shown are taken out.
+    The root comes first. Python prints a cause before its consequence, so failures stand in the order of the text. One
+    that only follows from another one found here comes after those, and warnings come last. Secrets in the lines shown
+    are taken out.
     """
     text = COLOURS.sub("", text)
     found: dict[str, tuple[FailureSignature, re.Match[str]]] = {}

@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 class DiskMonitorCallback(TrainerCallback):
     """Watches the disk that a trainer saves to: `Trainer(..., callbacks=[cogumi.DiskMonitorCallback()])`.
 
-    path: by default args.output_dir. Measures at most once every `interval` seconds, after a step. Logs a line when the level
-    changes, and puts disk/free_gb (10^9 bytes) and disk/used_percent into what the trainer logs with a loss, for every
-    reporter. Of several in one trainer each has a level of its own; those of other directories than the first one's are
-    logged as disk/DIRECTORY/free_gb and disk/DIRECTORY/used_percent. warn, alarm, on_change and log_path are those of
-    `DiskMonitor`. It never deletes and never stops a training, also where the disk does not answer.
+    path: by default args.output_dir. Measures at most once every `interval` seconds, after a step. Logs a line when the
+    level changes, and puts disk/free_gb (10^9 bytes) and disk/used_percent into what the trainer logs with a loss, for
+    every reporter. Several callbacks in one trainer each have a level of their own. One that watches another directory
+    than the first logs disk/DIRECTORY/free_gb and disk/DIRECTORY/used_percent. warn, alarm, on_change and log_path are
+    those of `DiskMonitor`. It never deletes and never stops a training, even where the disk does not answer.
     """
 
     def __init__(

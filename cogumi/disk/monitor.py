@@ -55,9 +55,9 @@ class DiskMonitor:
     """Watches the filesystem of `path`: `with DiskMonitor("/workspace"):`, or start() and stop(), or sample() alone.
 
     warn, alarm: shares of the bytes, or of the inodes, from which the level is "yellow" and "red". interval: seconds
-    between two looks of the thread. on_change: called with the Sample when the level is another one than before, which
-    is taken to be green at first; it runs in the thread that looked. log_path: a file that each Sample is added to as a
-    line of JSON. Levels are logged when they change. Nothing is ever deleted.
+    between two looks of the thread. on_change: called with the Sample when the level changes, in the thread that
+    looked. The level is green at first. log_path: a file that each Sample is added to as a line of JSON. Levels are
+    logged when they change. Nothing is ever deleted.
 
     Raises UsageError for thresholds that are none, or a `path` that is not there.
     """

@@ -1,12 +1,12 @@
-"""What a step of PyTorch code holds in memory on a card, counted on a CPU: fake tensors, and bytes by kind and stage.
+"""Counts on a CPU what a step of PyTorch code holds in a card's memory, with fake tensors, by kind and stage.
 
-Fake tensors have shapes and no memory; real ones are counted as well. What is counted is storages, each once however many
-tensors share it, from the operation that makes it until it is freed; a CUDA allocator gives out blocks of 512 bytes
-(c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize), and so does this. In place of a card's kernels:
+Fake tensors have shapes and no memory. Real ones are counted as well. Each storage counts once, however many tensors
+share it, from the operation that makes it until it is freed. Sizes are rounded up to blocks of 512 bytes, as the CUDA
+allocator does (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize). In place of a card's kernels:
 
-* Attention: scaled_dot_product_attention never holds the scores. Forward it keeps query, key, value, mask, output and one
-  float32 a head and token; backward it makes three gradients, a float32 accumulator as large as the query, one more
-  float32 a head and token, and keys and values of every query head where heads share them
+* Attention: scaled_dot_product_attention never holds the scores. Forward keeps query, key, value, mask, output and one
+  float32 per head and token. Backward makes three gradients, a float32 accumulator as large as the query, and one more
+  float32 per head and token. Where query heads share keys and values, backward repeats them for each query head
   (csrc/flash_attn/flash_api.cpp, mha_bwd, in PyTorch's third_party).
 * TRL's losses: its own chunked head (trl/kernels/chunked_logprob.py), with its launches of Triton kernels left out.
 """

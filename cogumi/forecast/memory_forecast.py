@@ -1,9 +1,9 @@
 """Does the step fit the card? What it takes, of what that is made, and how far batch, length and rank could go.
 
-To what tensors take come, on a card: CUDA's context, which `find_target` takes off the card's memory; cuBLAS' workspaces,
-one for the thread that computes forward and one for autograd's (aten/src/ATen/cuda/CUDABlas.cpp,
-getChosenWorkspaceSize: 32 MiB each on Hopper, 8.1 MiB before); and a share of what comes and goes for fragments. None of
-the three has been compared with a card here.
+On a card, three things are added to the tensors. `find_target` subtracts CUDA's context from the memory of a named
+card. cuBLAS keeps two workspaces, one for the forward thread and one for autograd's (aten/src/ATen/cuda/CUDABlas.cpp,
+getChosenWorkspaceSize). Each takes 32 MiB on Hopper and 8.1 MiB elsewhere. Fragments take a share of all but weights,
+adapter and optimizer. None of the three has been compared with a card here.
 """
 
 import bisect
@@ -136,10 +136,10 @@ class Largest:
 class Steps:
     """The peaks of steps of one run, each from two models of a few layers.
 
-    A stage's peak grows by the same amount with every layer that is like those before it, with every row and every rank,
-    and with the length by a polynomial of the second degree (masks, and the scores of eager attention). period: after how
-    many layers they repeat; None runs the whole model, where they do not repeat, or where gradients come up while
-    activations go (every weight trained, one micro-batch a step), so that the stage of the peak depends on the depth.
+    A stage's peak grows by a fixed amount per repeated layer, per row and per rank. It grows with the length as a
+    polynomial of degree two, because of masks and the scores of eager attention. period: after how many layers their
+    shapes repeat. None measures the whole model, where layers do not repeat or in full fine-tuning with one micro-batch
+    a step. There gradients appear while activations are freed, so the stage of the peak depends on the depth.
     """
 
     def __init__(self, measure: Measure, layers: int, period: int | None) -> None:

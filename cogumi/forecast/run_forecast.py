@@ -101,11 +101,11 @@ def describe_stack() -> Line:
 
 
 def forecast_in_worker(asked: ForecastRequest) -> ForecastLines:
-    """`forecast_lines` in another process, which sees no GPU and of which nothing stays behind.
+    """`forecast_lines` in another process, which sees no GPU and leaves nothing behind in this one.
 
-    Libraries cache tensors, which would be fake ones, and accelerate keeps settings for a whole process; beside a GPU the
-    trainer would be unsloth's, whose kernels take no fake tensors. What is trained afterwards is to meet none of it.
-    Raises its UsageError, and RuntimeError for a process that broke or took too long.
+    Libraries cache tensors, which would be fake ones, and accelerate keeps settings for the whole process. Beside a GPU
+    the trainer would be unsloth's, whose kernels take no fake tensors. A later training in this process must meet none
+    of it. Raises the UsageError of `forecast_lines`, and RuntimeError for a process that broke or took too long.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     found: ForecastLines = worker.call("the forecast", forecast_lines, asked, environment=environment, timeout=LIMIT)

@@ -1,8 +1,8 @@
 """How many steps and tokens a run is, how long it takes and what it costs.
 
-The time is that of ten steps made here (`--probe`), or an estimate: what the model computes for a token, over REACHED of
-what the card can. A rollout by transformers reads all weights for every token it adds to its documents: at best the
-card's bandwidth over their bytes.
+The time comes from ten steps made here (`--probe`), or else it is estimated. The estimate divides the FLOP of a token
+by REACHED of the card's peak. A rollout by transformers reads all weights once for every token that it adds to its
+documents. The estimate takes the card's full bandwidth for that.
 """
 
 import json

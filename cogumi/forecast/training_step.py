@@ -1,8 +1,8 @@
 """A training step of a run, taken on fake tensors from the loading of the model to the optimizer's update.
 
-The trainer is TRL's own, made with a model on the meta device, and so are its loss, its gradient checkpointing, its
-adapter and its optimizer. What a rollout takes is what the model's forward takes with a cache: once over the prompts, and
-once for the last token.
+The trainer is TRL's own, with a model on the meta device. Its loss, gradient checkpointing, adapter and optimizer are
+those of a training. A rollout takes what two forward passes of the model take with a cache: one over the prompts, and
+one for the last token.
 """
 
 import copy

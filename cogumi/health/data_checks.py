@@ -1,7 +1,7 @@
-"""What is about to be trained on, checked before the first step: batches, and whether completions belong to their prompts.
+"""Checks the training data before the first step: its batches, and whether completions belong to their prompts.
 
-Whether a completion shares more words with its own prompt than with those of other examples needs no model, so that it tells
-a weak model from shuffled rows. The pairs are the one thing the model is asked.
+A completion should share more words with its own prompt than with other examples' prompts. Counting words needs no
+model, so it separates a weak model from shuffled rows. `measure_pairs` is the only check that runs the model.
 """
 
 import math
@@ -92,8 +92,8 @@ def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict
 
 
 def examine_batches(trainer: Any) -> BatchStatistics | None:
-    """What the collator makes of some examples spread over the training data; None where they cannot be had one by one
-    (a stream), or are not tokens (prompts of a policy trainer)."""
+    """What the collator makes of examples spread over the training data.
+    None where they cannot be read one by one (a stream), or are not tokens (prompts of a policy trainer)."""
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__") or not len(dataset):
         return None

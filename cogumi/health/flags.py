@@ -70,8 +70,8 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class PairLosses:
-    """Loss per learned token (nats) of some completions after their own prompt and after another example's, and Student's
-    t of the paired difference; `step`: after how many steps the model was asked."""
+    """Loss per learned token (nats) of some completions after their own prompt and after another example's.
+    `t`: Student's t of the paired difference. `step`: the optimizer step after which the model was asked."""
 
     examples: int
     own: float
@@ -94,8 +94,9 @@ class WordOverlap:
 
 @dataclass(frozen=True)
 class AnswerOverlap:
-    """Of preference pairs: Student's t of what chosen answers share with their prompts beyond the rejected ones, of what
-    both share beyond other prompts' answers, and how far the two rise and fall together (Pearson's correlation)."""
+    """Words that the answers of preference pairs share with their own prompt, beyond those shared with other prompts.
+    `t`: Student's t of the chosen answers' share less the rejected ones'. `t_either`: Student's t of the sum of both.
+    `together`: how far the two rise and fall together (Pearson's correlation)."""
 
     pairs: int
     t: float
@@ -276,11 +277,11 @@ class Trend:
 
 
 def trend(x: Sequence[float], y: Sequence[float]) -> Trend:
-    """Theil and Sen's slope (the median over all pairs; Sen 1968, doi:10.1080/01621459.1968.10480934) and Mann and
-    Kendall's test: S = number of rising minus falling pairs, with variance n(n-1)(2n+5)/18 less what ties take away.
+    """Theil and Sen's slope, and Mann and Kendall's test of the order of the values.
 
-    Neither knows outliers from others nor a scale, so that one spike is one of n values. O(n^2): for windows of some
-    hundred. x increasing. Fewer than three values have no trend.
+    The slope is the median over all pairs (Sen 1968, doi:10.1080/01621459.1968.10480934). The test's S is the number of
+    rising minus falling pairs, with variance n(n-1)(2n+5)/18 less what ties take away. A spike is one of n values,
+    however high. O(n^2): for windows of some hundred. x increasing. Fewer than three values have no trend.
     """
     n = len(y)
     if n < 3:
@@ -309,8 +310,8 @@ def noise(y: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Fall:
-    """From the first values to the last ones. `z`: the fall in standard deviations of what the noise alone would do;
-    `error`: one standard deviation of `start - end`; `share`: the fall as a share of the start."""
+    """A fall from the first values to the last. `z`: the fall in standard deviations of what noise alone would do.
+    `error`: one standard deviation of `start - end`. `share`: the fall as a share of the start."""
 
     start: float
     end: float
@@ -326,10 +327,10 @@ class Fall:
 def fall(y: Sequence[float]) -> Fall:
     """The median of the first three values against that of the last fifth, held against the scatter of neighbours.
 
-    z is of these, or of the first and last tenth or quarter where they show more: a slow fall is in all values. The median
-    of n normal values has the standard deviation 1.2533 sigma / sqrt(n), and the mean absolute difference of neighbours is
-    2 sigma / sqrt(pi): of few values it says more than the median one, and a steep fall only adds to it. A fall that the
-    order of the values does not show (`trend`) has z = 0. y: at least one value.
+    z is of these, or of the first and last tenth or quarter where they show more: a slow fall is in all values. The
+    median of n normal values has the standard deviation `1.2533 sigma / sqrt(n)`. Neighbours differ on average by
+    `2 sigma / sqrt(pi)`. With few values this mean says more than the median difference, and a steep fall only raises
+    it. A fall that the order of the values does not show (`trend`) has z = 0. y: at least one value.
     """
     sigma = float(np.abs(np.diff(y)).mean()) * math.sqrt(math.pi) / 2 if len(y) > 1 else 0.0
     compared = [

@@ -101,10 +101,10 @@ def learning_rate(run: RunHistory) -> Flag | None:
 def lora_rate(run: RunHistory) -> Flag | None:
     """A rate that can move nothing in this many steps, and one that is known to diverge: from the configuration alone.
 
-    Adam moves an element by about the rate in a step, and a schedule halves that on average. Then B A changes an element of
-    a weight by lora_scale * sqrt(rank) * LORA_INIT * rate * steps / 2, as a share of what it usually is (in^-1/2). Below
-    LOST the merged model in bfloat16 is the base. Such a rate is most often one for all weights: LoRA's is about ten times
-    as high (trl#2872: 5e-7 at rank 8).
+    Adam moves an element by about the rate in a step, and a schedule halves that on average. So B A changes an element
+    of a weight by `lora_scale * sqrt(rank) * LORA_INIT * rate * steps / 2`, as a share of its usual size,
+    `in_features^-1/2`. Below LOST the merged model in bfloat16 is the base. Such a rate usually comes from full
+    fine-tuning. LoRA's is about ten times as high (trl#2872: 5e-7 at rank 8).
     """
     setting = run.setting
     if not setting.lora_rank or "adam" not in setting.optimizer or setting.learning_rate <= 0 or setting.max_steps < 1:

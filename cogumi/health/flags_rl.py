@@ -1,7 +1,7 @@
 """Rules of a policy's training (gspo): rewards, completions, entropy, ratios, KL.
 
-Limits are axolotl's training-stability page where it has one (groups without variance, truncation, entropy), and else what
-the suite of whole and broken runs in benchmarks/verdict.py separates.
+Limits of groups without variance, truncation and entropy are those of axolotl's training-stability page. The others
+separate the whole from the broken runs of the suite in benchmarks/verdict.py.
 """
 
 import statistics

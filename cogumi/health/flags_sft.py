@@ -107,10 +107,10 @@ def samples_end(run: RunHistory) -> Flag | None:
 
 
 def prompt_and_completion(run: RunHistory) -> Flag | None:
-    """Do prompts help to predict their completions: what the base knows of that, or the trained model where it knows none.
+    """Do prompts help to predict their completions? The base is asked, or the trained model where the base cannot tell.
 
-    Red where the model knows the text so well that it would use its prompts, or where completions share no words with their
-    prompts though they are written in the same words. Where they do share words, they belong.
+    Red where the model knows the text so well that it would use prompts that belong. Red also where completions share
+    no words with their prompts, though both are written in the same words. Where they share words, they belong.
     """
     if run.batches is None or run.batches.pairs is None:
         return None
@@ -166,8 +166,8 @@ def loss_trend(run: RunHistory) -> Flag | None:
 
 
 def is_at_frequencies(run: RunHistory) -> bool:
-    """Whether the loss of the second half of the steps is that of the tokens' frequencies, and not on its way down: it does
-    not fall beyond noise, nor would as long a stretch again, at its slope, take it below."""
+    """Whether the loss of the second half of the steps rests at that of the tokens' frequencies.
+    It does not fall beyond noise, and at its slope as many steps again would not take it below."""
     steps, losses = run.series("loss")
     if run.batches is None or not run.batches.entropy or len(losses) < RESTS or steps[-1] < TREND_STEPS:
         return False
@@ -243,9 +243,10 @@ BOTH = 0.3  # correlation from which both answers of a pair are about their prom
 def preferences(run: RunHistory) -> Flag | None:
     """Accuracy on pairs not trained on yet, in the second half of the steps: better than a coin?
 
-    The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Red where, by their words,
-    one answer of a pair is its prompt's and as often the rejected one; or where the loss is above log 2 beyond chance, so that
-    what was learned of some pairs is wrong for others. Else the model may not tell them apart yet.
+    The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Red where one
+    answer of each pair belongs to its prompt by its words, and is as often the rejected one. Red also where the loss is
+    above log 2 beyond chance, as what is learned of some pairs is wrong for others. Where words show that the chosen
+    answers belong, the loss must be above by LOSS_RISE. Else the model may not tell the answers apart yet.
     """
     steps = run.series("rewards/accuracies")[0]
     if len(steps) < PREFERENCE_ROWS or steps[-1] < TREND_STEPS:

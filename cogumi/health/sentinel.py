@@ -179,8 +179,8 @@ class Sentinel(TrainerCallback):
             self.latest.append(row)
 
     def should_measure_pairs(self, batches: BatchStatistics, step: int) -> bool:
-        """Whether it is time to ask the model as it is now: once where the base could not tell prompts apart, and where it
-        could, when its loss comes to rest at the tokens' frequencies."""
+        """Whether it is time to ask the model as it is now. Where the base cannot tell prompts apart, it is asked once.
+        Where the base can, it is asked when its loss comes to rest at the tokens' frequencies."""
         if batches.pairs is None:
             return False
         asked = None if batches.pairs_now is None else batches.pairs_now.step

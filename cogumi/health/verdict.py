@@ -49,8 +49,9 @@ def judge(run: RunHistory) -> list[Flag]:
 def safe_to_scale(run: RunHistory, flags: Sequence[Flag], was_red: Iterable[Flag] = ()) -> tuple[Scale, str]:
     """The answer and its reason in one sentence. was_red: the flags that were red at any time.
 
-    No: a flag was red, or the loss rose, or stayed where it was over enough steps. Yes: the loss fell beyond its noise and
-    by USUAL_FALL of its start (gspo: the reward rose beyond its noise), and no flag speaks of what is learned.
+    No: a flag was red, or the loss rose, or it stayed where it was over enough steps. Yes: the loss fell beyond its
+    noise and by USUAL_FALL of its start, and no flag on what is learned is yellow. For gspo the reward decides in place
+    of the loss: No where it fell beyond its noise, Yes where it rose beyond it.
     """
     now = {flag.name: flag for flag in flags}
     # Equal rewards of one rollout may be chance, which the next ones show; any other red flag has told of a fault.
@@ -126,8 +127,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The checks decide whether a run passed. `flags` are its last ones, red first, and `was_red` those that were red at
-    any time, with the step; `safe_to_scale` is the answer of a sanity check, true for yes alone."""
+    """The checks decide whether a run passed. `flags`: its last ones, red first. `was_red`: those that were red at any
+    time, with the step. `safe_to_scale`: the answer of a sanity check, true for yes alone."""
 
     checks: tuple[Check, ...]
     flags: tuple[Flag, ...] = ()
@@ -194,8 +195,8 @@ def describe_unscored(rows: Iterable[dict[str, Any]]) -> str | None:
     if any(scored):
         return None
     return (
-        f"no completion was ever scored: {len(scored)} logged rollouts without a reward (every reward function returned "
-        "None or NaN for all of them), so every advantage was 0 and nothing was learned"
+        f"no completion was ever scored: every reward function returned None or NaN in all {len(scored)} logged rollouts. "
+        "Every advantage was 0, and nothing was learned"
     )
 
 

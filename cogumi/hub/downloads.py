@@ -194,8 +194,8 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
 
 def plan_download(name: str, commit: str | None) -> Download | None:
     """What is to be fetched for a model at a commit, checked against the disk of the cache; None for a directory.
-    Raises UsageError where the repository has no weights that transformers loads, the disk has no room for what is
-    missing, or something is missing and the hub does not answer."""
+    Raises UsageError where the repository has no weights that transformers loads, or the disk has no room for what is
+    missing. Raises it too where weights are missing and the hub does not answer."""
     if commit is None or Path(name).exists():
         return None
     answered = True

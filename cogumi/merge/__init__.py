@@ -1,8 +1,8 @@
 """Merging LoRA adapters into their full-precision base, exactly and checked.
 
-resolve -> plan -> allocate -> write and verify -> manifest -> commit. Everything that can be refused is refused before the
-first byte is written; everything is written next to the output under another name, checked there, and renamed at the
-end, so the output directory is either absent or complete.
+The steps are resolve -> plan -> allocate -> write and verify -> manifest -> commit. The first two refuse wrong inputs
+before the first byte is written. The others write and check a directory next to the output, under another name. The
+last one renames it, so the output directory is either absent or complete.
 """
 
 import logging
@@ -44,15 +44,16 @@ AdapterPath = str | os.PathLike[str]
 class MergeReport:
     """What a finished merge did.
 
-    tensors_merged: with an update; tensors_replaced: trained whole, so taken from the adapter; tensors_copied: the base's
-    bytes; tensors_converted: the rest, decoded or stored in another dtype. bytes: of all output shards. max_delta: the
-    largest change of an element before rounding; max_delta_ratio: the largest Frobenius |delta| / |W| of a tensor.
-    delta_retained: the share of all updates together that rounding kept, None where they are zero.
+    tensors_merged: those with an update. tensors_replaced: those taken from the adapter (trained whole, or resized).
+    tensors_copied: those with the base's bytes. tensors_converted: the rest, dequantized or stored in another dtype.
+    bytes: the size of all output shards. max_delta: the largest change of an element before rounding. max_delta_ratio:
+    the largest Frobenius |delta| / |W| of a tensor, on a sample. delta_retained: the share of all updates that rounding
+    kept, on a sample. It is None where all updates are zero.
 
-    elements: how many were compared with W + delta on disk; not_nearest: those of them that are not the nearest value of
-    their dtype to it; largest_error: the largest |out - (W + delta)| of these as a share of what float32 arithmetic and
-    one rounding allow, None when the merge was asked not to verify. q_over_delta: the quantization error that training
-    saw beside what it learned (median over tensors), None where there was none or it is not known. logits: with
+    elements: how many were read back from disk and compared with W + delta. not_nearest: how many of these are not the
+    nearest value of their dtype. largest_error: the largest |out - (W + delta)| of these, over the error that float32
+    arithmetic and one rounding allow. It is None with verify="none". q_over_delta: the quantization error in training
+    over the update (median over tensors). It is None where there was none or it is unknown. logits: set with
     verify="logits".
     """
 
@@ -103,22 +104,22 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
 
-    W + scaling * B @ A is computed in float32 and rounded once. Shards, names and (with dtype="keep") dtypes are the
-    base's, and tensors without an update are its bytes; a head that no longer equals the embedding it was tied to gets a
-    tensor of its own. Memory stays at one layer's factors and a few megabytes of blocks for each worker.
+    The merge computes W + scaling * B @ A in float32 and rounds once. Shards, names and (with dtype="keep") dtypes are
+    the base's. A tensor without an update keeps the base's bytes. A head that no longer equals the embedding it was
+    tied to gets its own tensor. Memory holds one layer's factors and a few megabytes of blocks for each worker.
 
-    adapter: a directory written by PEFT's save_pretrained, or (directory, weight) pairs whose updates are added up. base:
-    a directory, or a hub id that is in the local cache; by default what the adapter records, at the commit it records.
-    base_mode: "full" merges into full precision, also where the adapter was trained on a quantized base, whose
-    full-precision original is found by name and proven; "dequant" merges into the quantized base's decoded weights.
-    dtype: "keep", "bfloat16", "float16" or "float32". verify: "elements" re-reads every output tensor and compares it
-    with W + delta in float64; "logits" then also runs base + adapter and the merged model, each in float32 in memory;
-    "none" does neither. workers: threads, by default one for each core. progress: show a bar in a terminal or a notebook.
+    adapter: a directory from PEFT's save_pretrained, or (directory, weight) pairs, whose updates are added.
+    base: a directory, or a hub id in the local cache. The default is the base and the commit that the adapter records.
+    base_mode: "full" merges into full-precision weights. Where the base is quantized, it finds the full-precision model
+    by name and proves that it is the original. "dequant" merges into the quantized base's dequantized weights.
+    dtype: "keep", "bfloat16", "float16" or "float32".
+    verify: "elements" re-reads every output tensor and compares it with W + delta in float64. "logits" also runs
+    base + adapter and the merged model, each in float32 in memory. "none" does neither.
+    workers: the number of threads, by default one for each core. progress: show a bar in a terminal or notebook.
 
-    Raises UsageError, with nothing written, when the adapter or base is not one that merges exactly, they do not fit
-    together, or `out` exists or cannot be written; DiskFull, which is one, when the disk is too full; MergeError when the
-    verification fails; OSError when the disk does. In every case, interruption included, `out` exists afterwards only if
-    it is whole.
+    Raises UsageError when the adapter or base cannot be merged exactly, they do not fit together, or `out` exists or is
+    not writable. Raises DiskFull, a UsageError, when the disk is too small. Raises MergeError when the verification
+    fails, and OSError when the disk fails. After any error or interruption, the merge leaves a complete `out` or none.
     """
     started = time.monotonic()
     check_choice("base_mode", base_mode, ("full", "dequant"))

@@ -140,8 +140,8 @@ Text = Annotated[str, Field(min_length=1)]
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the base was quantized: method, transformers' word for it (bitsandbytes, gptq, fp8); for bitsandbytes' 4 bits
-    also type (nf4, fp4) and double, whether the block scales were quantized too."""
+    """How the base was quantized. method: transformers' quant_method, such as bitsandbytes, gptq or fp8.
+    type (nf4, fp4) and double are for bitsandbytes' 4 bits only. double: the block scales were quantized, too."""
 
     method: str
     bits: int | None = None

@@ -1,9 +1,9 @@
 """The update itself: what one piece of a stored tensor becomes, in the precision it is asked for.
 
-Written in float32, verified in float64, by the same formula. LoRA: W + scaling * B @ A
-(https://arxiv.org/abs/2106.09685, section 4.1), with scaling alpha / r, or alpha / sqrt(r) for rsLoRA
-(https://arxiv.org/abs/2312.03732). DoRA: m * V / |V| with V = W + scaling * B @ A and the norm taken over the inputs of
-each output (https://arxiv.org/abs/2402.09353, equation 5).
+The merge writes in float32 and verifies in float64, with the same formula. LoRA: `W + scaling * B @ A`
+(https://arxiv.org/abs/2106.09685, section 4.1). scaling is alpha / r, or alpha / sqrt(r) for rsLoRA
+(https://arxiv.org/abs/2312.03732). DoRA: `m * V / |V|` with `V = W + scaling * B @ A`
+(https://arxiv.org/abs/2402.09353, equation 5). |V| is the norm over the inputs of each output.
 """
 
 import threading
@@ -63,10 +63,10 @@ def open_weights(plan: MergePlan) -> Iterator[Weights]:
 
 @contextmanager
 def ieee_matmul() -> Iterator[None]:
-    """Real float32 matrix products, whatever the process was set to.
+    """Compute float32 matrix products in float32, whatever precision the process has set.
 
-    With torch.set_float32_matmul_precision("medium"), usual in training, oneDNN multiplies float32 in bfloat16 on CPUs
-    that can, and CUDA in TF32: errors larger than the rounding that the merge promises.
+    With torch.set_float32_matmul_precision("medium"), usual in training, CUDA multiplies float32 in TF32. On CPUs with
+    bfloat16 instructions, oneDNN multiplies float32 in bfloat16. Both errors exceed the rounding of the merge.
     """
     settings: list[Any] = [
         torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
@@ -84,8 +84,8 @@ def ieee_matmul() -> Iterator[None]:
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Every matrix product on the thread that asks for it: faster for small blocks on many threads, and the bits do
-    not depend on how many there are."""
+    """Run each matrix product on the thread that calls it.
+    This is faster for small blocks on many threads. The result's bits do not depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,8 +105,8 @@ thread_scratch = threading.local()
 
 
 def scratch(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """A [rows, columns] tensor of whatever was left in it, until this thread asks for that name in that dtype again:
-    fresh memory for each block would cost as much as the sums."""
+    """An uninitialised [rows, columns] tensor, valid until this thread asks for the same name and dtype again.
+    Allocating memory for each block would take as long as the arithmetic."""
     kept = getattr(thread_scratch, f"{name} {dtype}", None)
     if kept is None or kept.numel() < rows * columns:
         kept = torch.empty(rows * columns, dtype=dtype)

@@ -54,11 +54,11 @@ class BaseProof:
 
 @dataclass(frozen=True)
 class Base:
-    """A model on disk. `name` is what it was asked for as; `indexed` says if it has an index.
+    """A model on disk. `name` is the name it was requested by. `indexed`: whether an index names its shards.
 
-    quantized: stored tensors that are decoded before the update (base_mode="dequant"). trained_on: the quantized model
-    that the adapter was trained on, where it is another one and at hand; proof: that this is what it was quantized
-    from. trained_in: how the base was quantized in memory while the adapter was trained ("nf4").
+    quantized: stored tensors that are dequantized before the update (base_mode="dequant"). trained_on: the quantized
+    model that the adapter was trained on, if it is another one and on this machine. proof: why trained_on was quantized
+    from this model. trained_in: how the base was quantized in memory during training (such as "nf4").
     """
 
     name: str
@@ -86,10 +86,10 @@ class Base:
 def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_mode: str) -> Base:
     """The model to merge into: a directory, or a hub id whose snapshot is in the local cache.
 
-    Without `base`, what the adapter records: in cogumi-base.json (the commit it was trained on), else in its config.
-    With base_mode="full" the full-precision model of a quantized one is looked for by name and proven to be what it
-    was quantized from; with "dequant" the update is added to its decoded weights. Raises UsageError when
-    there is none, it is incomplete or not in safetensors, or the proof fails.
+    Without `base`, the adapter names it: in cogumi-base.json, with the commit it was trained on, else in its config.
+    Where the base is quantized, base_mode="full" finds the full-precision model by name and proves that it is the
+    original. "dequant" returns the quantized base, to be read as dequantized weights. Raises UsageError when there is
+    no base, it is incomplete or not in safetensors, or the proof fails.
     """
     record = read_base_record(adapter.path)
     recorded = record.name if record else adapter.config.get("base_model_name_or_path")
@@ -240,10 +240,10 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
 def compare_models(quantized: Base, full: Base) -> BaseProof:
     """Prove that a quantized checkpoint was made from a full-precision one. Raises Mismatch where it was not.
 
-    Compared are the identity fields of the configs; every tensor that both hold in a plain float dtype (equal, after
-    rounding the full one to the quantized file's dtype); and, for bitsandbytes' 4 bits, the names of all tensors and a
-    sample of the codes. Of GPTQ, AWQ, FP8, MXFP4 and others only embeddings, heads, norms and biases speak: a sibling
-    that was trained with all of those frozen would pass.
+    It compares the configs' identity fields and every tensor that both hold in a float dtype. The full tensor must be
+    equal after rounding to the other's dtype. For SCALES_FOLDED methods (AWQ and others) this excludes vectors. For
+    bitsandbytes' 4 bits it also compares the tensors' names and a sample of the codes. Other methods leave only
+    embeddings, heads, norms and biases to compare. A sibling that was trained with these frozen would pass.
     """
     kind = quantization(quantized.config)
     if own := quantization(full.config):

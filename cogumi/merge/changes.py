@@ -1,7 +1,7 @@
 """What an adapter does to each parameter, by PEFT's own account.
 
-PEFT injects the adapter into the model on the meta device. That yields rank, scaling and orientation per layer by PEFT's
-own rules, and the exact keys and shapes that PEFT would save: a file that holds others is refused.
+PEFT injects the adapter into the model on the meta device. This gives the rank, scaling and orientation of each layer
+by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The merge refuses a file with others.
 """
 
 import re
@@ -185,11 +185,11 @@ def expert_term(adapter: Adapter, key: str, layer: Any) -> LowRank:
 
 
 def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
-    """An embedding that PEFT saved beside the factors (targeted, or resized): the base's rows, and perhaps new ones.
+    """Check an embedding that PEFT saved beside the factors because it was targeted or resized.
 
-    Its rows must be the base's. A resized one takes the place of the base's, and the adapter's updates come on top; a
-    head that is tied to it and not in the file does likewise. What PEFT saved a second time (a module that was trained
-    whole, tokens of a tied head) must be the same tensor.
+    The rows that it shares with the base's must be equal. A resized embedding replaces the base's, and the adapter's
+    updates are added to it. It also replaces a tied head that has no change of its own. PEFT may save a module that
+    was trained whole, or the tokens of a tied head, a second time. Both copies must be equal.
     """
     key = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?\.[^.]+$", ".weight", span.name)
     parameter = key.removeprefix(PREFIX)

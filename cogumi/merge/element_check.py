@@ -29,9 +29,9 @@ UNIT = 2.0**-24
 
 @dataclass
 class ElementCheck:
-    """The elements of one tensor, re-read from the written file. not_nearest: those that are not the nearest value of
-    the output dtype to W + delta (in float64) but as near as float32 arithmetic can tell. largest_error: the largest
-    |out - (W + delta)| of these, as a share of what is allowed (more than 1 raises MergeError)."""
+    """The elements of one tensor, re-read from the written file and compared with W + delta in float64.
+    not_nearest: how many are not the nearest value of the output dtype, but within the error of float32 arithmetic.
+    largest_error: the largest |out - (W + delta)| of these over the allowed error. More than 1 raises MergeError."""
 
     elements: int = 0
     not_nearest: int = 0
@@ -125,9 +125,9 @@ class SuspectElements(NamedTuple):
 def find_suspects(
     expected: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, nearest: torch.Tensor, position: int
 ) -> SuspectElements:
-    """The elements of a block, the first of which is at `position`, that differ from the nearest value, or are not
-    finite: an overflow is the nearest value too, and is not what it should be. Compared 8 bytes at a time, as few
-    differ."""
+    """The elements of a block that differ from the nearest value or are not finite. The block begins at `position`.
+    An overflow equals the nearest value, which is infinity, and still must be checked. Few elements differ, so this
+    compares 8 bytes at a time."""
     group = 64 // out.element_size()
     # A sum is not finite where an element is not, and costs less than asking each.
     if out.numel() % group or not math.isfinite(out.sum(dtype=torch.float32).item()):
@@ -146,14 +146,14 @@ def rounding_bound(
 ) -> torch.Tensor:
     """How far each of these elements may be from `expected`: one rounding to `dtype`, and float32 arithmetic before it.
 
-    A dot product of length r, in any order, is off by at most r u sum |l||r| with u = 2**-24 (Higham, Accuracy and
-    Stability of Numerical Algorithms, section 3.1), the scaling and its own rounding add 2 u, and the sum with W adds
-    u (|W| + |delta|); sum |l||r| is at most the product of the two vectors' norms, so (r + 8) u |l||r| covers it with
-    |W| <= |W + delta| + |delta|. The factor on half an ulp is the float32 sum's 2 u |expected|, as
-    |expected| < 2**(mantissa bits + 2) half ulps.
+    Let u = 2**-24, and let a and b be vectors of length r. Their dot product, in any order, errs by at most
+    `r u sum |a_i||b_i|` (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). The scaling and its own
+    rounding add 2 u of that sum, which is at most `|a||b|`. The addition of W adds `u (|W| + |delta|)`, with
+    `|W| <= |W + delta| + |delta|`. So `(r + 8) u |a||b|` covers all but `2 u |expected|`. The factor on half an ulp is
+    this error, because `|expected| < 2**(mantissa bits + 2)` half ulps.
 
-    DoRA multiplies V = W + delta by s = m / |V|: V's error by s, two more roundings, and that of the norm, which is at
-    most that of V's row (sqrt(columns) elements) times |expected| / |V| <= s.
+    DoRA multiplies V = W + delta by s = m / |V|. This multiplies V's error by s and adds two roundings. The norm of n
+    elements errs by at most sqrt(n) times an element's error. This error counts `|expected| / |V|` times, at most s.
     """
     left, right = update.left[found.where // columns - piece.place.first], update.right[:, found.where % columns]
     error = (left.shape[1] + 8) * UNIT * left.norm(dim=1) * right.norm(dim=0)

@@ -54,8 +54,9 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
 
     quant: "bf16", "f16", "q8_0" (written by the converter) or "q4_k_m" (by llama-quantize, from bf16).
 
-    Raises UsageError, with nothing written, where there is no merged model, a tool of llama.cpp is missing or fails, the
-    disk has no room, or `out` exists; MergeError where the file that was written is not the model.
+    Raises UsageError when there is no merged model, a tool of llama.cpp is missing or fails, or `out` exists. Raises
+    DiskFull, a UsageError, when the disk is too small. Raises MergeError when the GGUF file differs from the model.
+    After any of these, `out` is as it was before.
     """
     if quant not in (*CONVERTED, *QUANTIZED):
         raise UsageError(f"{quant!r} is not one of {', '.join((*CONVERTED, *QUANTIZED))}", key="--quant")

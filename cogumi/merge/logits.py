@@ -41,10 +41,11 @@ PROMPT = Path(__file__).read_text(encoding="utf-8")[:2000]  # prose and code
 class LogitCheck:
     """How far the merged model's logits are from the live adapter's, and how far rounding may take them.
 
-    In logits, over every position and vocabulary entry: rms and largest difference; the rms that one rounding of the
-    touched weights should cause; what passes; and the rms difference between merged and base. In nats, means over
-    positions: KL(live || merged); what rounding should cause; what passes; and KL(live || base). rerouted: of a mixture of
-    experts, the share of routing decisions in which merged, left alone, chooses other experts than live does.
+    measured, measured_max: rms and largest difference, over every position and vocabulary entry. predicted: the rms
+    that one rounding of the touched weights should cause. bound: the largest rms that passes. base_distance: the rms
+    between merged and base. kl: KL(live || merged) in nats, as the mean over positions. predicted_kl: the KL that
+    rounding should cause. kl_bound: the largest KL that passes. base_kl: KL(live || base). rerouted: in a mixture of
+    experts, the share of routing decisions in which merged's own choice of experts differs from live's.
     """
 
     measured: float
@@ -82,9 +83,9 @@ class LogitDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveModel:
-    """What is kept of the live model once it is out of memory: float32 logits and base_logits [batch, sequence,
-    vocabulary]; the experts each router chose, in order; the merged names of parameters with a low-rank update;
-    row_hashes of all others, by merged name."""
+    """What is kept of the live model after it has left memory.
+    logits, base_logits: float32 [batch, sequence, vocabulary]. choices: the experts that each router chose, in order.
+    adapted: merged names of parameters with a low-rank update. rows: row_hashes of all parameters, by merged name."""
 
     logits: torch.Tensor
     base_logits: torch.Tensor
@@ -94,9 +95,9 @@ class LiveModel:
 
 
 class Routing(TorchFunctionMode):
-    """While active, records the indices of every topk, which is how routers choose experts. given: the indices of an
-    earlier forward on the same tokens, which topk then returns with the values that its own input has there, so that a
-    weight that differs still shows."""
+    """While active, records the indices of every topk, with which routers choose experts.
+    given: the indices of an earlier forward on the same tokens, which topk then returns. The values come from topk's
+    own input at these indices, so a router weight that differs still changes the logits."""
 
     def __init__(self, given: list[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -138,8 +139,8 @@ def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, draws: int = 4
 
 
 def precise_copy(model: Any, dtype: torch.dtype) -> Any:
-    """A copy in another dtype that runs its own weights: TRL and accelerate replace `forward` on the instance by a
-    closure over the original model, which a copy would run."""
+    """A copy in `dtype` and eval mode that runs its own weights.
+    TRL and accelerate set `forward` on the instance to a closure over the original model. The copy drops it."""
     copied = copy.deepcopy(model)
     for module in copied.modules():
         vars(module).pop("forward", None)
@@ -211,8 +212,8 @@ def row_hashes(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def touched_rows(live: LiveModel, merged: Any) -> dict[str, torch.Tensor]:
-    """Merged name -> bool [rows] of the rows that were rounded: all where there is a low-rank update, else where
-    merged differs from live, as in trained tokens, biases and modules_to_save."""
+    """Merged name -> bool [rows] of the rows that were rounded. A low-rank update rounds all rows of its parameter.
+    Elsewhere these are the rows where merged differs from live, as in trained tokens, biases and modules_to_save."""
     names = {name for name, _ in merged.named_parameters(remove_duplicate=False)}
     if missing := sorted(live.adapted - names):
         raise UsageError(f"merged model has no {missing[0]}, which live's adapter changes", fix=SAME_BASE)
@@ -235,15 +236,15 @@ def compare_logits(
     input_ids: torch.Tensor,
     draws: int,
 ) -> LogitCheck:
-    """dtype_of: what a parameter of the merged model was rounded to, by its name.
+    """Compare merged with live. dtype_of: the dtype that a parameter of merged was rounded to, by its name.
 
-    Everything runs in float32, so that what remains is the one rounding of the touched weights. They are moved by uniform
-    noise of +-half an ulp, `draws` times, to predict its effect. Where the dtype is float32 itself, the order of float32
-    sums matters as much: the noise is then added in float64, and sqrt(2) of the difference between the float32 and the
-    float64 forward, as live and merged each have their own, is added in quadrature.
+    Both run in float32, so only the one rounding of the touched weights remains. To predict its effect, this adds
+    uniform noise of +-half an ulp to these weights, `draws` times. For weights in float32, the order of float32 sums
+    matters as much. So the noisy forwards then run in float64. The difference between a float32 and a float64 forward,
+    times sqrt(2), is added in quadrature. The sqrt(2) is there because live and merged each have such an error.
 
-    In a mixture of experts a rounding can tip a near-tie, which moves the logits by much more. So merged and its noisy
-    copies run with the experts that live chose, weighted by their own router.
+    In a mixture of experts, rounding can change a near-tie, which moves the logits by much more. So merged and its
+    noisy copies run with the experts that live chose, weighted by their own router.
     """
     model = load_merged(torch.float32)
     touched = touched_rows(live, model)
@@ -352,10 +353,10 @@ def check_directory(
 
 
 def memory_needed(adapters: list[Path], merged: list[Span], logits: int) -> int:
-    """Bytes that check_directory allocates at most, from the tensors' headers; `logits` is their number.
+    """The most bytes that check_directory allocates, from the tensors' headers. `logits`: the number of logits.
 
-    Twice a model in float32 (float64 for the second half of the check of a float32 one): the model, a weight with its
-    update and their sum, and what the allocator keeps. Measured 5.4 to 8.0 bytes a parameter in bfloat16, counted 8.
+    This counts a model twice, in float32, or in float64 if it is float32. That covers the model, one weight with its
+    update and their sum, and what the allocator keeps. bfloat16 models took 5.4 to 8.0 bytes a parameter; it counts 8.
     """
     parameters = sum(element_count(span.shape) for span in merged)
     wide = sum(element_count(span.shape) for span in merged if span.dtype == "F32")

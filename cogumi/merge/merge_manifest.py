@@ -122,10 +122,10 @@ def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) 
 
 
 def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, float]:
-    """The quantization error that training saw beside what it learned: rms of q over rms of the update, by tensor.
+    """The quantization error in training relative to the update: rms of the error over rms of the update, by tensor.
 
-    Empty where training saw no quantized weights, or they are not at hand: those of the checkpoint that the adapter was
-    trained on, or what NF4 makes of a base that was quantized in memory. docs/merging.md says what the ratio means.
+    The quantized weights are those of the checkpoint that the adapter was trained on. For a base that was quantized in
+    memory, they are what NF4 makes of it. Without either, the result is empty. docs/merging.md explains the ratio.
     """
     base = plan.base
     packed = quantized_tensors(base.trained_on.shards, base.trained_on.config) if base.trained_on else {}

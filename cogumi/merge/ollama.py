@@ -1,8 +1,9 @@
 """The Modelfile with which Ollama takes a GGUF file, and the chat template in Ollama's language.
 
-Ollama does not read the chat template in a GGUF file: it compares it with a list of its own, and what is not near one of these
-is prompted without any template (ollama#6823). So the template is written here: read off the tokenizer by rendering
-conversations, and then compared with it on others. A template that does not come out the same is not written.
+Ollama does not run the chat template in a GGUF file. It compares the template with its own list. If none is near,
+Ollama prompts the model without any template (ollama#6823). So this module writes the template into the Modelfile. It
+derives the template from conversations that the tokenizer renders. It then compares both on other conversations, and
+writes no template that renders differently.
 """
 
 from collections.abc import Sequence

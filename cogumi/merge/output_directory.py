@@ -59,9 +59,9 @@ def already_running(target: Path, partial: Path) -> UsageError:
 
 @contextmanager
 def partial_directory(plan: MergePlan, target: Path) -> Iterator[Path]:
-    """A new, locked directory beside `target` with every shard in its full size, to be renamed to it; removed when the
-    block fails, by KeyboardInterrupt too. A disk that is full at any moment is a DiskFull that says what the output
-    takes."""
+    """A new, locked directory beside `target`, with every shard in its full size. The block renames it to `target`.
+    When the block fails, also by KeyboardInterrupt, the directory is removed. A full disk raises DiskFull, which says
+    how many bytes the output needs."""
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     needed = small_bytes(plan) + plan.shard_bytes
     try:
@@ -84,9 +84,9 @@ def partial_directory(plan: MergePlan, target: Path) -> Iterator[Path]:
 
 
 def allocate(plan: MergePlan, partial: Path) -> None:
-    """Create every shard in its full size, with its blocks taken from the disk, before any work is done: what `df`
-    says is not what can be written (quotas, reserved blocks, thin volumes). Raises OSError where they cannot be
-    had."""
+    """Create every shard in its full size, with its blocks allocated on the disk, before the merge computes anything.
+    `df` shows more than can be written (quotas, reserved blocks, thin volumes). Raises OSError where an allocation
+    fails. A filesystem that cannot allocate gets files of full size without blocks."""
     reserve = partial / ".reserve"
     for path, size in [(reserve, small_bytes(plan)), *((partial / shard.name, shard.bytes) for shard in plan.shards)]:
         with path.open("xb") as file:
@@ -120,9 +120,9 @@ def disk_full(target: Path, needed: int, error: OSError) -> DiskFull:
 
 
 def commit_output(partial: Path, target: Path) -> None:
-    """Make `partial` durable and rename it: the output appears whole or not at all, power cuts included. Raises
-    UsageError when `target` has appeared meanwhile; of an empty directory the kernel makes no fuss, and nothing is
-    lost."""
+    """Make `partial` durable and rename it, so that `target` appears whole or not at all, also after a power cut.
+    Raises UsageError when `target` has appeared meanwhile. The rename replaces an empty directory that appears after
+    the check, and nothing is lost."""
     for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
         sync_path(directory)
     check_target(target)

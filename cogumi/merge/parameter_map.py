@@ -20,9 +20,9 @@ from cogumi.merge.bases import Base
 
 @dataclass(frozen=True)
 class Place:
-    """Rows `first` to `last` of a stored tensor, seen as a matrix of its last dimension, which hold one piece of a
-    parameter: of its matrix number `matrix` (of a stack of experts, else 0), from row `offset` on, all columns.
-    transposed: the stored rows are that matrix's columns."""
+    """Where a stored tensor, seen as a matrix of its last dimension, holds one piece of a parameter.
+    Its rows `first` to `last - 1` hold the parameter's rows from `offset` on, with all columns. matrix: the number of
+    the matrix in a stack of experts, else 0. transposed: the stored rows are that matrix's columns."""
 
     tensor: str
     first: int
@@ -124,9 +124,9 @@ def meta_model(config: Any) -> Any:
 
 
 def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Place, ...]]:
-    """Parameter -> its places, for every parameter that the stored tensors make up in a way known here: left out are
-    those of which a tensor is missing or has another size, and those that transformers converts by more than stack,
-    concatenate, split and transpose (a permutation for rotary embeddings, say)."""
+    """Parameter -> its places, for every parameter that the stored tensors make up in a way known here.
+    This omits a parameter with a tensor that is missing or has another size. It also omits one that transformers
+    converts by more than stack, concatenate, split and transpose, such as a permutation for rotary embeddings."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

@@ -3,8 +3,8 @@
 An update that is added to a quantized weight is lost when the sum is quantized again. So a merge needs the full-precision
 model (full_precision_names, proven by bases.py) or, on request, the quantized weights as floats (dequantize_rows).
 
-The 4-bit format is QLoRA's (https://arxiv.org/abs/2305.14314, section 3): blocks of 64 consecutive elements share one
-absmax, and "double quantization" stores the absmax values in 8 bits themselves. File layout: bitsandbytes'
+The 4-bit format is QLoRA's (https://arxiv.org/abs/2305.14314, section 3). Each block of 64 consecutive elements shares
+one absmax. "Double quantization" stores these absmax values in 8 bits. The file layout is that of bitsandbytes'
 QuantState.as_dict.
 """
 
@@ -59,8 +59,8 @@ class Mismatch(Exception):
 
 
 def quantization(config: dict[str, Any]) -> str | None:
-    """How the checkpoint with this config.json is quantized: "bnb-4bit", else its quant_method as it stands
-    ("bitsandbytes" in 8 bits, "gptq", "awq", "fp8", "mxfp4", ...; "unknown" without one); None for full precision."""
+    """How the checkpoint with this config.json is quantized: "bnb-4bit" or its quant_method. None for full precision.
+    The method is "bitsandbytes" (for 8 bits), "gptq", "awq", "fp8", "mxfp4" or another. Without one it is "unknown"."""
     for place in (config, config.get("text_config") or {}):
         # llm-compressor once wrote "compression_config".
         found = place.get("quantization_config") or place.get("compression_config")
@@ -75,9 +75,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def full_precision_names(name: str, quant_method: str | None) -> tuple[str, ...]:
-    """Where the full-precision model of the quantized base `name` (a hub id or a directory) may be, likeliest first:
-    guesses from how publishers name things, and what the hub's cache holds under the same name. quant_method: what
-    quantization() said of it."""
+    """Likely names of the full-precision model of the quantized base `name` (a hub id or a directory), likeliest first.
+    They follow the usual names of quantized copies, and include models of that name by any owner in the hub's cache.
+    quant_method: what quantization() returned for the base."""
     path = PurePath(name)
     stem = QUANTIZED_SUFFIX.sub("", path.name)
     found: list[str] = []

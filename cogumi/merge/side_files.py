@@ -31,9 +31,9 @@ LICENCE_WORDS = ("license", "licence", "notice", "use_policy", "copying")
 def side_files(adapter: Path, base: Path) -> dict[str, Path]:
     """Name in the output -> file to copy. Contents are to be copied: in the hub's cache the files are links.
 
-    The tokenizer is taken whole from one place, the adapter's if it has a vocabulary: files of two tokenizers mixed are a
-    third. Where that vocabulary is the base's token for token, the base's other encodings of it come too (converters such
-    as llama.cpp's ask for tokenizer.model), and so does its chat template if the adapter's tokenizer has none.
+    All tokenizer files come from one place, the adapter if it has a vocabulary, else the base. A mix of two tokenizers
+    would be a third one. Where both vocabularies are equal, the base's other vocabulary files come too, such as the
+    tokenizer.model that llama.cpp's converter needs. So does the base's chat template if the adapter has none.
 
     generation_config, licences and remote code are the base's. Raises UsageError for a link in either directory that
     leads nowhere, as in an interrupted download.

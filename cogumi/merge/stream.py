@@ -77,9 +77,9 @@ def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 @dataclass
 class DeltaStats:
-    """What the updates of one tensor did, added up over its runs: the largest change of an element before rounding;
-    and of a sample, the first block of each run, elements, squares of delta and of W, and the sum of rounding error
-    times delta."""
+    """What the updates of one tensor did, over all its runs. max_abs_delta: the largest change before rounding.
+    The others come from a sample, the first block of each run. They are the number of elements, the sums of squares of
+    delta and W, and along_delta, the sum of rounding error times delta."""
 
     max_abs_delta: float = 0.0
     elements: int = 0
@@ -218,8 +218,8 @@ def hash_and_sync(
 
 
 def sync_and_drop(path: Path, length: int, source: Path, used: int) -> None:
-    """Wait until a shard is on the disk, and let its first `length` bytes, and `used` of its source, leave the page
-    cache: where the kernel has to find new pages for two whole models, that takes longer than the arithmetic."""
+    """Wait until a shard is on the disk. Then drop its first `length` bytes, and `used` bytes of its source, from the
+    page cache (0: all). Otherwise the kernel must find new pages for two models, which takes longer than the arithmetic."""
     sync_path(path)
     drop_from_memory(path, length)
     drop_from_memory(source, used)

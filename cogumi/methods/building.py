@@ -79,8 +79,8 @@ def pin_revision(run: RunConfig) -> RunConfig:
 
 
 def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
-    """The base's tokenizer, with the chat template and end token that `train:` names for it; starting from an adapter, the
-    one that was saved with it, which has those of the run before."""
+    """The base's tokenizer, or the one saved with the adapter that the run starts from, as the run before had it.
+    `train:` may name another chat template and end token for it."""
     adapter = run.model.adapter
     if adapter is not None and (adapter / "tokenizer_config.json").exists():
         tokenizer = load_tokenizer(str(adapter))

@@ -141,8 +141,8 @@ def pack_datasets(
 def refuse_other_labels(trainer: Any, dataset: Any) -> None:
     """Raise RuntimeError unless the trainer learns exactly the tokens the data says.
 
-    TRL 1.15 ignores `completion_mask` without `completion_only_loss`, and a trainer that unsloth generated may have a
-    preparation of its own: prompts would be trained on without a word. Nothing predicts the first token of an example.
+    TRL 1.15 ignores `completion_mask` without `completion_only_loss`. A trainer that unsloth generated may prepare the
+    data itself. Either would train on the prompts without a warning. Nothing predicts the first token of an example.
     """
     wanted, learned = [], []
     for i in range(min(4, len(dataset))):

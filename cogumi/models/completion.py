@@ -18,10 +18,10 @@ def complete_with_ends(
     skip_special_tokens: bool = True,
     **generation: Any,
 ) -> list[tuple[str, bool]]:
-    """One completion per prompt (text, or token ids), without the end token or stop sequence and what follows it;
-    and whether it came to its end: an end token or a stop sequence within max_new_tokens.
+    """One completion per prompt (text, or token ids), and whether it came to its end within max_new_tokens.
 
-    Greedy, unless `generation`, further arguments of `generate`, says otherwise."""
+    An end token or a stop sequence ends it and is left out. `skip_special_tokens=False` keeps the end token. Greedy,
+    unless `generation`, further arguments of `generate`, says otherwise."""
     was_training = model.training
     model.eval()
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -61,8 +61,8 @@ def cut_at_stop(completion: Any, stops: Sequence[str]) -> Any:
 
 @contextmanager
 def without_router_logits(model: Any) -> Iterator[None]:
-    """A mixture of experts that is trained with its router's loss computes it in `generate` as well, and fails there:
-    the mask is that of the whole sequence, the logits are those of one token (transformers 5.17)."""
+    """In the block a mixture of experts does not compute its router's loss, which fails in `generate`.
+    The mask there is that of the whole sequence, and the router's logits are those of one token (transformers 5.17)."""
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         yield

@@ -173,8 +173,8 @@ def reads_4bit_rows(columns: int) -> bool:
 
 
 def keep_4bit_unpacked(model: torch.nn.Module) -> int:
-    """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, on CPUs with AVX512-BF16:
-    the backward pass then finds no gradient for what came before the layer. Returns of how many layers it was kept."""
+    """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, on CPUs with AVX512-BF16.
+    Repacked, they pass no gradient to what came before the layer. Returns how many layers it changed."""
     repacking = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
     for module in repacking:
         vars(module)["support_avx512bf16_for_cpu"] = False
@@ -191,9 +191,9 @@ def resolve_dtype(dtype: str) -> torch.dtype:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Set the template of `train.chat_template_path`: a .jinja file, another model's (directory or hub id), or
-    `cogumi:tulu`. Raises UsageError where there is none, or where it writes control tokens that this vocabulary has
-    not: an adapter does not train new rows of embeddings."""
+    """Set the template of `train.chat_template_path`: a .jinja file, another model's, or `cogumi:tulu`.
+    The other model is a directory or a hub id. Raises UsageError where there is no template, or where another model's
+    writes control tokens that this vocabulary lacks. An adapter does not train new rows of embeddings."""
     tokens: list[str] = []
     path = TULU if name == "cogumi:tulu" else Path(name)
     if path.is_file():

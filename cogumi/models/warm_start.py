@@ -1,9 +1,9 @@
 """Starting from an adapter (`model.adapter`): DPO or GSPO on what SFT learned, or never a step.
 
-A LoRA that is loaded onto another base, or whose keys find no place, still trains: PEFT warns, and what is missing
-stays as it was drawn. Here the adapter has to record the base that is loaded, every tensor of its file has to be in the
-live model bit for bit, and nothing else may be trained. A reference policy is a frozen copy of the same adapter, proven
-in the same way.
+A LoRA that is loaded onto another base, or whose keys find no place, still trains. PEFT only warns of missing keys, and
+their tensors keep their initial values. Here the adapter has to record the base that is loaded. Every tensor of its
+file has to be in the live model bit for bit, and nothing else may be trained. A reference policy is a frozen copy of
+the same adapter, proven in the same way.
 """
 
 import logging
@@ -164,8 +164,8 @@ def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:
 
     TRL 1.15 rounds the adapter of a quantized base to bfloat16, and its copy for the reference misses adapters on
     embeddings and trained tokens. compares: whether the loss has a reference policy. Raises UsageError where that
-    would not be this adapter, RuntimeError for a tensor that found no place, or one that is trained and is not from
-    the file.
+    policy would not be this adapter. Raises RuntimeError for a tensor that found no place, and for a trained one that
+    is not from the file.
     """
     model, saved = trainer.model, load_file(adapter / ADAPTER_WEIGHTS)
     if compares and trainer.ref_model is not None:

@@ -1,8 +1,9 @@
 """The metrics of a run as curves, and their small plots as SVG.
 
-A curve is cut into bins of so many steps, each with the least, the mean and the greatest of its values, so that a spike of one
-step in a million is still there. What is not finite is no part of a bin: its steps are kept beside it. A plot is text, some
-milliseconds each. Lines differ by dash as well as by colour, and the title says in words what is drawn.
+A curve is cut into bins of so many steps. Each bin has the least, the mean and the greatest of its values, so that a
+spike of one step in a million still shows. Values that are not finite are in no bin; their steps are kept beside it. A
+plot is text and takes some milliseconds. Lines differ by dash as well as by colour, and the title says in words what is
+drawn.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Figures of a run, of its data and of what it made, each a `Drawing`: a matplotlib figure that a notebook shows.
 
-Nothing is told by colour alone, and every figure says in words what it shows. pyplot is never used: no figure is kept, and
-what a notebook has set for its own figures neither reaches these nor is changed by them. Raises UsageError where there is
-nothing to draw.
+Nothing is told by colour alone, and every figure says in words what it shows. pyplot is never used, so no figure is
+kept in memory. A notebook's own settings of matplotlib neither affect these figures nor are changed by them. Raises
+UsageError where there is nothing to draw.
 """
 
 import json
@@ -138,8 +138,8 @@ def use_integer_ticks(ax: "Axes") -> None:
 def curves(run_dir: str | PathLike[str]) -> Drawing:
     """What the run logged, each metric a small plot over its steps: the mean as a line, the range of a bin as an area.
 
-    Flags that are or were red, and those that are yellow, are lines at their step; what was not finite is a cross at the
-    bottom, at its step.
+    A flag that is or was red, or that is yellow, is a line at its step. A cross at the bottom marks the step of a value
+    that was not finite.
     """
     run = Path(run_dir)
     found = Curves(run / "metrics.jsonl")
@@ -191,8 +191,8 @@ def flag_steps(said: Mapping[str, Any]) -> list[tuple[int, str, str]]:
 
 
 def rewards(run_dir: str | PathLike[str]) -> Drawing:
-    """How the rewards of single completions are spread: the first quarter of the steps beside the last one, as shares of
-    the completions, and their quantiles over the steps."""
+    """How the rewards of single completions are spread, and their quantiles over the steps.
+    The spread is given as shares of the completions, for the first quarter of the steps beside the last one."""
     run = Path(run_dir)
     steps, values, broken = read_rewards(run / ROLLOUTS)
     if not len(steps):
@@ -333,8 +333,9 @@ def memory_bar(figures: Mapping[str, Any], measured: float | None = None) -> Dra
 
 
 def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> Drawing:
-    """How much the merge changed each kind of weight, layer by layer: |change| beside |weight| (Frobenius norms, in percent)
-    above, the largest change of a single element below. merged: the directory, or what the merge reported."""
+    """How much the merge changed each kind of weight, layer by layer.
+    Above is |change| / |weight| in percent (Frobenius norms). Below is the largest change of a single element. merged:
+    the directory, or what the merge reported."""
     directory = Path(getattr(merged, "out", None) or merged)  # type: ignore[arg-type]
     groups, outside = read_deltas(directory)
     if not groups:

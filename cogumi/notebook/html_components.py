@@ -89,8 +89,8 @@ def style() -> str:
 
 
 def inline_styles(content: str) -> str:
-    """What a notebook shows of an object: without a style sheet and `mark`, which a page that does not trust the notebook
-    takes out or has in colours of its own."""
+    """What a notebook shows of an object: every element has its own style, and a `mark` becomes a `span`.
+    A page that does not trust the notebook takes out style sheets, and has colours of its own for `mark`."""
     from bs4 import BeautifulSoup
 
     page = BeautifulSoup(f'<div class="cogumi-piece">{content}</div>', "html.parser")

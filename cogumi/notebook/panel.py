@@ -1,7 +1,7 @@
 """`run.dashboard()`: a panel on a run directory. It reads files, so the run may be of another user, of yesterday, or over.
 
-A thread of its own draws it anew, and takes less than one percent of a core by waiting a hundred times as long as it worked.
-Every level, state and reward is said in words as well as by colour.
+A thread of its own redraws the panel. It waits over a hundred times as long as it worked, and so takes less than one
+percent of a core. Every level, state and reward is said in words as well as by colour.
 """
 
 import threading

@@ -48,8 +48,9 @@ MARKS = {"red": "bold red", "yellow": "yellow"}
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """One look. `flags` and `was_red` as in flags.json; `samples`: prompt, completion, and reward or the expected answer;
-    `changed`: a curve has grown since the last look; `behind`: there is more to be read at once, of a long run."""
+    """One look at a run. `flags` and `was_red` are those of flags.json.
+    `samples`: each has prompt, completion, and reward or the expected answer. `changed`: a curve has grown since the
+    last look. `behind`: a long run has more metrics, to be read at once."""
 
     status: Status
     plots: list[tuple[Plot, dict[str, Curve]]]

@@ -1,8 +1,8 @@
 """llama.cpp's converter on a tokenizer that was trained here: the name of its pre-tokenizer, where it is GPT-2's.
 
-The converter knows a pre-tokenizer (how text is cut before the merges) by a hash over the ids of one text, and refuses every
-vocabulary that is not on its list. A ByteLevel pre-tokenizer with its own regular expression is GPT-2's, whatever the
-vocabulary: llama.cpp calls it "gpt-2". Any other one is still refused. tests/test_export.py compares the ids with llama.cpp's.
+A pre-tokenizer splits text before the merges. The converter knows one by a hash over the ids of one text, and refuses
+every vocabulary that is not on its list. But a ByteLevel one with its own regular expression is GPT-2's, whatever the
+vocabulary. llama.cpp calls it "gpt-2". All others stay refused. tests/test_export.py compares the ids with llama.cpp's.
 
 `main` runs the converter with the patch in a process of its own; cogumi/merge/gguf.py starts it.
 """

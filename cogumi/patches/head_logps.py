@@ -3,16 +3,17 @@
 `FusedLogProbFunction` takes the arguments of TRL's `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py, Triton only)
 and returns the same values.
 
-With z_j = softcap(scale * (W_j . h + b_j)) / T and p = softmax(z), tiles of z are folded into a running maximum and
-running sums of exp(z - maximum), rescaled when the maximum moves (Milakov & Gimelshein 2018, arXiv:1805.02867). Then:
+Let `z_j = softcap(scale * (W_j . h + b_j)) / T` and `p = softmax(z)`. The forward folds tiles of z into a running
+maximum and running sums of exp(z - maximum). It rescales them when the maximum moves (Milakov & Gimelshein 2018,
+arXiv:1805.02867). There are three cases:
 
-* Frozen head (LoRA): d log p(y)/dh = gain * (s_y W_y - E_p[s W]), with gain = scale / T and s the softcap's slope (1
-  without one). The expectation is one more running sum, rescaled as flash attention rescales its output (Dao et al.
-  2022, arXiv:2205.14135), and the backward scales its rows: two projections, where computing the logits again takes 3.
-* Trainable head whose tiles of exp(z - maximum) fit into `KEPT_BYTES`: they are kept, in bf16 for a bf16 head, and
-  dz_j = g_logp * (1[j = y] - p_j) is never written: its factors scale rows of the hidden states. Three projections.
-* Trainable head beyond that, with a softcap or a trained bias, or a gradient through the entropy: every tile is
-  computed again in the backward, and dz_j = g_logp * (1[j = y] - p_j) - g_entropy * p_j * (log p_j + entropy).
+* Frozen head (LoRA): `d log p(y)/dh = gain * (s_y W_y - E_p[s W])`. Here `gain = scale / T`, and s is the softcap's
+  slope (1 without one). The expectation is one more running sum, rescaled as in flash attention (Dao et al. 2022,
+  arXiv:2205.14135). The backward scales its rows. This takes two projections; computing the logits again takes three.
+* Trainable head whose tiles of `exp(z - maximum)` fit into `KEPT_BYTES`: the forward keeps them, in bf16 for bf16
+  inputs. The backward scales rows of the hidden states and never writes dz. This takes three projections.
+* Trainable head with more tiles, a softcap or a trained bias, or any head with an entropy gradient: the backward
+  computes every tile again. Then `dz_j = g_logp * (1[j = y] - p_j) - g_entropy * p_j * (log p_j + entropy)`.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ KEPT_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class _LogitScaling:
-    """How a projection x becomes a logit: z = softcap * tanh(scale * x / softcap) / T, or scale * x / T without one."""
+    """How a projection x becomes a logit: `softcap * tanh(scale * x / softcap) / T`, or `scale * x / T` without."""
 
     temperature: float
     softcap: float | None
@@ -321,9 +322,9 @@ def _recompute(
 class FusedLogProbFunction:
     """Per-token log-probabilities of `hidden @ weight.T + bias`, and more on request, without the [N, V] logits.
 
-    The signature and the returns are those of `trl.kernels.ChunkedLogProbFunction` (TRL 1.15). Sums are kept in fp32
-    (fp64 for fp64 inputs), whatever the inputs' dtype, also under autocast, which leaves products in place and into
-    `out` alone; gradients have the inputs' dtype. torch.compile leaves a call as it is: a graph ends before it.
+    The signature and the return values are those of `trl.kernels.ChunkedLogProbFunction` (TRL 1.15). Sums are in fp32
+    (fp64 for fp64 inputs). This holds under autocast too, which does not cast in-place products or products into `out`.
+    Gradients have the inputs' dtype. torch.compile breaks the graph before a call and does not compile the call.
     """
 
     @staticmethod
@@ -341,12 +342,12 @@ class FusedLogProbFunction:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each [N]; None where not in `outputs`.
 
-        `hidden` [N, H], `weight` [V, H], `bias` [V] or None, `targets` [N] in [0, V). log_probs and entropy are in nat
-        and differentiable; log_sum_sq_probs = log sum_j p_j^2, mean_logits = mean_j z_j and is_top1 (is the target the
-        first argmax) are not. `chunk_size` is the caller's bound on the columns of a tile.
+        `hidden` is [N, H], `weight` [V, H], `bias` [V] or None, and `targets` [N] in [0, V). log_probs and entropy are
+        in nats and differentiable. The others are not: `log_sum_sq_probs = log sum_j p_j^2`, `mean_logits = mean_j z_j`
+        and is_top1, whether the target is the first argmax. `chunk_size` is the largest number of columns of a tile.
 
-        Raises ValueError for a target outside the vocabulary (filter -100 first, as TRL does), a name it does not
-        know in `outputs`, or a temperature or softcap that is not positive.
+        Raises ValueError for a target outside the vocabulary, so filter -100 first, as TRL does. Raises it also for an
+        unknown name in `outputs`, or a temperature or softcap that is not positive.
         """
         if not torch.is_grad_enabled():
             # needs_input_grad only repeats requires_grad: under no_grad the frozen path would sum rows for no backward.

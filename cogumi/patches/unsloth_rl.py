@@ -34,10 +34,11 @@ CPU_SWITCH = "UNSLOTH_ON_CPU"  # "1": also without a GPU, which unsloth has supp
 
 
 def apply() -> PatchStatus:
-    """Import unsloth and let it patch TRL, where there is CUDA and unsloth; applying twice is applying once.
+    """Import unsloth and let it patch TRL, if unsloth is installed and there is CUDA or UNSLOTH_ON_CPU=1.
 
-    Call it before anything imports trl, transformers or peft. Raises UsageError, which names the import, when one was
-    imported earlier or unsloth does not import; RuntimeError when unsloth is not one this was written for.
+    A second call changes nothing. Call it before anything imports trl, transformers or peft. Raises UsageError, which
+    names the module, when one of these was imported earlier. Raises UsageError, too, when unsloth does not import.
+    Raises RuntimeError when unsloth lacks a function that this was written for.
     """
     if reason := find_obstacle():
         return PatchStatus(NAME, False, reason)

@@ -2,8 +2,8 @@
 
     python recipes/dpo.py MODEL PAIRS.parquet OUT [key=value of DPOConfig ...]
 
-The data has the columns `prompt`, `chosen` and `rejected`, text or messages. The reference policy is the model without the
-adapter, which a new adapter equals at the start: the first step's rewards must be 0 and a sigmoid loss ln 2.
+The data has the columns `prompt`, `chosen` and `rejected`, text or messages. The reference policy is the model without
+the adapter. A new adapter changes nothing at the start, so the first step's rewards must be 0 and a sigmoid loss ln 2.
 """
 
 import sys

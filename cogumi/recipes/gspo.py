@@ -2,8 +2,9 @@
 
     python recipes/gspo.py MODEL PROMPTS.parquet OUT [key=value of GRPOConfig ...]
 
-The data has the columns `prompt` and `answer`. `loss_type="gspo"` is cogumi's word for the sequence-level ratio with the paper's
-clip; a trainer that is built with it is guarded before its first rollout, measured, and its loss proven in the first steps.
+The data has the columns `prompt` and `answer`. `loss_type="gspo"` is cogumi's word for the sequence-level ratio with
+the paper's clip. cogumi guards such a trainer before its first rollout, measures it, and proves its loss in the first
+steps.
 """
 
 import sys

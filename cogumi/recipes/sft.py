@@ -2,8 +2,8 @@
 
     python recipes/sft.py MODEL CHATS.parquet OUT [key=value of SFTConfig ...]
 
-The data has a column `messages`. What a run adds to this: checks before anything is loaded, prepared data that is cached,
-packing that is proven first, flags, samples, a verdict, and everything in one directory.
+The data has a column `messages`. A run adds checks before anything is loaded, cached prepared data, and packing that is
+proven first. It also adds flags, samples and a verdict, and keeps everything in one directory.
 """
 
 import sys

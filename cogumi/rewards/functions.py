@@ -1,8 +1,8 @@
 """The reward functions that come with the package.
 
-Every function takes the batch as equally long lists and returns one float in 0..1 per completion: a string, or a list of
-chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of fill-in-the-middle prompts.
-A reply whose thinking never closes scores 0, and the share of such replies is logged as `unfinished`.
+Every function takes the batch as equally long lists and returns one float in 0..1 per completion. A completion is a
+string, or a list of chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of
+fill-in-the-middle prompts. A reply whose thinking never closes scores 0 and counts in the metric `unfinished`.
 """
 
 import ast

@@ -1,9 +1,9 @@
 """The language-model head in fp32, for the trainer's log-probabilities and for the sampler's.
 
-The logits of a bf16 head are rounded to 8 bits, so two engines that agree on everything else differ by about 1e-2 per
-token, which is far outside GSPO's clip of 3e-4. MiniMax-M1 (arXiv:2506.13585, section 3.2) and ScaleRL (arXiv:2510.13786)
-multiply the head in fp32 on both sides. TRL's own switch, `cast_lm_head_to_fp32`, turns the weights themselves into fp32
-(with tied embeddings: the embedding too) and raises AttributeError for PEFT on a tied model.
+The logits of a bf16 head are rounded to 8 bits. Two engines that agree on everything else then differ by about 1e-2 per
+token, far outside GSPO's clip of 3e-4. MiniMax-M1 (arXiv:2506.13585, section 3.2) and ScaleRL (arXiv:2510.13786)
+multiply the head in fp32 on both sides. TRL's own switch, `cast_lm_head_to_fp32`, turns the weights themselves into
+fp32, and with tied embeddings the embedding too. It raises AttributeError for PEFT on a tied model.
 """
 
 import importlib
@@ -30,12 +30,13 @@ VOCABULARY_TILE = 4096
 def fp32_lm_head(trainer: Any) -> None:
     """Multiply the head in fp32 wherever this GRPO trainer, TRL's or unsloth's, uses it: in its loss and in `generate`.
 
-    To be called once the trainer is built (it needs its temperature and its reference model) and before it trains. Calling
-    it twice is calling it once. No weight changes its dtype, no module its class, no hook is added: what is saved, merged
-    or embedded is what it was. What the body rounds (its hidden states are still bf16) stays rounded.
+    Call it once the trainer is built (it needs its temperature and its reference model) and before it trains. A second
+    call changes nothing. Weights keep their dtype and modules their class, and no hook is added. So what is saved,
+    merged or embedded is what it was. The hidden states are still bf16.
 
-    Raises UsageError for a head that is trained, quantized or not a plain Linear, for TRL's own switch beside this one,
-    and for unsloth imported without UNSLOTH_VLLM_FP32_LM_HEAD=1. Warns when vLLM samples and was not told.
+    Raises UsageError for a head that is quantized, has an adapter or is not a plain Linear, and for TRL's own switch
+    beside this one. Raises it too for unsloth imported without UNSLOTH_VLLM_FP32_LM_HEAD=1. Warns when vLLM samples and
+    its head is not set to fp32.
     """
     if trainer.args.cast_lm_head_to_fp32:
         raise UsageError(

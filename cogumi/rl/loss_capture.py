@@ -1,9 +1,9 @@
 """What the loss that ran received: the one place where cogumi looks into a GRPO trainer, TRL's or unsloth's.
 
-Nothing here computes a loss. For one call of `compute_loss` recorders that pass everything on unchanged stand in the place
-of what it calls, so neither the loss nor its gradient can differ. TRL's asks the trainer for the new log-probabilities.
-unsloth's never calls TRL's `_compute_loss`: it hands log-probabilities, mask and advantages to
-`UnslothEfficientGRPO.apply` (or, on its slower path, to `grpo_compute_loss_slow`), both globals of the module it generates.
+Nothing here computes a loss. For one call of `compute_loss`, recorders replace what it calls. They pass everything
+through unchanged, so neither the loss nor its gradient can differ. TRL's loss asks the trainer for the new
+log-probabilities. unsloth's never calls TRL's `_compute_loss`. It hands log-probabilities, mask and advantages to
+`UnslothEfficientGRPO.apply`, or on a slower path to `grpo_compute_loss_slow`, both globals of the generated module.
 """
 
 import functools
@@ -97,8 +97,8 @@ def capture_loss_inputs(
 def capture_trl_loss(trainer: Any, inputs: dict[str, Any], token_ratio: bool = False) -> Iterator[list[LossInputs]]:
     """TRL 1.15: its loss asks the trainer for log-probabilities and entropies once, and reads the rest from `inputs`.
 
-    With `token_ratio`, `inputs` gets other old log-probabilities once the new ones are known, so that the ratio the
-    loss forms is GSPO-token's: the sequence's in value, each token's in gradient.
+    With `token_ratio`, `inputs` gets other old log-probabilities once the new ones are known. The loss then forms
+    GSPO-token's ratio: the sequence's in value, each token's in gradient.
     """
     compute = getattr(trainer, TOKEN_LOGPS)
     calls: list[LossInputs] = []
@@ -292,9 +292,9 @@ class EntropyRecorder:
     def entropy(self, new: Tensor, mask: Tensor) -> Tensor | None:
         """(B, T) entropies in nats of the tokens of `new`, 0 outside `mask`; None where a token's is not known.
 
-        unsloth scores padded rows, one packed row or shared prefixes, and scatters the results into `new`. Where each
-        went is what the backward of that scattering says of its own input: sent the number of each place of `new`, it
-        brings to every score the place it went to. That runs no scorer's backward.
+        unsloth scores padded rows, one packed row or shared prefixes, and scatters the scores into `new`. The backward
+        of that scattering finds where each score went. It is given the places' numbers as the gradient of `new`, and
+        returns to every score the number of its place. It does not run a scorer's backward.
         """
         recorded = [(logps, entropy) for logps, entropy in self.recorded if logps.requires_grad]
         self.recorded.clear()

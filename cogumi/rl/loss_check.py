@@ -1,8 +1,8 @@
 """Which loss ran: the first optimizer steps' loss and gradient against the formula, before the weights are moved.
 
-A loss that is bypassed, scaled twice or called with a foreign epsilon trains without a message. So the loss that
-was asked for is computed once more, in float64, from the log-probabilities that the loss itself was given, and both the
-value it returned and the gradient that reached those log-probabilities must agree.
+A loss that is bypassed, scaled twice or called with another epsilon trains without a message. So the loss that was
+asked for is computed once more in float64, from the log-probabilities that the loss itself was given. Both the value
+that the loss returned and the gradient that reached those log-probabilities must agree.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ class LossCheck:
     """Compares optimizer steps with the formula until one has exercised the clip, and describes what it found.
 
     On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, has the same
-    value and gradient. So the proof continues until a step has had a gradient to compare, and one a sequence (or token)
-    whose gradient the clip took away (for losses without a clip: a ratio other than 1): usually the second step.
+    value and gradient. So the proof continues, to step LAST_STEP at most, until it has compared a gradient and seen the
+    clip take a gradient away. A loss without a clip needs a ratio other than 1. The second step is usually the last.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ def format_location(function: Any) -> str:
 def has_clipped_gradient(call: LossInputs, token_ratio: bool = False) -> bool:
     """Whether the clip took the policy term's gradient from a token that counts.
 
-    Asked of the ratios, not of the gradient: a KL term has one of its own inside and outside the clip, and a token whose
-    weight is zero (vLLM's correction) has none on either side.
+    It reads the ratios, not the gradient. A KL term has a gradient of its own inside and outside the clip. A token
+    whose weight is zero (vLLM's correction) has none on either side.
     """
     if call.arguments.get("loss_type") not in CLIPPED:
         return False

@@ -183,18 +183,18 @@ def step_bytes(
 ) -> int:
     """Bytes by which one micro-batch of `documents` raises memory at its peak, forward and backward: an upper estimate.
 
-    Activations are counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4), with h the hidden size, I the
-    MLP's, e bytes per element and s = prompt + completion tokens, every document padded to the longest. Per token and
-    layer:
+    Activations are counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4). h is the hidden size, I the
+    MLP's, e the bytes per element and s the prompt and completion tokens. Every document is padded to the longest. Per
+    token and layer:
 
     * (16 h + 4 I) e: what autograd keeps, for a gated MLP, RMSNorm and rotary embeddings.
     * (6 h + I) 4 where e < 4: PEFT keeps an adapter's weights in fp32 and each adapted layer a copy of its input.
     * with gradient checkpointing only h e, and one layer in full while it is computed again.
 
-    To this come, once: gradients in flight (2 h + 2 I) e per token, hidden states and their gradient at the head in
-    fp32, the attention mask s^2 (1 + e) per document, and two tiles of logits of TRL's fused head. Left out are weights,
-    their gradients, optimizer state, the scores of eager attention, the rollout's KV cache and a reference model. The
-    forecast on fake tensors (`cogumi.forecast`) counts all of it, and is made with the batch that this formula picks.
+    These count once: gradients in flight, (2 h + 2 I) e per token, and the attention mask, s^2 (1 + e) per document. So
+    do hidden states and their gradient at the head in fp32, and two tiles of logits of TRL's fused head. Weights, their
+    gradients, optimizer state, the scores of eager attention, the rollout's KV cache and a reference model are left
+    out. The forecast on fake tensors (`cogumi.forecast`) counts all of them, with the batch that this formula picks.
     """
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
     length = prompt_length + completion_length

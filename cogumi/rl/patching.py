@@ -36,15 +36,14 @@ def watch_trainer(trainer: Any) -> None:
 
 
 def patch(rl: bool = True, graph_break: str = "auto", accept: Iterable[str] | None = None) -> PatchReport:
-    """unsloth's trainer where there is CUDA and unsloth, `loss_type="gspo"`, and TRL's losses where there is no GPU; and
-    what bitsandbytes' 4-bit layers need to compile.
+    """Patch in unsloth's trainer on CUDA, TRL's losses without a GPU, `loss_type="gspo"`, 4-bit layers that compile.
 
-    Call it before importing trl, transformers or peft; calling it again is calling it once. `rl=False` changes nothing
-    of TRL and reports the present state. graph_break: "auto" tries what compiles, which takes some seconds, "off" leaves
-    it, and a strategy of `cogumi.patches.graph_break.STRATEGIES` is put in place untried. accept: names of findings
-    (`cogumi.rl.findings.NAMES`) that the guards of this process's GSPO trainers let pass, such as "own-objective"; a later
-    call that names some replaces them, None leaves them. Raises UsageError where unsloth would come too late, for another
-    graph_break and for a name that is no finding.
+    Call it before importing trl, transformers or peft. A second call patches nothing twice. `rl=False` changes nothing
+    of TRL and reports the present state. graph_break: "auto" tries what lets bitsandbytes' 4-bit layers compile, which
+    takes some seconds. "off" changes nothing. A strategy of `cogumi.patches.graph_break.STRATEGIES` is applied untried.
+    accept: names of findings (`cogumi.rl.findings.NAMES`), such as "own-objective", that this process's GSPO trainers
+    let pass. A later call that names some replaces them, and None leaves them. Raises UsageError where unsloth would
+    come too late, for another graph_break and for a name that is no finding.
     """
     if accept is not None:
         findings.accept_findings(accept)

@@ -1,11 +1,11 @@
 """What a GRPO trainer's sampler does beyond TRL's: it ends at stop sequences, and reports what it sampled with.
 
-`cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. A stop sequence that is one token of its own ends it; any
-other string is searched for by `generate`, and the padding behind it, which TRL would train on, is taken away.
+`cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. A stop sequence that is one token of its own ends it. The
+sampler searches for any other string. cogumi removes what `generate` pads behind it, because TRL would train on it.
 
-`cogumi.behaviour_logps: rollout`: the ratio is taken against the log-probabilities the sampler itself had, as in Fast-LLM.
-TRL takes `new.detach()`, or a second forward pass of the trainer; then what the sampler computed differently (its
-kernels, its dtype, older weights) is in no ratio.
+`cogumi.behaviour_logps: rollout`: the ratio is taken against the log-probabilities the sampler itself had, as in
+Fast-LLM. TRL takes `new.detach()`, or a second forward pass of the trainer. Its ratio then misses what the sampler
+computed differently: its kernels, its dtype, older weights.
 """
 
 import functools
@@ -150,14 +150,14 @@ RESHAPING: dict[str, tuple[float | None, ...]] = {
 def use_rollout_logps(trainer: Any) -> None:
     """From the next rollout on, this GRPO trainer's old log-probabilities are the sampler's own.
 
-    To be called once, on a built trainer, TRL's or unsloth's. vLLM and a `rollout_func` report them; transformers'
-    `generate` is made to. They are at the sampling temperature and over the whole vocabulary, as the trainer's new
-    ones are, so the ratio starts at 1 up to numerics. Tokens the sampler could not score get the trainer's own
-    log-probability, hence ratio 1, and are counted in the metric "sampling/unscored_tokens" (per rollout).
+    Call it once, on a built trainer, TRL's or unsloth's. vLLM and a `rollout_func` report log-probabilities, and this
+    makes transformers' `generate` report them too. Like the trainer's new ones, they are at the sampling temperature
+    and over the whole vocabulary. So the ratio starts at 1 up to numerics. Tokens the sampler could not score get the
+    trainer's own log-probability. The metric "sampling/unscored_tokens" counts such tokens per rollout.
 
     Warns of top_p, top_k, min_p and their like, with which the sampler draws from a distribution that is not scored.
-    Raises UsageError where the sampler's numerics would be corrected for twice, or its log-probabilities are not to be
-    had: vLLM with its importance correction, continuous batching, beam search.
+    Raises UsageError for vLLM with its importance correction, which would correct for the sampler's numerics twice.
+    Raises it too for continuous batching and beam search, where the sampler's log-probabilities are missing.
     """
     asked = "cogumi.behaviour_logps"
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:

@@ -1,8 +1,8 @@
-"""Watching a GRPO trainer: refused before its first rollout, measured at every step, its loss proven at the first.
+"""Watches a GRPO trainer: checks it before the first rollout, measures every step, proves the loss in the first ones.
 
 `watch(trainer)` is what a run does, and what `cogumi.patch()` does for every trainer whose config says
-`loss_type="gspo"`. It changes nothing about the training but GSPO-token's ratio, which no TRL setting expresses, and the
-shape in which rewards get completions, where they are annotated with one.
+`loss_type="gspo"`. It changes only two things about the training. It forms GSPO-token's ratio, which no TRL setting
+expresses. It gives prompts and completions to a reward function in the shape that its annotations name.
 """
 
 import inspect

@@ -26,10 +26,10 @@ NO_PATH = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")
 def train(config: Config, **overrides: Any) -> "RunResult":
     """Run one configuration in this process and return what it left behind.
 
-    `config` is a YAML path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
-    A run directory that holds this run, unfinished, is resumed from its last good checkpoint. Where the machine has several
-    GPUs, the one with the most free memory is used. Raises UsageError, before anything is written, for a mistake in the
-    configuration, the data or the run directory, and in a process of torchrun or accelerate.
+    `config` is a YAML path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`). A
+    run directory that holds this run, unfinished, is resumed from its last good checkpoint. Where the machine has
+    several GPUs, the one with the most free memory is used. Raises UsageError, before anything is written, for a
+    mistake in the configuration, the data or the run directory. Raises it too in a process of torchrun or accelerate.
     """
     refuse_mistakes(config, overrides, trains=True)
     with libraries():

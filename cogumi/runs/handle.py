@@ -1,7 +1,7 @@
 """A run in a process of its own: close the notebook, and come back to it.
 
-How one is started is in `cogumi.runs.launch`; how it stands, in `cogumi.telemetry.status`. Neither this module nor what it
-imports loads torch: to read a run takes milliseconds, and holds no memory of the GPU that it trains on.
+`cogumi.runs.launch` starts a run, and `cogumi.telemetry.status` says how it stands. Neither this module nor what it
+imports loads torch. So reading a run takes milliseconds, and no memory of the GPU that the run trains on.
 """
 
 import logging

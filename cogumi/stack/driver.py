@@ -33,9 +33,9 @@ class NvmlError(Exception):
 def ask_nvml() -> dict[str, Any]:
     """What NVML says, as JSON: {"missing": why} without the library, {"error", "message"} where a call fails.
 
-    Else version, such as "580.95.05"; cuda, the newest CUDA release that it runs, (13, 0); cards, each with its name,
-    bytes of memory and compute capability. To be called in a process of its own: with a broken driver it may hang.
-    nvidia-ml-py is a wrapper of these same calls, which torch does not bring.
+    Else version, such as "580.95.05", and cuda, the newest CUDA release that it runs, such as (13, 0). cards has the
+    name, the bytes of memory and the compute capability of each. To be called in a process of its own: with a broken
+    driver it may hang. nvidia-ml-py is a wrapper of these same calls, which torch does not bring.
     """
     try:
         nvml = ctypes.CDLL(LIBRARY)

@@ -1,14 +1,15 @@
 """GPUs: what is known of each card that people rent, and which one of several a run takes.
 
-Peaks are dense bf16 FLOP/s with float32 accumulation. NVIDIA's data sheets print most with sparsity, twice these: H100 SXM
-1,979, PCIe 1,513, NVL 1,671; H200 SXM 1,979, NVL 1,671; L4 242; RTX 6000 Ada 728.5; A6000 309.7 TFLOP/s; HGX B200
-36 PFLOP/s over 8 cards. Dense as printed: A100 and A800 312, A40 149.7, A30 165, A10 125, L40S 362, L40 181. GeForce from the
-white papers of the architectures ("FP16 Tensor TFLOPS with FP32 Accumulate", dense): Ada (4090) 165.2, GA102 (3090) 71,
-Blackwell (5090) 209.5. T4 and V100 have no bf16. Bandwidth from the same sheets. Memory is what nvidia-smi calls the
-total, in MiB; the driver and the CUDA context keep some of it for themselves.
+Peaks are dense bf16 FLOP/s with float32 accumulation. NVIDIA's data sheets print most with sparsity, which is twice
+these. They print 1,979 TFLOP/s for H100 and H200 SXM, 1,671 for H100 and H200 NVL, and 1,513 for H100 PCIe. They print
+242 for L4, 728.5 for RTX 6000 Ada, 309.7 for A6000, and 36 PFLOP/s for HGX B200, over 8 cards. Dense as printed: A100
+and A800 312, A40 149.7, A30 165, A10 125, L40S 362, L40 181. GeForce from the white papers of the architectures ("FP16
+Tensor TFLOPS with FP32 Accumulate", dense): Ada (4090) 165.2, GA102 (3090) 71, Blackwell (5090) 209.5. T4 and V100 have
+no bf16. Bandwidth is from the same sheets. Memory is what nvidia-smi calls the total, in MiB. The driver and the CUDA
+context keep some of it for themselves.
 
 A run trains on one GPU. Where torch sees several, transformers' Trainer would spread a batch over all of them
-(`nn.DataParallel`), which is another batch than the one that was asked for.
+(`nn.DataParallel`). That is another batch than the one that was asked for.
 """
 
 import ctypes

@@ -156,8 +156,8 @@ def probe_hub_flash_attn(device: str) -> list[Reading]:
 
 
 def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[Reading]:
-    """Forward and backward pass against torch's, with a key and value head for four query heads as in Llama: a build
-    may fail in that backward pass alone (https://github.com/huggingface/kernels-community/issues/1085)."""
+    """Forward and backward pass against torch's, with a key and value head for four query heads as in Llama.
+    A build may fail in that backward pass alone (https://github.com/huggingface/kernels-community/issues/1085)."""
     import torch
 
     query, key, value = _qkv(device, torch.bfloat16)

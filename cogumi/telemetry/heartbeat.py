@@ -1,5 +1,5 @@
-"""heartbeat.json: once a second, in every stage, what a run is doing, how long it takes yet, and what it costs; and
-metrics.json: what it came to, whether it went to its end or not."""
+"""heartbeat.json says once a second, in every stage, what a run does, how long it still takes and what it costs.
+metrics.json says at the end what the run came to, whether it finished or not."""
 
 import logging
 import resource
@@ -30,7 +30,7 @@ FINAL = ("loss", "eval_loss", "reward")
 
 class MachineUse:
     """Reads what the machine is doing, about a millisecond a time. Utilization, temperature and power come from NVML
-    (nvidia-ml-py), and are left out, with one line of log, where it is not installed or does not answer."""
+    (nvidia-ml-py). Where it is not installed or does not answer, they are left out, and one line of log says so."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -172,7 +172,7 @@ class Heartbeat:
 
 @contextmanager
 def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
-    """In the block the run's heart beats; at its end, however it comes, metrics.json says what the run came to."""
+    """The run's heart beats in the block. metrics.json then says what the run came to, unless setup refused it."""
     meter.resume_from(run_dir)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

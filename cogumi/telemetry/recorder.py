@@ -29,10 +29,10 @@ LINE_SECONDS = 30.0
 
 
 class StepTimer:
-    """Seconds of a step, which reading its data is part of, and what lies between steps (saving, evaluation) is not; and
-    seconds to the end of the training, with both.
+    """Measures the seconds of a step, and estimates the seconds to the end of the training.
 
-    cycle: after how many steps the work repeats; in GSPO one of several steps makes the rollout that all of them train on.
+    A step includes reading its data, but not what lies between steps (saving, evaluation). The estimate includes both.
+    cycle: after how many steps the work repeats. In GSPO one of several steps makes the rollout that all train on.
     """
 
     def __init__(self, cycle: int = 1) -> None:
@@ -75,8 +75,8 @@ class StepTimer:
 class Telemetry(TrainerCallback):
     """Follows one trainer: adds perf/... to what it logs, writes that into the run directory, and shows it.
 
-    perf/tokens_per_second (without padding), perf/mfu (a share; where it is known), perf/gpu_memory_gb (the most that was
-    reserved, 10^9 bytes) and perf/cost are in each row with a loss, for every reporter.
+    Each row with a loss has those that are known, for every reporter. perf/tokens_per_second counts no padding.
+    perf/mfu is a share. perf/gpu_memory_gb is the most that was reserved, in 10^9 bytes. perf/cost is the cost so far.
     """
 
     SHOWN = ("loss", "eval_loss", "reward", "grad_norm")

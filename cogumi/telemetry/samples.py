@@ -1,7 +1,8 @@
 """What the model writes: samples for held-out prompts, and the completions of each rollout.
 
-A row of rollouts.jsonl: step (the first that trained on it), rewards (by function, one number a completion), reward (their
-weighted sum), shown (a few completions from the worst to the best: prompt, completion, reward). Samples are greedy.
+A row of rollouts.jsonl has four keys. `step`: the first that trained on it. `rewards`: by function, one number per
+completion. `reward`: their weighted sum. `shown`: a few completions from the worst to the best, each with its prompt
+and its reward. Samples are greedy.
 """
 
 import logging
@@ -85,8 +86,8 @@ def text_of(said: Any) -> str:
 
 
 class Samples(TrainerCallback):
-    """Writes samples after every `every` steps of a training: None for each tenth of them, not more often than every FEWEST,
-    as long as it takes no more than SHARE of the time. timed_stage: entered meanwhile."""
+    """Writes samples after every `every` steps of a training. timed_stage: entered meanwhile.
+    None writes after each tenth of the steps, at least FEWEST apart, while this takes at most SHARE of the time."""
 
     def __init__(
         self,

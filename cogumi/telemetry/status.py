@@ -41,11 +41,12 @@ NAMED = 3  # of the runs that a hint could name
 class Status:
     """One look at a run. Times are seconds since 1970; what the run does not say (yet) is None.
 
-    state: as in status.json (starting, running, finished, failed, stopped ...); died: it says running, and the process is
-    gone; refused: a start ended in a mistake of the configuration, and there is no run. reason: why it ended as it did, and
-    what to do. alive: None where that cannot be said from this machine. began: when the process did; last_sign: when the run
-    last wrote its status or heartbeat. checkpoint: the newest one. heartbeat: heartbeat.json as it is. latest, latest_steps:
-    the last value of each metric among the last logged rows, and the step that it is of. log: the file with what it says.
+    state: as in status.json (starting, running, finished, failed, stopped ...), or died or refused. died: status.json
+    says it is at work, and the process is gone. refused: a mistake in the configuration ended the start, and there is
+    no run. reason: why it ended as it did, and what to do. alive: None where this machine cannot say. began: when the
+    process did. last_sign: when the run last wrote its status or heartbeat. checkpoint: the newest one. heartbeat:
+    heartbeat.json as it is. latest, latest_steps: the last value of each metric among the last logged rows, and its
+    step. log: the file with the run's messages.
     """
 
     run_dir: str
@@ -223,7 +224,7 @@ def runs_below(directory: Path) -> list[Path]:
 
 
 def hint_of_runs(run_dir: Path) -> str:
-    """A hint for a name that is none of a run: runs below it, or right beside it; one that it nearly names, if it is none."""
+    """A hint for a path that is no run: the runs below it, else the one that it nearly names, else those beside it."""
     if below := runs_below(run_dir):
         return f"; below it there is {', '.join(map(str, below[:NAMED]))}"
     beside = {path.name: path for path in runs_below(run_dir.parent) if path.parent == run_dir.parent}

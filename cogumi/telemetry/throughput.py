@@ -3,21 +3,22 @@
 FLOP per token = 4 N + 2 N_trained + 12 L d_attn T
 
 N counts the weights that a token is multiplied with: all matrices with the LM head (tied or not), without the embedding
-table; of a mixture of experts the share of the experts that are routed to. 2 N is the forward pass, 2 N the gradient of the
-inputs, 2 N_trained that of the weights: full fine-tuning is 6 N, LoRA 4 N plus 6 of the adapter's own. 12 L d_attn T is
-attention, for L layers, d_attn = heads x head_dim, and T tokens attended to, with no half for causality, as in PaLM. T is
-the mean length of the documents weighted by tokens, sum n^2 / sum n; a layer with a sliding window sees min(T, window), and
-one without attention (Mamba, linear attention) counts none.
+table. Of a mixture of experts it counts the share that a token is routed to. The forward pass takes 2 N, the gradient
+of the inputs 2 N, and that of the weights 2 N_trained. So full fine-tuning is 6 N, and LoRA 4 N plus 6 of the adapter's
+own. Attention takes 12 L d_attn T, for L layers, d_attn = heads x head_dim, and T tokens attended to. It is not halved
+for causality, as in PaLM. T is the mean length of the documents weighted by tokens, sum n^2 / sum n. A layer with a
+sliding window sees min(T, window). A layer without attention (Mamba, linear attention) counts none.
 
 Sources: Kaplan et al. 2020, arXiv:2001.08361, section 2.1 (2 N forward, 6 N in all); Chowdhery et al. 2022 (PaLM),
 arXiv:2204.02311, appendix B (12 L H Q T, MFU); Hu et al. 2021, arXiv:2106.09685 (what is frozen has no gradient).
 
-MFU counts what the model needs: gradient checkpointing makes the forward pass a second time, so that a perfect machine shows
-an MFU of 67 % with LoRA and 75 % without. It leaves out norms, softmax, the optimizer, dequantizing and the reference model.
-TRL's chunked losses multiply the LM head only with tokens that are learned: there it is an upper bound in the head's share.
+MFU counts what the model needs. Gradient checkpointing repeats the forward pass, so with it a perfect machine shows an
+MFU of 67 % with LoRA and 75 % without. MFU leaves out norms, softmax, the optimizer, dequantizing and the reference
+model. TRL's chunked losses multiply the LM head only with tokens that are learned. There MFU is an upper bound in the
+head's share.
 
-Tokens are those of the batches that the loss is computed on, each time that they are: a step that was made again after a kill
-counts again, as do its seconds.
+Tokens are counted each time that the loss is computed on their batch. A step that is made again after a kill counts
+again, and so do its seconds.
 """
 
 import functools
@@ -44,8 +45,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """What a token costs: `weights` and `trained` are N and N_trained, `attention` the (d_attn, window) of each layer that
-    attends, the window math.inf where it sees everything."""
+    """What a token costs. `weights` and `trained` are N and N_trained.
+    `attention`: the (d_attn, window) of each layer that attends. The window is math.inf where it sees everything."""
 
     weights: float
     trained: float
@@ -67,8 +68,8 @@ class TokenFlops:
 def flops_of(model: nn.Module) -> TokenFlops:
     """What a token of a loaded model costs in training, adapters included.
 
-    Raises ValueError, naming it, for what it cannot count: an expert layer whose routing the configuration does not
-    give, weights stored in a form whose number of elements is not that of the matrix.
+    Raises ValueError, naming it, for an expert layer whose routing the configuration does not give. Raises it too for
+    weights stored with another number of elements than their matrix has.
     """
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     weights = trained = 0.0
@@ -302,8 +303,9 @@ def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | N
 def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
     """(sum of the squared lengths of the documents, tokens, tokens with padding) of a batch, the first two on its device.
 
-    inputs: of TRL's trainers: prompt and completion apart (GRPO), rows with an attention mask (SFT, DPO), or rows whose positions
-    start anew with each document (packing): there the sum over positions p of 2 p + 1 is n^2, and rows are padded.
+    inputs: of TRL's trainers. GRPO has prompt and completion apart, and SFT and DPO rows with an attention mask. With
+    packing the positions of a row start anew at each document, and rows are padded. Over the positions p of a document
+    the sum of 2 p + 1 is n^2.
     """
     if "completion_ids" in inputs:
         lengths = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)

@@ -140,8 +140,8 @@ def survive_full_disk(board: TensorBoardCallback) -> None:
 
 
 def begin_wandb(trainer: Any) -> None:
-    """Have W&B make its run now, or raise RefusedAtSetup in its words: transformers would at the first log, and its failure
-    would end the training with a traceback."""
+    """Have W&B make its run now, or raise RefusedAtSetup with W&B's own words.
+    transformers would do it when the training begins, and its failure would end the training with a traceback."""
     for each in callbacks_of(trainer, WandbCallback):
         import wandb
 

@@ -1,7 +1,7 @@
 """The training itself, with everything that watches it.
 
-A training under way does what files in its run directory ask for: CHECKPOINT, and PAUSE, which waits between two steps, with
-a checkpoint, until the file PAUSED is removed; a red flag may ask for a pause as well.
+A training under way does what files in its run directory ask for. CHECKPOINT asks for a checkpoint. PAUSE asks for a
+checkpoint and a wait between two steps, until the file PAUSED is removed. A red flag may ask for a pause as well.
 """
 
 import logging

@@ -192,8 +192,8 @@ def merge_command(adapter: Path, options: str = "") -> str:
 
 
 def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
-    """Where rounding took a part of the update, that is what a failed check names: an update smaller than half the spacing of
-    the stored dtype leaves an element as it was."""
+    """Two checks of the merged model's logits. Where rounding took a part of the update, a failed check says so.
+    An update smaller than half the spacing of the stored dtype leaves an element as it was."""
     fix = merge_command(adapter, "--verify logits")
     if report.delta_retained is not None and report.delta_retained < WELL_RETAINED:
         stored = read_json(report.out / "config.json")
