@@ -1,13 +1,14 @@
 """Words that are not used, and the reading ease of the pages: `make lint`.
 
-A line is printed for each page: Flesch reading ease, words a sentence, and sentences of more than LONGEST
-words. Code blocks, tables and headings are left out; code within a sentence counts as it stands. A page below EASE
-fails. So does one of WORDS: in a page or a notebook, but not in printed output, and in strings and docstrings of the
-package. So does a sentence of more than LONGEST words in one of the package's docstrings.
+A line is printed for each page: Flesch reading ease, and words a sentence. Code blocks, tables and headings are left
+out; code within a sentence counts as it stands. A page below EASE fails, and so does a sentence of more than LONGEST
+words in a page or in a docstring of the package. So does one of WORDS: in a page or a notebook, but not in printed
+output, and in strings and docstrings of the package.
 """
 
 import ast
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pyphen
 ROOT = Path(__file__).parents[1]
 EASE = 55  # Flesch: 50 to 60 is "fairly difficult", 60 to 70 "standard"
 LONGEST = 25
+TOO_LONG = f"a sentence of more than {LONGEST} words"
 PAGES = ["README.md", "docs/*.md"]
 FILES = [*PAGES, "notebooks/*.py", "cogumi/**/*.py"]
 # What to say instead: docs/glossary.md, or the subject and the verb ("the run resumes", "is checked", "silently", "fix").
@@ -54,9 +56,9 @@ def prose(page: str) -> list[str]:
 
 
 def sentences(page: str) -> list[str]:
-    """The sentences of the prose. Code is one word of its sentence."""
+    """The sentences of the prose, and the names in a list with middle dots. Code is one word of its sentence."""
     text = [re.sub(r"`[^`]*`", lambda code: re.sub(r"\s", "_", code[0]), paragraph) for paragraph in prose(page)]
-    return [sentence for paragraph in text for sentence in re.split(r"(?<=[.!?])[)*_\"]*\s+", paragraph)]
+    return [sentence for paragraph in text for sentence in re.split(r"(?<=[.!?])[)*_\"]*\s+|\s·\s", paragraph)]
 
 
 def syllables(word: str) -> int:
@@ -93,28 +95,30 @@ def bad_words(name: str, text: str) -> list[str]:
     ]
 
 
-def long_sentences(name: str, text: str) -> Iterator[str]:
-    """A line for each sentence of more than LONGEST words in the docstrings of a module."""
-    for node in ast.walk(ast.parse(text)):
+def docstrings(module: str) -> Iterator[tuple[int, str]]:
+    """The docstrings of a module, each with the line of what it describes."""
+    for node in ast.walk(ast.parse(module)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            for sentence in sentences(ast.get_docstring(node) or ""):
-                if (words := len(sentence.split())) > LONGEST:
-                    yield f"{name}:{getattr(node, 'lineno', 1)}: {words} words in a sentence, at most {LONGEST}: {sentence}"
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+
+
+def long_sentences(page: str) -> list[str]:
+    return [sentence for sentence in sentences(page) if len(sentence.split()) > LONGEST]
 
 
 def main() -> int:
     failed = []
     for path in sorted(ROOT.glob("cogumi/**/*.py")):
-        failed += long_sentences(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+        for line, said in docstrings(path.read_text(encoding="utf-8")):
+            failed += [f"{path.relative_to(ROOT)}:{line}: {TOO_LONG}: {each}" for each in long_sentences(said)]
     for path in [path for pattern in FILES for path in sorted(ROOT.glob(pattern))]:
         bad = bad_words(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
         failed += [f"{line} is not used here (docs/words.py)" for line in bad]
     for path in [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]:
         name, page = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
-        words = [len(sentence.split()) for sentence in sentences(page)]
-        long = sum(count > LONGEST for count in words)
-        mean = sum(words) / len(words)
-        print(f"{name:21} reading ease {ease(page):4.1f}; {mean:4.1f} words a sentence, {long} of more than {LONGEST}")
+        mean = statistics.fmean(len(sentence.split()) for sentence in sentences(page))
+        print(f"{name:21} reading ease {ease(page):4.1f}; {mean:4.1f} words a sentence")
+        failed += [f"{name}: {TOO_LONG}: {each}" for each in long_sentences(page)]
         if ease(page) < EASE:
             failed.append(f"{name}: reading ease {ease(page):.1f}, and at least {EASE} is required")
     print("\n".join(failed), end="\n" if failed else "", file=sys.stderr)
