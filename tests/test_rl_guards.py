@@ -60,7 +60,7 @@ def test_a_script_is_told_in_python_and_a_run_in_yaml(make_trainer: Callable[...
         guard_trainer(trainer, backend="trl")
     said = str(refused.value)
     assert not YAML_KEYS.search(said), said
-    assert "set LoraConfig.lora_dropout=0 (GRPOConfig.disable_dropout=True does the same)" in said
+    assert "Set LoraConfig.lora_dropout=0 (GRPOConfig.disable_dropout=True does the same)" in said
     assert "GRPOConfig.epsilon 0.2" in said
     assert "set GRPOConfig.epsilon=3e-4 and GRPOConfig.epsilon_high=4e-4" in said
     assert 'GRPOConfig.generation_kwargs["temperature"] 0.5' in said
@@ -551,7 +551,7 @@ def nothing(completions: list[str], **_: Any) -> list[None]:
 def test_a_run_in_which_nothing_was_scored_is_a_failure(make_trainer: Callable[..., Any]) -> None:
     rows = run(make_trainer(max_steps=4), nothing)
     assert [row["reward"] for row in rows if "reward" in row] == [None, None]
-    assert "2 logged rollouts without a reward" in str(describe_unscored(rows))
+    assert "in all 2 logged rollouts" in str(describe_unscored(rows))
     assert describe_unscored([*rows, {"reward": 0.0}]) is None
     assert describe_unscored([{"reward": float("nan")}]) is not None
     assert describe_unscored([]) is not None
