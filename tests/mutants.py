@@ -2,8 +2,8 @@
 
 `python -m tests.mutants 40 --seed 1` makes that many changes, spread over the folders of the package, one after the other
 in a copy of the repository. A change negates a condition, drops a raise, returns None, or moves a bound by one. Test files
-that name the changed module run first, then the rest of the first tier, then the second. Prints a line for each change.
-`--near` stops after the first of these: a quarter of a minute for a change, where the tiers take half an hour.
+that name the changed module run first, then those that name its folder, then all of the first tier, then the second.
+Prints a line for each change. `--near` stops after the folder: a minute for a change, where the tiers take half an hour.
 """
 
 import argparse
@@ -89,15 +89,20 @@ def not_copied(folder: str, names: list[str]) -> set[str]:
 def caught(mutant: Mutant, copy: Path, near_alone: bool = False) -> str:
     """What ran when a test failed: the file's own tests, a tier, or nothing."""
     module = ".".join(mutant.path.with_suffix("").parts).removesuffix(".__init__")
+    folder = ".".join(mutant.path.parts[:2]).removesuffix(".py")
     files = sorted((copy / "tests").glob("test_*.py"))
     near = [path for path in files if named(module, path)]
-    if not near and module.count(".") > 1:
-        near = [path for path in files if named(module.rpartition(".")[0], path)]  # they import its package
-    ways = {"its own tests": (FIRST, near), "the first tier": (FIRST, []), "the second tier": (SECOND, [])}
-    for way, (tier, files) in ways.items():
-        if way == "its own tests" and not near:
+    beside = [path for path in files if named(folder, path) and path not in near]
+    ways = {
+        "its own tests": (FIRST, near),
+        "tests of its folder": (FIRST, beside),
+        "the first tier": (FIRST, None),
+        "the second tier": (SECOND, None),
+    }
+    for way, (tier, only) in ways.items():
+        if only == []:
             continue
-        if way != "its own tests" and near_alone:
+        if only is None and near_alone:
             break
         command = [
             sys.executable,
@@ -114,7 +119,7 @@ def caught(mutant: Mutant, copy: Path, near_alone: bool = False) -> str:
         ]
         environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [*command, "-m", tier, *map(str, files)], cwd=copy, env=environment, capture_output=True, check=False
+            [*command, "-m", tier, *map(str, only or [])], cwd=copy, env=environment, capture_output=True, check=False
         )
         if done.returncode not in (0, 5):  # 5: no test was selected
             return way
@@ -132,7 +137,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--near", action="store_true", help="run no other tests than those that name the module")
+    parser.add_argument(
+        "--near", action="store_true", help="run no other tests than those that name the module or its folder"
+    )
     asked = parser.parse_args()
     tally: dict[str, int] = {}
     for number, mutant in enumerate(chosen(asked.count, asked.seed), 1):
