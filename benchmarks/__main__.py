@@ -34,24 +34,21 @@ CPU = {
 ALONE = {name: f"{name}:run" for name in ("merge", "faults", "graph_break", "verdict", "data", "packing", "stages")}
 # `gpu` runs the others, and gspo_step, under one time budget.
 GPU = {
-    "gpu": "gpu:run",
-    "gpu_probes": "gpu:probe_rows",
-    "gpu_head": "gpu:head_rows",
-    "gpu_steps": "gpu_steps:run",
-    "gpu_forecast": "gpu:forecast_rows",
-}
+    "gpu": "gpu:run", "gpu_probes": "gpu:probe_rows", "gpu_head": "gpu:head_rows", "gpu_forecast": "gpu:forecast_rows"
+}  # fmt: skip
+NAMES = ("cpu", *CPU, *ALONE, *GPU)
 SHOWN = ("case", "metric", "value", "unit", "note")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure; print a table; save a JSON.")
-    parser.add_argument("name", nargs="?", default="cpu", help=f"cpu (default), {', '.join((*CPU, *ALONE, *GPU))}")
+    parser.add_argument("name", nargs="?", default="cpu", help=f"cpu (default), {', '.join(NAMES[1:])}")
     parser.add_argument("--quick", action="store_true", help="smaller and fewer cases: does it run, not how fast")
     parser.add_argument("--json", type=Path, help="where to save, instead of a dated file under benchmarks/results")
     options = parser.parse_args(argv)
 
-    if options.name not in ("cpu", *CPU, *ALONE, *GPU):
-        print(f"unknown benchmark {options.name!r}: one of cpu, {', '.join((*CPU, *ALONE, *GPU))}", file=sys.stderr)
+    if options.name not in NAMES:
+        print(f"unknown benchmark {options.name!r}: one of {', '.join(NAMES)}", file=sys.stderr)
         return 2
     on_gpu = options.name in GPU
     if on_gpu:
@@ -66,16 +63,15 @@ def main(argv: list[str] | None = None) -> int:
     for name in CPU if options.name == "cpu" else (options.name,):
         print(f"{name} ...", file=sys.stderr, flush=True)
         for each in harness.attempt(name, "-", partial(entry, name, options.quick)):
-            rows.append(each)
-            if on_gpu or name in ALONE:  # long, or on a card with little time: a run cut off has said what it measured
-                print("  " + ", ".join(str(each[key]) for key in SHOWN), file=sys.stderr, flush=True)
+            rows.append(each)  # and said at once: a run that is cut off has told what it measured
+            print("  " + ", ".join(str(each[key]) for key in SHOWN), file=sys.stderr, flush=True)
     seconds = time.monotonic() - start
 
     title = options.name + (" (quick)" if options.quick else "")
     harness.show(rows, f"{title}: {about['gpu'] or about['cpu']}, {about['cores']} cores, load {about['load_average']}")
     # A quick run's numbers must not replace a full one's.
     path = options.json or harness.result_path(options.name + ("-quick" if options.quick else ""), about, on_gpu)
-    harness.save(harness.document(title, rows, seconds, about), path)
+    harness.save(title, rows, seconds, about, path)
     bad = harness.failed(rows)
     print(f"{len(rows)} rows, {len(bad)} failed or over target, {seconds:.0f} s; saved {path}")
     for each in bad:

@@ -7,16 +7,13 @@ imports and the search for the largest batch, length and rank included; tests/te
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
-from benchmarks.harness import Row, interleave, last_line, python, row, run_process
+from benchmarks.harness import Row, interleave, last_line, python, row, run_process, values_row
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "polars", "pandas")
 # Above a bare interpreter, so that a slow machine's start-up is not charged to us.
@@ -24,21 +21,18 @@ LIMIT_MS = 100.0
 SMOKE_SECONDS, SMOKE_GIB = 120.0, 3.0
 FORECAST_SECONDS, FORECAST_GIB = {"llama-3.1-8b": 20, "gpt-oss-20b": 60}, 4
 FORECAST = """
-import json, resource, sys, time
+import resource, sys, time
 started = time.monotonic()
 from transformers import AutoConfig
 from cogumi.config.schema import load_config
 from cogumi.forecast.training_step import StepShape
 from cogumi.rl.patching import patch
-from cogumi.forecast.memory_forecast import find_target
-from cogumi.forecast.memory_forecast import forecast_step
+from cogumi.forecast.memory_forecast import find_target, forecast_step
 patch(graph_break="off")
 run = load_config({"model": {"name": "x"}, "lora": {"r": 16, "lora_alpha": 32}, "data": {"source": "cogumi:stdlib"},
     "train": {"max_steps": 1, "gradient_checkpointing": True}, "cogumi": {"method": "sft"}})
-found = forecast_step(run, AutoConfig.from_pretrained(sys.argv[1]), StepShape("sft", 2, 2048), find_target("H100 SXM"))
-print(json.dumps({"seconds": time.monotonic() - started, "peak": found.forecast.peak, "stage": found.forecast.peak_moment.stage,
-    "breakdown": found.forecast.breakdown, "largest": vars(found.largest),
-    "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+forecast_step(run, AutoConfig.from_pretrained(sys.argv[1]), StepShape("sft", 2, 2048), find_target("H100 SXM"))
+print(time.monotonic() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
@@ -47,8 +41,8 @@ def importing(quick: bool = False) -> Iterator[Row]:
     times = interleave(contenders, 5 if quick else 21)
     # The difference of adjacent pairs, as in harness.ratio: both felt the same load.
     extra = [1e3 * (ours - bare) for bare, ours in zip(*times.values(), strict=True)]
-    case, spread = "import cogumi, over python -c pass", (min(extra), max(extra))
-    yield row("importing", case, "time", statistics.median(extra), "ms", spread=spread, target=f"<= {LIMIT_MS:g}")
+    case = "import cogumi, over python -c pass"
+    yield values_row("importing", case, "time", extra, "ms", target=f"<= {LIMIT_MS:g}")
     names = f"import sys, cogumi; print(*[name for name in {HEAVY!r} if name in sys.modules])"
     loaded = run_process(python(names)).output.split()
     note = f"{', '.join(loaded) or 'none'} of {', '.join(HEAVY)}"
@@ -56,28 +50,22 @@ def importing(quick: bool = False) -> Iterator[Row]:
 
 
 def smoke(quick: bool = False) -> Iterator[Row]:
-    if not quick:
-        yield from smoke_case("cold cache", [], seconds_target=f"<= {SMOKE_SECONDS:g}")
-    yield from smoke_case("--quick, cold cache", ["--quick"], seconds_target="")
-
-
-def smoke_case(case: str, flags: list[str], seconds_target: str) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir, cache = Path(folder, "run"), Path(folder, "cache")
-        cache.mkdir()
-        ran = run_process(
-            [sys.executable, "-m", "cogumi.smoke", "--run-dir", str(run_dir), *flags],
-            env={**os.environ, "XDG_CACHE_HOME": str(cache)},
-            timeout=5 * SMOKE_SECONDS,  # past the target, so that a miss is a number
-            check=False,
-        )
-    passed = ran.returncode == 0
-    note = "" if passed else last_line(ran.output)[:200]
-    yield row("smoke", case, "exit status", ran.returncode, ok=passed, note=note)
-    # A run that failed was cut short: its time and memory would flatter it.
-    if passed:
-        yield row("smoke", case, "wall time", ran.seconds, "s", target=seconds_target)
-        yield row("smoke", case, "peak RSS, process tree", ran.resident / 2**30, "GiB", target=f"<= {SMOKE_GIB:g}")
+    for case, flags in {"cold cache": [], "--quick, cold cache": ["--quick"]}.items():
+        if quick and not flags:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "cogumi.smoke", "--run-dir", f"{folder}/run", *flags]
+            # The limit is past the target, so that a miss is a number.
+            cache = {"XDG_CACHE_HOME": f"{folder}/cache"}
+            ran = run_process(command, env=os.environ | cache, timeout=5 * SMOKE_SECONDS, check=False)
+        passed = ran.returncode == 0
+        note = "" if passed else last_line(ran.output)[:200]
+        yield row("smoke", case, "exit status", ran.returncode, ok=passed, note=note)
+        # A run that failed was cut short: its time and memory would flatter it.
+        if passed:
+            target = "" if flags else f"<= {SMOKE_SECONDS:g}"
+            yield row("smoke", case, "wall time", ran.seconds, "s", target=target)
+            yield row("smoke", case, "peak RSS, process tree", ran.resident / 2**30, "GiB", target=f"<= {SMOKE_GIB:g}")
 
 
 def preflight(quick: bool = False) -> Iterator[Row]:
@@ -93,11 +81,8 @@ def preflight(quick: bool = False) -> Iterator[Row]:
     }  # fmt: skip
     for name, config in list(configs.items())[: 1 if quick else 2]:
         with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
-            config.save_pretrained(Path(place))
-            found = json.loads(last_line(run_process(python(FORECAST, place)).output))
-        parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in found["breakdown"].items())
+            config.save_pretrained(place)
+            seconds, rss = map(float, last_line(run_process(python(FORECAST, place)).output).split())
         case, target = f"{name}, LoRA r=16, 2 x 2048 tokens, layers recomputed", f"<= {FORECAST_SECONDS[name]}"
-        yield row("preflight", case, "forecast, imports included", found["seconds"], "s", target=target)
-        target = f"<= {FORECAST_GIB}"
-        yield row("preflight", case, "memory of the forecast", found["rss"] / 2**30, "GiB", target=target)
-        yield row("preflight", case, "peak on an H100", found["peak"] / 2**30, "GiB", note=f"{found['stage']}: {parts}")
+        yield row("preflight", case, "forecast, imports included", seconds, "s", target=target)
+        yield row("preflight", case, "memory of the forecast", rss / 2**30, "GiB", target=f"<= {FORECAST_GIB}")

@@ -1,24 +1,24 @@
 """Preparing data: against datasets.map one row at a time, and the memory of it from 10^5 to 10^7 rows.
 
 `fim_data`: parquet to tokenized fill-in-the-middle examples. `data`: the same as a run does it, which reads the file twice,
-hashes every row, looks for duplicates and writes arrow files that are waited for. The peer keeps what it makes in memory.
-All end with equal `input_ids` and `completion_mask`, which is checked before anything is timed. The peer calls the tokenizer
-once per piece, which is faster for it than one call with a list of three. The tokenizer is a byte-level BPE trained here on
-the same sample; its speed is that of any such tokenizer, its compression is not. The ratio grows with the rows, because
-words repeat.
+hashes every row, looks for duplicates and writes arrow files that are waited for. The peer keeps what it makes in memory,
+and calls the tokenizer once per piece, which is faster for it than one call with a list of three. Both end with equal
+columns, which is checked before anything is timed. The ratio grows with the rows, because words repeat.
 
-Memory: a fresh process prepares rows of 100 to 300 bytes, all different, and a thread of it reads its anonymous memory from
-/proc a hundred times a second: what is over the number from before the call, with all imports done. File-backed pages (the
-hashes, 8 bytes a row, and the choice, 1 byte) are named apart: the kernel takes them back when it wants to.
+Memory: a fresh process prepares rows of 100 to 300 bytes, all different, and a thread of it reads its anonymous memory a
+hundred times a second: what is over the number from before the call, with all imports done.
 """
 
+import itertools
 import multiprocessing
 import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,16 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.harness import Row, interleave, missing, ratio_row, row, status_bytes, values_row
-from cogumi.data.cache import Prepared, Source, prepare
-from cogumi.data.cache_files import tokenizer_identity
+from benchmarks.harness import Row, interleave, missing, ratio_row, row, status_bytes, values_row, watch_memory
+from cogumi.data.cache import Prepared, Source, prepare, tokenizer_identity
 from cogumi.data.fim import FimConfig
 from cogumi.data.rows import Chunk, Dropped
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import files_identity
 from cogumi.data.stdlib_sample import sample_path, write_sample
+from cogumi.models.small_base import train_tokenizer
 from tests.fim_examples import tokenize_for_sft
 
 CONFIG = FimConfig(fim_rate=0.9)
@@ -47,20 +46,14 @@ ROWS = (10**5, 10**6, 10**7)
 def run(quick: bool = False) -> Iterator[Row]:
     """`quick`: 2 repetitions instead of 5, and up to 3 * 10^5 rows."""
     with tempfile.TemporaryDirectory() as folder:
-        sample = write_sample(Path(folder) / "sample.parquet")
-        tokenizer = starcoder_like(pl.read_parquet(sample)["source"].to_list())
-        made: list[Prepared] = []
+        sample, caches = write_sample(Path(folder) / "sample.parquet"), itertools.count()
+        tokenizer = train_tokenizer(pl.read_parquet(sample)["source"].to_list())
 
         def ours() -> datasets.Dataset:
-            made.append(prepare_fim(sample, tokenizer, Path(folder) / f"cache-{len(made)}"))
-            return made[-1].train.dataset
+            return prepare_fim(sample, tokenizer, Path(folder) / f"cache-{next(caches)}").train.dataset
 
-        def cached() -> datasets.Dataset:
-            return prepare_fim(sample, tokenizer, Path(folder) / "cache-0").train.dataset
-
-        contenders = {"cogumi": ours, "cogumi, from the cache": cached}
         case = "stdlib parquet -> tokenized FIM on the disk"
-        yield from against_map("data", case, sample, tokenizer, contenders, 2 if quick else 5)
+        yield from against_map("data", case, sample, tokenizer, ours, 2 if quick else 5)
     yield from memory((10**5, 3 * 10**5) if quick else ROWS)
 
 
@@ -70,13 +63,13 @@ def fim_data(quick: bool = False) -> Iterator[Row]:
         start = time.process_time()
         sample = write_sample(Path(folder) / "sample.parquet")
         seconds = time.process_time() - start
-        tokenizer = starcoder_like(pl.read_parquet(sample)["source"].to_list())
+        tokenizer = train_tokenizer(pl.read_parquet(sample)["source"].to_list())
 
         def ours() -> datasets.Dataset:
             return tokenize_for_sft(pl.read_parquet(sample, columns=["source"]), tokenizer, CONFIG).dataset
 
         case = "stdlib -> parquet -> tokenized FIM"
-        yield from against_map("fim_data", case, sample, tokenizer, {"cogumi": ours}, 2 if quick else 5)
+        yield from against_map("fim_data", case, sample, tokenizer, ours, 2 if quick else 5)
     yield row("fim_data", "stdlib -> sample parquet", "write_sample, one core", seconds, "CPU s", target="< 5")
 
 
@@ -85,18 +78,17 @@ def against_map(
     case: str,
     sample: Path,
     tokenizer: PreTrainedTokenizerFast,
-    contenders: dict[str, Callable[[], datasets.Dataset]],
+    ours: Callable[[], datasets.Dataset],
     repeats: int,
 ) -> Iterator[Row]:
     """Rows per second as a ratio to the peer's, and the seconds behind it."""
-    peer = "datasets.map row at a time"
+    peer, theirs = "datasets.map row at a time", partial(row_at_a_time, sample, tokenizer, CONFIG)
+    contenders: dict[str, Callable[[], datasets.Dataset]] = {"cogumi": ours, peer: theirs}
     datasets.disable_caching()
     datasets.disable_progress_bars()
     try:
-        expected = row_at_a_time(sample, tokenizer, CONFIG)
-        equal = contenders["cogumi"]().to_dict() == expected.to_dict()
-        every = {**contenders, peer: lambda: row_at_a_time(sample, tokenizer, CONFIG)}
-        times = interleave(every, repeats, warmup=0)
+        equal = ours().to_dict() == theirs().to_dict()
+        times = interleave(contenders, repeats, warmup=0)
     finally:
         datasets.enable_progress_bars()
         datasets.enable_caching()
@@ -108,8 +100,8 @@ def against_map(
 
 
 def memory(heights: tuple[int, ...]) -> Iterator[Row]:
-    if "RssAnon" not in status_bytes(os.getpid()):
-        yield missing("data", "memory", "/proc/self/status with RssAnon")
+    if not status_bytes(os.getpid()):
+        yield missing("data", "memory", "/proc/self/status")
         return
     smallest = 0
     for height in heights:
@@ -117,11 +109,10 @@ def memory(heights: tuple[int, ...]) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rows.parquet"
             in_a_process(write_rows, path, height)
-            anonymous, mapped, seconds, report = in_a_process(measured, path, Path(folder) / "cache")
+            anonymous, seconds, report = in_a_process(measured, path, Path(folder) / "cache")
             note = f"{path.stat().st_size / 1e6:,.0f} MB of parquet; {report}"
         smallest = smallest or anonymous
         yield row("data", case, "peak anonymous memory over imports", anonymous / 2**20, "MiB", note=note)
-        yield row("data", case, "peak of file-backed pages over imports", mapped / 2**20, "MiB")
         yield row("data", case, "preparing", height / seconds, "rows/s")
     case = f"{heights[-1]:,} rows over {heights[0]:,}"
     yield row("data", case, "peak anonymous memory", anonymous / smallest, "ratio", target="<= 1.25")
@@ -142,30 +133,19 @@ def write_rows(path: Path, height: int) -> None:
             file.write_table(pa.table({"source": texts, "number": numbers}))
 
 
-def measured(path: Path, cache: Path) -> tuple[int, int, float, str]:
-    """(peak bytes of anonymous memory, of file-backed pages, both beyond those before; seconds; the report)."""
-    tokenizer = starcoder_like(pl.read_parquet(sample_path())["source"].head(500).to_list())
+def measured(path: Path, cache: Path) -> tuple[int, float, str]:
+    """(peak bytes of anonymous memory beyond that before, seconds, the report)."""
+    tokenizer = train_tokenizer(pl.read_parquet(sample_path())["source"].head(500).to_list())
     tokenizer(["warm"])
-    before, peaks, done = resident(), [0, 0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.01):
-            peaks[:] = map(max, peaks, resident())
-
-    watching = threading.Thread(target=watch)
+    before, peaks, done = status_bytes(os.getpid())["anonymous"], Counter[str](), threading.Event()
+    watching = threading.Thread(target=watch_memory, args=(os.getpid(), peaks, done, 0.01))
     watching.start()
     started = time.perf_counter()
     made = prepare_fim(path, tokenizer, cache, eval_rows=100)
     seconds = time.perf_counter() - started
     done.set()
     watching.join()
-    return peaks[0] - before[0], peaks[1] - before[1], seconds, made.train.report()
-
-
-def resident() -> tuple[int, int]:
-    """Bytes of (anonymous memory, file-backed pages) of this process."""
-    sizes = status_bytes(os.getpid())
-    return sizes["RssAnon"], sizes["RssFile"]
+    return peaks["anonymous"] - before, seconds, made.train.report()
 
 
 def prepare_fim(path: Path, tokenizer: Any, cache: Path, eval_rows: int = 0) -> Prepared:
@@ -177,24 +157,6 @@ def prepare_fim(path: Path, tokenizer: Any, cache: Path, eval_rows: int = 0) -> 
     options = CONFIG.model_dump(mode="json")
     source = Source(path.name, [path], {"source": "source"}, tokenize, files_identity([path]), options, text_only=True)
     return prepare([source], Selection(eval_rows), {"tokenizer": tokenizer_identity(tokenizer)}, cache_dir=cache)
-
-
-def starcoder_like(texts: list[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`, with StarCoder's control tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=special[0], additional_special_tokens=special[1:]
-    )
 
 
 def row_at_a_time(path: Path, tokenizer: PreTrainedTokenizerFast, config: FimConfig) -> datasets.Dataset:

@@ -14,25 +14,27 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from benchmarks import faults_costs, harness
 from benchmarks.faults_disk import allocated, damages, fill, mounted, remount, take_inodes
 from benchmarks.faults_training import (
+    DECISIVE,
     SAVES,
-    STATE,
     STEPS,
-    WEIGHTS,
     Job,
     Journal,
     Running,
     is_good,
     read_journal,
+    start,
     words_of,
 )
 from benchmarks.harness import Row, attempt, missing, row
 
-HOWS = ("cogumi", "plain")
+HOWS = {"cogumi": "cogumi", "plain": "plain Trainer"}
 POLICIES = ("continue", "stop", "pause")
 DISK_BYTES = 64 << 20
 # A pausing training has waited long enough: a step and a save take some 50 ms.
@@ -79,6 +81,10 @@ class Usual:
     changes: dict[int, int]
 
 
+def nothing(*_: object) -> None:
+    pass
+
+
 class Bench:
     """Starts trainings in `folder`, and knows the undisturbed ones."""
 
@@ -100,7 +106,7 @@ class Bench:
         return Job(how, lora, directory, *self.papers(), reference=self.references[lora])
 
     def undisturbed(self, job: Job) -> Running:
-        running = Running(job)
+        running = start(job)
         if running.finish() != 0:
             raise RuntimeError(f"an undisturbed training failed: {last_line(job.words)}")
         return running
@@ -122,12 +128,16 @@ class Bench:
         return Usual(read_journal(job.journal), words_of(job.words), gaps, changes)
 
     def endure(
-        self, job: Job, disturb: Callable[[Running], object], heal: Callable[[], object], damaged: int | None = None
+        self,
+        job: Job,
+        disturb: Callable[[Running], object] = nothing,
+        heal: Callable[[], object] = nothing,
+        damaged: int | None = None,
     ) -> Outcome:
         """Disturb a training, heal what it ran on, and start it again if it has not come to its end. damaged: a step
         whose checkpoint was damaged on purpose, and is no loss."""
         usual = self.usual[job.how, job.lora]
-        running = Running(job)
+        running = start(job)
         disturb(running)
         status, hung = running.finish(), running.hung
         heal()
@@ -135,7 +145,7 @@ class Bench:
         lost, why = self.lost(job, damaged), self.ending(job, status)
         if read_journal(job.journal).end is None:
             job = replace(job, event=None, largest_file=None, words=self.papers()[1])
-            running = Running(job)
+            running = start(job)
             why = f"{why}; again: {self.ending(job, running.finish())}"
             hung, lost, met = hung or running.hung, max(lost, self.lost(job, damaged)), True
         journal = read_journal(job.journal)
@@ -165,19 +175,22 @@ def last_line(words: Path) -> str:
     return harness.last_line(words.read_text() if words.exists() else "")[:110]
 
 
-def nothing(*_: object) -> None:
-    pass
+def turns(bench: Bench, count: int) -> Iterator[tuple[int, float, bool, Path]]:
+    """(number, its share of count, whether with LoRA, the last checkpoint of the undisturbed training)."""
+    for number in range(count):
+        lora = number % 2 == 1
+        yield number, (number + 0.5) / count, lora, bench.references[lora] / f"checkpoint-{STEPS}"
 
 
 def full_disk(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
     """Free space from less than one checkpoint to more than the three that there are while one is written and two stay."""
     filler = disk / "filler"
-    for number in range(count):
-        lora, policy = number % 2 == 1, POLICIES[number // 2 % 3]
-        job = replace(bench.job(how, lora, disk), on_full=policy)
-        fill(filler, int((number + 0.5) / count * 3.3 * allocated(bench.references[lora] / f"checkpoint-{STEPS}")))
-        give_back = partial(filler.unlink, missing_ok=True)
+    give_back = partial(filler.unlink, missing_ok=True)
+    for number, share, lora, checkpoint in turns(bench, count):
+        policy = POLICIES[number // 2 % 3]
+        fill(filler, int(3.3 * share * allocated(checkpoint)))
         pauses = (how, policy) == ("cogumi", "pause")
+        job = replace(bench.job(how, lora, disk), on_full=policy)
         yield bench.endure(job, partial(give_back_when_silent, give_back) if pauses else nothing, give_back)
 
 
@@ -191,22 +204,19 @@ def give_back_when_silent(give_back: Callable[[], object], running: Running) -> 
 
 def file_too_large(bench: Bench, count: int, how: str) -> Iterator[Outcome]:
     """RLIMIT_FSIZE instead of a small disk, from less than the smallest file to more than the largest."""
-    for number in range(count):
-        lora = number % 2 == 1
-        files = (bench.references[lora] / f"checkpoint-{STEPS}").iterdir()
-        limit = 8192 + int((number + 0.5) / count * 1.1 * max(path.stat().st_size for path in files))
+    for number, share, lora, checkpoint in turns(bench, count):
+        limit = 8192 + int(1.1 * share * max(path.stat().st_size for path in checkpoint.iterdir()))
         job = replace(bench.job(how, lora), largest_file=limit, on_full=POLICIES[number // 2 % 2])
-        yield bench.endure(job, nothing, nothing)
+        yield bench.endure(job)
 
 
 def no_inodes(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
     """From 2 free inodes to more than three checkpoints take."""
-    for number in range(count):
-        lora = number % 2 == 1
-        files = len(list((bench.references[lora] / f"checkpoint-{STEPS}").iterdir())) + 1
+    for number, _, lora, checkpoint in turns(bench, count):
+        files = len(list(checkpoint.iterdir())) + 1
         takers = take_inodes(disk, leave=2 + int(number / count * 3.2 * files))
         job = replace(bench.job(how, lora, disk), on_full=POLICIES[number // 2 % 2])
-        yield bench.endure(job, nothing, partial(shutil.rmtree, takers))
+        yield bench.endure(job, heal=partial(shutil.rmtree, takers))
 
 
 def signals(bench: Bench, count: int, number: int, how: str) -> Iterator[Outcome]:
@@ -221,28 +231,26 @@ def signals(bench: Bench, count: int, number: int, how: str) -> Iterator[Outcome
     for turn in range(count):
         lora, step = turn % 2 == 1, moment.choice(SAVES)
         seconds = moment.uniform(0, bench.usual[how, lora].gaps[step])
-        yield bench.endure(bench.job(how, lora), disturb, nothing)
+        yield bench.endure(bench.job(how, lora), disturb)
 
 
-def evenly(bench: Bench, how: str, count: int) -> list[tuple[bool, int, int]]:
-    """`count` of all changes of files in all saves, as (lora, step, n).
-
-    Their number is another one each time, as cogumi commits beside the training: the last ones may not come.
-    """
-    every = [
-        (lora, step, number)
-        for lora in bench.references
-        for step in SAVES
-        for number in range(1, bench.usual[how, lora].changes[step] + 1)
-    ]
+def evenly(every: list[Any], count: int) -> list[Any]:
     count = min(count, len(every))
     return [every[(2 * number + 1) * len(every) // (2 * count)] for number in range(count)]
 
 
+def changes(bench: Bench, how: str, count: int) -> list[tuple[bool, int, int]]:
+    """`count` of all changes of files in all saves, as (lora, step, n).
+
+    Their number is another one each time, as cogumi commits beside the training: the last ones may not come.
+    """
+    numbers = {key: range(1, bench.usual[how, key[0]].changes[key[1]] + 1) for key in product(bench.references, SAVES)}
+    return evenly([(*key, number) for key, every in numbers.items() for number in every], count)
+
+
 def killed_before_changes(bench: Bench, count: int, how: str) -> Iterator[Outcome]:
-    for lora, step, number in evenly(bench, how, count):
-        job = replace(bench.job(how, lora), event=(step, number, "kill"))
-        yield bench.endure(job, nothing, nothing)
+    for lora, step, number in changes(bench, how, count):
+        yield bench.endure(replace(bench.job(how, lora), event=(step, number, "kill")))
 
 
 def read_only(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
@@ -255,7 +263,7 @@ def read_only(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcom
             running.answer()
 
     met = 0
-    for lora, step, number in evenly(bench, how, 4 * count):
+    for lora, step, number in changes(bench, how, 4 * count):
         if met == count:
             return
         job = replace(bench.job(how, lora, disk), event=(step, number, "ask"))
@@ -271,15 +279,13 @@ def damaged(bench: Bench, count: int | None, how: str) -> Iterator[Outcome]:
     newest, older = SAVES[-2], SAVES[-3]
     for lora in bench.references:
         base = bench.bases[how, lora]
-        every = damages(base.directory / f"checkpoint-{newest}", (*STATE, *WEIGHTS, "trainer_state.json"))
-        wanted = len(every) if count is None else min(count // 2, len(every))
-        for number in range(wanted):
-            label, damage = every[(2 * number + 1) * len(every) // (2 * wanted)]
+        every = damages(base.directory / f"checkpoint-{newest}", DECISIVE)
+        for label, damage in every if count is None else evenly(every, count // 2):
             job = bench.job(how, lora)
             shutil.copytree(base.directory, job.directory)
             damage(job.directory / f"checkpoint-{newest}", job.directory / f"checkpoint-{older}")
             write_journal(job.journal, base.journal, newest)
-            outcome = bench.endure(job, nothing, nothing, damaged=newest)
+            outcome = bench.endure(job, damaged=newest)
             yield replace(outcome, met=True, note=f"{label}: {outcome.note}" if outcome.note else label)
 
 
@@ -289,24 +295,24 @@ def write_journal(path: Path, whole: Path, until: int) -> None:
     path.write_text("".join(f"{line}\n" for line in lines if int(line.split()[1]) <= until))
 
 
-def kind_rows(kind: str, wanted: int, work: Callable[[str], Iterator[Outcome]]) -> Iterator[Row]:
+def kind_rows(kind: str, wanted: int, work: Callable[..., Iterator[Outcome]], *arguments: Any) -> Iterator[Row]:
     """cogumi's figures beside plain Trainer's, of one kind of fault. wanted: how many must have had an effect."""
-    found = {how: list(work(how)) for how in HOWS}
-    of = {how: f">= {len(outcomes)}" for how, outcomes in found.items()}
-    figures: tuple[tuple[str, Callable[[Outcome], int], bool, dict[str, str]], ...] = (
-        ("disturbed", lambda each: each.met, True, dict.fromkeys(HOWS, f">= {wanted}")),
-        ("finished or resumed", lambda each: each.finished, True, of),
-        ("losses identical", lambda each: each.identical, True, of),
-        ("good checkpoints lost", lambda each: each.lost, False, dict.fromkeys(HOWS, "<= 0")),
-        ("silent divergences", lambda each: each.silent, False, dict.fromkeys(HOWS, "<= 0")),
-    )
-    for metric, figure, is_good_sign, targets in figures:
+    found = {how: list(work(*arguments, how)) for how in HOWS}
+    figures = {
+        "disturbed": "met",
+        "finished or resumed": "finished",
+        "losses identical": "identical",
+        "good checkpoints lost": "lost",
+        "silent divergences": "silent",
+    }
+    for metric, name in figures.items():
+        is_bad = name in ("lost", "silent")
         for how, outcomes in found.items():
-            name = "cogumi" if how == "cogumi" else "plain Trainer"
-            bad = (each.note for each in outcomes if bool(figure(each)) != is_good_sign)
-            note = next(bad, "") if metric != "disturbed" else ""
-            value, target = sum(map(figure, outcomes)), targets[how] if how == "cogumi" else ""
-            yield row("faults", kind, f"{metric}, {name}", value, f"of {len(outcomes)}", target=target, note=note)
+            bad = (each.note for each in outcomes if bool(getattr(each, name)) == is_bad and name != "met")
+            target = "<= 0" if is_bad else f">= {wanted if name == 'met' else len(outcomes)}"
+            target = target if how == "cogumi" else ""
+            value, of = sum(getattr(each, name) for each in outcomes), f"of {len(outcomes)}"
+            yield row("faults", kind, f"{metric}, {HOWS[how]}", value, of, target=target, note=next(bad, ""))
 
 
 def undisturbed_rows(bench: Bench) -> Iterator[Row]:
@@ -325,21 +331,18 @@ def run(quick: bool = False) -> Iterator[Row]:
 
 def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     yield from undisturbed_rows(bench)
+    full, kills, terms, inodes = sizes.full, sizes.kills, sizes.terms, sizes.inodes
     with mounted(bench.folder / "disk", f"size={DISK_BYTES},nr_inodes=1024") as disk:
         if isinstance(disk, str):
             yield missing("faults", "disk full, no inodes, read-only disk", disk)
-            limited = partial(file_too_large, bench, sizes.full)
-            yield from kind_rows("limit on the size of a file", sizes.full * 4 // 5, limited)
+            yield from kind_rows("limit on the size of a file", full * 4 // 5, file_too_large, bench, full)
         else:
-            yield from kind_rows("disk full", sizes.full * 10 // 11, partial(full_disk, bench, sizes.full, disk))
-            yield from kind_rows("no inodes", sizes.inodes * 3 // 4, partial(no_inodes, bench, sizes.inodes, disk))
-            yield from kind_rows("read-only disk", sizes.read_only, partial(read_only, bench, sizes.read_only, disk))
-    kills, terms = (
-        partial(signals, bench, sizes.kills, signal.SIGKILL),
-        partial(signals, bench, sizes.terms, signal.SIGTERM),
-    )
-    yield from kind_rows("SIGKILL at random moments of a save", sizes.kills * 4 // 5, kills)
-    before_changes = partial(killed_before_changes, bench, sizes.changes)
-    yield from kind_rows("SIGKILL before a change of a file", sizes.changes * 5 // 7, before_changes)
-    yield from kind_rows("SIGTERM during a save", sizes.terms * 4 // 5, terms)
-    yield from kind_rows("newest checkpoint damaged", sizes.damages or 60, partial(damaged, bench, sizes.damages))
+            yield from kind_rows("disk full", full * 10 // 11, full_disk, bench, full, disk)
+            yield from kind_rows("no inodes", inodes * 3 // 4, no_inodes, bench, inodes, disk)
+            yield from kind_rows("read-only disk", sizes.read_only, read_only, bench, sizes.read_only, disk)
+    case = "SIGKILL at random moments of a save"
+    yield from kind_rows(case, kills * 4 // 5, signals, bench, kills, signal.SIGKILL)
+    case = "SIGKILL before a change of a file"
+    yield from kind_rows(case, sizes.changes * 5 // 7, killed_before_changes, bench, sizes.changes)
+    yield from kind_rows("SIGTERM during a save", terms * 4 // 5, signals, bench, terms, signal.SIGTERM)
+    yield from kind_rows("newest checkpoint damaged", sizes.damages or 60, damaged, bench, sizes.damages)

@@ -12,8 +12,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults_training import HUNG_SECONDS, Changes, Job, Running, make_trainer
-from benchmarks.harness import Row, Timed, ratio_row, row, values_row
+import cogumi
+from benchmarks.faults_training import HUNG_SECONDS, Changes, Job, Running, make_trainer, start
+from benchmarks.harness import OwnTime, Row, ratio_row, row, values_row
 from cogumi.core.durability import sync_path
 
 MANIFEST_NAME = "cogumi-manifest.json"
@@ -26,10 +27,8 @@ STEP_SECONDS = 0.1
 
 
 def save_rows(quick: bool) -> Iterator[Row]:
-    """Two trainings that save after every step, each when told to.
-
-    Not counted: the first saves, which prune nothing, and the last, which is followed by no step.
-    """
+    """Two trainings that save after every step, each when told to. Not counted: the first saves, which prune nothing, and
+    the last, which is followed by no step."""
     shape, rounds, warmup = (SMALL, 2, 3) if quick else (LARGE, 8, 3)
     with tempfile.TemporaryDirectory(prefix="cogumi-saves-") as name:
         folder, steps = Path(name), warmup + rounds + 1
@@ -40,36 +39,29 @@ def save_rows(quick: bool) -> Iterator[Row]:
         for how in ("plain", "cogumi"):
             papers = folder / f"{how}-journal", folder / f"{how}-words"
             job = Job(how, False, folder / how, *papers, each_save_asks=True, shape=shape, steps=steps, save_every=1)
-            running[how] = Running(job)
+            running[how] = start(job)
         saves: dict[str, list[tuple[float, float]]] = {how: [] for how in running}
         for turn in range(1, steps + 1):
             # Each comes first in half of the turns: what the other one leaves of the machine's memory counts.
             for how, training in list(running.items())[:: 1 if turn % 2 else -1]:
                 saves[how].append(one_save(training, folder / how, turn, steps))
         size = sum(path.stat().st_size for path in (folder / "cogumi" / f"checkpoint-{steps}").iterdir())
-    case = f"save of {size / 1e9:.2f} GB"
-    held = {how: [save[0] for save in each[warmup:-1]] for how, each in saves.items()}
-    durable = {how: [save[1] for save in each[warmup:-1]] for how, each in saves.items()}
+    case, kept = f"save of {size / 1e9:.2f} GB", slice(warmup, -1)
+    held = {how: [save[0] for save in each[kept]] for how, each in saves.items()}
     # A quick run's save is too small to judge: what does not grow with it is most of it.
-    target = "" if quick else "<= 1.15"
-    for metric, ours, theirs, wanted in (
-        ("training held, cogumi / plain", held["cogumi"], held["plain"], target),
-        ("until committed, cogumi / training held, plain", durable["cogumi"], held["plain"], ""),
-        ("until on the disk, cogumi / plain and fsync", durable["cogumi"], durable["plain"], ""),
-    ):
-        times = {"ours": ours, "theirs": theirs}
-        yield ratio_row("faults", case, metric, times, "ours", "theirs", unit="", target=wanted)
-    for how in running:
-        yield values_row("faults", case, f"training held, {how}", held[how], "s")
-        yield values_row("faults", case, f"until on the disk, {how}", durable[how], "s")
+    metric, target = "training held, cogumi / plain", "" if quick else "<= 1.15"
+    yield ratio_row("faults", case, metric, held, "cogumi", "plain", unit="", target=target)
+    for how, seconds in held.items():
+        yield values_row("faults", case, f"training held, {how}", seconds, "s")
+    durable = [save[1] for save in saves["cogumi"][kept]]
+    yield values_row("faults", case, "until on the disk, cogumi", durable, "s")
 
 
 def one_save(training: Running, directory: Path, step: int, last: int) -> tuple[float, float]:
     """Let one save happen, and the training's next step, so that nothing of it runs in the other one's turn.
 
     Returns two numbers of seconds. Held: the training thread did nothing else, in the save and in the callbacks after the
-    next step. Durable: until the checkpoint was whole, under its own name and on the disk; plain Trainer does not wait for
-    that, so fsync is called.
+    next step. Durable: until the checkpoint was whole and on the disk, for which plain Trainer does not wait.
     """
 
     def await_message(what: str, of_step: int) -> float:
@@ -82,18 +74,15 @@ def one_save(training: Running, directory: Path, step: int, last: int) -> tuple[
     final, protected = directory / f"checkpoint-{step}", directory.name == "cogumi"
     touch_memory(directory)
     training.answer()
-    start = time.monotonic()
+    began = time.monotonic()
     while protected and not (final / MANIFEST_NAME).exists():
         time.sleep(0.001)
-        if time.monotonic() - start > HUNG_SECONDS:
+        if time.monotonic() - began > HUNG_SECONDS:
             raise RuntimeError(f"no {final} after {HUNG_SECONDS:.0f} s")
-    durable = time.monotonic() - start
+    durable = time.monotonic() - began
     held = await_message("saved", step)
-    if not protected:
-        start = time.monotonic()
-        for path in [*final.iterdir(), final]:
-            sync_path(path)
-        durable = held + time.monotonic() - start
+    for path in () if protected else (*final.iterdir(), final):
+        sync_path(path)  # in its own turn
     if step == last:
         training.finish()
     else:
@@ -116,13 +105,10 @@ def monitor_rows(quick: bool) -> Iterator[Row]:
 
     Their sum is far below what two trainings differ by on any machine, so it is not taken from such a difference.
     """
-    import cogumi
-
     steps = 20 if quick else 300
     ours, theirs = multiprocessing.Pipe()
-    monitor, timed = cogumi.DiskMonitorCallback(), Timed()
-    for name in ("on_step_end", "on_log"):  # its other methods are called once, or do nothing
-        timed.wrap(monitor, name)
+    monitor, timed = cogumi.DiskMonitorCallback(), OwnTime()
+    timed.wrap(monitor, "on_step_end", "on_log")  # its other methods are called once, or do nothing
     with tempfile.TemporaryDirectory(prefix="cogumi-monitor-") as name:
         folder = Path(name)
         paths = folder / "training", folder / "journal", folder / "words"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 # Takes the newest checkpoint and the one before it.
 Damage = Callable[[Path, Path], None]
+ENDS = {"first": 0.0, "last": 1.0}
 
 
 @contextmanager
@@ -69,16 +70,17 @@ def damages(newest: Path, decisive: tuple[str, ...]) -> list[tuple[str, Damage]]
     found: list[tuple[str, Damage]] = []
     for path in sorted(newest.iterdir()):
         name = path.name
-        found += [(f"{name} deleted", partial(delete, (name,)))]
-        found += [(f"{name} cut to a half", partial(cut, name, 0.5, 0))]
-        found += [(f"{name} with a byte flipped in the middle", partial(flip, name, 0.5))]
+        kinds: dict[str, Damage] = {
+            "deleted": partial(delete, (name,)),
+            "cut to a half": partial(cut, name, 0.5, 0),
+            "with a byte flipped in the middle": partial(flip, name, 0.5),
+        }
         if name in decisive or "manifest" in name:
-            found += [(f"{name} emptied", partial(cut, name, 0.0, 0))]
-            found += [(f"{name} cut by a byte", partial(cut, name, 1.0, 1))]
-            found += [(f"{name} with its first byte flipped", partial(flip, name, 0.0))]
-            found += [(f"{name} with its last byte flipped", partial(flip, name, 1.0))]
+            kinds |= {"emptied": partial(cut, name, 0.0, 0), "cut by a byte": partial(cut, name, 1.0, 1)}
+            kinds |= {f"with its {place} byte flipped": partial(flip, name, at) for place, at in ENDS.items()}
             if not filecmp.cmp(path, older / name, shallow=False):
-                found += [(f"{name} of the step before", partial(swap, name))]
+                kinds["of the step before"] = partial(swap, name)
+        found += [(f"{name} {kind}", damage) for kind, damage in kinds.items()]
     found += [("optimizer.pt and scheduler.pt deleted", partial(delete, ("optimizer.pt", "scheduler.pt")))]
     found += [("all but the weights deleted", partial(delete, ("optimizer.pt", "scheduler.pt", "rng_state.pth")))]
     return found

@@ -16,13 +16,23 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import prepared_forks
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.logging import disable_progress_bar
+
+import cogumi
+from benchmarks.harness import OwnTime, prepared_forks
+from benchmarks.models import word_tokenizer
+from cogumi.checkpoints import saving
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 STEPS, SAVE_EVERY, KEEP = 8, 2, 2
@@ -30,13 +40,14 @@ SAVES = tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
 # Deterministic files: in a good checkpoint they are those of the undisturbed training, bit for bit.
 STATE = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+DECISIVE = (*STATE, *WEIGHTS, "trainer_state.json")
 # Python's audit events (docs.python.org/3/library/audit_events.html) that change a directory or a file.
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink")
 # With what a training would otherwise import while it is timed.
 IMPORTED = (
-    "accelerate", "cogumi.checkpoints.protection", "peft.tuners.lora.model", "peft.utils.transformers_weight_conversion",
-    "safetensors.torch", "tokenizers", "torch._dynamo", "torch.utils.serialization",
-    "transformers.models.llama.modeling_llama", "transformers.trainer",
+    "accelerate", "benchmarks.faults_training", "cogumi.checkpoints.protection", "peft.tuners.lora.model",
+    "peft.utils.transformers_weight_conversion", "safetensors.torch", "torch._dynamo", "torch.utils.serialization",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 # Said now and then on a disk that others use too, whatever becomes of the training.
 OF_THE_DISK = re.compile(r"came back: something holds|mtime may not be reliable")
@@ -70,10 +81,12 @@ class Job:
     save_every: int = SAVE_EVERY
 
 
-def train(job: Job, pipe: Connection) -> None:
-    """Runs in the child. Ends as a user's script would: normally, or with a traceback and exit status 1."""
-    from transformers.utils.logging import disable_progress_bar
+def start(job: Job) -> Running:
+    return Running(IMPORTED, train, job)
 
+
+def train(pipe: Connection, job: Job) -> None:
+    """Runs in the child. Ends as a user's script would: normally, or with a traceback and exit status 1."""
     os.environ.update(ENVIRONMENT)
     # A trainer collects garbage at its start, and going through all of torch's objects takes longer than this training.
     gc.freeze()
@@ -87,17 +100,12 @@ def train(job: Job, pipe: Connection) -> None:
     changes = Changes(job, pipe)
     trainer = make_trainer(job, changes, pipe)
     if job.how == "cogumi":
-        import cogumi
-        from cogumi.checkpoints import saving
-
         saving.RETRY_SECONDS = 0.05  # a paused training would look again after 15 s, which takes an hour here
         # The kernel makes no disk read-only on which a file is open for writing, as the log of hangs would be.
         hangs = job.journal.with_suffix(".hangs")
         cogumi.protect(trainer, keep=job.keep or 100, on_full=job.on_full, log_path=hangs)
         trainer.train()
     else:
-        from transformers.trainer_utils import get_last_checkpoint
-
         # As transformers' example scripts do it: nothing there is not an error.
         there = job.directory.is_dir() and get_last_checkpoint(str(job.directory)) is not None
         trainer.train(resume_from_checkpoint=there)
@@ -108,14 +116,9 @@ def train(job: Job, pipe: Connection) -> None:
 
 
 def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
-
-    from benchmarks.models import word_tokenizer
-
     known: set[int] = set()
     # Seconds in callbacks since the last save: a protected training prunes there what a plain one prunes in the save.
-    between: list[float] = []
+    between = OwnTime()
 
     class Recorded(Trainer):
         """Writes the journal and announces each save. No callback does it: cogumi commits at once when one has on_save."""
@@ -131,7 +134,8 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
             saves = self.control.should_save
             if saves:
                 changes.save_begins(step)
-                pipe.send(("saving", step, time.monotonic(), between.pop() if between else 0.0))
+                pipe.send(("saving", step, time.monotonic(), between.wall))
+                between.wall = 0.0
                 if job.each_save_asks:
                     pipe.recv()
             start = time.monotonic()
@@ -154,8 +158,6 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
     sizes |= {"attn_implementation": "eager", "attention_dropout": 0.1}
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0))
     if job.lora:
-        from peft import LoraConfig, get_peft_model
-
         # Large enough that the adapter is more than its JSON files.
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1))
     tokens = torch.randint(2, 256, (20, 16)).tolist()  # eight steps of four cross the end of an epoch
@@ -172,15 +174,7 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
         # One in Rust, whose writer has words of its own for a full disk.
         processing_class=word_tokenizer(256),
     )
-    on_step_end: Any = trainer.callback_handler.on_step_end
-
-    def timed(*arguments: Any) -> Any:
-        start = time.monotonic()
-        result = on_step_end(*arguments)
-        between[:] = [sum(between) + time.monotonic() - start]
-        return result
-
-    setattr(trainer.callback_handler, "on_step_end", timed)  # noqa: B010 - mypy takes a plain assignment for a mistake
+    between.wrap(trainer.callback_handler, "on_step_end")
     return trainer
 
 
@@ -292,19 +286,20 @@ def words_of(path: Path) -> set[str]:
 
 
 class Running:
-    """A training in its child."""
+    """A function in a fork of a process that has `modules` imported. Its first argument is the pipe to say things through,
+    and what it says first is ("started",)."""
 
-    def __init__(self, job: Job) -> None:
-        context = prepared_forks(IMPORTED)
+    def __init__(self, modules: Iterable[str], function: Callable[..., None], *arguments: Any) -> None:
+        context = prepared_forks(modules)
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=train, args=(job, theirs))
+        self.process = context.Process(target=function, args=(theirs, *arguments))
         self.process.start()
         theirs.close()
         self.messages: list[tuple[Any, ...]] = []
         self.exit_status: int | None = None
         self.hung = False
         if (started := self.next()) != ("started",):
-            raise RuntimeError(f"the training said {started} before it started")
+            raise RuntimeError(f"it said {started} before it started")
 
     def next(self, seconds: float = HUNG_SECONDS) -> tuple[Any, ...] | None:
         """The next message; None when there was none for so long. ("ended", exit status) is the last one."""
@@ -336,7 +331,7 @@ class Running:
             self.pipe.send("continue")
 
     def finish(self) -> int:
-        """The exit status, negative for a signal. A training that hangs is killed, and that is noted."""
+        """The exit status, negative for a signal. One that hangs is killed, and that is noted."""
         while self.exit_status is None:
             if self.next() is None:
                 self.hung = True

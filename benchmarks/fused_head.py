@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks.gpu import cogumi_head, trl_kernel
 from benchmarks.harness import Row, interleave, last_line, missing, ratio, ratio_row, row, run_process
 from cogumi.patches.torch_internals import TorchDispatchMode, storage_key
 
@@ -29,6 +28,7 @@ Shape = tuple[int, int, int]
 FULL: Shape = (2048, 512, 32000)
 QUICK: Shape = (1024, 128, 16000)
 INTERPRETED: Shape = (64, 64, 512)
+TILE = 32768  # vocabulary columns per tile, TRL's default
 
 
 class Allocations(TorchDispatchMode):
@@ -76,30 +76,22 @@ def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-fused = partial(cogumi_head, outputs=("log_probs",))
+def fused(
+    hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...] = ("log_probs",), kernel: Any = None
+) -> Tensor:
+    """cogumi's head, or TRL's kernel in its place."""
+    from cogumi.patches.head_logps import FusedLogProbFunction
+
+    arguments = (hidden, weight, None, targets, 1.0, TILE, None, 1.0, outputs)
+    return (kernel or FusedLogProbFunction).apply(*arguments)[0]  # type: ignore[no-any-return]
 
 
-def step(
-    head: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, trainable: bool = False
-) -> tuple[Tensor, ...]:
-    """Forward and backward: (log_probs [N], gradient to hidden, gradient to weight if `trainable`)."""
-    leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_(trainable)]
-    log_probs = head(*leaves, targets)
-    gradients = torch.autograd.grad(log_probs.sum(), leaves if trainable else leaves[:1])
-    return log_probs.detach(), *gradients
-
-
-def score(head: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Forward only, as for the old policy's and the reference's log-probabilities."""
-    with torch.no_grad():
-        return head(hidden, weight, targets)
-
-
-def peak(function: Callable[..., object], *tensors: Tensor) -> int:
-    """Bytes that `function(*tensors)` allocates at its peak."""
-    with Allocations(*tensors) as allocations:
-        function(*tensors)
-    return allocations.peak
+def step(head: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward and backward under a frozen head: (log_probs [N], gradient to hidden)."""
+    leaf = hidden.detach().requires_grad_()
+    log_probs = head(leaf, weight, targets)
+    (gradient,) = torch.autograd.grad(log_probs.sum(), leaf)
+    return log_probs.detach(), gradient
 
 
 @contextmanager
@@ -114,26 +106,24 @@ def thread_count(count: int) -> Iterator[None]:
 
 def against_dense(shape: Shape, repeats: int) -> Iterator[Row]:
     tensors, size, logits = inputs(shape), "x".join(map(str, shape)), 4 * shape[0] * shape[2]
-    cases: dict[str, tuple[Callable[..., object], Callable[..., object], bool]] = {
-        f"frozen head {size}": (partial(step, fused), partial(step, dense), True),
-        f"frozen head, entropy logged {size}": (partial(step, cogumi_head), partial(step, dense), True),
-        f"no_grad {size}": (partial(score, fused), partial(score, dense), False),
-        f"trainable head {size}": (partial(step, fused, trainable=True), partial(step, dense, trainable=True), False),
+    cases: dict[str, Callable[..., Tensor]] = {
+        f"frozen head {size}": fused,
+        f"frozen head, entropy logged {size}": partial(fused, outputs=("log_probs", "entropy")),
     }
-    for case, (ours, theirs, promised) in cases.items():
-        contenders = {"fused": partial(ours, *tensors), "dense": partial(theirs, *tensors)}
-        judged = promised and shape == FULL  # a quick run is too short to hold a time against it
-        # One thread too where a number is promised: on a crowded machine threads wait for each other at every operator,
-        # which is a cost of the crowd and not of the head.
-        for threads in sorted({1, torch.get_num_threads()} if promised else {torch.get_num_threads()}):
+    judged = shape == FULL  # a quick run is too short to hold a time against it
+    for case, head in cases.items():
+        contenders = {"fused": partial(step, head, *tensors), "dense": partial(step, dense, *tensors)}
+        # One thread too: on a crowded machine threads wait for each other at every operator, which is a cost of the crowd
+        # and not of the head.
+        for threads in sorted({1, torch.get_num_threads()}):
             with thread_count(threads):
                 times = interleave(contenders, repeats)
             metric, target = f"time vs dense, {threads} thread{'s'[: threads > 1]}", "<= 0.8" if judged else ""
             yield ratio_row("fused_head", case, metric, times, "fused", "dense", target=target)
-        ours_peak, target = peak(ours, *tensors), "<= 0.125" if judged else ""
-        yield row("fused_head", case, "peak memory vs the logits", ours_peak / logits, "ratio", target=target)
-        yield row("fused_head", case, "peak memory", ours_peak / 2**20, "MiB")
-        yield row("fused_head", case, "peak memory, dense", peak(theirs, *tensors) / 2**20, "MiB")
+        with Allocations(*tensors) as allocations:
+            step(head, *tensors)
+        share, target = allocations.peak / logits, "<= 0.125" if judged else ""
+        yield row("fused_head", case, "peak memory vs the logits", share, "ratio", target=target)
 
 
 def exactness(shape: Shape) -> Iterator[Row]:
@@ -142,10 +132,10 @@ def exactness(shape: Shape) -> Iterator[Row]:
     yield row("fused_head", case, "max |log-prob - dense|", apart[0], "nat", target="<= 1e-5")
     yield row("fused_head", case, "max |gradient - dense|", apart[1], "", target="<= 1e-5")
     hidden, weight, targets = inputs(shape, torch.bfloat16)
-    oracle = score(dense, hidden.float(), weight.float(), targets)
-    ours, theirs = (distances([score(head, hidden, weight, targets)], [oracle])[0] for head in (fused, dense))
+    with torch.no_grad():
+        oracle = dense(hidden.float(), weight.float(), targets)
+        ours = distances([fused(hidden, weight, targets)], [oracle])[0]
     yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|", ours, "nat", target="<= 1e-5")
-    yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|, dense in bf16", theirs, "nat")
 
 
 def distances(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> list[float]:
@@ -168,8 +158,10 @@ def against_interpreter(repeats: int) -> Iterator[Row]:
 
 
 def interpreted(repeats: int) -> dict[str, Any]:
+    from trl.kernels import ChunkedLogProbFunction
+
     tensors = inputs(INTERPRETED)
-    heads = {"trl": partial(trl_kernel, outputs=("log_probs",)), "fused": fused}
+    heads: dict[str, Callable[..., Tensor]] = {"trl": partial(fused, kernel=ChunkedLogProbFunction), "fused": fused}
     contenders = {name: partial(step, head, *tensors) for name, head in heads.items()}
     errors = distances(contenders["fused"](), contenders["trl"]())
     # The interpreter runs in Python, so a second thread would be ours alone; and these sizes are too small for two.

@@ -29,7 +29,6 @@ from benchmarks.harness import (
     Row,
     attempt,
     interleave,
-    missing,
     one_line,
     prepared_forks,
     ratio,
@@ -39,10 +38,11 @@ from benchmarks.harness import (
 )
 from cogumi.compile.layers import compile_layers, decoder_layers, prepare_four_bit
 from cogumi.patches import graph_break
+from cogumi.patches.torch_internals import dynamo_counts
 from tests import four_bit_models as models
 
 DISABLED, AUTO, AGAIN = "global disable", "auto", "auto, again"
-RUNGS = ("none", "branchless", "break_experts", "break_linear")
+RUNGS = ("none", "branchless", "break_linear")
 MODES: dict[str, str | None] = {DISABLED: None} | {name: name for name in RUNGS} | {AUTO: "auto", AGAIN: "auto"}
 # Of rows and lengths: one after the other, so that what is guarded on does change.
 BATCHES = 4
@@ -148,7 +148,6 @@ class Work:
         # What the model before had put in place.
         graph_break.undo()
         torch.compiler.reset()
-        torch._dynamo.utils.clear_compilation_metrics()
         torch._dynamo.utils.counters.clear()
         if choice is not None:
             graph_break.apply(choice, self.model)
@@ -202,14 +201,14 @@ class Work:
     def prepare(self) -> Prepared:
         """Compile by running every batch twice, which is also the warm-up."""
         seconds = [self.step() for _ in range(2 * BATCHES)]
-        counted = torch._dynamo.utils.counters
+        counts = dynamo_counts()
         return Prepared(
             strategy=self.strategy,
             reason=graph_break.status().reason,
             seconds=sum(seconds) - len(seconds) * min(seconds),
-            graphs=counted["stats"]["unique_graphs"],
-            breaks=sum(counted["graph_break"].values()),
-            recompiles=recompiles(),
+            graphs=counts["graphs"],
+            breaks=sum(counts["breaks"].values()),
+            recompiles=counts["recompiles"],
         )
 
     def train(self, steps: int) -> tuple[list[float], list[Any], dict[str, int]]:
@@ -230,25 +229,19 @@ class Work:
         return losses, gradients, dict(counts)
 
 
-def recompiles() -> int:
-    """How often Dynamo compiled a frame again that it had compiled, since it was reset."""
-    ids = [str(each.compile_id) for each in torch._dynamo.utils.get_compilation_metrics() if each.co_name is not None]
-    return sum(int(each.rpartition("/")[2].partition("_")[0]) > 0 for each in ids)  # those without a name are backward
-
-
 LLAMA, GPT_OSS = Model("llama", 128, 2, 16), Model("gpt-oss", 64, 2, 3)
 QUICK_MODES = (DISABLED, "break_linear", AUTO, AGAIN)
 
 
-# A name, the model whose steps are timed, the rounds, and rungs that are not different from `none` there.
-Case = tuple[str, Model, int, tuple[str, ...]]
+# A name, the model whose steps are timed, and the rounds.
+Case = tuple[str, Model, int]
 FULL: tuple[Case, ...] = (
-    ("Llama, 4-bit + LoRA + checkpointing, H=512, 2 x 64 tokens", Model("llama", 512, 4, 64), 30, ("break_experts",)),
-    ("MoE layer, 8 Linear4bit experts, H=512, 256 rows", Model("moe", 512, 8, 256), 60, ()),
+    ("Llama, 4-bit + LoRA + checkpointing, H=512, 2 x 64 tokens", Model("llama", 512, 4, 64), 30),
+    ("MoE layer, 8 Linear4bit experts, H=512, 256 rows", Model("moe", 512, 8, 256), 60),
 )
 QUICK: tuple[Case, ...] = (
-    ("Llama, H=64", Model("llama", 64, 1, 16, backend="aot_eager"), 3, ("break_experts",)),
-    ("MoE layer, H=64", Model("moe", 64, 2, 16, backend="aot_eager"), 3, ()),
+    ("Llama, H=64", Model("llama", 64, 1, 16, backend="aot_eager"), 3),
+    ("MoE layer, H=64", Model("moe", 64, 2, 16, backend="aot_eager"), 3),
 )
 
 
@@ -263,13 +256,10 @@ def run(quick: bool = False) -> Iterator[Row]:
             yield from attempt("graph_break", model.case, partial(equality_rows, modes, model, *trained))
 
 
-def timed_rows(
-    modes: dict[str, Mode], case: str, model: Model, rounds: int, without: tuple[str, ...], judged: bool
-) -> Iterator[Row]:
+def timed_rows(modes: dict[str, Mode], case: str, model: Model, rounds: int, judged: bool) -> Iterator[Row]:
     """What each mode made of the model and how long a step takes. `judged` is whether a target is to be met."""
-    taking_part = {name: mode for name, mode in modes.items() if name not in without}
     made: dict[str, Prepared] = {}
-    for name, mode in taking_part.items():
+    for name, mode in modes.items():
         mode.open(model)
         made[name] = found = mode.ask("prepare")
         if name != DISABLED:
@@ -277,12 +267,10 @@ def timed_rows(
             yield row("graph_break", case, f"graphs / breaks / recompiles, {name}", found.counts, note=note)
             how = "from the cache of the same rung" if name in (AUTO, AGAIN) else "nothing cached"
             yield row("graph_break", case, f"compiling, {name}", found.seconds, "s", note=how)
-    for name in set(without) & set(modes):
-        yield missing("graph_break", f"{case}: {name}", "experts to break at, so it is `none`")
-    times = interleave({name: partial(mode.ask, "step") for name, mode in taking_part.items()}, rounds, warmup=0)
+    times = interleave({name: partial(mode.ask, "step") for name, mode in modes.items()}, rounds, warmup=0)
     for name, seconds in times.items():
         yield values_row("graph_break", case, f"step, {name}", [1e3 * each for each in seconds], "ms")
-    for name in taking_part:
+    for name in modes:
         if name != DISABLED:
             yield compared(case, times, name, DISABLED, "<= 0.90" if judged and name == AUTO else "")
     yield against_the_best(case, times, made, judged)

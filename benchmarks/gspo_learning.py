@@ -8,27 +8,19 @@ under two million weights: that reward rises shows that the machinery works, not
 
 from __future__ import annotations
 
-import logging
 import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Row, row
+import cogumi
+from benchmarks.harness import ROOT, Row, mean_row, quiet, row
 
 CONFIGS = ROOT / "configs" / "smoke"
 SEEDS = (1, 2, 3, 4, 5)
-METHODS: dict[str, dict[str, Any]] = {
-    "GSPO": {},
-    "GRPO, token level": {
-        "train__loss_type": "grpo",
-        "train__importance_sampling_level": "token",
-        "train__beta": 0.0,
-        "train__epsilon": 0.2,
-        "train__epsilon_high": 0.2,
-    },
-}
+GRPO = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.2}
+METHODS = {"GSPO": {}, "GRPO, token level": {f"train__{key}": value for key, value in GRPO.items()}}
 QUICK = {"sft": 15, "rl": 8}  # optimizer steps
 # What is kept of each rollout: its mean reward, and the two metrics of its last step, which is the most off-policy one.
 REWARD, CLIPPED, EFFECTIVE = "reward", "policy/clipped_ratio_fraction", "policy/effective_sample_size"
@@ -44,33 +36,21 @@ def run(quick: bool = False) -> Iterator[Row]:
     for method, found in series.items():
         # A quick run has too few rollouts for a rise to be more than luck.
         yield from method_rows(method, found, must_rise=method == "GSPO" and not quick)
-    yield versus_row(series)
 
 
 def trained(folder: Path, seeds: tuple[int, ...], quick: bool, **overrides: Any) -> dict[str, Series]:
     """method -> series of every seed. `overrides` are cogumi.train's keywords for the policy runs."""
-    from transformers.utils.logging import disable_progress_bar
-
-    import cogumi
-
-    disable_progress_bar()  # of loading a model of 4 MB
-    logging.getLogger("cogumi").addHandler(logging.NullHandler())  # a run's log is in its directory, not on the screen
+    quiet()
     short = {"train__max_steps": QUICK["sft"]} if quick else {}
     sft = cogumi.train(CONFIGS / "sft.yaml", cogumi__run_dir=folder / "sft", **short)
-    common: dict[str, Any] = {
-        "model__name": str(sft.merged),
-        "data__eval_rows": 0,
-        "cogumi__merge": False,
-        **({"train__max_steps": QUICK["rl"]} if quick else {}),
-        **overrides,
-    }
+    common: dict[str, Any] = {"model__name": str(sft.merged), "data__eval_rows": 0, "cogumi__merge": False} | overrides
+    if quick:
+        common["train__max_steps"] = QUICK["rl"]
     series: dict[str, Series] = {method: {REWARD: {}, CLIPPED: {}, EFFECTIVE: {}} for method in METHODS}
     for seed in seeds:
         for number, (method, values) in enumerate(METHODS.items()):
-            run_dir = folder / f"{number}-{seed}"
-            result = cogumi.train(
-                CONFIGS / "gspo.yaml", train__seed=seed, cogumi__run_dir=run_dir, **{**common, **values}
-            )
+            places = {"train__seed": seed, "cogumi__run_dir": folder / f"{number}-{seed}"}
+            result = cogumi.train(CONFIGS / "gspo.yaml", **common | places | values)
             for metric, found in rollout_series(result.metrics).items():
                 series[method][metric][str(seed)] = found
     return series
@@ -101,24 +81,11 @@ def method_rows(method: str, series: Series, must_rise: bool) -> Iterator[Row]:
     case = f"{method}, {len(rewards)} seeds, {len(next(iter(rewards.values())))} rollouts each"
     firsts, lasts = zip(*(quarters(each) for each in rewards.values()), strict=True)
     rises = [last - first for first, last in zip(firsts, lasts, strict=True)]
-    yield over_seeds(case, "reward, first quarter", firsts)
-    yield over_seeds(case, "reward, last quarter", lasts)
-    yield over_seeds(case, "reward, last quarter - first", rises)
+    yield mean_row("gspo_learning", case, "reward, first quarter", firsts)
+    yield mean_row("gspo_learning", case, "reward, last quarter", lasts)
+    yield mean_row("gspo_learning", case, "reward, last quarter - first", rises)
     rose = sum(rise > 0 for rise in rises)
     target = f">= {len(rises)}" if must_rise else ""
     yield row("gspo_learning", case, "seeds with last quarter above first", rose, target=target) | {"series": series}
     for metric, name in ((CLIPPED, OUTSIDE), (EFFECTIVE, "effective sample size, same step")):
-        yield over_seeds(case, name, [statistics.fmean(each) for each in series[metric].values()])
-
-
-def versus_row(series: dict[str, Series]) -> Row:
-    """By how much GSPO's rise exceeds GRPO's, seed by seed. Without a target: it is a comparison, not a promise."""
-    gspo, grpo = ([last - first for first, last in map(quarters, found[REWARD].values())] for found in series.values())
-    apart = [ours - theirs for ours, theirs in zip(gspo, grpo, strict=True)]
-    return over_seeds("GSPO - GRPO, seed by seed", "reward, last quarter - first", apart)
-
-
-def over_seeds(case: str, metric: str, values: tuple[float, ...] | list[float]) -> Row:
-    deviation = f"standard deviation {statistics.stdev(values):.3g}" if len(values) > 1 else ""
-    spread = (min(values), max(values))
-    return row("gspo_learning", case, metric, statistics.fmean(values), spread=spread, note=deviation)
+        yield mean_row("gspo_learning", case, name, [statistics.fmean(each) for each in series[metric].values()])

@@ -3,33 +3,38 @@
 `cogumi` is `GRPOConfig(loss_type="gspo")` after `cogumi.patch()`, so the trainer is watched: metrics every step, the loss
 compared with the formula at the first. `stock` is TRL's trainer with the same loss spelled out by hand. Both start from
 the same weights and train on the same rollout, which is sampled once and played back: sampling takes most of a real
-step and would hide everything else. A step is what lies between two starts of a step in `trainer.train()`: fetching the
-batch, forward, backward, AdamW, logging. On a machine without a GPU TRL's own LM-head kernel does not run, and both
-sides have cogumi's.
-
-Without a GPU, the same step of stock TRL is timed with cogumi's head and with dense logits, every weight trained in bf16.
+step and would hide everything else. Without a GPU both sides have cogumi's LM head, and the same step of stock TRL is
+timed with cogumi's head and with dense logits, every weight trained in bf16.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import trl
+import trl.trainer.utils as trl_utils
+from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
+from trl.trainer.utils import selective_log_softmax_and_entropy
 
+import cogumi
 from benchmarks.fused_head import Allocations, thread_count
-from benchmarks.gpu import peak_memory, release
-from benchmarks.gpu_steps import Batch
-from benchmarks.harness import Budget, Row, attempt, interleave, ratio_row, row, synchronize, values_row
+from benchmarks.harness import OwnTime, Row, attempt, interleave, ratio_row, row, values_row
 from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build, word_tokenizer
+from cogumi.patches import fused_head
+from cogumi.rl import loss_capture
+from cogumi.rl.watch import watch
 
 STEPS = 2  # optimizer steps of one rollout, and of one measurement
 MICRO_BATCHES = 2  # of a step, summed by the metrics
@@ -38,6 +43,14 @@ BY_HAND = {
     "loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4,
 }  # fmt: skip
 NEEDS_SECONDS = 75.0
+
+
+class Batch(NamedTuple):
+    """Sequences of prompt + completion, all full length: padding would only be counted as speed it is not."""
+
+    sequences: int
+    prompt: int
+    completion: int
 
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -61,8 +74,6 @@ def make_trainer(
     It trains LoRA r16, or every weight if `full`. It puts the first rollout it samples into `rollout`, if that is empty,
     and trains on what is there ever after.
     """
-    import trl
-    from datasets import Dataset
 
     class PlayingBack(trl.GRPOTrainer):  # type: ignore[misc]
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -85,28 +96,21 @@ def make_trainer(
     )  # fmt: skip
     numbers = torch.randint(2, shape.vocabulary, (STEPS, batch.prompt), generator=torch.Generator().manual_seed(0))
     prompts = [" ".join(map(str, line)) for line in numbers.tolist()]
-    trainer = PlayingBack(
-        model,
-        even_tokens,
-        args,
-        Dataset.from_dict({"prompt": prompts}),
-        processing_class=word_tokenizer(shape.vocabulary),
-    )
+    data, words = Dataset.from_dict({"prompt": prompts}), word_tokenizer(shape.vocabulary)
+    trainer = PlayingBack(model, even_tokens, args, data, processing_class=words)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def both_trainers(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
     """{"cogumi", "stock"}, untrained, with one rollout between them."""
-    import cogumi
-    from cogumi.patches import fused_head
-
     fused_head.apply()  # does nothing where TRL's kernel runs
     rollout: list[dict[str, Any]] = []
     make = partial(make_trainer, rollout=rollout, shape=shape, batch=batch, device=device, dtype=dtype)
     # The sampler is a third trainer, so that neither of the two has a step behind it.
     make(BY_HAND, folder=str(folder / "sampler"), steps=1).train()
-    release()
+    gc.collect()
+    torch.cuda.empty_cache()  # which does nothing without a GPU
     stock = make(BY_HAND, folder=str(folder / "stock"))  # before the patch, so that nothing of it is in there
     cogumi.patch()
     return {"cogumi": make(BY_NAME, folder=str(folder / "cogumi")), "stock": stock}
@@ -134,69 +138,45 @@ class Clock(TrainerCallback):
 
 
 def now() -> float:
-    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter()
 
 
-class OwnTime:
-    """Seconds spent in what is `ours`, without what is `theirs` inside of it. They may be nested either way."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def ours(self, function: Callable[..., Any], sign: float = 1.0) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.seconds -= sign * now()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += sign * now()
-
-        return timed
-
-    def theirs(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self.ours(function, -1.0)
-
-
 def time_the_watch(trainer: Any) -> OwnTime:
-    """From now on, everything the Watch of this trainer does in a step is counted, its callbacks included.
+    """From now on, what the Watch of this trainer does in a step is counted, its callbacks included.
 
+    Left out is what it does around a rollout: it reads three attributes and sets one.
     On a GPU each boundary waits for the card, so that kernels are counted where they were launched: an upper bound.
     """
-    from cogumi.rl.watch import watch
-
-    own, watching = OwnTime(), watch(trainer)
+    own, watching = OwnTime(now), watch(trainer)
     trainer.compute_loss = own.ours(watching.compute_watched_loss)
     watching.compute_loss = own.theirs(watching.compute_loss)
-    rollouts = trainer._generate_and_score_completions  # whose only subscriber is the Watch
-    rollouts.make = own.theirs(rollouts.make)
-    trainer._generate_and_score_completions = own.ours(rollouts)
-    for event in ("on_pre_optimizer_step", "on_step_end", "on_log"):
-        setattr(watching, event, own.ours(getattr(watching, event)))
+    own.wrap(watching, "on_pre_optimizer_step", "on_step_end", "on_log")
     return own
 
 
-def metrics_shares(trainer: Any, repeats: int) -> tuple[list[float], list[float]]:
-    """(seconds of the Watch per step, its share of the step), per measurement."""
-    from cogumi.rl import loss_capture
-
-    own, clock = time_the_watch(trainer), Clock(trainer)
-    seconds, shares = [], []
+def metrics_shares(trainer: Any, repeats: int) -> list[float]:
+    """The Watch's share of a step, per measurement."""
+    own, clock, shares = time_the_watch(trainer), Clock(trainer), []
     # The one part of the Watch that runs inside of TRL's loss.
     with mock.patch.object(loss_capture, "read_trl_inputs", own.ours(loss_capture.read_trl_inputs)):
         for _ in range(repeats):
-            own.seconds = 0.0
+            own.wall = 0.0
             step = clock.seconds()
-            seconds.append(own.seconds / STEPS)
-            shares.append(own.seconds / STEPS / step)
-    return seconds, shares
+            shares.append(own.wall / STEPS / step)
+    return shares
 
 
 def peak_bytes(trainer: Any, device: str) -> int:
     """What `.train()` allocates at its peak beyond what is there before: activations, gradients, new optimizer state."""
     if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        return (peak_memory(device, trainer.train)[1] or 0) - before
+        trainer.train()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
     with Allocations(*held(trainer)) as allocations:
         trainer.train()
     return allocations.peak
@@ -206,9 +186,8 @@ def held(trainer: Any) -> Iterator[Tensor]:
     """The tensors a trainer holds between two trainings: weights, buffers, optimizer state."""
     yield from trainer.model.parameters()
     yield from trainer.model.buffers()
-    if trainer.optimizer is not None:
-        for state in trainer.optimizer.state.values():
-            yield from (each for each in state.values() if isinstance(each, Tensor))
+    for state in trainer.optimizer.state.values() if trainer.optimizer else ():
+        yield from (each for each in state.values() if isinstance(each, Tensor))
 
 
 def trained_weights(trainer: Any) -> Tensor:
@@ -217,8 +196,6 @@ def trained_weights(trainer: Any) -> Tensor:
 
 def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
     """Peak memory of the first steps, times, shares, peak memory of later steps, and whether both learned the same."""
-    from cogumi.patches import fused_head
-
     with tempfile.TemporaryDirectory() as folder:
         trainers = both_trainers(shape, batch, device, dtype, Path(folder))
         head = "cogumi's head on both sides" if fused_head.status().applied else "TRL's head on both sides"
@@ -245,9 +222,7 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
         target = "<= 0" if device == "cpu" else ""
         yield row("gspo_step", case, "weights after training, max |cogumi - stock TRL|", apart, target=target)
 
-        seconds, shares = metrics_shares(trainers["cogumi"], max(2, repeats // 3))
-        yield values_row("gspo_step", case, "metrics, timed directly", [1e3 * each for each in seconds], "ms a step")
-        percent = [100 * each for each in shares]
+        percent = [100 * each for each in metrics_shares(trainers["cogumi"], max(2, repeats // 3))]
         yield values_row("gspo_step", case, "metrics, share of a step", percent, "%", target="<= 1")
 
 
@@ -258,8 +233,6 @@ class DenseHead:
     def apply(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, *_: Any
     ) -> tuple[Tensor, Tensor, None, None, None]:
-        from trl.trainer.utils import selective_log_softmax_and_entropy
-
         logits = torch.nn.functional.linear(hidden, weight, bias)
         found = selective_log_softmax_and_entropy(logits, targets, entropy_requires_grad=False, temperature=temperature)
         return found[0].float(), found[1].float(), None, None, None
@@ -267,10 +240,6 @@ class DenseHead:
 
 def trainable_head_rows(shape: Shape, batch: Batch, repeats: int) -> Iterator[Row]:
     """A step that trains every weight in bf16, with cogumi's head and with dense logits; one thread, as in a crowd."""
-    import trl.trainer.utils as trl_utils
-
-    from cogumi.patches import fused_head
-
     fused_head.apply()
     heads = {"cogumi": trl_utils._ChunkedLogProbFunction, "dense": DenseHead}
 
@@ -287,15 +256,13 @@ def trainable_head_rows(shape: Shape, batch: Batch, repeats: int) -> Iterator[Ro
     yield ratio_row("gspo_step", case, metric, times, "cogumi", "dense", target="<= 1.0")
 
 
-def run(quick: bool = False, device: str | None = None, budget: Budget | None = None) -> Iterator[Row]:
+def run(quick: bool = False, device: str | None = None, deadline: float = math.inf) -> Iterator[Row]:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda"):
-        work = partial(step_rows, QWEN3_0_6B, Batch(8, 512, 512), device, torch.bfloat16, repeats=6 if quick else 30)
-        yield from attempt("gspo_step", QWEN3_0_6B.name, work, budget, NEEDS_SECONDS)
-        return
-    batch = Batch(8, 32, 128)
-    work = partial(step_rows, SMALL, batch, device, torch.float32, repeats=6 if quick else 30)
-    yield from attempt("gspo_step", SMALL.name, work, budget, NEEDS_SECONDS)
-    release()
-    work = partial(trainable_head_rows, SMALL, batch, repeats=3 if quick else 11)
-    yield from attempt("gspo_step", SMALL.name, work, budget, NEEDS_SECONDS)
+    on_gpu = device.startswith("cuda")
+    shape, batch = (QWEN3_0_6B, Batch(8, 512, 512)) if on_gpu else (SMALL, Batch(8, 32, 128))
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    work = partial(step_rows, shape, batch, device, dtype, repeats=6 if quick else 30)
+    yield from attempt("gspo_step", shape.name, work, deadline, NEEDS_SECONDS)
+    if not on_gpu:
+        work = partial(trainable_head_rows, shape, batch, repeats=3 if quick else 11)
+        yield from attempt("gspo_step", shape.name, work, deadline, NEEDS_SECONDS)

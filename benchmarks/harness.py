@@ -5,8 +5,8 @@ A benchmark is a function of `quick` that yields rows made by `row(...)`, so tha
 
 from __future__ import annotations
 
-import functools
 import json
+import logging
 import math
 import multiprocessing
 import operator
@@ -20,9 +20,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from importlib import metadata
 from multiprocessing.context import ForkServerContext
@@ -34,7 +35,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cogumi.core.formatting import last_line
+from cogumi.core.formatting import last_line, one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -81,15 +82,7 @@ def _meets(value: float, target: str) -> bool | None:
 
 
 def missing(benchmark: str, case: str, what: str) -> Row:
-    """The row that says a comparison could not be made here."""
     return row(benchmark, case, "-", None, note=f"missing: {what}")
-
-
-def synchronize() -> None:
-    """Wait for the GPU, where there is one; torch is never imported for it, as nothing runs there without torch."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def interleave(functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -99,10 +92,8 @@ def interleave(functions: Mapping[str, Callable[[], object]], repeats: int, warm
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmup + repeats):
         for name in list(functions)[:: -1 if turn % 2 else 1]:
-            synchronize()
             start = time.perf_counter()
             own = functions[name]()
-            synchronize()
             if turn >= warmup:
                 times[name].append(own if isinstance(own, float) else time.perf_counter() - start)
     return times
@@ -131,47 +122,63 @@ def ratio_row(
     return row(benchmark, case, metric, middle, **{"unit": "ratio", "spread": (between[0], between[1])} | more)
 
 
-class Timed:
-    """Adds up the seconds that wrapped functions take, of CPU and by the clock; a function within another counts once."""
+def mean_row(benchmark: str, case: str, metric: str, values: Sequence[float], **more: Any) -> Row:
+    """A row of the mean over seeds, with the lowest and the highest; the note has every seed's. more: of `row`."""
+    note = ", ".join(f"{value:.3g}" for value in values)
+    if len(values) > 1:
+        note += f"; standard deviation {statistics.stdev(values):.3g}"
+    spread = (min(values), max(values))
+    return row(benchmark, case, metric, statistics.fmean(values), spread=spread, note=note, **more)
 
-    def __init__(self) -> None:
+
+def quiet() -> None:
+    """No bars of loading; and a run's log is in its directory, not on the screen."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    logging.getLogger("cogumi").addHandler(logging.NullHandler())
+
+
+class OwnTime:
+    """Adds up the seconds, of CPU and by the clock, that are spent in what is `ours`, without what is `theirs` inside of
+    it. They may be nested either way; a function within another counts once."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.cpu = self.wall = 0.0
-        self.inside = False
+        self.clock = clock
+        self.counts, self.since = [False], (0.0, 0.0)
 
-    def wrap(self, owner: Any, name: str) -> None:
-        function = getattr(owner, name)
+    def pass_boundary(self) -> None:
+        wall, cpu = self.clock(), time.thread_time()
+        if self.counts[-1]:
+            self.cpu, self.wall = self.cpu + cpu - self.since[0], self.wall + wall - self.since[1]
+        self.since = (cpu, wall)
 
-        @functools.wraps(function)
+    def ours(self, function: Callable[..., Any], counts: bool = True) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                return function(*args, **kwargs)
-            self.inside, cpu, wall = True, time.thread_time(), time.perf_counter()
+            self.pass_boundary()
+            self.counts.append(counts)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.cpu, self.wall = self.cpu + time.thread_time() - cpu, self.wall + time.perf_counter() - wall
-                self.inside = False
+                self.pass_boundary()
+                self.counts.pop()
 
-        setattr(owner, name, timed)
+        return timed
 
+    def theirs(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.ours(function, counts=False)
 
-@dataclass
-class Budget:
-    """Wall-clock seconds shared by several cases; a case that would start too late is reported and not run."""
-
-    seconds: float = math.inf
-    start: float = field(default_factory=time.monotonic)
-
-    def left(self) -> float:
-        return self.seconds - (time.monotonic() - self.start)
+    def wrap(self, owner: Any, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, self.ours(getattr(owner, name)))
 
 
 @dataclass(frozen=True)
 class Finished:
     """What a command took: seconds from start to exit, and peak bytes, which are 0 where there is no /proc.
 
-    resident and anonymous (RssAnon + RssShmem) are sums over it and its descendants, so shared pages count once for each;
-    high_water is VmHWM of the process alone.
+    resident and anonymous (RssAnon + RssShmem) are sums over it and its descendants, so shared pages count once for each.
     """
 
     returncode: int
@@ -179,7 +186,6 @@ class Finished:
     output: str
     resident: int = 0
     anonymous: int = 0
-    high_water: int = 0
 
 
 def run_process(
@@ -189,18 +195,17 @@ def run_process(
     timeout: float | None = None,
     sync: bool = False,
     check: bool = True,
-    interval: float = 0.02,
 ) -> Finished:
-    """Run `command`, reading its memory every `interval` seconds; `sync` flushes the disks before the clock stops.
+    """Run `command`, reading its memory meanwhile; `sync` flushes the disks before the clock stops.
 
     Raises RuntimeError with the last line that it said when it fails (`check`), and subprocess.TimeoutExpired after
     killing it and its descendants.
     """
-    peaks = {"resident": 0, "anonymous": 0, "high_water": 0}
+    peaks = Counter[str]()
     over, start = threading.Event(), time.perf_counter()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
-        watching = threading.Thread(target=watch_memory, args=(process.pid, peaks, over, interval))
+        watching = threading.Thread(target=watch_memory, args=(process.pid, peaks, over))
         watching.start()
         try:
             output, _ = process.communicate(timeout=timeout)
@@ -221,19 +226,13 @@ def run_process(
     return Finished(process.returncode, seconds, output if check else said + output, **peaks)
 
 
-def watch_memory(pid: int, peaks: dict[str, int], over: threading.Event, interval: float) -> None:
+def watch_memory(pid: int, peaks: Counter[str], over: threading.Event, interval: float = 0.02) -> None:
     """Raise `peaks` until `over` is set. Children are listed twice a second, as that means reading all of /proc."""
     pids, listed = [pid], time.monotonic()
     while not over.wait(interval):
         if time.monotonic() - listed > 0.5:
             pids, listed = [each.pid for each in family(pid)] or [pid], time.monotonic()
-        found = [status_bytes(each) for each in pids]
-        now = {
-            "resident": sum(each.get("VmRSS", 0) for each in found),
-            "anonymous": sum(each.get("RssAnon", 0) + each.get("RssShmem", 0) for each in found),
-            "high_water": found[0].get("VmHWM", 0),
-        }
-        peaks.update({name: max(peaks[name], size) for name, size in now.items()})
+        peaks |= sum((status_bytes(each) for each in pids), Counter())
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -245,13 +244,14 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def status_bytes(pid: int) -> dict[str, int]:
-    """The sizes in /proc/PID/status, in bytes; none of them once the process has ended, or without /proc."""
+def status_bytes(pid: int) -> Counter[str]:
+    """Sizes of a process as `Finished` has them, from /proc/PID/status; none once it has ended, or without /proc."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return {}
-    return {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+        return Counter()
+    sizes = Counter({name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)})
+    return Counter(resident=sizes["VmRSS"], anonymous=sizes["RssAnon"] + sizes["RssShmem"])
 
 
 def python(code: str, *arguments: object) -> list[str]:
@@ -266,25 +266,19 @@ def prepared_forks(modules: Iterable[str]) -> ForkServerContext:
 
 
 def attempt(
-    benchmark: str, case: str, work: Callable[[], Iterable[Row]], budget: Budget | None = None, needs: float = 0.0
+    benchmark: str, case: str, work: Callable[[], Iterable[Row]], deadline: float = math.inf, needs: float = 0.0
 ) -> Iterator[Row]:
-    """The rows of `work()`; if it raises, those that came before and then one row that says so.
+    """The rows of `work()`; if it raises, those that came before and then a failed row, so the run ends with status 1.
 
-    This is where a broken case is kept from costing the others: the row has ok=False, so the run ends with status 1.
-    needs: seconds; where the budget has less, nothing is run, and the row says so.
+    needs: seconds; where there are fewer until the deadline (of time.monotonic), nothing is run, and the row says so.
     """
-    if budget is not None and budget.left() < needs:
+    if deadline - time.monotonic() < needs:
         yield row(benchmark, case, "-", None, note="skipped: out of time")
         return
     try:
         yield from work()
     except Exception as error:  # noqa: BLE001 - shown in the table and in the exit status
-        yield row(benchmark, case, "-", None, ok=False, note=f"failed: {one_line(error)}")
-
-
-def one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+        yield row(benchmark, case, "-", None, ok=False, note=f"failed: {type(error).__name__}: {one_line(error)}"[:300])
 
 
 def failed(rows: Iterable[Row]) -> list[Row]:
@@ -315,68 +309,43 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str | None]:
-    """Installed version of each of LIBRARIES; None where it is not installed."""
-    here = {each.name.lower(): each.version for each in metadata.distributions()}
-    return {name: here.get(name, here.get(name.replace("-", "_"))) for name in LIBRARIES}
-
-
 def git_state() -> dict[str, Any]:
     """{"commit", "dirty"} of the checkout; None where this is not one. Results themselves do not make it dirty."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        changed = ["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]
-        status = subprocess.run(changed, cwd=ROOT, capture_output=True, text=True, check=True)
+        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (FileNotFoundError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
-    return {"commit": head.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
-def show(rows: list[Row], title: str, console: Console | None = None) -> None:
+def show(rows: list[Row], title: str) -> None:
     """One table; a missed target or a failure says NO and is red."""
     table = Table(title=title)
     for column in (each for each in COLUMNS if each != "unit"):
         right = column in ("value", "spread")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
-    shown: tuple[str, ...] = ("", "")
     for each in rows:
-        where = (each["benchmark"], each["case"])
-        # Said once: the same words on every line hide the one that differs.
-        first = ("" if where[0] == shown[0] else where[0], "" if where == shown else where[1])
-        shown = where
-        spread = "" if each["spread"] is None else " .. ".join(_number(x) for x in each["spread"])
+        spread = " .. ".join(map(_number, each["spread"] or ()))
         verdict = {True: "yes", False: "NO", None: ""}[each["ok"]]
         value = f"{_number(each['value'])} {each['unit']}".strip()
-        cells = (*first, each["metric"], value, spread, each["target"], verdict, each["note"])
+        where = each["benchmark"], each["case"], each["metric"]
         style = "red" if each["ok"] is False else "dim" if each["value"] is None else ""
-        table.add_row(*(escape(str(cell)) for cell in cells), style=style)
+        table.add_row(*map(escape, (*where, value, spread, each["target"], verdict, each["note"])), style=style)
     # rich takes a pipe to be 80 columns wide, which is too narrow to read a case in a log.
-    (console or Console(width=None if sys.stdout.isatty() else 170)).print(table)
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
 
 
 def _number(value: float | str | None) -> str:
     if value is None:
         return "-"
-    if isinstance(value, str | int):
-        return str(value)
-    if value == 0 or not math.isfinite(value):
+    if isinstance(value, str | int) or value == 0:
         return str(value)
     # Four significant digits: more would pretend to a precision that no timing here has.
     return f"{value:.0f}" if abs(value) >= 1e4 and abs(value) < 1e7 else f"{value:.4g}"
-
-
-def document(name: str, rows: list[Row], seconds: float, about: dict[str, Any]) -> dict[str, Any]:
-    """What is saved: the rows and everything needed to read them a year later."""
-    return {
-        "name": name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(seconds, 1),
-        "machine": about,
-        "load_average_after": [round(load, 2) for load in os.getloadavg()],
-        "versions": versions(),
-        "git": git_state(),
-        "rows": rows,
-    }
 
 
 def result_path(name: str, about: dict[str, Any], gpu: bool) -> Path:
@@ -386,8 +355,18 @@ def result_path(name: str, about: dict[str, Any], gpu: bool) -> Path:
     return RESULTS / f"{date.today().isoformat()}-{name}-{re.sub(r'[^a-z0-9.]+', '-', words).strip('-')}.json"
 
 
-def save(saved: dict[str, Any], path: Path) -> Path:
-    """Write `document(...)` as JSON; ValueError on a number that is not finite, for which it has no word."""
+def save(name: str, rows: list[Row], seconds: float, about: dict[str, Any], path: Path) -> None:
+    """The rows and everything needed to read them a year later, as JSON; ValueError on a number that is not finite."""
+    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    saved = {
+        "name": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+        "machine": about,
+        "load_average_after": [round(load, 2) for load in os.getloadavg()],
+        "versions": {each: installed.get(each, installed.get(each.replace("-", "_"))) for each in LIBRARIES},
+        "git": git_state(),
+        "rows": rows,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(saved, indent=1, allow_nan=False) + "\n")
-    return path

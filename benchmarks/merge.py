@@ -2,7 +2,8 @@
 
 `sh requirements/install.sh peers` installs what is only compared with. A full run writes up to 14 GB at a time into the
 temporary directory (TMPDIR) and takes about half an hour. Each time is that of a whole process, `sync` included, with
-the inputs dropped from the page cache; sides take turns, so that a neighbour's load on a shared disk falls on all.
+the inputs dropped from the page cache; "all imported" is the call alone, in a process that has merged before. Sides take
+turns, so that a neighbour's load on a shared disk falls on all.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from peft import LoraConfig
 from safetensors import safe_open
 
 from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, values_row
@@ -29,15 +30,15 @@ ONE_SHARD = Shape("14 layers of Llama-3.1-8B", 4096, 14336, 14, 32, 8, 128256, t
 SMALL = Shape("small Llama", 512, 1536, 6, 8, 4, 8000, tied=False)
 TINY = Shape("tiny Llama", 64, 160, 2, 4, 2, 512, tied=True)
 WORKERS = (1, 2, 8)
+SLOW = ("PEFT", "axolotl")  # which take part in the first turn alone
 # Where `sh requirements/install.sh peers` puts what is only compared with.
 PEERS = ROOT / ".venv" / "peers"
 
 COGUMI = """
 import sys
-import cogumi
-report = cogumi.merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], progress=False)
-import torch
-print(report.largest_error, torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0)
+from cogumi.merge import merge_adapter
+workers = int(sys.argv[4]) if sys.argv[4:] else None
+print(merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], workers=workers, progress=False).largest_error)
 """
 # A small merge first, so that what transformers and PEFT import late is there too; arguments 4 to 6 are its own.
 COGUMI_WARM = """
@@ -66,46 +67,32 @@ sys.path.append(sys.argv[4])
 from axolotl.cli.utils.lora_merge import merge_lora_sharded_efficient
 merge_lora_sharded_efficient(sys.argv[1], sys.argv[2], sys.argv[3], device="cpu")
 """
-SOME_WORKERS = """
-import sys
-from cogumi.merge import merge_adapter
-merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], workers=int(sys.argv[4]), progress=False)
-"""
-# What each time is of.
-MEASURED = {
-    "cogumi": "whole process, every element verified, sync",
-    "cp -r": "whole process, sync",
-    "cogumi, all imported": "the call alone, in a process that has merged before, sync",
-    "imports": "whole process: import torch, transformers, peft",
-    "PEFT": "whole process: load, merge_and_unload, save_pretrained, sync",
-    "axolotl": "whole process: merge_lora_sharded_efficient, sync",
-}
 
 
 @dataclass(frozen=True)
 class Scale:
-    big: Shape
-    one_shard: Shape
-    small: Shape
-    shard_bytes: int
-    rank: int
-    repeats: int
-    peer_repeats: int
-    kills: int
-    moments: int
-    shares: tuple[float, ...]
-    disk_bytes: int
-    timed: bool  # whether the times mean something, and are held to their targets
+    """shares: free space as a share of the base's bytes, too little by far, by a little, just enough. timed: whether the
+    times mean something, and are held to their targets."""
+
+    big: Shape = BIG
+    one_shard: Shape = ONE_SHARD
+    small: Shape = SMALL
+    shard_bytes: int = 2_000_000_000
+    rank: int = 16
+    repeats: int = 3
+    kills: int = 50
+    moments: int = 15
+    shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.01, 1.1)
+    disk_bytes: int = 17_000_000_000
+    timed: bool = True
 
 
-# Free space as a share of the base's bytes: too little by far, by a little, just enough.
-SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.01, 1.1)
-FULL = Scale(BIG, ONE_SHARD, SMALL, 2_000_000_000, 16, 3, 1, 50, 15, SHARES, 17_000_000_000, True)
-QUICK = Scale(TINY, TINY, TINY, 100_000, 4, 1, 1, 2, 1, (0.5, 1.1), 100_000_000, False)
+FULL = Scale()
+QUICK = Scale(TINY, TINY, TINY, 100_000, 4, 1, 2, 1, (0.5, 1.1), 100_000_000, False)
 
 
 def time_rows(inputs: Inputs, warm: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
-    """All sides in turns, forwards and backwards alternately; the slow peers take part in the first turns only."""
+    """All sides in turns, forwards and backwards alternately; the slow peers take part in the first turn only."""
     out, warm_out = folder / "out", folder / "warm-out"
     files = (inputs.base, inputs.adapter, out)
     commands = {
@@ -119,7 +106,7 @@ def time_rows(inputs: Inputs, warm: Inputs, folder: Path, scale: Scale) -> Itera
         commands["axolotl"] = python(AXOLOTL, *files, PEERS)
     runs: dict[str, list[Finished]] = {name: [] for name in commands}
     for turn in range(scale.repeats):
-        names = [name for name in commands if turn < scale.peer_repeats or name not in ("PEFT", "axolotl")]
+        names = [name for name in commands if turn == 0 or name not in SLOW]
         for name in reversed(names) if turn % 2 else names:
             forget_cached(inputs.base, inputs.adapter)
             runs[name].append(run_process(commands[name], sync=True))
@@ -136,56 +123,45 @@ def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], judged: bool)
     # Only the call, which the process timed; it prints nothing else.
     times["cogumi, all imported"] = [float(each.output.split()[-1]) for each in runs["cogumi, all imported"]]
     for name, seconds in times.items():
-        yield values_row("merge", case, f"time, {name}", seconds, "s", note=MEASURED[name])
+        yield values_row("merge", case, f"time, {name}", seconds, "s")
     target, note = "<= 1.5" if judged else "", "1.25 is the aim"
     yield ratio_row("merge", case, "cogumi / cp -r", times, "cogumi", "cp -r", target=target, note=note)
     yield ratio_row("merge", case, "cogumi, all imported / cp -r", times, "cogumi, all imported", "cp -r")
-    for peer in ("PEFT", "axolotl"):
-        if peer not in times:
-            yield missing("merge", f"{case}, {peer}", f"{peer} (sh requirements/install.sh peers)")
-            continue
+    for peer in (each for each in SLOW if each in times):
         adjacent = {peer: times[peer], "cogumi": times["cogumi"][: len(times[peer])]}
         target = ">= 4" if judged else ""
         yield ratio_row("merge", case, f"{peer} / cogumi", adjacent, peer, "cogumi", target=target)
+    if "axolotl" not in times:
+        yield missing("merge", f"{case}, axolotl", "axolotl (sh requirements/install.sh peers)")
 
 
 def memory_rows(case: str, inputs: Inputs, runs: dict[str, list[Finished]]) -> Iterator[Row]:
-    """Peak anonymous memory over that of the imports, the largest of all runs, and what a merge holds on the GPU."""
+    """Peak anonymous memory over that of the imports, the largest of all runs."""
     peaks = {name: [each.anonymous for each in found] for name, found in runs.items() if name != "cp -r"}
     if not all(map(max, peaks.values())):
         yield missing("merge", case, "/proc/PID/status, for the peak memory")
         return
     highest, imports = {name: max(found) for name, found in peaks.items()}, min(peaks["imports"])
     for name, peak in highest.items():
-        shared = max(each.high_water for each in runs[name])
-        note = f"VmHWM, file pages included: {shared / 2**20:,.0f} MiB"
+        note = f"file pages included: {max(each.resident for each in runs[name]) / 2**20:,.0f} MiB"
         yield row("merge", case, f"peak anonymous memory, {name}", peak / 2**20, "MiB", note=note)
     allowed = (2 * inputs.adapter_bytes + (128 << 20)) / 2**20
     note = f"2 x the adapter's {inputs.adapter_bytes / 2**20:.1f} MiB + 128 MiB"
     over = (highest["cogumi"] - imports) / 2**20
     metric = "peak anonymous memory, cogumi - imports"
     yield row("merge", case, metric, over, "MiB", target=f"<= {allowed:.1f}", note=note)
-    _, held = last_numbers(runs["cogumi"][-1])
-    note = "CUDA was not initialised" if torch.cuda.is_available() else "no CUDA device here: 0 by construction"
-    yield row("merge", case, "GPU memory", held, "bytes", target="<= 0", note="" if held else note)
-
-
-def last_numbers(finished: Finished) -> tuple[float, int]:
-    """(largest_error of the report, bytes reserved on the GPU): what COGUMI prints."""
-    error, held = finished.output.split()[-2:]
-    return float(error), int(held)
 
 
 def one_shard_rows(folder: Path, scale: Scale) -> Iterator[Row]:
     """A single shard of 8 GB whose weights are a hole, with a small adapter, merged and verified."""
-    inputs = write_sparse_inputs(scale.one_shard, folder, targets=["q_proj", "v_proj"], rank=8)
+    inputs = write_sparse_inputs(scale.one_shard, folder, rank=8)
     out, note = folder / "out", "whole process, sync; the input takes no disk"
     imports = [run_process(python(IMPORTS))]
     merged = [run_process(python(COGUMI, inputs.base, inputs.adapter, out), sync=True)]
     case = f"{scale.one_shard.name}, one shard of {inputs.base_bytes / 1e9:.2f} GB (sparse), r=8 q and v"
     yield from memory_rows(case, inputs, {"cogumi": merged, "imports": imports})
     yield row("merge", case, "time, cogumi", merged[0].seconds, "s", note=note)
-    yield from bound_rows(case, inputs, out, last_numbers(merged[0])[0])
+    yield from bound_rows(case, inputs, out, float(merged[0].output.split()[-1]))
 
 
 def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
@@ -195,7 +171,7 @@ def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
     for workers in WORKERS:
         if out.exists():
             shutil.rmtree(out)
-        run_process(python(SOME_WORKERS, inputs.base, inputs.adapter, out, workers))
+        run_process(python(COGUMI, inputs.base, inputs.adapter, out, workers))
         found.append(shards_of(out))
     different = sum(len({each[name] for each in found}) > 1 for name in found[0])
     note = f"workers {', '.join(map(str, WORKERS))}; sha256 of the files"
@@ -219,8 +195,6 @@ def sampled_violations(inputs: Inputs, out: Path, rows: int = 8) -> tuple[int, i
 
     |out - (W + delta)| <= half a bfloat16 ulp of W + delta + 2^-20 (|W| + |delta|), delta = scaling * B @ A.
     """
-    from peft import LoraConfig
-
     config = LoraConfig.from_pretrained(str(inputs.adapter))
     scaling, beyond, looked = config.lora_alpha / config.r, 0, 0
     generator = torch.Generator().manual_seed(0)
@@ -263,11 +237,9 @@ def run(quick: bool = False) -> Iterator[Row]:
             yield row("merge", scale.big.name, "-", None, note=note)
             return
         few = min(scale.shard_bytes, 10_000_000)  # several shards here too
-        small = write_inputs(scale.small, folder / "small", shard_bytes=few, targets="all-linear", rank=8)
-        sizes: dict[str, Any] = {"shard_bytes": scale.shard_bytes, "rank": scale.rank}
-        big = write_inputs(scale.big, folder / "big", targets="all-linear", **sizes)
+        small = write_inputs(scale.small, folder / "small", shard_bytes=few, rank=8)
+        big = write_inputs(scale.big, folder / "big", shard_bytes=scale.shard_bytes, rank=scale.rank)
         yield from attempt("merge", "time", partial(time_rows, big, small, folder, scale))
-        shutil.rmtree(folder / "out", ignore_errors=True)
         yield from attempt("merge", "workers", partial(identity_rows, big, folder, scale))
         shutil.rmtree(folder / "out", ignore_errors=True)
         shutil.rmtree(folder / "big")

@@ -11,24 +11,32 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from benchmarks.faults_disk import fill, mounted
-from benchmarks.harness import Row, missing, one_line, prepared_forks, row
+from benchmarks.faults_training import Running
+from benchmarks.harness import Row, missing, one_line, quiet, row
 from benchmarks.models import Inputs
 from cogumi.core.durability import sha256_file
+from cogumi.core.errors import UsageError
+from cogumi.merge import merge_adapter
+from cogumi.merge.merge_manifest import MANIFEST_NAME
 
 # With what transformers and PEFT would otherwise import during the merge.
-IMPORTED = ["cogumi.merge", "transformers.models.llama.modeling_llama", "peft.tuners.lora.model"]
+IMPORTED = ["benchmarks.merge_kills", "transformers.models.llama.modeling_llama", "peft.tuners.lora.model"]
 DISK_BYTES = 64 << 20
+KILL = partial(Running.signal, number=signal.SIGKILL)
 
 
 @dataclass
@@ -36,55 +44,91 @@ class Ended:
     """How a merge in a child ended. said: "done", or the error that a user would see; None when it was killed."""
 
     said: str | None
-    exitcode: int | None
+    exitcode: int
     seconds: float
 
 
-def merge_and_say(inputs: Inputs, out: Path, pipe: Connection) -> None:
+def merge_and_say(pipe: Connection, inputs: Inputs, out: Path) -> None:
     """Runs in the child. An error that no one expects ends it with a traceback and exit status 1."""
-    from cogumi.core.errors import UsageError
-    from cogumi.merge import merge_adapter
-
-    pipe.send("started")
+    pipe.send(("started",))
     try:
         merge_adapter(inputs.adapter, out, base=str(inputs.base), progress=False)
     except UsageError as error:
-        pipe.send(f"refused: {one_line(error)}")
+        pipe.send((f"refused: {one_line(error)}",))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        pipe.send(f"failed: {one_line(error)}")
+        pipe.send((f"failed: {one_line(error)}",))
     else:
-        pipe.send("done")
+        pipe.send(("done",))
 
 
 class Merges:
-    """Starts merges of one pair of inputs in forks of one prepared process."""
+    """Merges of one pair of inputs that are disturbed, and the counts of what they leave behind.
 
-    def __init__(self, inputs: Inputs) -> None:
-        from transformers.utils.logging import disable_progress_bar
+    expected: sha256 of an undisturbed merge's shards; duration: its seconds; fault: what was wrong with the first bad one.
+    """
 
-        self.inputs, self.context = inputs, prepared_forks(IMPORTED)
-        disable_progress_bar()  # each check loads a model
+    def __init__(self, inputs: Inputs, out: Path) -> None:
+        quiet()  # each check loads a model
+        self.inputs, self.out, self.tally, self.fault = inputs, out, Counter[str](), ""
+        self.before = self.input_digests()
+        seconds = []
+        for _ in range(4):
+            shutil.rmtree(out, ignore_errors=True)
+            seconds.append(self.run().seconds)
+        self.duration = statistics.median(seconds[1:])  # the first one reads from the disk
+        self.expected = shards_of(out)
+        shutil.rmtree(out)
 
-    def run(self, out: Path, disturb: Callable[[BaseProcess], object] | None = None, after: float = 0.0) -> Ended:
+    def input_digests(self) -> list[dict[str, str]]:
+        return [digests(self.inputs.base), digests(self.inputs.adapter)]
+
+    def run(self, disturb: Callable[[Running], object] | None = None, after: float = 0.0) -> Ended:
         """A merge that is disturbed `after` seconds from the moment at which it calls merge_adapter."""
-        ours, theirs = self.context.Pipe()
-        child = self.context.Process(target=merge_and_say, args=(self.inputs, out, theirs))
-        child.start()
-        theirs.close()
-        if ours.recv() != "started":
-            raise RuntimeError("the merging process said something before it started")
-        start = time.perf_counter()
+        running, start = Running(IMPORTED, merge_and_say, self.inputs, self.out), time.perf_counter()
         if disturb is not None:
             time.sleep(after)
-            disturb(child)
-        try:
-            said = ours.recv()
-        except EOFError:  # killed
-            said = None
-        child.join()
-        return Ended(said, child.exitcode, time.perf_counter() - start)
+            disturb(running)
+        status = running.finish()
+        said = [message[0] for message in running.messages[1:-1]]
+        return Ended(said[0] if said else None, status, time.perf_counter() - start)
+
+    def count(self, ended: Ended) -> None:
+        self.tally["merges"] += 1
+        self.tally["killed"] += ended.said is None and ended.exitcode == -signal.SIGKILL
+        self.tally[(ended.said or "").partition(":")[0]] += 1  # done, refused or failed
+        self.tally["unexplained"] += ended.exitcode not in (0, -signal.SIGKILL)
+
+    def inspect(self) -> None:
+        """What the last merge left, then the same merge again, undisturbed; the output is removed afterwards."""
+        tally, out, fault = self.tally, self.out, fault_of(self.out, self.expected)
+        tally["faults"] += fault is not None
+        tally["complete"] += out.exists() and fault is None
+        tally["damaged"] += self.input_digests() != self.before
+        tally["partials"] += len(leftovers(out))
+        shutil.rmtree(out, ignore_errors=True)
+        again = self.run()
+        good = again.said == "done" and out.exists() and fault_of(out, self.expected) is None
+        tally["repeated"] += good
+        self.fault = self.fault or fault or ("" if good else f"the next merge: {again.said}")
+        tally["leftovers"] += len(leftovers(out))
+        for directory in [out, *leftovers(out)]:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def rows(self, case: str) -> Iterator[Row]:
+        """What must hold however a merge was disturbed."""
+        every = self.tally["merges"]
+        for metric, key, target in (
+            ("OUT complete", "complete", ""),
+            ("half-merged OUT", "faults", "<= 0"),
+            ("damaged base or adapter", "damaged", "<= 0"),
+            ("ended otherwise", "unexplained", "<= 0"),
+            ("next merge complete", "repeated", f">= {every}"),
+            ("partials left by then", "leftovers", "<= 0"),
+        ):
+            note = self.fault if key in ("faults", "repeated") else ""
+            yield row("merge", case, metric, self.tally[key], f"of {every}", target=target, note=note)
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -99,10 +143,6 @@ def shards_of(directory: Path) -> dict[str, str]:
 
 def fault_of(out: Path, expected: dict[str, str]) -> str | None:
     """What is wrong with `out`; None when it is absent, or complete. expected: sha256 of each shard by name."""
-    from transformers import AutoModelForCausalLM
-
-    from cogumi.merge.merge_manifest import MANIFEST_NAME
-
     if not os.path.lexists(out):
         return None
     if not (out / MANIFEST_NAME).is_file():
@@ -121,73 +161,21 @@ def fault_of(out: Path, expected: dict[str, str]) -> str | None:
     return f"loads with {sorted(lacking)[0]} missing, unexpected or of another shape" if lacking else None
 
 
-class Tally(Counter[str]):
-    """What a series of disturbed merges left behind; first_fault: what was wrong with the first bad one."""
-
-    first_fault = ""
-
-    def count(self, ended: Ended) -> None:
-        self["merges"] += 1
-        self["killed"] += ended.said is None and ended.exitcode == -9
-        self[(ended.said or "").partition(":")[0]] += 1  # done, refused or failed
-        self["unexplained"] += ended.exitcode not in (0, -9)
-
-
-def inspect(tally: Tally, merges: Merges, out: Path, expected: dict[str, str], before: list[dict[str, str]]) -> None:
-    """What the last merge left, then the same merge again, undisturbed; the output is removed afterwards."""
-    fault = fault_of(out, expected)
-    tally["faults"] += fault is not None
-    tally["complete"] += out.exists() and fault is None
-    tally["damaged"] += [digests(merges.inputs.base), digests(merges.inputs.adapter)] != before
-    tally["partials"] += len(leftovers(out))
-    shutil.rmtree(out, ignore_errors=True)
-    again = merges.run(out)
-    good = again.said == "done" and out.exists() and fault_of(out, expected) is None
-    tally["repeated"] += good
-    tally.first_fault = tally.first_fault or fault or ("" if good else f"the next merge: {again.said}")
-    tally["leftovers"] += len(leftovers(out))
-    for directory in [out, *leftovers(out)]:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def leftovers(out: Path) -> list[Path]:
     return sorted(out.parent.glob(f"{out.name}.partial-*"))
 
 
-def kill_rows(inputs: Inputs, folder: Path, kills: int, seed: int = 0) -> Iterator[Row]:
+def kill_rows(inputs: Inputs, folder: Path, kills: int) -> Iterator[Row]:
     """Kill merges at uniform moments of an undisturbed one's duration until `kills` of them died of it."""
-    merges, out, tally = Merges(inputs), folder / "out", Tally()
-    before = [digests(inputs.base), digests(inputs.adapter)]
-    merges.run(out)  # the first one reads from the disk
-    expected = shards_of(out)
-    durations = []
-    for _ in range(3):
-        shutil.rmtree(out)
-        durations.append(merges.run(out).seconds)
-    shutil.rmtree(out)
-    duration, moment = statistics.median(durations), random.Random(seed)
+    merges, moment = Merges(inputs, folder / "out"), random.Random(0)
+    tally = merges.tally
     while tally["killed"] < kills and tally["merges"] < 3 * kills:
-        tally.count(merges.run(out, BaseProcess.kill, after=moment.uniform(0, duration)))
-        inspect(tally, merges, out, expected, before)
-    case = f"SIGKILL at random moments of {duration:.2f} s, base of {inputs.base_bytes / 1e6:.0f} MB"
+        merges.count(merges.run(KILL, after=moment.uniform(0, merges.duration)))
+        merges.inspect()
+    case = f"SIGKILL at random moments of {merges.duration:.2f} s, base of {inputs.base_bytes / 1e6:.0f} MB"
     yield row("merge", case, "merges that died of it", tally["killed"], f"of {tally['merges']}", target=f">= {kills}")
-    yield from shared_rows(case, tally)
+    yield from merges.rows(case)
     yield row("merge", case, "killed with a partial left", tally["partials"], note="before the next merge")
-
-
-def shared_rows(case: str, tally: Tally) -> Iterator[Row]:
-    """What must hold however a merge was disturbed."""
-    every = tally["merges"]
-    for metric, key, target in (
-        ("OUT complete", "complete", ""),
-        ("half-merged OUT", "faults", "<= 0"),
-        ("damaged base or adapter", "damaged", "<= 0"),
-        ("ended otherwise", "unexplained", "<= 0"),
-        ("next merge complete", "repeated", f">= {every}"),
-        ("partials left by then", "leftovers", "<= 0"),
-    ):
-        note = tally.first_fault if key in ("faults", "repeated") else ""
-        yield row("merge", case, metric, tally[key], f"of {every}", target=target, note=note)
 
 
 def take_all_space(filler: Path) -> None:
@@ -205,31 +193,24 @@ def take_all_space(filler: Path) -> None:
                 position += size
 
 
-def full_disk_rows(
-    inputs: Inputs, folder: Path, shares: tuple[float, ...], moments: int, seed: int = 0
-) -> Iterator[Row]:
+def full_disk_rows(inputs: Inputs, folder: Path, shares: tuple[float, ...], moments: int) -> Iterator[Row]:
     """Merges onto a small disk: with `shares` of the base's bytes free, and filled up by another while they run."""
     case = f"a disk of {DISK_BYTES >> 20} MiB, base of {inputs.base_bytes / 1e6:.0f} MB"
     with mounted(folder / "disk", f"size={DISK_BYTES}") as disk:
         if isinstance(disk, str):
             yield missing("merge", case, disk)
             return
-        merges, out, filler, tally = Merges(inputs), disk / "out", disk / "filler", Tally()
-        before = [digests(inputs.base), digests(inputs.adapter)]
-        duration = merges.run(out).seconds
-        expected = shards_of(out)
-        shutil.rmtree(out)
-        for share in shares:
-            fill(filler, int(share * inputs.base_bytes))
-            tally.count(merges.run(out))
+        merges, filler, moment = Merges(inputs, disk / "out"), disk / "filler", random.Random(0)
+        for share in (*shares, *[None] * moments):
+            if share is None:
+                after = moment.uniform(0, merges.duration)
+                merges.count(merges.run(lambda _: take_all_space(filler), after))
+            else:
+                fill(filler, int(share * inputs.base_bytes))
+                merges.count(merges.run())
             filler.unlink()
-            inspect(tally, merges, out, expected, before)
-        moment = random.Random(seed)
-        for _ in range(moments):
-            tally.count(merges.run(out, lambda _: take_all_space(filler), after=moment.uniform(0, duration)))
-            filler.unlink()
-            inspect(tally, merges, out, expected, before)
-    at_least = f">= {sum(share < 1 for share in shares)}"
+            merges.inspect()
+    tally, at_least = merges.tally, f">= {sum(share < 1 for share in shares)}"
     yield row("merge", case, "refused", tally["refused"], f"of {tally['merges']}", target=at_least)
     yield row("merge", case, "failed with ENOSPC", tally["failed"], f"of {tally['merges']}")
-    yield from shared_rows(case, tally)
+    yield from merges.rows(case)

@@ -6,13 +6,16 @@ the same with batches of like lengths (transformers' `group_by_length`), which i
 time is that of the steps as the run's own metrics.json has it; model and attention are of the small base on a CPU.
 """
 
+import itertools
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import Row, ratio_row, row
+import cogumi
+from benchmarks.harness import Row, interleave, ratio_row, row
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
 
 LENGTH, PER_STEP = 256, 16
@@ -26,23 +29,19 @@ SIDES: dict[str, dict[str, Any]] = {
 def run(quick: bool = False) -> Iterator[Row]:
     """`quick`: one epoch of 400 rows a side instead of three of the whole."""
     case = f"SFT, conversations of the standard library, rows of {LENGTH}"
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     last: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(1 if quick else 3):
-            for name in SIDES if turn % 2 == 0 else reversed(SIDES):
-                run_dir = Path(folder) / f"{name} {turn}"
-                last[name] = epoch(run_dir, SIDES[name], 400 if quick else None)
-                seconds[name].append(last[name]["step_seconds"])
-                if name == "packed":
-                    packing = read_section(run_dir / DECISIONS, "packing")
+        numbers = itertools.count()
+
+        def step_seconds(name: str) -> float:
+            last[name] = epoch(Path(folder, str(next(numbers))), SIDES[name], 400 if quick else None)
+            return float(last[name]["step_seconds"])
+
+        seconds = interleave({name: partial(step_seconds, name) for name in SIDES}, 1 if quick else 3, warmup=0)
+    packing = last["packed"]["packing"]
     asked = f"{packing['examples_per_step']:.2f} of {packing['asked_per_step']} examples in a step"
     slots = "slots of the rows that hold a token"
     yield row("packing", case, slots, 100 * packing["efficiency"], "%", target=">= 97", note=asked)
-    for name in SIDES:
-        tokens, share = last[name]["tokens"], last[name]["tokens"] / last[name]["tokens_with_padding"]
-        note = f"{tokens:,} tokens in {last[name]['steps']} steps"
-        yield row("packing", case, f"{name}: tokens that went through and are no padding", 100 * share, "%", note=note)
     lost = max(abs(last[name]["tokens"] - last["packed"]["tokens"]) for name in SIDES)
     yield row("packing", case, "tokens of an epoch that only one side trained on", lost, target="<= 0")
     for name in list(SIDES)[1:]:
@@ -53,9 +52,7 @@ def run(quick: bool = False) -> Iterator[Row]:
 
 
 def epoch(run_dir: Path, train: dict[str, Any], rows: int | None) -> dict[str, Any]:
-    """One epoch; what its metrics.json says."""
-    import cogumi
-
+    """One epoch; what its metrics.json says, and how its rows were packed."""
     config = {
         "model": {"name": "cogumi:small-base"},
         "lora": {"r": 16},
@@ -74,4 +71,4 @@ def epoch(run_dir: Path, train: dict[str, Any], rows: int | None) -> dict[str, A
         "cogumi": {"method": "sft", "merge": False, "compile": "off", "run_dir": str(run_dir)},
     }
     cogumi.train(config)
-    return dict(read_json(run_dir / "metrics.json"))
+    return read_json(run_dir / "metrics.json") | {"packing": read_section(run_dir / DECISIONS, "packing")}

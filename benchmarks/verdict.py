@@ -1,30 +1,39 @@
 """Does the verdict tell broken runs from whole ones, and by their cause: the suite of benchmarks/verdict_cases.py.
 
 `python -m benchmarks verdict` trains every case for at most a hundred steps on a CPU: real TRL trainers on a small base,
-under the sentinel. A broken run is right where the first flag that turns red is the one that explains it, or names its cause
-and key where several may be first; a whole one where none does; a whole one on one's own data where none turns yellow
-either. A flat or broken run is never "safe to scale". The last rows are what watching costs.
+under the sentinel. A flat or broken run is never "safe to scale". The last rows are what watching costs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import logging
 import random
-import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import polars as pl
 import torch
+import trl
+from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from benchmarks.harness import Row, Timed, row
+import cogumi
+from benchmarks.harness import OwnTime, Row, quiet, row
+from cogumi.data.fim import FimConfig
+from cogumi.data.stdlib_sample import sample_path
+from cogumi.health.sentinel import Sentinel
+from cogumi.health.verdict import OF_THE_MACHINE, safe_to_scale
+from cogumi.models.small_base import cached_directory, train_tokenizer
+from cogumi.rewards.functions import edit_similarity
+from tests.fim_examples import prompts_for_rl, tokenize_for_sft
 
 STEPS = 100
 STEP_SECONDS = 0.1  # of the step that the cost is a share of
@@ -65,22 +74,20 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What the verdict said: the red flags with their steps, first of all the first, and those that are yellow at the end.
+    """What the verdict said: the red flags with their steps, first of all the first, and how many steps there were.
 
     safe: the answer to "safe to scale?", and why. was_yellow: each flag that was yellow at any time, as it was first.
     """
 
     case: Case
     reds: list[tuple[int, Any]]
-    yellow: list[str]
     steps: int
-    seconds: float
     safe: str
     was_yellow: dict[str, str]
 
     @property
     def alarms(self) -> list[Any]:
-        return about_the_run(flag for _, flag in self.reds)
+        return [flag for _, flag in self.reds]
 
     @property
     def right(self) -> bool:
@@ -91,18 +98,10 @@ class Outcome:
         return bool(self.reds) and self.case.explained_by(self.reds[0][1])
 
 
-def about_the_run(flags: Iterable[Any]) -> list[Any]:
-    """How fast it is depends on what else uses this machine."""
-    return [flag for flag in flags if flag.name != "tokens per second"]
-
-
 def run(quick: bool = False) -> Iterator[Row]:
-    from transformers.utils.logging import disable_progress_bar
-
     from benchmarks.verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
 
-    disable_progress_bar()
-    logging.getLogger("cogumi").addHandler(logging.NullHandler())
+    quiet()
     kinds = {
         "broken runs flagged with their cause": [case for case in (*BROKEN, *HELD_OUT) if case.broken],
         "whole runs without a red flag": [case for case in (*WHOLE, *HELD_OUT) if not case.broken],
@@ -121,33 +120,28 @@ def run(quick: bool = False) -> Iterator[Row]:
             yield row("verdict", "all", what, right, f"of {len(cases)}", target=f">= {len(cases)}")
         yield row("verdict", "all", "broken runs that are safe to scale", unsafe, "", target="<= 0")
         per_step = cost(Path(folder) / "cost")
-    note = "the rules included, at every fifth step and from step 25 on at every tenth"
-    yield row("verdict", "a step", "time of the sentinel", per_step * 1e3, "ms", note=note)
     share = 100 * per_step / STEP_SECONDS
-    yield row("verdict", "a step of 100 ms", "share of the sentinel", share, "%", target="<= 0.5")
+    note = "the rules included, at every fifth step and from step 25 on at every tenth"
+    yield row("verdict", "a step of 100 ms", "share of the sentinel", share, "%", target="<= 0.5", note=note)
 
 
 def case_row(case: Case, found: Outcome) -> Row:
     said = "; ".join(f"step {step}: {flag.name} ({flag.cause})" for step, flag in found.reds) or "no red flag"
-    at = found.reds[0][0] if found.reds else "never"
-    note = f"{said}; yellow: {', '.join(found.yellow) or 'none'}; safe to scale: {found.safe}; {found.seconds:.0f} s"
-    kind = "broken" if case.broken else "whole"
+    kind, at = "broken" if case.broken else "whole", found.reds[0][0] if found.reds else "never"
+    note = f"{said}; was yellow: {', '.join(found.was_yellow) or 'none'}; safe to scale: {found.safe}"
     return row("verdict", f"{kind}: {case.name}", "red at step", at, ok=found.right, note=note)
 
 
 def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
     """Run a case under the sentinel; with "stop" it ends at the first red flag."""
-    from cogumi.health.sentinel import Sentinel
-    from cogumi.health.verdict import OF_THE_MACHINE, safe_to_scale
-
-    began, trainer = time.monotonic(), build(case.method, out, **case.given)
+    trainer = build(case.method, out, **case.given)
     trainer._save_checkpoint = lambda *_: None  # the suite is about flags
     sentinel = Sentinel(trainer, out, case.method, on_red=on_red)
     was_yellow: dict[str, str] = {}
     look = sentinel.look
 
-    def remembering(step: int) -> None:
-        look(step)
+    def remembering(step: int, write: bool = False) -> None:
+        look(step, write)
         for flag in sentinel.flags:
             if flag.level == "yellow" and flag.name not in OF_THE_MACHINE:
                 was_yellow.setdefault(flag.name, f"step {step}: {flag}")
@@ -155,15 +149,11 @@ def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
     sentinel.look = remembering  # type: ignore[method-assign]
     watch(trainer, sentinel)
     reds = list(sentinel.was_red.values())
-    safe = safe_to_scale(sentinel.run(), about_the_run(sentinel.flags), about_the_run(flag for _, flag in reds))
-    yellow = [flag.name for flag in sentinel.flags if flag.level == "yellow"]
-    seconds = time.monotonic() - began
-    return Outcome(case, reds, yellow, trainer.state.global_step, seconds, ": ".join(safe), was_yellow)
+    safe = safe_to_scale(sentinel.run(), sentinel.flags, [flag for _, flag in reds])
+    return Outcome(case, reds, trainer.state.global_step, ": ".join(safe), was_yellow)
 
 
 def watch(trainer: Any, sentinel: Any) -> None:
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
-
     for printing in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printing)
     trainer.add_callback(sentinel)
@@ -173,12 +163,9 @@ def watch(trainer: Any, sentinel: Any) -> None:
 
 def cost(out: Path) -> float:
     """Seconds the sentinel's own code takes a step, in a run of a hundred whose every step is logged."""
-    from cogumi.health.sentinel import Sentinel
-
-    trainer, timed = build("sft", out), Timed()
+    trainer, timed = build("sft", out), OwnTime()
     sentinel = Sentinel(trainer, out, "sft")
-    for name in ("on_step_begin", "on_optimizer_step", "on_step_end", "on_log"):
-        timed.wrap(sentinel, name)
+    timed.wrap(sentinel, "on_step_begin", "on_step_end", "on_log")
     watch(trainer, sentinel)
     return timed.wall / STEPS
 
@@ -188,18 +175,12 @@ def build(
     out: Path,
     dataset: Callable[[], Any] | None = None,
     model: Callable[[], Any] | None = None,
-    collator: Callable[[], Any] | None = None,
     reward: Any = None,
     lora: Mapping[str, Any] | None = None,
     then: Callable[[Any], None] | None = None,
     **values: Any,
 ) -> Any:
     """A trainer as configs/smoke/*.yaml have it, gspo with a smaller batch. values: of TRL's config; then: done to it."""
-    import peft
-    import trl
-
-    import cogumi
-
     cogumi.patch(graph_break="off")
     kinds: dict[str, tuple[str, Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
         "sft": ("SFT", base, middles, {
@@ -220,8 +201,7 @@ def build(
         "report_to": "none", "gradient_checkpointing": False, "dataloader_pin_memory": False, "disable_tqdm": True,
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    more = {"reward_funcs": reward or similarity} if method == "gspo" else {}
-    more |= {} if collator is None else {"data_collator": collator()}
+    more = {"reward_funcs": reward or edit_similarity} if method == "gspo" else {}
     trainer = getattr(trl, f"{kind}Trainer")(
         model=(model or own_model)(),
         args=getattr(trl, f"{kind}Config")(**common | own_values | values),
@@ -235,30 +215,17 @@ def build(
     return trainer
 
 
-def similarity(completions: list[str], middle: list[str], **_: Any) -> list[float]:
-    from rapidfuzz.distance import Levenshtein
-
-    return [Levenshtein.normalized_similarity(*pair) for pair in zip(completions, middle, strict=True)]
-
-
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(bases())
 
 
 @cache
 def sources() -> list[str]:
-    from cogumi.data.stdlib_sample import sample_path
-
     return pl.read_parquet(sample_path())["source"].to_list()
 
 
 def middles_of(texts: list[str], words: Any, longest: int = LENGTH, seed: int = 0) -> Any:
     """Tokenized fill-in-the-middle examples: input_ids, completion_mask."""
-    from cogumi.data.fim import FimConfig
-    from tests.fim_examples import tokenize_for_sft
-
     fim = FimConfig(max_length=longest, middle_chars=(4, 24), overlong="trim", seed=seed)
     return tokenize_for_sft(pl.DataFrame({"source": texts}), words, fim, name="sample").dataset
 
@@ -269,9 +236,6 @@ def middles(rows: int = 2048) -> Any:
 
 
 def prompts_of(texts: list[str], longest: int, middle_chars: tuple[int, int]) -> Any:
-    from cogumi.data.fim import FimConfig
-    from tests.fim_examples import prompts_for_rl
-
     fim = FimConfig(max_length=longest, middle_chars=middle_chars, overlong="trim")
     return prompts_for_rl(pl.DataFrame({"source": texts}), tokenizer(), fim, name="sample").dataset
 
@@ -291,8 +255,6 @@ def preferences(
     asked: Iterable[tuple[str, str]], answers: list[str], mixed: bool, longest: float = float("inf")
 ) -> Any:
     """Of (prompt, answer) the answer and the next row's."""
-    from datasets import Dataset
-
     draw, made = random.Random(SEED), []
     for i, (prompt, answer) in enumerate(asked):
         both = [answer, answers[(i + 1) % len(answers)]]
@@ -304,19 +266,12 @@ def preferences(
     return Dataset.from_list(made)
 
 
-def base() -> Any:
-    return model_of(bases() / "base")
-
-
-def tuned() -> Any:
-    return model_of(bases() / "tuned")
-
-
-def model_of(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def base(name: str = "base") -> Any:
     torch.manual_seed(SEED)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(bases() / name, dtype=torch.float32)
+
+
+tuned = partial(base, "tuned")
 
 
 @cache
@@ -325,26 +280,11 @@ def bases() -> Path:
 
     Made once for the machine: a minute on two cores. Smaller than the package's own small base, as there are thirty runs.
     """
-    import platformdirs
-
     recipe = hashlib.sha256(inspect.getsource(make_bases).encode()).hexdigest()[:12]
-    home = Path(platformdirs.user_cache_dir("cogumi")) / f"verdict-bases-{recipe}"
-    if not home.exists():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".verdict-bases-", dir=home.parent))
-        make_bases(unfinished)
-        try:
-            unfinished.rename(home)
-        except OSError:
-            if not home.exists():
-                raise
-            shutil.rmtree(unfinished)  # another process was faster
-    return home
+    return cached_directory(f"verdict-bases-{recipe}", make_bases)
 
 
 def make_bases(out: Path) -> None:
-    from cogumi.models.small_base import train_tokenizer
-
     words = train_tokenizer(sources())
     words.save_pretrained(out)
     model = untrained(words)
@@ -359,8 +299,6 @@ def make_bases(out: Path) -> None:
 
 def untrained(words: Any = None) -> Any:
     """A Llama with weights that were never trained."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     words = words or tokenizer()
     torch.manual_seed(SEED)
     config = LlamaConfig(
@@ -382,8 +320,6 @@ def train(model: Any, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> N
 
 def padded(rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and labels of the learned tokens; padding comes after what is learned, so it needs no mask."""
-    from torch.nn.utils.rnn import pad_sequence
-
     ids = [torch.tensor(tokens) for tokens in rows["input_ids"]]
     masks = [torch.tensor(mask).bool() for mask in rows["completion_mask"]]
     labels = [tokens.where(mask, -100) for tokens, mask in zip(ids, masks, strict=True)]

@@ -9,73 +9,58 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import polars as pl
 import torch
-from transformers import TrainerCallback
+from datasets import Dataset
+from transformers import DataCollatorForLanguageModeling, TrainerCallback
 
-from benchmarks.verdict import (
-    DPO_RATE,
-    RL_RATE,
-    SEED,
-    SFT_RATE,
-    Case,
-    base,
-    middles,
-    middles_of,
-    pairs,
-    preferences,
-    prompts_of,
-    tokenizer,
-    untrained,
-)
+from benchmarks import verdict
+from benchmarks.verdict import DPO_RATE, RL_RATE, SEED, SFT_RATE, Case, tokenizer
+from cogumi.data.stdlib_sample import sample_path
 
 
 def examples(rows: list[tuple[list[int], list[int], list[int]]]) -> Any:
     """Tokenized examples of (prompt, completion, the completion's mask)."""
-    from datasets import Dataset
-
-    made = [{"input_ids": a + b, "completion_mask": [0] * len(a) + mask} for a, b, mask in rows]
-    return Dataset.from_list(made)
+    return Dataset.from_list([{"input_ids": a + b, "completion_mask": [0] * len(a) + mask} for a, b, mask in rows])
 
 
-def tokenized(asked: list[str], told: list[str]) -> list[tuple[list[int], list[int], list[int]]]:
-    words = tokenizer()
-    prompts = [words(f"# {text}\n")["input_ids"] for text in asked]
-    answers = [[*words(text)["input_ids"], words.eos_token_id] for text in told]
-    return [(a, b, [1] * len(b)) for a, b in zip(prompts, answers, strict=True)]
+def chats_of(conversations: list[tuple[str, str]], longest: int = 128) -> Any:
+    words, rows = tokenizer(), []
+    for asked, told in conversations:
+        prompt, completion = words(f"# {asked}\n")["input_ids"], [*words(told)["input_ids"], words.eos_token_id]
+        if len(prompt) + len(completion) <= longest:
+            rows.append((prompt, completion, [1] * len(completion)))
+    return examples(rows)
 
 
 @cache
 def conversations() -> list[tuple[str, str]]:
     """What a function is to do, and the function."""
-    from cogumi.data.stdlib_sample import chat_path
-
-    rows = pl.read_parquet(chat_path())["messages"].to_list()
+    rows = pl.read_parquet(sample_path("cogumi:stdlib-chat"))["messages"].to_list()
     return [(user["content"], assistant["content"]) for user, assistant in rows]
 
 
-def chats(shuffled: bool = False, longest: int = 128) -> Any:
-    """shuffled: with another row's answer."""
+def shuffled_chats() -> Any:
+    """With another row's answer."""
     asked, told = map(list, zip(*conversations(), strict=True))
-    if shuffled:
-        random.Random(SEED).shuffle(told)
-    return examples([row for row in tokenized(asked, told) if len(row[0]) + len(row[1]) <= longest])
+    random.Random(SEED).shuffle(told)
+    return chats_of(list(zip(asked, told, strict=True)))
 
 
 def answers(mixed: bool = False) -> Any:
     """Pairs of `cogumi:stdlib-chat` as text: the function that was asked for, and the next row's."""
     rows = [(f"# {asked}\n", told) for asked, told in conversations()]
-    return preferences(rows, [told for _, told in rows], mixed, longest=300)
+    return verdict.preferences(rows, [told for _, told in rows], mixed, longest=300)
 
 
 @cache
 def pieces() -> list[tuple[list[int], list[int]]]:
     """(prompt, completion) of the fill-in-the-middle examples."""
     split = []
-    for row in middles():
+    for row in verdict.middles():
         at = row["completion_mask"].index(1)
         split.append((list(row["input_ids"][:at]), list(row["input_ids"][at:])))
     return split
@@ -93,17 +78,20 @@ def some_masked() -> Any:
     return examples([(a, b, [int(i % 3 > 0)] * len(b)) for i, (a, b) in enumerate(pieces())])
 
 
-def collator(change: Callable[[dict[str, Any]], None]) -> Any:
-    """TRL's, whose batches are changed."""
-    import trl
+def changing_batches(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """A trainer whose collator's batches are changed."""
 
-    class Collator(trl.trainer.sft_trainer.DataCollatorForLanguageModeling):
-        def torch_call(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-            batch: dict[str, Any] = super().torch_call(rows)
+    def then(trainer: Any) -> None:
+        theirs = trainer.data_collator
+
+        def changed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            batch: dict[str, Any] = theirs(rows)
             change(batch)
             return batch
 
-    return Collator(pad_token_id=tokenizer().pad_token_id)
+        trainer.data_collator = changed
+
+    return {"then": then}
 
 
 def permute_labels(batch: dict[str, Any]) -> None:
@@ -120,8 +108,6 @@ def learn_padding(batch: dict[str, Any]) -> None:
 
 def pad_with_the_end(trainer: Any) -> None:
     """transformers' collator with the end token as padding, which masks both wherever they are."""
-    from transformers import DataCollatorForLanguageModeling
-
     words = tokenizer()
     words.pad_token = words.eos_token
     theirs = DataCollatorForLanguageModeling(words, mlm=False)
@@ -130,7 +116,7 @@ def pad_with_the_end(trainer: Any) -> None:
 
 
 def nan_in_the_base() -> Any:
-    model = base()
+    model = verdict.base()
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
     return model
 
@@ -166,31 +152,31 @@ def letters(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 
 
-permuted = partial(collator, permute_labels)
-stalled = partial(collator, lambda _: time.sleep(0.5))
+PERMUTED = changing_batches(permute_labels)
+STALLED = changing_batches(lambda _: time.sleep(0.5))
 TOO_HIGH: dict[str, Any] = {"cause": "rate is too high", "knob": "train.learning_rate"}
 # fmt: off
 BROKEN = (
     Case("sft, learning rate x 100", "sft", {"learning_rate": 100 * SFT_RATE}, "loss trend", "rate is too high"),
     Case("sft, learning rate x 10", "sft", {"learning_rate": 10 * SFT_RATE}, **TOO_HIGH),
     Case("sft, completions of other rows", "sft", {"dataset": other_rows_completions}, "prompt and completion", "shuffled"),
-    Case("sft, labels in another order", "sft", {"collator": permuted}, "token frequencies", "another order"),
+    Case("sft, labels in another order", "sft", PERMUTED, "token frequencies", "another order"),
     Case("sft, a third of the rows masked", "sft", {"dataset": some_masked}, "learned tokens", "masked"),
     Case("sft, NaN in the base", "sft", {"model": nan_in_the_base}, "finite numbers", "base model"),
     Case("sft, NaN after step 30", "sft", {"then": lambda made: made.add_callback(NanAt30())}, "finite numbers", "overflowed"),
     Case("sft, adapter frozen", "sft", {"then": freeze}, "adapter moves", "frozen"),
     Case("sft, adapter times 0", "sft", {"lora": {"lora_alpha": 0}}, "adapter moves", "multiplied by 0"),
-    Case("sft, padding learned", "sft", {"collator": partial(collator, learn_padding)}, "padding", "labels padding"),
+    Case("sft, padding learned", "sft", changing_batches(learn_padding), "padding", "labels padding"),
     Case("sft, padded with the end token", "sft", {"then": pad_with_the_end}, "padding", "end tokens are masked"),
     Case("sft, one example a step", "sft", {"per_device_train_batch_size": 1}, "loss noise", "too small"),
-    Case("sft, stalled loader", "sft", {"collator": stalled}, "waiting for data", "loader"),
+    Case("sft, stalled loader", "sft", STALLED, "waiting for data", "loader"),
     Case("sft, warm-up longer than the run", "sft", {"warmup_steps": 500}, "learning-rate schedule", "never reaches"),
     Case("gspo, dead reward", "gspo", {"reward": nothing}, "reward varies", "dead"),
     Case("gspo, constant reward", "gspo", {"reward": the_same}, "reward varies", "constant"),
     Case("gspo, entropy collapse", "gspo", {"reward": brevity, "learning_rate": 1e-2}, "entropy", "collapses"),
     Case("gspo, truncation", "gspo", {"max_completion_length": 2}, "completions end", "cut"),
     Case("gspo, learning rate x 100", "gspo", {"learning_rate": 100 * RL_RATE}, "KL to the sampler", "rate is too high"),
-    Case("dpo, pairs mixed up", "dpo", {"dataset": lambda: pairs(mixed=True)}, "preferences", "mixed up"),
+    Case("dpo, pairs mixed up", "dpo", {"dataset": lambda: verdict.pairs(mixed=True)}, "preferences", "mixed up"),
     Case("dpo, learning rate x 100", "dpo", {"learning_rate": 100 * DPO_RATE}, "loss trend", "rate is too high"),
 )
 WHOLE = (
@@ -200,26 +186,26 @@ WHOLE = (
     Case("sft, packed", "sft", {"packing": True, "max_length": 128, "per_device_train_batch_size": 8}),
     Case("sft, a fifth of the rate", "sft", {"learning_rate": SFT_RATE / 5}),
     Case("sft, constant rate, batch of 8", "sft", {"lr_scheduler_type": "constant", "per_device_train_batch_size": 8}),
-    Case("sft, a base that was never trained", "sft", {"model": untrained}),
+    Case("sft, a base that was never trained", "sft", {"model": verdict.untrained}),
     Case("gspo", "gspo"),
     Case("gspo, another reward", "gspo", {"reward": letters, "learning_rate": 1e-3}),
     Case("grpo, token level", "gspo", {"loss_type": "grpo", "learning_rate": 1e-3}),
     Case("gspo, four steps a rollout", "gspo", {"steps_per_generation": 4, "seed": 1}),
     Case("dpo", "dpo"),
     Case("dpo, a third of the rate", "dpo", {"learning_rate": DPO_RATE / 3}),
-    Case("dpo, a base that cannot tell them yet", "dpo", {"model": base, "learning_rate": 1e-3}),
+    Case("dpo, a base that cannot tell them yet", "dpo", {"model": verdict.base, "learning_rate": 1e-3}),
 )
 # Other data and seeds than those the rules were made with.
 HELD_OUT = (
     Case("held out: sft, another seed", "sft", {"seed": 7}),
     Case("held out: sft, a rate too low", "sft", {"learning_rate": SFT_RATE / 1000}),
-    Case("held out: sft, chat", "sft", {"dataset": chats}),
+    Case("held out: sft, chat", "sft", {"dataset": lambda: chats_of(conversations())}),
     Case("held out: gspo, another seed", "gspo", {"seed": 3}),
     Case("held out: dpo, chat", "dpo", {"dataset": answers}),
     Case("held out: sft, learning rate x 10, another seed", "sft", {"learning_rate": 10 * SFT_RATE, "seed": 7}, **TOO_HIGH),
-    Case("held out: sft, chat with answers of other rows", "sft", {"dataset": lambda: chats(shuffled=True)},
+    Case("held out: sft, chat with answers of other rows", "sft", {"dataset": shuffled_chats},
          "prompt and completion", "shuffled"),
-    Case("held out: sft, chat with labels in another order", "sft", {"dataset": chats, "collator": permuted},
+    Case("held out: sft, chat with labels in another order", "sft", {"dataset": lambda: chats_of(conversations()), **PERMUTED},
          "token frequencies", "another order"),
     Case("held out: gspo, entropy collapse, another seed", "gspo", {"reward": brevity, "learning_rate": 1e-2, "seed": 3},
          "entropy", "collapses"),
@@ -244,7 +230,7 @@ def questions(rows: int = 600) -> list[tuple[str, str]]:
 
 
 def own_chats() -> Any:
-    return examples(tokenized([asked for asked, _ in questions()], [told for _, told in questions()]))
+    return chats_of(questions())
 
 
 def own_code(rows: int = 600) -> list[str]:
@@ -261,13 +247,11 @@ def own_code(rows: int = 600) -> list[str]:
 
 
 def own_middles() -> Any:
-    return middles_of(own_code(), tokenizer(), longest=96)
+    return verdict.middles_of(own_code(), tokenizer(), longest=96)
 
 
 def own_pairs() -> Any:
     """The answer, and one that is rude."""
-    from datasets import Dataset
-
     rude = ["No idea, ask somebody else.", "Look it up yourself.", "I do not care about that."]
     rows = enumerate(questions())
     return Dataset.from_list(
@@ -276,7 +260,7 @@ def own_pairs() -> Any:
 
 
 def own_prompts() -> Any:
-    return prompts_of(own_code(16), 96, (4, 16))
+    return verdict.prompts_of(own_code(16), 96, (4, 16))
 
 
 def own(name: str, method: str, dataset: Callable[[], Any], **values: Any) -> Case:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ ON_LINUX = sys.platform == "linux"
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("inputs")
-    return models.write_inputs(merge.TINY, folder, shard_bytes=100_000, targets="all-linear", rank=4)
+    return models.write_inputs(merge.TINY, folder, shard_bytes=100_000, rank=4)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_the_base_is_a_sharded_model_that_transformers_loads(inputs: Inputs) -> 
     model, loading = loaded
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16
-    index = json.loads((inputs.base / models.INDEX_NAME).read_text())
+    index = json.loads((inputs.base / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(2 * weight.numel() for weight in model.parameters())
     assert all(weight.any() for weight in model.parameters())
 
@@ -88,7 +87,7 @@ def test_the_adapter_is_peft_s_and_every_linear_layer_has_one(inputs: Inputs) ->
 
 def test_the_sparse_shard_is_whole_and_takes_no_disk(tmp_path: Path) -> None:
     shape = Shape("holes", 256, 512, 4, 4, 2, 4096, tied=False)
-    sparse = models.write_sparse_inputs(shape, tmp_path, targets=["q_proj"], rank=2)
+    sparse = models.write_sparse_inputs(shape, tmp_path, rank=2)
     path = sparse.base / "model.safetensors"
     assert path.stat().st_size == sparse.base_bytes > 4_000_000
     if ON_LINUX:
@@ -98,7 +97,7 @@ def test_the_sparse_shard_is_whole_and_takes_no_disk(tmp_path: Path) -> None:
         assert not file.get_tensor("lm_head.weight").any()
     assert names == set(models.meta_model(shape).state_dict())
     report = merge_adapter(sparse.adapter, tmp_path / "out", base=str(sparse.base), progress=False)
-    assert report.tensors_merged == shape.layers
+    assert report.tensors_merged == 2 * shape.layers
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
@@ -120,7 +119,7 @@ def test_anonymous_memory_is_counted_and_file_pages_and_children_are_told_apart(
     anonymous = {name: each.anonymous / 2**20 for name, each in peaks.items()}
     assert 64 < anonymous["hold"] < 64 + 20
     assert anonymous["mapped"] < 20
-    assert peaks["mapped"].high_water / 2**20 > 40
+    assert peaks["mapped"].resident / 2**20 > 40
     assert anonymous["parent"] > 64
 
 
@@ -133,7 +132,7 @@ def test_a_command_that_fails_says_why() -> None:
 
 
 def finished(seconds: float, mebibytes: int, output: str = "") -> Finished:
-    return Finished(0, seconds, output, 0, mebibytes << 20, mebibytes << 20)
+    return Finished(0, seconds, output, mebibytes << 20, mebibytes << 20)
 
 
 def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
@@ -156,14 +155,13 @@ def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
 
 def test_memory_is_the_worst_merge_over_the_imports(inputs: Inputs) -> None:
     runs = {
-        "cogumi": [finished(1, 300, "0.5 0"), finished(1, 429, "0.5 7")],
+        "cogumi": [finished(1, 300, "0.5"), finished(1, 429, "0.5")],
         "cp -r": [Finished(0, 0.001, "")],
         "imports": [finished(1, 300), finished(1, 301)],
     }
     rows = {each["metric"]: each for each in merge.memory_rows("case", inputs, runs)}
     over = rows["peak anonymous memory, cogumi - imports"]
     assert (over["value"], over["target"], over["ok"]) == (129, "<= 128.1", False)
-    assert (rows["GPU memory"]["value"], rows["GPU memory"]["ok"]) == (7, False)
     runs["imports"] = [Finished(0, 1, "")]
     (row,) = merge.memory_rows("case", inputs, runs)
     assert row["note"].startswith("missing")
@@ -201,25 +199,27 @@ def test_an_output_is_complete_or_has_a_fault(merged: Path, out: Path) -> None:
     assert merge_kills.fault_of(out, expected) == f"no {MANIFEST_NAME}"
 
 
-def test_what_a_merge_left_is_counted(inputs: Inputs, merged: Path, out: Path, tmp_path: Path) -> None:
+def test_what_a_merge_left_is_counted(inputs: Inputs, merged: Path, tmp_path: Path) -> None:
     own = Inputs(tmp_path / "base", inputs.adapter, inputs.base_bytes, inputs.adapter_bytes)
     shutil.copytree(inputs.base, own.base)
-    before, expected = [merge_kills.digests(own.base), merge_kills.digests(own.adapter)], merge_kills.shards_of(merged)
-    merges, tally = merge_kills.Merges(own), merge_kills.Tally()
-    merge_kills.inspect(tally, merges, out, expected, before)
-    assert dict(+tally) == {"complete": 1, "repeated": 1}
-    assert not out.exists()
-    out.mkdir()
+    merges = merge_kills.Merges(own, tmp_path / "again")
+    assert merges.expected == merge_kills.shards_of(merged)
+    shutil.copytree(merged, merges.out)
+    merges.inspect()
+    assert dict(+merges.tally) == {"complete": 1, "repeated": 1}
+    assert not merges.out.exists()
+    merges.out.mkdir()
     change_one_byte(sorted(own.base.glob("*.safetensors"))[-1])
-    merge_kills.inspect(tally, merges, out, expected, before)
+    merges.inspect()
+    tally = merges.tally
     assert (tally["complete"], tally["faults"], tally["damaged"], tally["repeated"]) == (1, 1, 1, 1)
-    rows = {each["metric"]: each["ok"] for each in merge_kills.shared_rows("case", tally)}
+    rows = {each["metric"]: each["ok"] for each in merges.rows("case")}
     assert not rows["half-merged OUT"]
     assert not rows["damaged base or adapter"]
     # A merge that is killed at once is one that died of it.
-    ended = merges.run(out, BaseProcess.kill)
+    ended = merges.run(merge_kills.KILL)
     assert (ended.said, ended.exitcode) == (None, -9)
-    tally.count(ended)
+    merges.count(ended)
     assert (tally["merges"], tally["killed"], tally["unexplained"]) == (1, 1, 0)
 
 
@@ -256,7 +256,7 @@ def test_a_quick_run_has_every_part_and_no_failure() -> None:
         "damaged base or adapter",
     } <= metrics
     if ON_LINUX:
-        assert metrics >= {"peak anonymous memory, cogumi - imports", "GPU memory"}
+        assert "peak anonymous memory, cogumi - imports" in metrics
         assert sum(each["metric"] == "half-merged OUT" for each in rows) == 1 + (os.geteuid() == 0)
 
 
