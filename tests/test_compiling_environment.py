@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cogumi.compile.compile_report import KNOWN, CompileVariable, list_variables
+from cogumi.compile.compile_report import KNOWN, list_variables
 
 PACKAGES = ("torch", "transformers", "accelerate")
 # Which of them holds the name, spelled out in quotes. unsloth is not installed where the tests run.
@@ -23,12 +23,12 @@ READ_BY = {
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES": {"torch"},
     "ACCELERATE_DYNAMO_BACKEND": {"transformers", "accelerate"},
 }
-# How many graphs Dynamo made of something compiled, and the effects that are told of the variables.
+# How many graphs Dynamo made of something compiled, and what is said to have switched it off.
 TRY = """
 import torch, torch._dynamo
-from cogumi.compile.compile_report import list_variables
+from cogumi.patches.torch_internals import dynamo_switched_off_by
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-print(torch._dynamo.utils.counters["stats"]["unique_graphs"], *[each.effect for each in list_variables()])
+print(torch._dynamo.utils.counters["stats"]["unique_graphs"], dynamo_switched_off_by() or "on")
 """
 # The same, and what becomes of 4-bit layers.
 TRY_BITSANDBYTES = (
@@ -61,24 +61,22 @@ def test_each_variable_is_read_where_its_meaning_says() -> None:
                 if any(spelled in text for spelled in spellings):
                     found[name].add(package)
     assert found == READ_BY
-    for name, (_, effect, meaning) in KNOWN.items():
-        if not READ_BY[name]:
-            assert effect == "nothing" or "unsloth" in meaning
+    for name, (_, meaning) in KNOWN.items():
+        assert bool(READ_BY[name]) or "unsloth" in meaning
 
 
 def test_the_old_launch_line_is_explained() -> None:
     line = {"PATH": "/bin", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE": "0", "UNSLOTH_DISABLE_DYNAMO": "1"}
-    assert [(str(each), each.effect) for each in list_variables(line)] == [
-        ("TORCHDYNAMO_DISABLE=1: torch compiles nothing in this process; leave it out", "off"),
-        ("TORCH_COMPILE=0: read by nothing in torch, transformers or unsloth; leave it out", "nothing"),
-        ("UNSLOTH_DISABLE_DYNAMO=1: read by nothing, unsloth included; leave it out", "nothing"),
+    assert list_variables(line) == [
+        "TORCHDYNAMO_DISABLE=1: torch compiles nothing in this process; leave it out",
+        "TORCH_COMPILE=0: read by nothing in torch, transformers or unsloth; leave it out",
+        "UNSLOTH_DISABLE_DYNAMO=1: read by nothing, unsloth included; leave it out",
     ]
 
 
 def test_a_value_without_effect_is_told_so() -> None:
-    assert list_variables({"TORCHDYNAMO_DISABLE": "true"}) == [
-        CompileVariable("TORCHDYNAMO_DISABLE", "true", "nothing", "only 1 has an effect; leave it out")
-    ]
+    only = "TORCHDYNAMO_DISABLE=true: only 1 has an effect; leave it out"
+    assert list_variables({"TORCHDYNAMO_DISABLE": "true"}) == [only]
     assert list_variables({}) == []
 
 
@@ -93,7 +91,7 @@ def test_this_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list_variables() == []
     monkeypatch.setenv("TORCH_COMPILE", "1")
     (found,) = list_variables()
-    assert found.effect == "nothing"
+    assert found.startswith("TORCH_COMPILE=1: read by nothing")
 
 
 def test_accelerate_compiles_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +106,8 @@ def test_accelerate_compiles_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_said_to_switch_compiling_off_does_and_nothing_else() -> None:
     """In processes of their own, side by side, as importing torch reads the environment."""
     clean = {name: value for name, value in os.environ.items() if name not in KNOWN}
-    off = [name for name, (_, effect, _) in KNOWN.items() if effect == "off"]
-    nothing = [name for name, (_, effect, _) in KNOWN.items() if effect == "nothing"]
-    assert off == ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"]
+    off = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+    nothing = [name for name, read_by in READ_BY.items() if not read_by]
     started = [
         subprocess.Popen([sys.executable, "-c", code], env=clean | each, stdout=subprocess.PIPE, text=True)
         for code, each in (
@@ -122,4 +119,4 @@ def test_what_is_said_to_switch_compiling_off_does_and_nothing_else() -> None:
     said = [process.communicate()[0].splitlines() for process in started]
     assert [process.returncode for process in started] == [0, 0, 0]
     why = "Dynamo is switched off by TORCH_COMPILE_DISABLE=1: nothing is compiled; unset it to compile"
-    assert said == [["0 off"], ["0 off", why, "True"], ["1" + " nothing" * 4]]
+    assert said == [["0 TORCHDYNAMO_DISABLE=1"], ["0 TORCH_COMPILE_DISABLE=1", why, "True"], ["1 on"]]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import trl
 from conftest import letters
 from datasets import Dataset
 from four_bit_models import gpt_oss_base
+from test_compiling import uncompile
 from transformers import AutoTokenizer
 
-from cogumi.compile.compile_callback import CompileCallback
-from cogumi.compile.layers import uncompile_layers
+from cogumi.compile.layers import compile_trainer
 from cogumi.patches import graph_break
 from cogumi.rl.patching import patch
 
@@ -62,12 +61,10 @@ def trained(mode: str, tiny_model: Path, sources: list[str], folder: Path) -> tu
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(r=4, target_modules="all-linear"),
     )
-    compiling = CompileCallback(trainer, mode, folder / "decisions.json", nullcontext, lambda: False)
-    trainer.add_callback(compiling)
-    compiling.begin()
+    compile_trainer(trainer, mode, folder / "decisions.json", lambda write: write())
     trainer.train()
     if mode != "off":
-        uncompile_layers(trainer.model)
+        uncompile(trainer.model)
     norms = [row["grad_norm"] for row in trainer.state.log_history if "loss" in row]
     return norms, json.loads((folder / "decisions.json").read_text())["compile"]
 
@@ -79,10 +76,10 @@ def test_a_gpt_oss_with_4_bit_experts_trains_compiled(tiny_model: Path, sources:
     assert len(norms) == STEPS
     assert all(norm > 0 for norm in norms)
     assert norms == pytest.approx(expected, rel=1e-3)
-    assert report["decision"] == "layers"
+    assert report["mode"] == "layers"
     assert report["strategy"] == "branchless"
     assert report["counts"]["breaks"] == {}
     assert report["counts"]["graphs"] > 0
-    assert not any(each["effect"] == "off" for each in report["variables"])
+    assert report["switched_off_by"] == ""
     assert report["counts"]["operations"] > 100
     assert torch._dynamo.config.disable is False

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from four_bit_models import tiny_llama
-from test_compiling import trained
+from test_compiling import trained, uncompile
 from test_compiling_run import STEPS, Run
 
-from cogumi.compile import compile_callback
-from cogumi.compile.layers import compile_layers, parts_of, uncompile_layers
+from cogumi.compile.layers import compile_layers, parts_of
 from cogumi.patches import graph_break
 
 pytestmark = pytest.mark.slow("compiles with a C++ compiler")
@@ -21,23 +20,15 @@ def kept_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     graph_break.undo()  # of an earlier test
 
 
-def test_what_is_decided_follows_from_the_numbers_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is patched but how long a training must be."""
-    monkeypatch.setattr(compile_callback, "WORTH_COMPILING", 0.0)
-    run = Run("auto", tmp_path).train()
+def test_a_run_trains_compiled(tmp_path: Path) -> None:
+    """Nothing is patched."""
+    run = Run(tmp_path).train("layers")
     said = run.json
     assert len(run.losses) == STEPS
     assert said["strategy"] == "none"
     assert "no 4-bit experts" in said["strategy_reason"]
-    eager, step = said["seconds_per_step_eager"], said["seconds_per_step"]
-    if said["decision"] == "layers":
-        assert step <= eager
-        assert said["counts"]["graphs"] >= 2
-    else:
-        assert step > eager
-    assert said["reason"] == f"steps took {step:.2f} s compiled and {eager:.2f} s as they are"
-    on = said["decision"] == "layers"
-    assert all((part._compiled_call_impl is not None) == on for part in parts_of(run.trainer.model))
+    assert said["counts"]["graphs"] >= 2
+    assert all(part._compiled_call_impl is not None for part in parts_of(run.trainer.model))
 
 
 @pytest.mark.sweep
@@ -49,4 +40,4 @@ def test_losses_and_gradients_are_eagers_to_five_digits() -> None:
         assert a == pytest.approx(b, rel=1e-5)
         for name in g:
             torch.testing.assert_close(g[name], h[name], rtol=1e-5, atol=1e-5)
-    uncompile_layers(model)
+    uncompile(model)

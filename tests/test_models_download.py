@@ -128,9 +128,7 @@ def test_what_transformers_loads_is_fetched_and_nothing_else(hub: HubServer, tmp
     assert snapshot.name == commit
     here = {path.relative_to(snapshot).as_posix(): path.read_bytes() for path in snapshot.rglob("*") if path.is_file()}
     assert here == {path: files[path] for path in NEEDED}
-    assert f"someone/model at {commit[:7]}: 8 files, 12.0 MB; " in said
-    assert "to fetch into" in said
-    assert "download: 12.0 MB in " in said
+    assert f"download: someone/model at {commit[:7]}: 8 files, 12.0 MB; 12.0 MB to fetch into " in said
     assert not list((tmp_path / "cache").rglob("*.incomplete"))
 
 
@@ -140,7 +138,7 @@ def test_what_is_here_is_not_fetched_again_and_no_network_is_needed_for_it(hub: 
     before = dict(hub.sent)
     said = fetched(hub, tmp_path / "cache")
     assert hub.sent == before
-    assert "all in" in said
+    assert "; 0 B to fetch into " in said
     hub.stop()
     for env in ({}, {"HF_HUB_OFFLINE": "1"}):
         assert place(fetched(hub, tmp_path / "cache", env=env)).name == commit
@@ -200,22 +198,20 @@ def test_a_cache_that_takes_no_file_is_not_a_hub_that_does_not_answer(number: in
     assert refused.value.fix == download.MORE_ROOM
 
 
-def test_connections_that_break_are_taken_up_with_the_reason(hub: HubServer, tmp_path: Path) -> None:
+def test_a_connection_that_breaks_is_taken_up(hub: HubServer, tmp_path: Path) -> None:
     files = repository()
     hub.publish("someone/model", files)
     cuts: list[str] = []
 
     def fault(method: str, path: str, headers: Mapping[str, str]) -> Any:
-        if method == "GET" and path.endswith("00001-of-00002.safetensors") and len(cuts) < 2:
+        if method == "GET" and path.endswith("00001-of-00002.safetensors") and not cuts:
             cuts.append(path)
-            return "cut" if len(cuts) < 2 else 503
+            return "cut"
         return None
 
     hub.faults = fault
     said = fetched(hub, tmp_path / "cache")
-    assert len(cuts) == 2  # huggingface_hub took up the first by itself
-    assert "the download of someone/model broke off (HfHubHTTPError" in said
-    assert "next try in 1 s" in said
+    assert len(cuts) == 1
     assert all((place(said) / path).read_bytes() == files[path] for path in NEEDED)
 
 
@@ -223,10 +219,9 @@ def test_a_hub_that_stops_answering_ends_it_in_one_line_and_whole_files_stay(hub
     files = repository()
     hub.publish("someone/model", files)
     hub.faults = lambda method, path, headers: 503 if path.endswith("2-of-00002.safetensors") else None
-    code = FETCH.replace("import downloads as download", "import downloads as download\ndownload.WAITS = (1,)")
-    said = refused(fetched(hub, tmp_path / "cache", code=code))
+    said = refused(fetched(hub, tmp_path / "cache"))
     assert said.startswith("model.name: the download of someone/model broke off (")
-    assert "6.0 MB of 12.0 MB are here and stay; start again with the same words" in said
+    assert "6.0 MB of 12.0 MB are missing; start again with the same words: whole files stay" in said
     hub.faults, hub.sent = lambda method, path, headers: None, {}
     assert (place(fetched(hub, tmp_path / "cache")) / "config.json").exists()
     assert weights_sent(hub) == BIG
@@ -247,7 +242,7 @@ REFUSED = [
      "did you mean someone/model?"),
     ("someone/model", "v2", "someone/model has no revision 'v2'"),
     ("someone/gguf", "", "someone/gguf has no model.safetensors or pytorch_model.bin, so transformers cannot load it; "
-     "an adapter is started from with model.adapter, and a GGUF file has a full-precision original to name"),
+     "for an adapter use model.adapter, for a GGUF file name its full-precision original"),
     ("someone/torn", "", "someone/torn has no model-00002-of-00002.safetensors"),
     ("someone/adapter", "", "someone/adapter holds no config.json"),
 ]  # fmt: skip
@@ -345,4 +340,3 @@ def test_a_run_fetches_its_model_as_a_stage_and_goes_on_with_the_same_commit(
     assert "revision: null" in (run_dir / "config.yaml").read_text()
     log = (run_dir / "run.log").read_text()
     assert f"download: someone/model at {first[:7]}" in log
-    assert "/s)" in log

@@ -411,7 +411,6 @@ def test_what_would_start_from_something_else_is_refused(case: str, sft: Config,
         ({"lora__lora_alpha": 4}, "lora.lora_alpha"),
         ({"lora__target_modules": ["q_proj"]}, "lora.target_modules"),
         ({"lora__use_dora": True}, "lora.use_dora"),
-        ({"cogumi__lora_preset": "rl"}, "lora.r"),
         ({"lora__r": 2}, "lora.r"),
     ],
 )

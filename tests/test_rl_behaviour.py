@@ -325,7 +325,7 @@ def test_a_rollout_function_without_logprobs_is_refused(build: Callable[..., Any
 def test_vllms_own_correction_beside_it_is_refused(build: Callable[..., Any]) -> None:
     trainer = build()
     trainer.use_vllm = True  # no vLLM on this machine; the check only reads it
-    with pytest.raises(UsageError, match=r"set GRPOConfig\.vllm_importance_sampling_correction=False"):
+    with pytest.raises(UsageError, match=r"set train\.vllm_importance_sampling_correction: false"):
         use_rollout_logps(trainer)
     trainer.vllm_importance_sampling_correction = False
     use_rollout_logps(trainer)
@@ -336,7 +336,7 @@ def test_samplers_that_report_nothing_are_refused(build: Callable[..., Any]) -> 
         use_rollout_logps(build(generation_kwargs={"num_beams": 2}))
     trainer = build()
     trainer.args.use_transformers_continuous_batching = True
-    with pytest.raises(UsageError, match=r"remove GRPOConfig\.use_transformers_continuous_batching"):
+    with pytest.raises(UsageError, match=r"remove train\.use_transformers_continuous_batching"):
         use_rollout_logps(trainer)
 
 

@@ -310,7 +310,7 @@ def test_a_copied_model_uses_its_own_head(build: Callable[..., Any]) -> None:
 
 def test_trls_own_switch_beside_it_is_refused(build: Callable[..., Any]) -> None:
     trainer = build(tied=False, peft=True, cast_lm_head_to_fp32=True)
-    with pytest.raises(UsageError, match=r"remove GRPOConfig\.cast_lm_head_to_fp32"):
+    with pytest.raises(UsageError, match=r"remove train\.cast_lm_head_to_fp32"):
         fp32_lm_head(trainer)
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from cogumi.core.errors import UsageError
-from cogumi.health.verdict import describe_unscored
+from cogumi.health.verdict import judge_gspo
 from cogumi.rl import guards
-from cogumi.rl.findings import NAMES, OWN_OBJECTIVE, to_python_names
 from cogumi.rl.fp32_head import fp32_lm_head
-from cogumi.rl.guards import find_problems, guard_trainer
+from cogumi.rl.guards import NAMES, OWN_OBJECTIVE, find_problems, guard_trainer
 from cogumi.rl.memory_plan import check_groups
 from cogumi.rl.sampling import use_rollout_logps
 from cogumi.rl.watch import watch
@@ -46,24 +45,17 @@ def test_every_refusal_is_in_one_message_and_warnings_are_returned(make_trainer:
     lines = str(refused.value).splitlines()
     assert len(lines) == 2
     assert "lora_dropout" in lines[0]
-    assert "GRPOConfig.epsilon 0.2 and GRPOConfig.epsilon_high 0.28" in lines[1]
+    assert "train.epsilon 0.2 and train.epsilon_high 0.28" in lines[1]
     (warning,) = guard_trainer(make_trainer(steps_per_generation=1), backend="trl")
     assert "exactly 1" in warning
 
 
-YAML_KEYS = re.compile(r"\b(train|lora)\.\w|cogumi\.(behaviour_logps|fp32_lm_head)")
-
-
-def test_a_script_is_told_in_python_and_a_run_in_yaml(make_trainer: Callable[..., Any]) -> None:
+def test_a_script_is_told_what_the_sections_are_and_how_to_accept(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(lora={"lora_dropout": 0.05}, epsilon=0.2, generation_kwargs={"temperature": 0.5})
     with pytest.raises(UsageError) as refused:
         guard_trainer(trainer, backend="trl")
-    said = str(refused.value)
-    assert not YAML_KEYS.search(said), said
-    assert "Set LoraConfig.lora_dropout=0 (GRPOConfig.disable_dropout=True does the same)" in said
-    assert "GRPOConfig.epsilon 0.2" in said
-    assert "set GRPOConfig.epsilon=3e-4 and GRPOConfig.epsilon_high=4e-4" in said
-    assert 'GRPOConfig.generation_kwargs["temperature"] 0.5' in said
+    for line in str(refused.value).splitlines():
+        assert "(train. is trl.GRPOConfig, lora. is peft.LoraConfig); to train so on purpose: cogumi.patch(" in line
     trainer.cogumi_run = True
     with pytest.raises(UsageError) as refused:
         guard_trainer(trainer, backend="trl")
@@ -73,29 +65,11 @@ def test_a_script_is_told_in_python_and_a_run_in_yaml(make_trainer: Callable[...
     assert "train.epsilon 0.2" in said
 
 
-def test_a_users_train_py_keeps_its_name() -> None:
-    said = to_python_names("reward f raised KeyError: 'x' (/home/me/train.py:3), (train.py:4); set train.epsilon: 3e-4")
-    assert said.endswith("(/home/me/train.py:3), (train.py:4); set GRPOConfig.epsilon=3e-4")
-
-
-def test_what_is_said_during_a_scripts_training_is_python(
-    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = make_trainer("gspo", max_steps=16, steps_per_generation=1)
-    trainer.train()
-    said = [record.getMessage() for record in caplog.records if record.name == "cogumi"]
-    assert any("GRPOConfig.steps_per_generation=4" in line for line in said)
-    assert not any(YAML_KEYS.search(line) for line in said)
-
-
-def test_what_is_refused_about_a_scripts_sampler_is_python(make_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(
-        UsageError, match=r'use_rollout_logps\(trainer\) needs .*generation_kwargs\["num_beams"\]'
-    ) as beams:
+def test_what_is_refused_about_a_sampler_and_a_head_names_its_key(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match=r"cogumi.behaviour_logps: rollout needs .*generation_kwargs.num_beams"):
         use_rollout_logps(make_trainer(generation_kwargs={"num_beams": 2}))
-    with pytest.raises(UsageError, match=r"GRPOConfig\.cast_lm_head_to_fp32=True .*fp32_lm_head\(trainer\)") as head:
+    with pytest.raises(UsageError, match=r"train\.cast_lm_head_to_fp32: true .*cogumi.fp32_lm_head"):
         fp32_lm_head(make_trainer(cast_lm_head_to_fp32=True))
-    assert not any(YAML_KEYS.search(str(each.value)) for each in (beams, head))
 
 
 def test_every_refusal_names_how_to_accept_it_and_is_let_pass(make_trainer: Callable[..., Any]) -> None:
@@ -170,7 +144,7 @@ def test_dropout_is_refused_where_a_sequence_ratio_is_clipped(make_trainer: Call
     assert "and 13 more" in message  # 2 layers x 7 linear layers
     assert refusal(make_trainer("gspo-token", **GOOD, lora=lora))
     (warning,) = messages(make_trainer("dapo", **GOOD, lora=lora), False)
-    assert "adds noise to every ratio" in warning
+    assert "see different masks" in warning
     assert messages(make_trainer("vespo", **GOOD, lora=lora), True) == []
     assert messages(make_trainer(**GOOD, lora=lora, disable_dropout=True)) == []
 
@@ -279,7 +253,7 @@ def test_a_ratio_that_is_always_one_is_said(
     trainer.train()
     always_one = "old_per_token_logps" not in trainer._buffered_inputs[0]
     assert [f"train.steps_per_generation: {4 * accumulation}" in message for message in found] == [True] * always_one
-    assert messages(trainer, behaviour_logps="rollout") == []
+    assert messages(trainer, rollout_logps=True) == []
     assert not [m for m in messages(make_trainer("dapo", **config)) if "exactly 1" in m]
 
 
@@ -294,7 +268,6 @@ def test_a_ratio_that_is_always_one_is_said(
         ({"save_steps": 3}, "4$"),
         ({"save_steps": 6, "gradient_accumulation_steps": 2}, None),
         ({"save_steps": 4, "num_iterations": 2}, "8$"),
-        ({"save_steps": 0.1}, "8 or 12"),  # a tenth of 100 steps
         ({"save_steps": 150}, None),  # none before the last step
         ({"save_steps": 6, "save_only_model": True}, None),
         ({"save_strategy": "epoch"}, None),
@@ -312,18 +285,9 @@ def test_checkpoints_inside_a_rollout_are_warned_about_in_a_script(
     if nearest is None:
         assert warned == []
     else:
-        (message,) = (each for each in warned if "train.max_steps" not in each)  # another case ends inside a rollout
+        (message,) = warned
         assert f"train.save_steps: {nearest}".rstrip("$") in message
         assert message.endswith(nearest.rstrip("$"))
-
-
-def test_the_best_checkpoint_is_taken_where_the_run_evaluates(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(**GOOD, max_steps=100)
-    args = trainer.args
-    args.save_strategy, args.eval_strategy, args.eval_steps = "best", "steps", 6
-    assert messages(trainer)[0].endswith("train.eval_steps: 4 or 8")
-    args.eval_steps = 8
-    assert messages(trainer) == []
 
 
 def test_trls_own_save_steps_do_not_stop_a_script(
@@ -338,7 +302,7 @@ def test_trls_own_save_steps_do_not_stop_a_script(
     (said,) = [record.getMessage() for record in caplog.records if "inside a rollout" in record.getMessage()
                and "save_steps" in record.getMessage()]  # fmt: skip
     assert "cogumi.protect(trainer)" in said
-    assert "GRPOConfig.save_steps=498 or 501" in said
+    assert "train.save_steps: 498 or 501" in said
 
 
 def test_what_a_checkpoint_inside_a_rollout_does(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
@@ -478,13 +442,6 @@ def test_a_scaled_rope_counts_with_its_scale(make_trainer: Callable[..., Any]) -
     assert guards.context_length(trainer) == (512, "the model's max_position_embeddings")
 
 
-def test_the_last_checkpoint_inside_a_rollout_is_said(make_trainer: Callable[..., Any]) -> None:
-    (message,) = messages(make_trainer(**GOOD, save_strategy="steps", save_steps=100, max_steps=6))
-    assert "set train.max_steps: 4 or 8" in message
-    assert messages(make_trainer(**GOOD, save_strategy="steps", save_steps=100, max_steps=8)) == []
-    assert messages(make_trainer(**GOOD, max_steps=6)) == []
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -548,11 +505,11 @@ def nothing(completions: list[str], **_: Any) -> list[None]:
     return [None] * len(completions)
 
 
-def test_a_run_in_which_nothing_was_scored_is_a_failure(make_trainer: Callable[..., Any]) -> None:
+def test_a_run_in_which_nothing_was_scored_is_a_failure(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     rows = run(make_trainer(max_steps=4), nothing)
     assert [row["reward"] for row in rows if "reward" in row] == [None, None]
-    assert "in all 2 logged rollouts" in str(describe_unscored(rows))
-    assert describe_unscored([*rows, {"reward": 0.0}]) is None
-    assert describe_unscored([{"reward": float("nan")}]) is not None
-    assert describe_unscored([]) is not None
-    assert describe_unscored(run(make_trainer(max_steps=2))) is None
+    assert judge_gspo(rows, tmp_path)[0].figure == "0 of 2 batches scored"
+    assert judge_gspo([*rows, {"reward": 0.0}], tmp_path)[0].passed
+    assert not judge_gspo([{"reward": float("nan")}], tmp_path)[0].passed
+    assert not judge_gspo([], tmp_path)[0].passed
+    assert judge_gspo(run(make_trainer(max_steps=2)), tmp_path)[0].passed

@@ -11,8 +11,9 @@ import torch
 import cogumi
 from cogumi.config.presets import OURS
 from cogumi.core.errors import UsageError
+from cogumi.patches.trl_internals import observe_rollouts
 from cogumi.rl import PRESETS, preset
-from cogumi.rl.findings import accept_findings, accepted_findings
+from cogumi.rl.guards import accepted_by
 from cogumi.rl.loss_capture import LossInputs
 from cogumi.rl.loss_check import WrongLossError, has_clipped_gradient
 from cogumi.rl.watch import LossWatch, watch
@@ -48,15 +49,13 @@ def test_a_ratio_away_from_one_is_proven_too(make_trainer: Callable[..., Any]) -
     """With other old log-probabilities, as a sampler with numerics of its own gives them, both sides of the clip."""
     trainer = make_trainer(gradient_accumulation_steps=2, steps_per_generation=4)
     watch(trainer)
-    rollouts = trainer._generate_and_score_completions
-    generate = rollouts.make
 
-    def drifted(inputs: Any) -> Any:
-        output = generate(inputs)
+    def drifted(make: Any, inputs: Any) -> Any:
+        output = make(inputs)
         rows = torch.linspace(-1e-3, 1e-3, len(output["old_per_token_logps"]))[:, None]
         return output | {"old_per_token_logps": output["old_per_token_logps"] + rows}
 
-    rollouts.make = drifted
+    observe_rollouts(trainer, drifted)
     record, _ = trained(trainer)
     assert record["ratio_max_deviation"] == pytest.approx(1e-3, rel=0.3)
     assert 0 < record["ratio_outside_clip"] <= 1
@@ -283,7 +282,7 @@ def with_auxiliary_loss() -> Any:
 @pytest.fixture
 def nothing_accepted() -> Iterator[None]:
     yield
-    accept_findings([])
+    cogumi.patch(accept=[])
 
 
 @pytest.mark.usefixtures("nothing_accepted")
@@ -308,7 +307,7 @@ def test_an_auxiliary_loss_is_named_accepted_and_said(
     assert "compared with no formula" in said
     assert "Auxiliary._compute_loss" in said
     cogumi.patch()  # as every cell that needs it calls it: what was accepted stays so
-    assert accepted_findings() == {"own-objective"}
+    assert accepted_by(trainer) == {"own-objective"}
 
 
 @pytest.mark.usefixtures("nothing_accepted")
@@ -320,12 +319,12 @@ def test_an_objective_that_never_asks_for_log_probabilities_can_be_ones_own(make
             return sum(p.square().sum() for p in model.parameters() if p.requires_grad)
 
     trainer = make_trainer(cls=Own)
-    watch(trainer, accept=["own-objective"])
+    with pytest.raises(WrongLossError, match="own-objective"):
+        make_trainer(cls=Own).train()
+    cogumi.patch(accept=["own-objective"])
     record, _ = trained(trainer)
     assert record["function"].endswith("Own.compute_loss")
     assert "arguments" not in record
-    with pytest.raises(WrongLossError, match="own-objective"):  # of that trainer alone
-        make_trainer(cls=Own).train()
 
 
 @pytest.mark.usefixtures("nothing_accepted")
@@ -338,11 +337,11 @@ def test_a_run_accepts_nothing(make_trainer: Callable[..., Any]) -> None:
     assert "accept" not in str(stopped.value)
 
 
-def test_a_finding_that_does_not_exist_is_refused(make_trainer: Callable[..., Any]) -> None:
+def test_a_finding_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError, match=r"'own-loss' is no finding; there are: .*own-objective"):
         cogumi.patch(accept=["own-loss"])
     with pytest.raises(UsageError, match="'dropuot' is no finding"):
-        watch(make_trainer(), accept="dropuot")
+        cogumi.patch(accept="dropuot")
 
 
 def test_a_refused_training_is_refused_again(make_trainer: Callable[..., Any]) -> None:
@@ -440,15 +439,14 @@ def test_the_rollout_that_the_trainer_keeps_is_not_touched(make_trainer: Callabl
     """num_iterations=2 uses every rollout twice: GSPO-token's stand-in for the old log-probabilities must not stay."""
     trainer = make_trainer("gspo-token", num_iterations=2, max_steps=4)
     watch(trainer)
-    rollouts, sampled = trainer._generate_and_score_completions, []
-    generate = rollouts.make
+    sampled: list[float] = []
 
-    def noted(inputs: Any) -> Any:
-        output = generate(inputs)
+    def noted(make: Any, inputs: Any) -> Any:
+        output = make(inputs)
         sampled.extend(output["old_per_token_logps"].sum(-1).tolist())
         return output
 
-    rollouts.make = noted
+    observe_rollouts(trainer, noted)
     _, rows = trained(trainer)
     assert [row["policy/staleness"] for row in rows] == [0, 4, 8, 12]
     kept = torch.cat([batch["old_per_token_logps"] for batch in trainer._buffered_inputs]).sum(-1).tolist()

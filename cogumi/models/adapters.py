@@ -1,18 +1,15 @@
-"""The LoRA that a run trains, its learning rates, and what it did."""
+"""The LoRA that a run trains, and what it did."""
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from peft.optimizers import create_loraplus_optimizer
+from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
-from transformers.trainer_optimizer import is_optimizer_factory
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
@@ -22,10 +19,6 @@ from cogumi.merge.adapter_files import quantization_of
 DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 WEIGHTS = "adapter_model.safetensors"
 TRAINED = "default"  # PEFT's name for the adapter that is trained
-# What transformers hands over beside the class where an optimizer makes groups, or steps, of its own.
-GROUPS_OF_ITS_OWN = ("params", "model", "optimizer_dict")
-
-log = logging.getLogger("cogumi")
 
 
 def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig:
@@ -83,45 +76,3 @@ def differing_tensors(model: Any, adapter: Path) -> list[str]:
     live, saved = get_peft_model_state_dict(model), load_file(adapter / WEIGHTS)
     same = {name for name in live.keys() & saved.keys() if torch.equal(live[name].cpu(), saved[name])}
     return sorted((live.keys() | saved.keys()) - same)
-
-
-def use_loraplus(trainer: Any, ratio: float) -> None:
-    """Have a trainer make its optimizer with peft's LoRA+ groups. Before it has one; with its adapter on.
-
-    A gets `args.learning_rate`, B and one-dimensional parameters (DoRA's magnitudes) `ratio` times as much, adapters
-    on embeddings peft's 1e-6; the schedule scales all of them. Raises UsageError where there is no LoRA, for an
-    optimizer that makes its own groups, and for one that is there already.
-    """
-    if not isinstance(trainer.model, PeftModel):
-        raise UsageError("cogumi.loraplus_lr_ratio is for LoRA, and this run trains the whole model", fix="drop it")
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        raise UsageError("LoRA+ chooses the optimizer's groups", key="train.optim", fix="give the trainer no optimizer")
-    plain = trainer.get_optimizer_cls_and_kwargs
-
-    # Asked again for each optimizer: a forecast makes one too, and transformers takes "params" out of what it is given.
-    def with_groups(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
-        cls, kwargs = plain(args, model)
-        if is_optimizer_factory(cls) or "lr" not in kwargs or any(key in kwargs for key in GROUPS_OF_ITS_OWN):
-            raise UsageError(
-                f"train.optim {args.optim.value} makes parameter groups of its own",
-                key="cogumi.loraplus_lr_ratio",
-                fix="set another one, such as adamw_torch or adamw_8bit, or drop the ratio",
-            )
-        return cls, {**kwargs, "params": loraplus_groups(model, kwargs["lr"], ratio, args.weight_decay)}
-
-    cls, kwargs = with_groups(trainer.args, trainer.model)
-    trainer.get_optimizer_cls_and_kwargs = with_groups
-    rates = ", ".join(f"{group['lr']:g} for {len(group['params'])} tensors" for group in kwargs["params"])
-    log.info("LoRA+: B learns %g times as fast as A (arXiv:2402.12354); %s: %s", ratio, cls.__name__, rates)
-
-
-def loraplus_groups(model: Any, lr: float, ratio: float, weight_decay: float) -> list[dict[str, Any]]:
-    """peft's groups of an adapter's parameters, each with its `lr` and `weight_decay`; A first, none empty."""
-    groups = create_loraplus_optimizer(
-        model,
-        lambda groups, **_: groups,  # type: ignore[arg-type]  # it is called as an optimizer's class is
-        lr=lr,
-        loraplus_lr_ratio=ratio,
-        loraplus_weight_decay=weight_decay,
-    )
-    return [group for group in groups if group["params"]]  # type: ignore[attr-defined]

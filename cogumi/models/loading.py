@@ -42,6 +42,8 @@ def resolve_model(name: str, revision: str | None = None) -> str:
             fix = f"there are {', '.join(PREFIX + each for each in KINDS)}"
             raise UsageError(f"{name} is not known", key="model.name", fix=fix)
         return str(random_base_path(name))
+    if name.startswith("cogumi:"):
+        raise UsageError(f"{name} is not known", key="model.name", fix=f"{SMALL_BASE} comes with the package")
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         fix = "an adapter goes into its base by `cogumi merge`"
         raise UsageError(f"{name} holds no config.json, so it is no model", key="model.name", fix=fix)

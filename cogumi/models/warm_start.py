@@ -1,9 +1,8 @@
 """Starting from an adapter (`model.adapter`): DPO or GSPO on what SFT learned, or never a step.
 
-A LoRA that is loaded onto another base, or whose keys find no place, still trains. PEFT only warns of missing keys, and
-their tensors keep their initial values. Here the adapter has to record the base that is loaded. Every tensor of its
-file has to be in the live model bit for bit, and nothing else may be trained. A reference policy is a frozen copy of
-the same adapter, proven in the same way.
+A LoRA that is loaded onto another base, or whose keys find no place, still trains. Here the adapter has to record the
+base that is loaded. Every tensor of its file has to be in the live model bit for bit, and nothing else may be trained.
+A reference policy is a frozen copy of the same adapter, proven in the same way.
 """
 
 import logging
@@ -35,11 +34,10 @@ log = logging.getLogger("cogumi")
 
 REFERENCE = "ref"  # TRL's name for the frozen copy of the adapter that is trained
 # Entries of adapter_config.json that say where an adapter is from, and not what it is.
-# fmt: off
-NOT_OF_THE_LORA = {
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type",
-}
-# fmt: on
+NOT_OF_THE_LORA = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
+    "task_type",
+)
 MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
@@ -163,9 +161,8 @@ def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:
     """Put the file's own bits into the trainer's model, and prove that they are there. Before there is an optimizer.
 
     TRL 1.15 rounds the adapter of a quantized base to bfloat16, and its copy for the reference misses adapters on
-    embeddings and trained tokens. compares: whether the loss has a reference policy. Raises UsageError where that
-    policy would not be this adapter. Raises RuntimeError for a tensor that found no place, and for a trained one that
-    is not from the file.
+    embeddings and trained tokens. compares: whether the loss has a reference policy, else UsageError where it would be
+    another. Raises RuntimeError for a tensor that found no place, and for a trained one that is not from the file.
     """
     model, saved = trainer.model, load_file(adapter / ADAPTER_WEIGHTS)
     if compares and trainer.ref_model is not None:

@@ -1,9 +1,8 @@
 """Changes to other people's code, each with its own undo, and the only place with private names of theirs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 
@@ -17,11 +16,15 @@ class PatchStatus:
 
 
 @contextmanager
-def replaced(module: ModuleType, attributes: dict[str, Any]) -> Iterator[None]:
-    """A module's own names stand for these for the length of a block. Raises AttributeError for a name that it lacks."""
-    originals = {name: getattr(module, name) for name in attributes}
-    vars(module).update(attributes)
+def replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Attributes of a module or an object for the length of a block. Raises AttributeError for one that it lacks."""
+    for name in attributes:
+        getattr(owner, name)
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
     try:
         yield
     finally:
-        vars(module).update(originals)
+        for name in attributes:
+            delattr(owner, name)
+        vars(owner).update(own)

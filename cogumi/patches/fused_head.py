@@ -1,7 +1,6 @@
 """TRL's losses without Triton: `FusedLogProbFunction` in the place of TRL's kernel, where no GPU can run it.
 
-TRL 1.15 sends every GRPO, RLOO, DPO, KTO and SFT loss through `trl.trainer.utils._ChunkedLogProbFunction`, which is
-Triton only: without a GPU nothing trains.
+TRL 1.15 sends every loss through `trl.trainer.utils._ChunkedLogProbFunction`, Triton only: nothing trains without a GPU.
 """
 
 import importlib
@@ -23,10 +22,9 @@ _replaced: Any = _NOT_REPLACED  # what stood in TRL before `apply`: TRL's class,
 
 
 def apply(force: bool = False) -> PatchStatus:
-    """Put `FusedLogProbFunction` in TRL's place, where no GPU can run TRL's kernel; applying twice is applying once.
+    """Put `FusedLogProbFunction` in TRL's place, where no GPU can run TRL's kernel; `force`: on a GPU too, to compare.
 
-    `force=True` does so on a GPU as well, to compare the two. Raises RuntimeError when TRL is not the one this was
-    written for, or when another package has replaced the kernel already.
+    Raises RuntimeError for another TRL, and when another package has replaced the kernel already.
     """
     global _replaced
     if _replaced is not _NOT_REPLACED:

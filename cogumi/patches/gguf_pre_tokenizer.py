@@ -4,7 +4,8 @@ A pre-tokenizer splits text before the merges. The converter knows one by a hash
 every vocabulary that is not on its list. But a ByteLevel one with its own regular expression is GPT-2's, whatever the
 vocabulary. llama.cpp calls it "gpt-2". All others stay refused. tests/test_export.py compares the ids with llama.cpp's.
 
-`main` runs the converter with the patch in a process of its own; cogumi/merge/gguf.py starts it.
+`python -m cogumi.patches.gguf_pre_tokenizer SCRIPT arguments` runs the converter with the patch, as cogumi/merge/export.py
+does.
 """
 
 import importlib
@@ -67,10 +68,14 @@ def is_gpt2(tokenizer: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Do what `python SCRIPT arguments` does, with the patch; sys.argv is "-c", SCRIPT, arguments."""
+    """Do what `python SCRIPT arguments` does, with the patch."""
     script = sys.argv[1]
     del sys.argv[0]
     here = os.path.dirname(os.path.abspath(script))
     sys.path[:0] = [here, os.path.join(here, "gguf-py")]  # the latter of a checkout
     apply()
     runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,8 @@
 """`loss_type="gspo"` in TRL's own words, before TRL or unsloth sees it, and the name kept wherever it is shown or saved.
 
 TRL 1.15 takes the string, pays for the first rollout and fails at the first loss. GSPO (Zheng et al. 2025,
-arXiv:2507.18071) is its `grpo` loss with a sequence-level ratio: the per-sequence mean of the clipped objective, averaged
-over sequences, R = exp(mean_t(new - old)). `cogumi.config.presets` has the values.
-
-A trainer built from such a config is watched (`cogumi.rl.watch`): checked before its first rollout, measured, and its
-first loss compared with the formula.
+arXiv:2507.18071) is its `grpo` loss with a sequence-level ratio, R = exp(mean_t(new - old)). `cogumi.config.presets` has
+the values. A trainer built from such a config is watched (`cogumi.rl.watch`).
 """
 
 import copy
@@ -21,9 +18,8 @@ from cogumi.patches import PatchStatus
 
 NAME = "gspo"
 WRITTEN_FOR = "trl 1.15"
-# What else decides the objective or the update and has another default in unsloth's generated config: always passed,
-# with TRL's default. per_device_train_batch_size and steps_per_generation are among them because unsloth changes the
-# batch by itself where they are left out and the group does not divide it.
+# What else decides the objective or the update and has another default in unsloth's generated config, or is changed by
+# unsloth where it is left out: always passed, with TRL's default.
 SPELLED_OUT = (
     "learning_rate",
     "optim",

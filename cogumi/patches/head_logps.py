@@ -1,7 +1,4 @@
-"""The head's log-probabilities without the logits, in plain PyTorch.
-
-`FusedLogProbFunction` takes the arguments of TRL's `ChunkedLogProbFunction` (trl/kernels/chunked_logprob.py, Triton only)
-and returns the same values.
+"""The head's log-probabilities without the logits, in plain PyTorch, as TRL's `ChunkedLogProbFunction` (Triton) has them.
 
 Let `z_j = softcap(scale * (W_j . h + b_j)) / T` and `p = softmax(z)`. The forward folds tiles of z into a running
 maximum and running sums of exp(z - maximum). It rescales them when the maximum moves (Milakov & Gimelshein 2018,
@@ -24,15 +21,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Measured on two cores, 2048 x 512 x 32000 in fp32: from 512 x 1024 up the time is that of the matrix products (90 % of
-# it) and larger tiles only cost memory. An fp32 tile of this size is 8 MiB, and at most three of them live at once.
+# From 512 x 1024 up the time is that of the matrix products (measured on two cores, 2048 x 512 x 32000 in fp32), and
+# larger tiles only cost memory: 8 MiB each in fp32, of which at most three live at once.
 TOKEN_TILE = 1024
 VOCAB_TILE = 2048
-# Of tiles kept for the backward of a trainable head; beyond it they are computed again.
-KEPT_BYTES = 256 * 2**20
-
-
-# ------------------------------------------------------------------------------------------------------------ one tile
+KEPT_BYTES = 256 * 2**20  # of tiles kept for the backward of a trainable head
 
 
 @dataclass(frozen=True)
@@ -126,9 +119,6 @@ def _locate_targets(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return inside, local.clamp(0, columns.stop - columns.start - 1)
 
 
-# ------------------------------------------------------------------------------------------------------------- forward
-
-
 def _fold_tiles(
     hidden: Tensor,
     weight: Tensor,
@@ -139,9 +129,9 @@ def _fold_tiles(
     sums: _Sums,
     keep: torch.dtype | None,
 ) -> list[Tensor]:
-    """Fold every tile into `sums`. `hidden` has the accumulation dtype; `weight` and `bias` are cast tile by tile.
+    """Fold every tile into `sums`. With `keep`, returns exp(z - maximum) [n, v] in that dtype and its maximum [n], in turn.
 
-    With `keep`, returns exp(z - maximum) [n, v] in that dtype and the maximum [n] of its time, tile after tile.
+    `hidden` has the accumulation dtype; `weight` and `bias` are cast tile by tile.
     """
     kept: list[Tensor] = []
     # Vocabulary outside: a bf16 weight is then cast once, not once per token tile.
@@ -166,10 +156,7 @@ def _fold_tile(
     columns: slice,
     sums: _Sums,
 ) -> Tensor:
-    """Fold one tile of logits `z` [n, v], which is overwritten, into the views `sums` of its n tokens.
-
-    Returns exp(z - maximum) in a buffer of the tiles.
-    """
+    """Fold logits `z` [n, v], which are overwritten, into the views `sums` of their tokens; exp(z - maximum), in a buffer."""
     inside, local = _locate_targets(targets, columns)
     sums.target.copy_(torch.where(inside, z.gather(1, local.unsqueeze(1)).squeeze(1), sums.target))
     if sums.plain is not None:
@@ -215,9 +202,6 @@ def _logp_gradient(sums: _Sums, weight: Tensor, targets: Tensor, law: _LogitScal
             chosen.mul_(law.slope(sums.target[tokens]).unsqueeze(1))
         gradient[tokens].add_(chosen)
     return gradient.mul_(law.gain)
-
-
-# ------------------------------------------------------------------------------------------------------------ backward
 
 
 def _backward_of_kept(
@@ -316,15 +300,11 @@ def _recompute(
     return grad_hidden, grad_weight, grad_bias
 
 
-# ------------------------------------------------------------------------------------------------ autograd function
-
-
 class FusedLogProbFunction:
-    """Per-token log-probabilities of `hidden @ weight.T + bias`, and more on request, without the [N, V] logits.
+    """`trl.kernels.ChunkedLogProbFunction` (TRL 1.15) by signature and values. Gradients have the inputs' dtype.
 
-    The signature and the return values are those of `trl.kernels.ChunkedLogProbFunction` (TRL 1.15). Sums are in fp32
-    (fp64 for fp64 inputs). This holds under autocast too, which does not cast in-place products or products into `out`.
-    Gradients have the inputs' dtype. torch.compile breaks the graph before a call and does not compile the call.
+    Sums are in fp32 (fp64 for fp64 inputs), also under autocast, which does not cast in-place products or products into
+    `out`. torch.compile breaks the graph before a call and does not compile the call.
     """
 
     @staticmethod
@@ -345,16 +325,16 @@ class FusedLogProbFunction:
         `hidden` is [N, H], `weight` [V, H], `bias` [V] or None, and `targets` [N] in [0, V). log_probs and entropy are
         in nats and differentiable. The others are not: `log_sum_sq_probs = log sum_j p_j^2`, `mean_logits = mean_j z_j`
         and is_top1, whether the target is the first argmax. `chunk_size` is the largest number of columns of a tile.
-
-        Raises ValueError for a target outside the vocabulary, so filter -100 first, as TRL does. Raises it also for an
-        unknown name in `outputs`, or a temperature or softcap that is not positive.
+        Raises ValueError for a target outside the vocabulary, so filter -100 first, as TRL does.
         """
+        if bool(((targets < 0) | (targets >= len(weight))).any()):
+            low, high = int(targets.min()), int(targets.max())
+            raise ValueError(f"targets lie in [{low}, {high}], outside the vocabulary of {len(weight)}")
         if not torch.is_grad_enabled():
             # needs_input_grad only repeats requires_grad: under no_grad the frozen path would sum rows for no backward.
             hidden, weight = hidden.detach(), weight.detach()
             bias = None if bias is None else bias.detach()
         law = _LogitScaling(temperature, final_logit_softcapping, logit_scale)
-        _check(weight, targets, temperature, final_logit_softcapping, outputs)
         return _HeadFunction.apply(hidden, weight, bias, targets, law, chunk_size, outputs)
 
 
@@ -374,7 +354,7 @@ class _HeadFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         needs = ctx.needs_input_grad[:3]
         frozen = needs == (True, False, False)
-        wide = hidden.to(_sum_dtype(hidden, weight))
+        wide = hidden.to(torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32))
         tiles = _Tiles(wide, len(weight), chunk_size)
         sums = _no_sums(wide, outputs, want_rows=frozen)
         keep = _kept_dtype(hidden, weight, wide.dtype) if needs[1] and not needs[2] and law.softcap is None else None
@@ -429,21 +409,3 @@ def _kept_dtype(hidden: Tensor, weight: Tensor, sums: torch.dtype) -> torch.dtyp
     native = hidden.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     dtype = torch.bfloat16 if both and native else sums
     return dtype if len(hidden) * len(weight) * dtype.itemsize <= KEPT_BYTES else None
-
-
-def _sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-
-
-def _check(
-    weight: Tensor, targets: Tensor, temperature: float, softcap: float | None, outputs: tuple[str, ...]
-) -> None:
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, not {temperature}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"final_logit_softcapping must be positive or None, not {softcap}")
-    if unknown := set(outputs) - {"log_probs", *OPTIONAL_OUTPUTS}:
-        raise ValueError(f"unknown outputs {sorted(unknown)}; known: log_probs, {', '.join(OPTIONAL_OUTPUTS)}")
-    if bool(((targets < 0) | (targets >= len(weight))).any()):
-        low, high = int(targets.min()), int(targets.max())
-        raise ValueError(f"targets lie in [{low}, {high}], outside the vocabulary of {len(weight)}")

@@ -1,7 +1,4 @@
-"""What cogumi uses of torch that torch does not publish: Dynamo's state, a module's compiled call, fake tensors.
-
-Each private name stands here once. `tests/test_patches_internals.py` fails when one of them moves.
-"""
+"""What torch does not publish and cogumi uses, each name once: Dynamo's state, a module's compiled call, fake tensors."""
 
 import copy
 import os
@@ -13,29 +10,31 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._dynamo.utils
-import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
-from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "TorchDynamoException", "tree_iter"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_iter"]
 
 DYNAMO: Any = torch._dynamo.config
 EXPERT_ROWS = "capture_dynamic_output_shape_ops"  # whose rows `torch.where` finds: their number is data
-EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 
 
-def dynamo_counts() -> tuple[int, dict[str, int], int, float, int]:
-    """(graphs, breaks by reason, recompiles, seconds spent compiling, operations in the graphs) of this process."""
+def dynamo_counts() -> dict[str, Any]:
+    """Of this process: graphs, their operations, breaks by reason, recompiles, seconds spent compiling."""
     utils: Any = torch._dynamo.utils
     # Not from the list of compilations, of which Dynamo keeps the last 64.
     recompiles = sum(times - 1 for times in FRAME_COMPILE_COUNTER.values())
     stats, breaks = utils.counters["stats"], dict(utils.counters["graph_break"])
-    seconds = utils.calculate_time_spent()["total_wall_time"]
-    return stats["unique_graphs"], breaks, recompiles, seconds, stats["calls_captured"]
+    return {
+        "graphs": stats["unique_graphs"],
+        "operations": stats["calls_captured"],
+        "breaks": breaks,
+        "recompiles": recompiles,
+        "seconds": utils.calculate_time_spent()["total_wall_time"],
+    }
 
 
 @contextmanager
@@ -50,24 +49,6 @@ def dynamo_left_as_found() -> Iterator[None]:
     finally:
         counted.clear()
         counted.update(before)
-
-
-@contextmanager
-def failures_raised() -> Iterator[None]:
-    """What fails to compile is raised at once: also where unsloth lets it run uncompiled silently, and in a backward.
-
-    A backward is else compiled again when it is first needed, which is outside of every handler of errors.
-    """
-    functorch: Any = torch._functorch.config  # torch 2.7 has no such setting
-    switches = ((DYNAMO, "suppress_errors", False), (functorch, EAGER_BACKWARD, True))
-    switched = [(config, name, to) for config, name, to in switches if getattr(config, name, to) != to]
-    for config, name, to in switched:  # not `config.patch`, which takes longer, and this is entered for each layer
-        setattr(config, name, to)
-    try:
-        yield
-    finally:
-        for config, name, to in switched:
-            setattr(config, name, not to)
 
 
 def dynamo_switched_off_by() -> str:
@@ -105,27 +86,12 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> Any:
-    """Have `call` stand for the module's call, as `nn.Module.compile` does; None for its own. Returns what stood there.
-
-    A deep copy of the module does not take it along.
-    """
+    """Have `call` stand for the module's call, but not a copy's; None for its own. Returns what stood there."""
     before, module._compiled_call_impl = module._compiled_call_impl, call
     return before
-
-
-def checkpoints_reentrantly(layer: Any) -> bool:
-    """Whether transformers' gradient checkpointing of a layer is the reentrant one."""
-    function = getattr(layer, "_gradient_checkpointing_func", None)
-    return layer.gradient_checkpointing and bool(getattr(function, "keywords", {}).get("use_reentrant", False))
 
 
 def storage_key(tensor: Tensor) -> int:
     """The same for all tensors on one storage, also for fake ones."""
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-def chosen_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """The SDPBackend that torch takes for causal attention of these tensors."""
-    backend: int = torch._fused_sdp_choice(query, key, value, None, 0.0, True)
-    return backend

@@ -1,11 +1,7 @@
-"""What cogumi uses of the trainers and models of TRL, transformers and PEFT that those libraries do not publish.
-
-Each private name stands here once. `tests/test_patches_internals.py` fails when one of them moves.
-"""
+"""What TRL, transformers and PEFT do not publish of their trainers and models, and cogumi uses: each name once."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 # Methods of transformers' Trainer that cogumi replaces on one trainer.
@@ -39,36 +35,9 @@ def wrap_method(trainer: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(trainer, name, wrapped)
 
 
-@contextmanager
-def methods_replaced(trainer: Any, methods: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """These methods of one trainer for the length of a block; what the instance had of its own comes back."""
-    own = {name: vars(trainer)[name] for name in methods if name in vars(trainer)}
-    vars(trainer).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            delattr(trainer, name)
-        vars(trainer).update(own)
-
-
 def makes_rollouts(trainer: Any) -> bool:
     """Whether it is a GRPOTrainer, TRL's or unsloth's."""
     return hasattr(trainer, MAKE_ROLLOUT)
-
-
-class RolloutObserver:
-    """Stands for the making of one trainer's rollouts, and lets subscribers watch, time or change them."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        self.make = make
-        self.subscribers: list[Callable[[Callable[[Any], Any], Any], Any]] = []
-
-    def __call__(self, inputs: Any) -> Any:
-        make = self.make
-        for subscriber in self.subscribers:
-            make = functools.partial(subscriber, make)
-        return make(inputs)
 
 
 def observe_rollouts(trainer: Any, subscriber: Callable[[Callable[[Any], Any], Any], Any]) -> None:
@@ -76,11 +45,7 @@ def observe_rollouts(trainer: Any, subscriber: Callable[[Callable[[Any], Any], A
 
     A later subscriber is called first.
     """
-    observer = getattr(trainer, MAKE_ROLLOUT)
-    if not isinstance(observer, RolloutObserver):
-        observer = RolloutObserver(observer)
-        setattr(trainer, MAKE_ROLLOUT, observer)
-    observer.subscribers.append(subscriber)
+    wrap_method(trainer, MAKE_ROLLOUT, subscriber)
 
 
 def rollout_mode(trainer: Any) -> str:

@@ -1,8 +1,7 @@
 """unsloth's GRPO trainer in the place of TRL's, where there is a GPU for it.
 
-unsloth has to be imported before trl, transformers and peft; on CUDA importing it rewrites TRL's trainers, and afterwards
-`trl.GRPOTrainer` is `UnslothGRPOTrainer`. Its rewriting replaces functions in trl, transformers, peft and torch and
-keeps none of the originals: it cannot be undone within a process.
+unsloth has to be imported before trl, transformers and peft. It replaces functions of theirs and of torch, and keeps
+none of the originals: it cannot be undone within a process. Afterwards `trl.GRPOTrainer` is `UnslothGRPOTrainer`.
 
 unsloth and unsloth_zoo are called, never copied (their RL code is AGPL-3.0 and LGPL-3.0).
 """
@@ -15,8 +14,6 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,9 +33,8 @@ CPU_SWITCH = "UNSLOTH_ON_CPU"  # "1": also without a GPU, which unsloth has supp
 def apply() -> PatchStatus:
     """Import unsloth and let it patch TRL, if unsloth is installed and there is CUDA or UNSLOTH_ON_CPU=1.
 
-    A second call changes nothing. Call it before anything imports trl, transformers or peft. Raises UsageError, which
-    names the module, when one of these was imported earlier. Raises UsageError, too, when unsloth does not import.
-    Raises RuntimeError when unsloth lacks a function that this was written for.
+    Raises UsageError where trl, transformers or peft was imported earlier, and where unsloth does not import. Raises
+    RuntimeError when unsloth lacks a function that this was written for.
     """
     if reason := find_obstacle():
         return PatchStatus(NAME, False, reason)
@@ -143,96 +139,48 @@ def locate_import(name: str) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Signature:
-    """Parameters of an upstream function in order (those relied upon come first), and how many values it returns."""
-
-    parameters: tuple[str, ...]
-    returns: int | None = None
-
-
-def parse_signature(parameters: str, returns: int | None = None) -> Signature:
-    return Signature(tuple(parameters.split()), returns)
-
-
-SCORER = (
-    "hidden_states lm_head index chunks logit_scale_multiply logit_scale_divide logit_softcapping temperature "
-    "max_rows_per_chunk lm_head_bias"
-)
 LOSS_FILE, PATCH_FILE = "unsloth_zoo/rl_replacements.py", "unsloth/models/rl.py"
 # What cogumi.rl.loss_capture binds to, per file; the same in both versions this was written for. Upstream may append.
 UPSTREAM = {
-    PATCH_FILE: {"PatchFastRL": parse_signature("algorithm")},
+    PATCH_FILE: {"PatchFastRL": "algorithm"},
     LOSS_FILE: {
-        "UnslothEfficientGRPO.forward": parse_signature(
-            "ctx _new_logps _old_logps _ref_logps _sampling_per_token_logps lm_head _input_ids _mask _advantages beta "
-            "scaler n_chunks extra_kwargs",
-            returns=6,
-        ),
-        "grpo_compute_loss": parse_signature(
-            "ref new old sampling_per_token_logps input_ids mask beta advantages **kwargs", returns=7
-        ),
-        "grpo_accumulated_loss": parse_signature(
-            "trainer input_ids attention_mask logits_to_keep completion_mask advantages old_logps ref_logps n_chunks "
-            "tool_mask **kwargs",
-            returns=7,
-        ),
-        "chunked_selective_log_softmax": parse_signature("logits index temperature"),
-        "chunked_hidden_states_selective_log_softmax": parse_signature(SCORER),
-        "chunked_hidden_states_selective_log_softmax_recompute": parse_signature(SCORER),
+        "UnslothEfficientGRPO.forward": "ctx _new_logps _old_logps _ref_logps _sampling_per_token_logps lm_head "
+        "_input_ids _mask _advantages beta scaler n_chunks extra_kwargs",
+        "grpo_compute_loss": "ref new old sampling_per_token_logps input_ids mask beta advantages",
+        "grpo_accumulated_loss": "trainer input_ids attention_mask logits_to_keep completion_mask advantages "
+        "old_logps ref_logps n_chunks tool_mask",
     },
 }
 
 
 def check_upstream() -> None:
-    """Raise RuntimeError, naming version and function, unless unsloth has the functions this was written for.
-
-    Read from the sources: importing them would already patch.
-    """
+    """Raise RuntimeError unless unsloth's sources have the functions this was written for: importing would patch."""
     for file, expected in UPSTREAM.items():
         package, _, inside = file.partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise RuntimeError(f"{NAME}: unsloth {version('unsloth')} is installed without {package}")
-        path = Path(spec.submodule_search_locations[0]) / inside
-        problems = list(differences(signatures(path.read_text(encoding="utf-8")), expected))
-        if problems:
+        source = (Path(spec.submodule_search_locations[0]) / inside).read_text(encoding="utf-8")
+        if problems := differences(parameters_by_function(source), expected):
             found = f"{package} {version(package)}"
             raise RuntimeError(f"{NAME}: {found} is not {WRITTEN_FOR}: {file}: {'; '.join(problems)}")
 
 
-def differences(found: dict[str, Signature], expected: dict[str, Signature]) -> Iterator[str]:
-    """What of `expected` is not so in `found`, one sentence each."""
-    for name, wanted in expected.items():
-        if name not in found:
-            yield f"{name} is missing"
-            continue
-        there = found[name]
-        # Upstream may append parameters, before **kwargs; those relied upon keep their names and places.
-        named = tuple(p for p in wanted.parameters if not p.startswith("*"))
-        rest = set(wanted.parameters[len(named) :])
-        if there.parameters[: len(named)] != named or not rest <= set(there.parameters):
-            yield f"{name} takes ({', '.join(there.parameters)})"
-        if wanted.returns is not None and there.returns != wanted.returns:
-            yield f"{name} returns {there.returns} values, not {wanted.returns}"
+def differences(found: dict[str, list[str]], expected: dict[str, str]) -> list[str]:
+    """What of `expected` is not so in `found`: parameters that are relied upon keep their names and places."""
+    return [
+        f"{name} takes ({', '.join(found[name])})" if name in found else f"{name} is missing"
+        for name, wanted in expected.items()
+        if found.get(name, [])[: len(wanted.split())] != wanted.split()
+    ]
 
 
-def signatures(source: str) -> dict[str, Signature]:
-    """Of each function and `Class.forward` at a file's own level."""
+def parameters_by_function(source: str) -> dict[str, list[str]]:
+    """Of each function and `Class.forward` at a file's own level, `*` and `**` left out."""
     body = ast.parse(source).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     for owner in (node for node in body if isinstance(node, ast.ClassDef)):
         methods = (node for node in owner.body if isinstance(node, ast.FunctionDef))
         functions |= {f"{owner.name}.forward": node for node in methods if node.name == "forward"}
-    return {name: signature_of(function) for name, function in functions.items()}
-
-
-def signature_of(function: ast.FunctionDef) -> Signature:
-    arguments = function.args
-    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
-    names += [a.arg for a in arguments.kwonlyargs]
-    names += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
-    last = next((s for s in reversed(function.body) if isinstance(s, ast.Return)), None)
-    returns = len(last.value.elts) if last and isinstance(last.value, ast.Tuple) else None
-    return Signature(tuple(names), returns)
+    taken = {name: function.args for name, function in functions.items()}
+    return {name: [a.arg for a in (*of.posonlyargs, *of.args, *of.kwonlyargs)] for name, of in taken.items()}

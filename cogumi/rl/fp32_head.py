@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from cogumi.core.errors import UsageError
-from cogumi.rl.findings import reword_errors, reword_for
 from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
@@ -26,17 +25,14 @@ log = logging.getLogger(__name__)
 VOCABULARY_TILE = 4096
 
 
-@reword_errors
 def fp32_lm_head(trainer: Any) -> None:
     """Multiply the head in fp32 wherever this GRPO trainer, TRL's or unsloth's, uses it: in its loss and in `generate`.
 
-    Call it once the trainer is built (it needs its temperature and its reference model) and before it trains. A second
-    call changes nothing. Weights keep their dtype and modules their class, and no hook is added. So what is saved,
-    merged or embedded is what it was. The hidden states are still bf16.
+    Call it once the trainer is built and before it trains. Weights keep their dtype and modules their class, and no
+    hook is added. So what is saved, merged or embedded is what it was. The hidden states are still bf16.
 
-    Raises UsageError for a head that is quantized, has an adapter or is not a plain Linear, and for TRL's own switch
-    beside this one. Raises it too for unsloth imported without UNSLOTH_VLLM_FP32_LM_HEAD=1. Warns when vLLM samples and
-    its head is not set to fp32.
+    Raises UsageError for a head that is no plain Linear, has an adapter, or is switched by TRL too. It does so, too,
+    for unsloth imported without UNSLOTH_VLLM_FP32_LM_HEAD=1.
     """
     if trainer.args.cast_lm_head_to_fp32:
         raise UsageError(
@@ -56,11 +52,10 @@ def fp32_lm_head(trainer: Any) -> None:
         # On the instance, as TRL does it; a method bound to its module, so that a deep copy is bound to the copy.
         vars(head)["forward"] = MethodType(project_in_fp32, head)
     if trainer.use_vllm and getattr(policy.config, "head_dtype", None) not in ("float32", torch.float32):
-        said = (
+        log.warning(
             "cogumi.fp32_lm_head: vLLM's head is not in fp32; write "
             '"head_dtype": "float32" into the config.json of the base model (vLLM 0.26 or newer)'
         )
-        log.warning("%s", reword_for(trainer, said))
 
 
 def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """What would make a GRPO run something else than it says, found before the first rollout is paid for.
 
-Each rule yields what it found; `find_problems` applies them to a trainer. Settings are named as in a run's YAML
-(`train.` is TRL's GRPOConfig, `lora.` peft's LoraConfig).
+Settings are named as in a run's YAML: `train.` is TRL's GRPOConfig, `lora.` peft's LoraConfig.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from datasets import Dataset
 from torch import nn
@@ -17,7 +17,7 @@ from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import tokenized_prompts
 from cogumi.rewards.named_rewards import try_reward
-from cogumi.rl.findings import GuardFinding, format_accept_call, is_run_trainer, reword_for
+from cogumi.rl.loss_capture import Backend
 from cogumi.rl.loss_check import CLIPPED
 from cogumi.rl.memory_plan import nearest_multiples
 
@@ -27,48 +27,85 @@ SMALLEST_TOKEN_EPSILON = 0.01
 TOKENIZED_AT_ONCE = 1024
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 POSITIONS = "the model's max_position_embeddings"
+IN_SCRIPTS = "(train. is trl.GRPOConfig, lora. is peft.LoraConfig)"
+OWN_OBJECTIVE = "own-objective"  # the trainer's loss is the user's own, and is compared with no formula
+# What a script may accept: the names of findings.
+NAMES = (
+    *("dropout", "pad-is-eos", "token-aggregation", "two-temperatures", "epsilon", "beta", "delta", "wide-clip"),
+    *("narrow-clip", "kl-correction", "ratio-always-one", "checkpoint-inside-rollout", "less-than-a-rollout"),
+    *("reward", "long-prompts", OWN_OBJECTIVE),
+)
+_accepted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class GuardFinding:
+    """One rule that spoke. `name`: one of NAMES. `message`: one line: setting, value, why, what to set instead."""
+
+    name: str
+    refused: bool
+    message: str
+
+
+def accept_findings(names: Iterable[str]) -> None:
+    """Have the guards of this process let these findings pass, and no others. Raises UsageError for an unknown name."""
+    global _accepted
+    given = [names] if isinstance(names, str) else list(names)
+    if unknown := [name for name in given if name not in NAMES]:
+        raise UsageError(f"accept={given!r}: {unknown[0]!r} is no finding", fix=f"there are: {', '.join(NAMES)}")
+    _accepted = frozenset(given)
+
+
+def accepted_by(trainer: Any) -> frozenset[str]:
+    """What `accept_findings` was told last; a run from YAML accepts nothing."""
+    return frozenset() if is_run_trainer(trainer) else _accepted
+
+
+def format_accept_call(name: str, beside: frozenset[str]) -> str:
+    """The call that accepts `name`, and still what was accepted before."""
+    return f"cogumi.patch(accept={sorted({name, *beside})})"
+
+
+def is_run_trainer(trainer: Any) -> bool:
+    """Whether `cogumi train` or `cogumi.train` built a trainer, from a YAML."""
+    return getattr(trainer, "cogumi_run", False)
 
 
 def guard_trainer(
-    trainer: Any,
-    *,
-    backend: Literal["trl", "unsloth"],
-    behaviour_logps: Literal["trainer", "rollout"] = "trainer",
-    accepted: frozenset[str] = frozenset(),
+    trainer: Any, *, backend: Backend, rollout_logps: bool = False, accepted: frozenset[str] = frozenset()
 ) -> list[str]:
     """The warnings about a constructed `trl.GRPOTrainer`, accepted findings among them.
 
     Raises UsageError with every refusal, one line each; to a script of the user's own a line says how to accept it.
     """
     refusals, warnings = [], []
-    for finding in find_problems(trainer, backend=backend, behaviour_logps=behaviour_logps):
-        message = reword_for(trainer, finding.message)
+    for finding in find_problems(trainer, backend=backend, rollout_logps=rollout_logps):
+        message = finding.message if is_run_trainer(trainer) else f"{finding.message} {IN_SCRIPTS}"
         if finding.name in accepted:
             warnings.append(f"accepted ({finding.name}): {message}")
-        elif finding.refused:
-            if not is_run_trainer(trainer):
-                message += f"; to train so on purpose: {format_accept_call(finding.name, accepted)}"
+        elif not finding.refused:
+            warnings.append(message)
+        elif is_run_trainer(trainer):
             refusals.append(message)
         else:
-            warnings.append(message)
+            accept = format_accept_call(finding.name, accepted)
+            refusals.append(f"{message}; to train so on purpose: {accept}")
     if refusals:
         raise UsageError("\n".join(refusals))
     return warnings
 
 
-def find_problems(
-    trainer: Any, *, backend: Literal["trl", "unsloth"], behaviour_logps: Literal["trainer", "rollout"] = "trainer"
-) -> list[GuardFinding]:
+def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False) -> list[GuardFinding]:
     """Every rule applied to a constructed `trl.GRPOTrainer`, in the order in which they are written below.
 
-    `behaviour_logps`: whose log-probabilities the ratio is taken against. The trainer's own method tokenizes prompts
-    once. Prompts of a streamed data set, of environments and of images are not known before the rollout and pass.
+    `rollout_logps`: the ratio is taken against the sampler's own log-probabilities. Prompts of a streamed data set, of
+    environments and of images are not known before the rollout and pass.
     """
     args, dataset = trainer.args, trainer.train_dataset
     found = [*check_dropout(list_dropout(trainer.model), clips_sequences(args)), *check_pad_token(trainer, backend)]
     found += check_loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
-    if clips_sequences(args) and behaviour_logps == "trainer" and not corrected:
+    if clips_sequences(args) and not rollout_logps and not corrected:
         found += check_ratio(args)
     # cogumi.protect saves what TRL does not, and a run is protected before its first step.
     if not (is_run_trainer(trainer) or hasattr(trainer, "cogumi_protection")):
@@ -113,8 +150,8 @@ def list_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
 def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: bool) -> Iterator[GuardFinding]:
     """Dropout draws another mask for the old log-probabilities than for the new ones.
 
-    At LoRA's start B is 0, so dropout has no effect yet. On the tests' tiny model 40 to 60 % of the sequences were outside
-    the clip at the first step of the second rollout. With a random B all of them were, and without dropout none.
+    On the tests' tiny model 40 to 60 % of the sequences were outside the clip when the second rollout began. Without
+    dropout none were, nor in the first one, in which LoRA's B is 0.
     """
     if not active:
         return
@@ -129,18 +166,14 @@ def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: boo
     fix = " and ".join(fixes[kind] for kind in dict.fromkeys(each[0] for each in active))
     name = "lora.lora_dropout" if kind == "lora" else "dropout"
     message = (
-        f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks. That adds noise to every "
-        f"ratio: at 0.05 it took 75 % of the sequences out of a clip of 3e-4. Set {fix}"
+        f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks. At 0.05 that took 75 % of "
+        f"the sequences out of a clip of 3e-4. Set {fix}"
     )
     yield GuardFinding("dropout", clips_sequences, message)
 
 
-def check_pad_token(trainer: Any, backend: Literal["trl", "unsloth"]) -> Iterator[GuardFinding]:
-    """unsloth's text path finds padding by its id; nothing is wrong under TRL, whose masks are made from lengths.
-
-    TRL 1.15 cuts a completion at its first EOS. It builds prompt_mask and completion_mask as ones of each row's length,
-    padded with zeros. A test trains the same run with either pad token, and gets the same weights.
-    """
+def check_pad_token(trainer: Any, backend: Backend) -> Iterator[GuardFinding]:
+    """unsloth's text path finds padding by its id. TRL's masks are made from lengths: either pad token trains the same."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # out of a processor of images
     pad, eos, every_eos = tokenizer.pad_token_id, tokenizer.eos_token_id, trainer.eos_token_ids
     if backend == "trl" or pad not in (eos, *every_eos):
@@ -150,7 +183,7 @@ def check_pad_token(trainer: Any, backend: Literal["trl", "unsloth"]) -> Iterato
     yield GuardFinding("pad-is-eos", pad == eos, message)
 
 
-def check_loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterator[GuardFinding]:
+def check_loss_settings(args: Any, backend: Backend) -> Iterator[GuardFinding]:
     """Settings of the loss, and of the sampler, that contradict each other. `args`: a GRPOConfig."""
     loss_type, level = args.loss_type, args.importance_sampling_level
     if level == "sequence" and loss_type in SUMMED_OVER_TOKENS:
@@ -172,9 +205,7 @@ def check_loss_settings(args: Any, backend: Literal["trl", "unsloth"]) -> Iterat
             f"{args.temperature}: two policies; set train.temperature alone"
         )
         yield GuardFinding("two-temperatures", True, message)
-    yield from check_clip_numbers(
-        {key: getattr(args, key) for key in ("loss_type", "epsilon", "epsilon_high", "delta", "beta")}
-    )
+    yield from check_clip_numbers(vars(args))
     bounds = {"epsilon": args.epsilon, "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high}
     if not ratio_is_per_sequence(args):
         yield from check_narrow_clip(loss_type, *bounds.values())
@@ -197,9 +228,8 @@ def check_clip_numbers(values: Mapping[str, Any]) -> Iterator[GuardFinding]:
             message = f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"
             yield GuardFinding("epsilon", True, message)
     if (beta := values.get("beta")) is not None and beta < 0:
-        yield GuardFinding(
-            "beta", True, f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more"
-        )
+        message = f"train.beta is {beta}: a negative KL term drives the policy away; set 0 or more"
+        yield GuardFinding("beta", True, message)
     if (delta := values.get("delta")) is not None and values.get("loss_type") in CLIPPED and delta <= 1:
         message = (
             f"train.delta {delta:g} caps every ratio at or below 1, so rewarded completions get no gradient; leave it out, or "
@@ -224,15 +254,13 @@ def check_narrow_clip(loss_type: str, epsilon: float, high: float) -> Iterator[G
 def check_kl_correction(beta: float) -> GuardFinding:
     """TRL 1.15 multiplies each token's KL term by the ratio: unbiased for a token's ratio, and not for a sequence's.
 
-    Let `d = log p_ref - log p` and `k = e^d - d - 1`. Without the correction a token's gradient is `1 - e^d`, in
-    expectation that of `KL(ref || policy)`. Corrected by a token's ratio it is `1 - e^d + k = -d`, that of
-    `KL(policy || ref)`. A sequence's ratio is the N-th root of the likelihood ratio. Each token then gets the mean of
-    k, in which its own k weighs only 1/N.
+    With `d = log p_ref - log p` and `k = e^d - d - 1` a token's gradient is `1 - e^d` without it, in expectation that of
+    `KL(ref || policy)`. Corrected by a token's ratio it is `1 - e^d + k = -d`, that of `KL(policy || ref)`. By a
+    sequence's ratio each token gets the mean of k, in which its own k weighs only 1/N.
     """
     message = (
-        f"train.beta {beta:g} with train.use_bias_correction_kl, TRL's default: a sequence's ratio corrects a token's KL "
-        "gradient by 1/N only, so it stays that of KL(ref || policy); set train.use_bias_correction_kl: false, which says "
-        "so, or train.loss_type: gspo-token, which corrects token by token"
+        f"train.beta {beta:g}: a sequence's ratio corrects a token's KL gradient by 1/N only, so it stays that of "
+        "KL(ref || policy); set train.use_bias_correction_kl: false, or train.loss_type: gspo-token"
     )
     return GuardFinding("kl-correction", False, message)
 
@@ -242,9 +270,10 @@ def check_ratio(args: Any) -> Iterator[GuardFinding]:
     accumulation = args.gradient_accumulation_steps
     if accumulation % (args.steps_per_generation * args.num_iterations) == 0:
         message = (
-            f"train.steps_per_generation {args.steps_per_generation} x train.num_iterations {args.num_iterations} is not more "
-            f"than train.gradient_accumulation_steps {accumulation}: each rollout is used for one step, the ratio is exactly 1 "
-            f"and the clip never acts; set train.steps_per_generation: {4 * accumulation} for the paper's 4 steps a rollout"
+            f"each rollout is used for one step (train.steps_per_generation {args.steps_per_generation}, "
+            f"train.num_iterations {args.num_iterations}, train.gradient_accumulation_steps {accumulation}). The ratio is then "
+            "exactly 1 and the clip never acts, so this is a plain policy gradient. That is right for a short run. For the "
+            f"paper's four steps a rollout set train.steps_per_generation: {4 * accumulation}"
         )
         yield GuardFinding("ratio-always-one", False, message)
 
@@ -252,38 +281,18 @@ def check_ratio(args: Any) -> Iterator[GuardFinding]:
 def check_checkpoints(trainer: Any) -> Iterator[GuardFinding]:
     """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one."""
     args = trainer.args
+    if args.save_strategy != SaveStrategy.STEPS or args.save_only_model or args.save_steps < 1:
+        return
+    total = max(args.max_steps, trainer.state.max_steps)  # the state knows it once training has begun
     generate_every = args.steps_per_generation * args.num_iterations
     aligned = generate_every // math.gcd(generate_every, args.gradient_accumulation_steps)
-    if (between := checkpoint_interval(trainer)) and between[1] % aligned:
-        key, steps = between
+    if args.save_steps % aligned and not 0 < total <= args.save_steps:
         message = (
-            f"train.{key} {steps}: a checkpoint would fall inside a rollout of {aligned} steps, which TRL does not save, so a "
-            "resumed run would train on other rollouts; use cogumi.protect(trainer), which saves it, or set "
-            f"train.{key}: {nearest_multiples(steps, aligned)}"
+            f"train.save_steps {args.save_steps}: a checkpoint would fall inside a rollout of {aligned} steps, which TRL does "
+            "not save, so a resumed run would train on other rollouts; use cogumi.protect(trainer), which saves it, or set "
+            f"train.save_steps: {nearest_multiples(args.save_steps, aligned)}"
         )
         yield GuardFinding("checkpoint-inside-rollout", False, message)
-    # transformers saves after the last step too; only a run that is to be continued from there minds.
-    saves_last = SaveStrategy(args.save_strategy) == SaveStrategy.STEPS and not args.save_only_model
-    if saves_last and args.max_steps > 0 and args.max_steps % aligned:
-        message = (
-            f"train.max_steps {args.max_steps} ends inside a rollout of {aligned} steps: a run continued from its last "
-            "checkpoint would train on other rollouts; to continue, set train.max_steps: "
-            f"{nearest_multiples(args.max_steps, aligned)}"
-        )
-        yield GuardFinding("last-checkpoint-inside-rollout", False, message)
-
-
-def checkpoint_interval(trainer: Any) -> tuple[str, int] | None:
-    """The key that sets them and its value in optimizer steps; None where no checkpoint is taken before the last step."""
-    args = trainer.args
-    key = {SaveStrategy.STEPS: "save_steps", SaveStrategy.BEST: "eval_steps"}.get(SaveStrategy(args.save_strategy))
-    if key is None or args.save_only_model or (key == "eval_steps" and args.eval_strategy != "steps"):
-        return None
-    total = max(args.max_steps, trainer.state.max_steps)  # the state knows it once training has begun
-    every = getattr(args, key)
-    if every < 1:  # a share of the run
-        every = math.ceil(every * total)
-    return None if not every or 0 < total <= every else (key, int(every))
 
 
 def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:

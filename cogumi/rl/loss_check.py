@@ -1,8 +1,7 @@
 """Which loss ran: the first optimizer steps' loss and gradient against the formula, before the weights are moved.
 
-A loss that is bypassed, scaled twice or called with another epsilon trains without a message. So the loss that was
-asked for is computed once more in float64, from the log-probabilities that the loss itself was given. Both the value
-that the loss returned and the gradient that reached those log-probabilities must agree.
+The loss that was asked for is computed once more in float64, from the log-probabilities that the loss itself was given.
+Both the value that the loss returned and the gradient that reached those log-probabilities must agree.
 """
 
 import hashlib
@@ -29,9 +28,9 @@ class WrongLossError(RuntimeError):
 class LossCheck:
     """Compares optimizer steps with the formula until one has exercised the clip, and describes what it found.
 
-    On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, has the same
-    value and gradient. So the proof continues, to step LAST_STEP at most, until it has compared a gradient and seen the
-    clip take a gradient away. A loss without a clip needs a ratio other than 1. The second step is usually the last.
+    On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, is the same. So
+    the proof continues, to step LAST_STEP at most, until it has compared a gradient and seen the clip take one away. A
+    loss without a clip needs a ratio other than 1. The second step is usually the last.
     """
 
     def __init__(
@@ -73,10 +72,9 @@ class LossCheck:
         self.losses.append(loss.detach())
 
     def check(self, scale: float = 1.0) -> dict[str, Any]:
-        """The record of the comparison, for `loss.json`; `scale` is the gradient scaler's, 1 without one.
+        """Before each optimizer step: the record of the comparison, for `loss.json`. `scale`: the gradient scaler's.
 
-        Called before each optimizer step. Raises WrongLossError when a setting, the value or the gradient is not what
-        was asked for.
+        Raises WrongLossError when a setting, the value or the gradient is not what was asked for.
         """
         self.step += 1
         if not self.calls and self.own is None:
@@ -84,18 +82,15 @@ class LossCheck:
                 f"{format_location(self.written) or 'compute_loss of the trainer'} made a step without asking for the new "
                 "log-probabilities: it is not the loss that was asked for"
             )
-        if self.step == 1:
-            described = (
-                {}
-                if not self.calls
-                else {
-                    **describe_function(self.calls[0].function),
-                    "arguments": {name: to_json(value) for name, value in self.calls[0].arguments.items()},
-                    "micro_batches": len(self.calls),
-                    **measure_ratios(self.calls),
-                }
-            )
-            self.record = described | ({} if self.own is None else describe_function(self.own)) | self.record
+        if self.step == 1 and self.calls:
+            self.record |= {
+                **describe_function(self.calls[0].function),
+                "arguments": {name: to_json(value) for name, value in self.calls[0].arguments.items()},
+                "micro_batches": len(self.calls),
+                **measure_ratios(self.calls),
+            }
+        if self.own is not None:
+            self.record |= describe_function(self.own)
         self._check_settings()
         if not self.unproven:
             for index in range(len(self.calls)):
@@ -166,8 +161,7 @@ def format_location(function: Any) -> str:
 def has_clipped_gradient(call: LossInputs, token_ratio: bool = False) -> bool:
     """Whether the clip took the policy term's gradient from a token that counts.
 
-    It reads the ratios, not the gradient. A KL term has a gradient of its own inside and outside the clip. A token
-    whose weight is zero (vLLM's correction) has none on either side.
+    Read off the ratios: a KL term has a gradient on both sides of the clip, and a token of weight 0 (vLLM's) on none.
     """
     if call.arguments.get("loss_type") not in CLIPPED:
         return False
@@ -224,7 +218,6 @@ def to_json(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, type(None))) else getattr(value, "__name__", str(value))
 
 
-# --------------------------------------------------------------------------------------------------------- the formula
 # The policy losses in float64, written from the papers named in `cogumi.config.presets`, with TRL 1.15's normalisers.
 
 

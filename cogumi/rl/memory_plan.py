@@ -1,8 +1,7 @@
 """From documents per optimizer step to TRL's batch settings: exact, and as large a micro-batch as the memory allows.
 
-A *document* is one completion. In TRL's words, `per_device_train_batch_size` documents go through the model at once;
-times `gradient_accumulation_steps` they make one optimizer step. `steps_per_generation` such micro-batches make one
-rollout, which holds whole groups of `num_generations`.
+A *document* is one completion. `per_device_train_batch_size` documents go through the model at once; times
+`gradient_accumulation_steps` they are one optimizer step. `steps_per_generation` such micro-batches are one rollout.
 """
 
 import math
@@ -22,13 +21,6 @@ from cogumi.patches.gspo_loss import trl_defaults
 USABLE = 0.9
 # TRL's fused head (trl/kernels/chunked_logprob.py): tokens x vocabulary entries of one tile of logits, in fp32.
 HEAD_TILE = (4096, 32768)
-GROUP_KEYS = (
-    "num_generations",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-)
 
 
 @dataclass(frozen=True)
@@ -52,43 +44,6 @@ class ModelShape:
         return cls(hidden, intermediate, text.num_hidden_layers, text.vocab_size)
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How one optimizer step is cut up, and why: `reason` has the estimate. Nothing is dropped or rounded."""
-
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    mini_batches_per_rollout: int
-    num_generations: int
-    reason: str
-
-    @property
-    def arguments(self) -> dict[str, int]:
-        """Keyword arguments for `trl.GRPOConfig`."""
-        return {
-            "per_device_train_batch_size": self.per_device_train_batch_size,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "steps_per_generation": self.gradient_accumulation_steps * self.mini_batches_per_rollout,
-            "num_generations": self.num_generations,
-        }
-
-    @property
-    def documents_per_step(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
-
-    @property
-    def prompts_per_rollout(self) -> int:
-        return self.documents_per_step * self.mini_batches_per_rollout // self.num_generations
-
-    def __str__(self) -> str:
-        return (
-            f"{self.documents_per_step} documents per step = micro-batches of {self.per_device_train_batch_size} x "
-            f"{self.gradient_accumulation_steps} accumulated ({self.reason}); a rollout is "
-            f"{self.prompts_per_rollout} prompts x {self.num_generations} completions, "
-            f"{self.mini_batches_per_rollout} optimizer steps"
-        )
-
-
 def plan_batch(
     documents: int,
     *,
@@ -99,18 +54,18 @@ def plan_batch(
     free_bytes: int,
     per_device_train_batch_size: int | None,
     mini_batches_per_rollout: int,
-    bytes_per_element: int = 2,
-    gradient_checkpointing: bool = False,
-) -> BatchPlan:
-    """The largest micro-batch that divides the step exactly and fits into memory, and the accumulation that goes with it.
+    bytes_per_element: int,
+    gradient_checkpointing: bool,
+) -> tuple[dict[str, int], str]:
+    """The largest micro-batch that divides the step exactly and fits, as GRPOConfig arguments; and a line that says why.
 
-    documents: of an optimizer step (`count_documents`), which `refuse_uneven` lets through. longest_prompt and
-    max_completion_length are in tokens. free_bytes: left for activations beside weights, gradients and optimizer state.
-    A micro-batch that is given is kept. Raises UsageError, with what is needed and what is there, where none fits.
+    documents: of an optimizer step, which `refuse_uneven` lets through. Lengths are in tokens. free_bytes: left for
+    activations beside weights, gradients and optimizer state. A micro-batch that is given is kept. Raises UsageError
+    where none fits.
     """
-    usable = int(USABLE * free_bytes)
-    lengths = (longest_prompt, max_completion_length, bytes_per_element, gradient_checkpointing)
-    need = {n: step_bytes(n, shape, *lengths) for n in range(documents, 0, -1) if documents % n == 0}
+    usable, length = int(USABLE * free_bytes), longest_prompt + max_completion_length
+    sizes = (n for n in range(documents, 0, -1) if documents % n == 0)
+    need = {n: step_bytes(n, shape, length, bytes_per_element, gradient_checkpointing) for n in sizes}
     micro_batch = per_device_train_batch_size or next((n for n in need if need[n] <= usable), None)
     if micro_batch is None:
         raise UsageError(
@@ -122,18 +77,24 @@ def plan_batch(
     if need[micro_batch] > usable:
         reason += ": more than there is, by the estimate"
     accumulation = documents // micro_batch
-    return BatchPlan(micro_batch, accumulation, mini_batches_per_rollout, num_generations, reason)
+    prompts = documents * mini_batches_per_rollout // num_generations
+    line = (
+        f"{documents} documents per step = micro-batches of {micro_batch} x {accumulation} accumulated ({reason}); "
+        f"a rollout is {prompts} prompts x {num_generations} completions, {mini_batches_per_rollout} optimizer steps"
+    )
+    return {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": accumulation * mini_batches_per_rollout,
+        "num_generations": num_generations,
+    }, line
 
 
 def count_documents(documents_per_step: int | None, prompts_per_step: int | None, num_generations: int) -> int:
-    """Documents per optimizer step. Raises UsageError where neither number is given, or the two differ."""
-    if prompts_per_step is None and documents_per_step is None:
-        raise UsageError("a step has no size: set cogumi.docs_per_step, or cogumi.prompts_per_step")
-    for key, number in (("docs_per_step", documents_per_step), ("prompts_per_step", prompts_per_step)):
-        if number is not None and number < 1:
-            raise UsageError(f"cogumi.{key} is {number}", fix="at least 1")
-    documents = documents_per_step if prompts_per_step is None else prompts_per_step * num_generations
-    if documents is None or documents_per_step not in (None, documents):
+    """Documents per optimizer step, of which one or both numbers are given. Raises UsageError where the two differ."""
+    documents = prompts_per_step * num_generations if prompts_per_step else documents_per_step
+    assert documents is not None
+    if documents_per_step not in (None, documents):
         raise UsageError(
             f"cogumi.docs_per_step is {documents_per_step}, and cogumi.prompts_per_step "
             f"{prompts_per_step} x train.num_generations {num_generations} is {documents}",
@@ -150,8 +111,6 @@ def refuse_uneven(
     micro_batch: int | None,
 ) -> None:
     """Raise UsageError, naming the nearest sizes below and above that work, where a step or rollout has a remainder."""
-    if micro_batch is not None and micro_batch < 1:
-        raise UsageError(f"train.per_device_train_batch_size is {micro_batch}", fix="set at least 1")
     # Whole groups in a rollout: documents * mini_batches_per_rollout is a multiple of num_generations.
     whole_groups = num_generations // math.gcd(num_generations, mini_batches_per_rollout)
     unit = math.lcm(micro_batch or 1, whole_groups)
@@ -174,18 +133,12 @@ def nearest_multiples(number: int, unit: int) -> str:
 
 
 def step_bytes(
-    documents: int,
-    shape: ModelShape,
-    prompt_length: int,
-    completion_length: int,
-    bytes_per_element: int,
-    gradient_checkpointing: bool = False,
+    documents: int, shape: ModelShape, length: int, bytes_per_element: int, gradient_checkpointing: bool
 ) -> int:
     """Bytes by which one micro-batch of `documents` raises memory at its peak, forward and backward: an upper estimate.
 
     Activations are counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4). h is the hidden size, I the
-    MLP's, e the bytes per element and s the prompt and completion tokens. Every document is padded to the longest. Per
-    token and layer:
+    MLP's, e the bytes per element and s the length to which every document is padded, in tokens. Per token and layer:
 
     * (16 h + 4 I) e: what autograd keeps, for a gated MLP, RMSNorm and rotary embeddings.
     * (6 h + I) 4 where e < 4: PEFT keeps an adapter's weights in fp32 and each adapted layer a copy of its input.
@@ -197,7 +150,6 @@ def step_bytes(
     out. The forecast on fake tensors (`cogumi.forecast`) counts all of them, with the batch that this formula picks.
     """
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
-    length = prompt_length + completion_length
     tokens = documents * length
     layer = (16 * h + 4 * inner) * e + ((6 * h + inner) * 4 if e < 4 else 0)
     kept = shape.layers * h * e + layer if gradient_checkpointing else shape.layers * layer
@@ -218,8 +170,6 @@ def free_memory_bytes() -> int:
 def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:
     """The data set, repeated where it has fewer prompts than one rollout, and a line that says so."""
     prompts = len(dataset)
-    if prompts == 0:
-        raise UsageError("the data set has no prompts", fix="nothing can be trained on it")
     if prompts >= prompts_per_rollout:
         return dataset, None
     times = math.ceil(prompts_per_rollout / prompts)
@@ -233,11 +183,11 @@ def check_groups(arguments: Mapping[str, Any]) -> None:
     Unsloth's generated config sets per_device_train_batch_size to num_generations instead, and trains on another batch
     than was asked for. Raises UsageError with the nearest valid batch sizes.
     """
-    values = trl_defaults(GROUP_KEYS) | {key: value for key, value in arguments.items() if value is not None}
+    micro = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+    defaults = trl_defaults((*micro, "num_generations", "generation_batch_size"))
+    values = defaults | {key: value for key, value in arguments.items() if value is not None}
     group, per_device = values["num_generations"], values["per_device_train_batch_size"]
     refuse_small_group(group)
-    if per_device < 1:
-        raise UsageError(f"train.per_device_train_batch_size is {per_device}", fix="set at least 1")
     key, size, unit = "generation_batch_size", values["generation_batch_size"], math.lcm(group, per_device)
     steps, counted = 1, ""
     if size is None:

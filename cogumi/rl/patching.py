@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from cogumi.patches import PatchStatus
 from cogumi.patches import fused_head as fused_head
 from cogumi.patches import graph_break as four_bit
 from cogumi.patches import gspo_loss as gspo
 from cogumi.patches import unsloth_rl as unsloth_rl
-from cogumi.rl import findings
 
 __all__ = ["PatchReport", "PatchStatus", "patch"]
 
@@ -20,19 +19,8 @@ class PatchReport:
 
     patches: tuple[PatchStatus, ...]
 
-    @property
-    def backend(self) -> Literal["trl", "unsloth"]:
-        """Whose trainer `trl.GRPOTrainer` is."""
-        return "unsloth" if any(p.applied for p in self.patches if p.name == unsloth_rl.NAME) else "trl"
-
     def __str__(self) -> str:
         return "\n".join(f"{'patched' if p.applied else 'left alone'} {p.name}: {p.reason}" for p in self.patches)
-
-
-def watch_trainer(trainer: Any) -> None:
-    from cogumi.rl.watch import watch  # brings torch
-
-    watch(trainer)
 
 
 def patch(rl: bool = True, graph_break: str = "auto", accept: Iterable[str] | None = None) -> PatchReport:
@@ -41,14 +29,22 @@ def patch(rl: bool = True, graph_break: str = "auto", accept: Iterable[str] | No
     Call it before importing trl, transformers or peft. A second call patches nothing twice. `rl=False` changes nothing
     of TRL and reports the present state. graph_break: "auto" tries what lets bitsandbytes' 4-bit layers compile, which
     takes some seconds. "off" changes nothing. A strategy of `cogumi.patches.graph_break.STRATEGIES` is applied untried.
-    accept: names of findings (`cogumi.rl.findings.NAMES`), such as "own-objective", that this process's GSPO trainers
+    accept: names of findings (`cogumi.rl.guards.NAMES`), such as "own-objective", that this process's GSPO trainers
     let pass. A later call that names some replaces them, and None leaves them. Raises UsageError where unsloth would
     come too late, for another graph_break and for a name that is no finding.
     """
-    if accept is not None:
-        findings.accept_findings(accept)
     modules = (unsloth_rl, gspo, fused_head)  # unsloth first: it puts classes of its own on trl
     of_trl = tuple(module.apply() if rl else module.status() for module in modules)
     if rl:
         gspo.watch_trainers(watch_trainer)
+    if accept is not None:
+        from cogumi.rl.guards import accept_findings  # imports transformers, and unsloth has to be first
+
+        accept_findings(accept)
     return PatchReport((*of_trl, four_bit.apply(graph_break)))
+
+
+def watch_trainer(trainer: Any) -> None:
+    from cogumi.rl.watch import watch
+
+    watch(trainer)

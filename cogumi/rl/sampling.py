@@ -1,7 +1,7 @@
 """What a GRPO trainer's sampler does beyond TRL's: it ends at stop sequences, and reports what it sampled with.
 
-`cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. A stop sequence that is one token of its own ends it. The
-sampler searches for any other string. cogumi removes what `generate` pads behind it, because TRL would train on it.
+`cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. The sampler searches for any other string, and cogumi
+removes what `generate` pads behind it, because TRL would train on it.
 
 `cogumi.behaviour_logps: rollout`: the ratio is taken against the log-probabilities the sampler itself had, as in
 Fast-LLM. TRL takes `new.detach()`, or a second forward pass of the trainer. Its ratio then misses what the sampler
@@ -11,8 +11,8 @@ computed differently: its kernels, its dtype, older weights.
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,25 +21,21 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from cogumi.core.errors import UsageError
 from cogumi.models.completion import cut_at_stop
+from cogumi.patches import replaced
 from cogumi.patches.trl_internals import (
     GENERATE,
     GENERATE_TURN,
     TOKEN_LOGPS,
     logged_metrics,
-    methods_replaced,
     observe_rollouts,
     rollout_mode,
     wrap_method,
 )
-from cogumi.rl.findings import reword_errors, reword_for
 from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
 
 Reward = Callable[..., list[float]]
-
-
-# ------------------------------------------------------------------------------------------------------ stop sequences
 
 
 def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
@@ -76,11 +72,11 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
 
 def stop_generation_at(trainer: Any, strings: Sequence[str]) -> None:
     """Hand the tokenizer to `generate`, which searches for the strings, and take away the padding behind them."""
-    tokenizer, model = trainer.processing_class, trainer.model
+    model = trainer.model
 
     def generate_and_cut(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        generate = functools.partial(type(model).generate, model, tokenizer=tokenizer)
-        with methods_replaced(model, {"generate": generate}):
+        generate = functools.partial(type(model).generate, model, tokenizer=trainer.processing_class)
+        with replaced(model, {"generate": generate}):
             completions, *more = generate_turn(*args, **kwargs)
         return [strip_padding(trainer, ids, strings) for ids in completions], *more
 
@@ -131,33 +127,20 @@ def strip_stops(reward: Reward, stops: Sequence[str]) -> Reward:
 
 # ----------------------------------------------------------------------------------- the sampler's log-probabilities
 
-
-UNSCORED = "sampling/unscored_tokens"
-# Settings that change the distribution that is sampled from, and the values at which they do not.
-RESHAPING: dict[str, tuple[float | None, ...]] = {
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "typical_p": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "top_h": (None,),
-}
+# Settings that change the distribution that is sampled from, and the value at which they do not; nor does None, or -1.
+RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "typical_p": 1.0}
+RESHAPING |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": 0.0}
 
 
-@reword_errors
 def use_rollout_logps(trainer: Any) -> None:
     """From the next rollout on, this GRPO trainer's old log-probabilities are the sampler's own.
 
     Call it once, on a built trainer, TRL's or unsloth's. vLLM and a `rollout_func` report log-probabilities, and this
-    makes transformers' `generate` report them too. Like the trainer's new ones, they are at the sampling temperature
-    and over the whole vocabulary. So the ratio starts at 1 up to numerics. Tokens the sampler could not score get the
-    trainer's own log-probability. The metric "sampling/unscored_tokens" counts such tokens per rollout.
+    makes transformers' `generate` report them too: at the sampling temperature and over the whole vocabulary. Tokens
+    the sampler could not score get the trainer's own; the metric "sampling/unscored_tokens" counts them per rollout.
 
-    Warns of top_p, top_k, min_p and their like, with which the sampler draws from a distribution that is not scored.
-    Raises UsageError for vLLM with its importance correction, which would correct for the sampler's numerics twice.
-    Raises it too for continuous batching and beam search, where the sampler's log-probabilities are missing.
+    Raises UsageError for vLLM with its importance correction, which would correct for the sampler's numerics twice. It
+    does so, too, where the sampler reports none (continuous batching, beam search).
     """
     asked = "cogumi.behaviour_logps"
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
@@ -172,10 +155,9 @@ def use_rollout_logps(trainer: Any) -> None:
         raise UsageError(reason, key=asked, fix="remove num_beams")
     settings = {name: getattr(trainer, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     settings |= trainer.args.generation_kwargs or {}
-    if reshaped := [name for name, neutral in RESHAPING.items() if settings.get(name) not in neutral]:
+    if reshaped := [name for name, neutral in RESHAPING.items() if settings.get(name) not in (None, -1, neutral)]:
         named = ", ".join(f"{name} {settings[name]}" for name in reshaped)
-        said = f"{asked}: rollout, and the sampler is set to {named}: it draws from another distribution than is scored"
-        log.warning("%s", reword_for(trainer, said))
+        log.warning("%s: rollout, and the sampler draws from another distribution than is scored: %s", asked, named)
     if samples_here:
         record_sampled_logps(trainer)
     use_sampled_as_old(trainer)
@@ -231,8 +213,7 @@ def record_sampled_logps(trainer: Any) -> None:
     wrap_method(trainer, GENERATE_TURN, turn_with_logps)
 
 
-@contextmanager
-def record_logps(model: Any, sampled: SampledLogps) -> Iterator[None]:
+def record_logps(model: Any, sampled: SampledLogps) -> AbstractContextManager[None]:
     """While it is entered, `model.generate` runs with `sampled` among its processors."""
     generate = model.generate
 
@@ -242,8 +223,7 @@ def record_logps(model: Any, sampled: SampledLogps) -> Iterator[None]:
         sampled.score_drawn(sequences)
         return sequences
 
-    with methods_replaced(model, {"generate": generate_recorded}):
-        yield
+    return replaced(model, {"generate": generate_recorded})
 
 
 def use_sampled_as_old(trainer: Any) -> None:
@@ -259,13 +239,12 @@ def use_sampled_as_old(trainer: Any) -> None:
         sampled = batch.get("sampling_per_token_logps")
         if sampled is None:
             missing = "cogumi.behaviour_logps: rollout, and the rollout came without log-probabilities"
-            fix = 'let the rollout_func return them under "logprobs", one list per completion'
-            raise UsageError(reword_for(trainer, f"{missing}; {fix}"))
+            raise UsageError(missing, fix='let the rollout_func return them under "logprobs", one list per completion')
         unscored = ~torch.isfinite(sampled)
         counted = unscored & (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         # Gathered, so that the processes agree on whether there is a forward pass: under FSDP it needs all of them.
         total = int(trainer.accelerator.gather(counted.sum()).sum())
-        logged_metrics(trainer, mode)[UNSCORED].append(total)
+        logged_metrics(trainer, mode)["sampling/unscored_tokens"].append(total)
         if backend == "unsloth":
             # unsloth packs rows to the left before its loss; only what it knows as sampled is packed with them. It
             # gives unscored tokens the new log-probability itself.
@@ -287,9 +266,7 @@ def compute_trainer_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Ten
     if (computed := batch.get("old_per_token_logps")) is not None:
         return computed
     args, score = trainer.args, getattr(trainer, TOKEN_LOGPS)
-    images = inspect.signature(
-        getattr(type(trainer), TOKEN_LOGPS)
-    ).parameters  # under the names of the rollout's entries
+    images = inspect.signature(getattr(type(trainer), TOKEN_LOGPS)).parameters  # named as the rollout's entries
     with torch.no_grad():
         result = score(
             trainer.model,

@@ -1,16 +1,16 @@
 """Watches a GRPO trainer: checks it before the first rollout, measures every step, proves the loss in the first ones.
 
-`watch(trainer)` is what a run does, and what `cogumi.patch()` does for every trainer whose config says
-`loss_type="gspo"`. It changes only two things about the training. It forms GSPO-token's ratio, which no TRL setting
-expresses. It gives prompts and completions to a reward function in the shape that its annotations name.
+A run does so, and `cogumi.patch()` for every trainer whose config says `loss_type="gspo"`. It changes two things about
+the training. It forms GSPO-token's ratio, which no TRL setting expresses. It gives prompts and completions to a reward
+function in the shape that its annotations name.
 """
 
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,7 @@ from cogumi.core.run_directory import write_json
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import INNER_LOSS, logged_metrics, observe_rollouts, rollout_position
 from cogumi.rewards.named_rewards import as_annotated
-from cogumi.rl.findings import (
-    OWN_OBJECTIVE,
-    accepted_findings,
-    format_accept_call,
-    is_run_trainer,
-    reword_for,
-    validate_names,
-)
-from cogumi.rl.guards import guard_trainer
+from cogumi.rl.guards import OWN_OBJECTIVE, accepted_by, format_accept_call, guard_trainer, is_run_trainer
 from cogumi.rl.loss_capture import (
     Backend,
     LossInputs,
@@ -45,16 +37,15 @@ from cogumi.rl.sampling import uses_rollout_logps
 log = logging.getLogger("cogumi")
 RECORD = "loss.json"
 PREFIX = "policy/"
+NOT_THE_USERS = ("trl.", "transformers.", "unsloth", "cogumi.")
 EXTREMES = (f"{PREFIX}max_", f"{PREFIX}min_")
-ASSERTED = ("loss_type", "importance_sampling_level", "delta", "beta")
 
 
-def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] | None = None) -> "LossWatch":
+def watch(trainer: Any, record: str | Path | None = None) -> "LossWatch":
     """Guard, measure and prove a `trl.GRPOTrainer`; watching it twice is watching it once.
 
-    `record` is where the description of the loss that ran goes (`loss.json` in the trainer's output directory). The
-    guards speak when training begins, or when `.guard()` is called: UsageError names every setting with which the run
-    would not be what it says. `accept`: findings that pass in this trainer; by default what `cogumi.patch` was told.
+    `record`: where the description of the loss that ran goes, by default `loss.json` in the trainer's output directory.
+    The guards raise UsageError when training begins, or when `.guard()` is called.
     """
     watching = next((each for each in trainer.callback_handler.callbacks if isinstance(each, LossWatch)), None)
     if watching is None:
@@ -62,14 +53,7 @@ def watch(trainer: Any, record: str | Path | None = None, accept: Iterable[str] 
         trainer.add_callback(watching)
     if record is not None:
         watching.record = Path(record)
-    if accept is not None:
-        watching.accept = validate_names(accept)
     return watching
-
-
-def is_library_code(function: Any) -> bool:
-    """Whether TRL, transformers or unsloth (whose trainers are in modules named after them) wrote a loss."""
-    return function.__module__.lower().startswith(("trl.", "transformers.", "unsloth"))
 
 
 class LossWatch(TrainerCallback):
@@ -77,7 +61,6 @@ class LossWatch(TrainerCallback):
 
     def __init__(self, trainer: Any, record: Path) -> None:
         self.trainer, self.record = trainer, record
-        self.accept: frozenset[str] | None = None
         name = loss_name(trainer.args)
         self.token_ratio = name in PRESETS and PRESETS[name].token_ratio
         self.metrics = PolicyMetrics()
@@ -88,25 +71,18 @@ class LossWatch(TrainerCallback):
         self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.compute_watched_loss
         observe_rollouts(trainer, self.on_rollout)
 
-    @property
-    def accepted(self) -> frozenset[str]:
-        """Names of findings that pass: a run from YAML accepts none."""
-        if is_run_trainer(self.trainer):
-            return frozenset()
-        return accepted_findings() if self.accept is None else self.accept
-
     def guard(self) -> None:
         """Refuse, or warn about, what the settings would make of the run; once, unless it was refused."""
         if self.guarded:
             return
         backend = backend_of(self.trainer)
         if self.token_ratio and backend == "unsloth":
-            refusal = ("train.loss_type gspo-token: unsloth's loss cannot form its ratio; set train.loss_type: gspo, which "
-                       "is the same where advantages do not vary along a completion")  # fmt: skip
-            raise UsageError(reword_for(self.trainer, refusal))
-        behaviour_logps: Literal["trainer", "rollout"] = "rollout" if uses_rollout_logps(self.trainer) else "trainer"
-        accepted = self.accepted
-        for warning in guard_trainer(self.trainer, backend=backend, behaviour_logps=behaviour_logps, accepted=accepted):
+            raise UsageError(
+                "train.loss_type gspo-token: unsloth's loss cannot form its ratio",
+                fix="set train.loss_type: gspo, which is the same where advantages do not vary along a completion",
+            )
+        sampler, accepted = uses_rollout_logps(self.trainer), accepted_by(self.trainer)
+        for warning in guard_trainer(self.trainer, backend=backend, rollout_logps=sampler, accepted=accepted):
             log.warning("%s", warning)
         written = self.written(backend)
         if OWN_OBJECTIVE in accepted:
@@ -117,7 +93,7 @@ class LossWatch(TrainerCallback):
         else:
             args = self.trainer.args
             high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-            asked = {name: getattr(args, name) for name in ASSERTED}
+            asked = {name: getattr(args, name) for name in ("loss_type", "importance_sampling_level", "delta", "beta")}
             asked |= {"epsilon_low": args.epsilon, "epsilon_high": high}
             self.proof = LossCheck(asked, self.token_ratio, list_unchecked_terms(self.trainer), written=written)
         self.guarded = True
@@ -128,11 +104,12 @@ class LossWatch(TrainerCallback):
         candidates = [self.trainer.compute_loss, self.compute_loss, inner]  # the first may be set over the watch's own
         for each in candidates:
             function = inspect.unwrap(getattr(each, "__func__", each)) if each is not None else None
-            if function is None or is_library_code(function) or function.__module__.startswith("cogumi."):
+            # unsloth's trainers are in modules that are named after them.
+            if function is None or function.__module__.lower().startswith(NOT_THE_USERS):
                 continue
             if each is not inner or backend == "trl":
                 return function
-            if OWN_OBJECTIVE in self.accepted:
+            if OWN_OBJECTIVE in accepted_by(self.trainer):
                 fix = "override compute_loss instead"
                 raise UsageError("unsloth never calls _compute_loss", place=function.__qualname__, fix=fix)
         return None
@@ -179,7 +156,7 @@ class LossWatch(TrainerCallback):
                 self.guarded = False  # a training that is begun again is checked again
                 if is_run_trainer(self.trainer):
                     raise
-                own = format_accept_call(OWN_OBJECTIVE, self.accepted)
+                own = format_accept_call(OWN_OBJECTIVE, accepted_by(self.trainer))
                 raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {own}") from None
             on_policy = self.rollout_step == self.trainer.state.global_step
             if self.proof.step == 1 and on_policy and found.get("ratio_outside_clip", 0.0) > 0:
@@ -193,7 +170,7 @@ class LossWatch(TrainerCallback):
             if self.trainer.accelerator.is_main_process:
                 self.record.parent.mkdir(parents=True, exist_ok=True)
                 asked = {"loss": loss_name(self.trainer.args), "backend": backend_of(self.trainer)}
-                write_json(self.record, asked | {"accepted": sorted(self.accepted)} | found)
+                write_json(self.record, asked | {"accepted": sorted(accepted_by(self.trainer))} | found)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         logged = logged_metrics(self.trainer, "train")

@@ -1,0 +1,167 @@
+"""Which LoRA a run trains: the defaults, DoRA and rsLoRA, NEFTune beside it, and what is no LoRA."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden import Golden
+from peft import LoraConfig
+from qlora_runs import watch_trainers
+from transformers import TrainerCallback
+
+import cogumi
+from cogumi.config.schema import load_config
+from cogumi.core.run_directory import read_json
+from cogumi.models.adapters import lora_config
+from cogumi.training import run as training_run
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
+    return {
+        "model": {"name": str(tiny_model)},
+        "data": {"source": str(code_parquet), "max_rows": 32, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        "train": {
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+        },
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "compile": "off"},
+    }
+
+
+@pytest.fixture
+def gspo(sft: Config) -> Config:
+    train = {
+        "max_steps": 2,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+    }
+    ours = {"method": "gspo", "rewards": ["edit_similarity", "parses"]}
+    return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
+
+
+# ------------------------------------------------------------------------------------------------------------ defaults
+
+
+def test_the_default_is_rank_16_on_every_linear_layer(sft: Config) -> None:
+    assert load_config(sft).lora == {}
+    config = lora_config({})
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.target_modules) == (16, 32, 0.0, "all-linear")
+
+
+@pytest.mark.parametrize(("key", "value"), [("lora_preset", "rl"), ("loraplus_lr_ratio", 16)])
+def test_keys_that_were_dropped_name_those_of_peft(key: str, value: Any, sft: Config, golden: Golden) -> None:
+    with golden.raises("models", key=f"cogumi.{key}", fix="lora.r, lora.lora_alpha"):
+        load_config(sft, **{f"cogumi__{key}": value})
+
+
+# --------------------------------------------------------------------------------------------------------- kinds of LoRA
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "scale"),
+    [
+        pytest.param(
+            method, overrides, scale, id=f"{method}-{kind}", marks=[pytest.mark.sweep] if kind != "both" else []
+        )
+        for method in ("sft", "gspo")
+        for kind, overrides, scale in [
+            ("dora", {"lora__r": 4, "lora__use_dora": True}, 8.0),
+            ("rslora", {"lora__r": 64, "lora__lora_alpha": 16, "lora__use_rslora": True}, 2.0),
+            ("both", {"lora__r": 4, "lora__lora_alpha": 8, "lora__use_dora": True, "lora__use_rslora": True}, 4.0),
+        ]
+    ],
+)
+def test_its_kinds_are_trained_and_merged(
+    method: str, overrides: Config, scale: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's own checks hold the merge to the live adapter's logits and every element to what rounding allows."""
+    trainers = watch_trainers(monkeypatch)
+    result = cogumi.train(request.getfixturevalue(method), **overrides)
+    assert result.passed, str(result.verdict)
+    config = read_json(result.adapter / "adapter_config.json")
+    wanted = load_config(request.getfixturevalue(method), **overrides).lora
+    assert {key: config[key] for key in wanted} == wanted
+    layers = [module for module in trainers[0].model.modules() if hasattr(module, "lora_A")]
+    assert len(layers) == 2 * 7
+    assert {layer.scaling["default"] for layer in layers} == {scale}
+    magnitudes = [p for name, p in trainers[0].model.named_parameters() if "magnitude" in name and p.requires_grad]
+    assert len(magnitudes) == (14 if "lora__use_dora" in overrides else 0)
+
+
+class Embedded(TrainerCallback):
+    """What the input embeddings return while a model trains and while it is evaluated."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.off: list[float] = []
+        embeddings = trainer.model.get_input_embeddings()
+        tokens = torch.arange(32).view(2, 16)
+
+        def look(*_: Any, **__: Any) -> None:
+            with torch.no_grad():
+                self.off.append((embeddings(tokens) - embeddings.weight[tokens]).abs().max().item())
+
+        self.on_pre_optimizer_step = self.on_evaluate = look  # type: ignore[method-assign, assignment]
+
+
+def test_neftune_adds_its_noise_to_a_lora_run_and_takes_it_off(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """alpha / sqrt(tokens x width), uniform (arXiv:2310.05914); none in evaluation, none in what is saved and merged."""
+    seen: list[Embedded] = []
+    fit = training_run.fit
+
+    def watched(run: Any, trainer: Any, *rest: Any) -> Any:
+        seen.append(Embedded(trainer))
+        trainer.add_callback(seen[-1])
+        return fit(run, trainer, *rest)
+
+    monkeypatch.setattr(training_run, "fit", watched)
+    trainers = watch_trainers(monkeypatch)
+    sft["data"]["eval_rows"] = 4
+    result = cogumi.train(sft, train__neftune_noise_alpha=5.0, lora__r=4)
+    assert result.passed, str(result.verdict)
+    before, *steps, after = seen[0].off
+    bound = 5.0 / (16 * 64) ** 0.5
+    assert all(bound * 0.9 < noise <= bound * 1.01 for noise in steps)
+    assert len(steps) == 3
+    assert (before, after) == (0, 0)
+    embeddings = trainers[0].model.get_input_embeddings()
+    assert not embeddings._forward_hooks
+    plain = cogumi.train(sft, lora__r=4, cogumi__run_dir=f"{result.run_dir}-plain", cogumi__merge=False)
+    assert seen[1].off == [0] * 5
+    assert plain.series("loss") != result.series("loss")
+
+
+# -------------------------------------------------------------------------------------------------------- what is no LoRA
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "FOO"),
+        ("peft_type", "IA3"),
+        ("task_type", "SEQ_CLS"),
+        ("inference_mode", True),
+        ("base_model_name_or_path", "someone/else"),
+        ("revision", "main"),
+        ("peft_version", "0.1"),
+        ("init_lora_weights", "eva"),
+        ("init_lora_weights", "corda"),
+    ],
+)
+def test_what_makes_it_no_lora_or_has_no_effect_is_refused(key: str, value: Any, sft: Config, golden: Golden) -> None:
+    with golden.raises("models", fix="drop it") as caught:
+        load_config(sft, **{f"lora__{key}": value})
+    assert f"lora.{key}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert key in LoraConfig.__dataclass_fields__
