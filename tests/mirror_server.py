@@ -250,7 +250,8 @@ class Answering(BaseHTTPRequestHandler):
         self.reply(200, {"url": f"{hub.url}/{name}"})
 
     def about_a_repository(self, hub: Hub, path: str, body: bytes) -> None:
-        found = re.fullmatch(r"(?:/api/models)?/([^/]+/[^/]+?)(?:\.git)?/(auth-check/write|info/lfs|[^/]+)/?(.*)", path)
+        inside = r"([^/]+/[^/]+?)(?:\.git)?(?:/(auth-check/write|info/lfs|[^/]+)/?(.*))?"
+        found = re.fullmatch(f"(?:/api/models)?/(?!api/models/){inside}", path)
         name, what, rest = found.groups() if found is not None else ("", "", "")
         if name not in hub.repositories:
             self.reply(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
@@ -258,6 +259,8 @@ class Answering(BaseHTTPRequestHandler):
         commits = hub.repositories[name]
         if what == "auth-check/write":
             self.reply(200 if hub.writable else 403, {})
+        elif what == "revision" or not what:
+            self.reply(200, {"id": name, "sha": f"{len(commits) - 1:040x}", "siblings": []})
         elif what == "preupload":
             modes = [
                 {"path": each["path"], "uploadMode": "lfs" if large(each["path"]) else "regular", "shouldIgnore": False}
@@ -279,8 +282,10 @@ class Answering(BaseHTTPRequestHandler):
             self.reply(status, entries if status == 200 else {"error": "no"}, {"X-Error-Code": "EntryNotFound"})
         elif what == "paths-info":
             wanted = parse_qs(body.decode())["paths"]
-            files = commits[int(rest, 16)]
-            self.reply(200, [described(file, files[file]) for file in wanted if file in files])
+            files = commits[-1 if rest == "main" else int(rest, 16)]
+            folders = [each for each in wanted if any(file.startswith(f"{each}/") for file in files)]
+            entries = [{"type": "directory", "path": each, "oid": blob_id(b"")} for each in folders]
+            self.reply(200, [*entries, *(described(file, files[file]) for file in wanted if file in files)])
         elif what == "resolve":
             revision, _, file = rest.partition("/")
             self.resolve(commits, revision, file)

@@ -1,17 +1,15 @@
-"""The watchdog on real trainers that really hang, in Python, in C and in a DataLoader's worker, and on some that only wait."""
+"""The watchdog on real trainers that really hang, in Python and in a DataLoader's worker, and on some that only wait."""
 
-import ctypes
-import faulthandler
 import fcntl
 import logging
 import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -122,17 +120,15 @@ def test_a_hang_in_python_is_written_with_its_stacks(
 ) -> None:
     def waits_for_an_event() -> None:
         wait_for(" the training hangs: ", run_log)
-        wait_for("Process ", run_log)
 
-    watchdog = Watchdog(run_log, 5, "continue", floor=0.5)
+    watchdog = Watchdog(run_log, "continue", floor=0.5)
     hang = Hang(watchdog, waits_for_an_event)
     train(watchdog, tmp_path, hang)
     text = run_log.read_text()
     assert text.startswith("what was there before\n")
-    assert re.search(rf"no sign of life for [\d.]+ s after step {hang.hung_after}, and [\d.]+ s is the limit", text)
+    assert re.search(rf"no sign of life after step {hang.hung_after} for more than [\d.]+ s; its stacks:\n", text)
     assert "in waits_for_an_event" in text
     assert "in _inner_training_loop" in text
-    assert f"Process {os.getpid()} (" in text
     (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == module.__name__]
     assert f"after step {hang.hung_after}" in said
     assert str(run_log) in said
@@ -145,12 +141,12 @@ def test_a_call_of_the_system_that_waits_is_named(run_log: Path, tmp_path: Path)
         os.read(reading, 1)
 
     def write_once_it_was_said() -> None:
-        wait_for("Process ", run_log)
+        wait_for("the training hangs", run_log)
         os.write(writing, b"x")
 
     helper = threading.Thread(target=write_once_it_was_said)
     helper.start()
-    watchdog = Watchdog(run_log, 5, "continue", floor=0.5)
+    watchdog = Watchdog(run_log, "continue", floor=0.5)
     train(watchdog, tmp_path, data=Rows(reads_a_pipe, before=20), max_steps=25)
     helper.join()
     os.close(reading)
@@ -159,59 +155,28 @@ def test_a_call_of_the_system_that_waits_is_named(run_log: Path, tmp_path: Path)
     assert "in __getitem__" in run_log.read_text()
 
 
-def test_a_hang_in_a_worker_names_the_worker(run_log: Path, tmp_path: Path) -> None:
-    watchdog = Watchdog(run_log, 5, "continue", floor=0.5)
-    pids = tmp_path / "pids"
-
-    def in_the_worker() -> None:
-        pids.write_text(str(os.getpid()))
-        wait_for("Process ", run_log, times=2)
-
-    data = Rows(in_the_worker, before=20)
+def test_a_hang_in_a_worker_is_written_where_the_training_waits_for_it(run_log: Path, tmp_path: Path) -> None:
+    watchdog = Watchdog(run_log, "continue", floor=0.5)
+    data = Rows(lambda: wait_for("the training hangs", run_log), before=20)
     train(watchdog, tmp_path, data=data, dataloader_num_workers=1, max_steps=25)
-    text = run_log.read_text()
-    assert int(pids.read_text()) != os.getpid()
-    assert f"Process {pids.read_text()} (" in text
-    assert "torch/utils/data/dataloader.py" in text  # where the training waits for it
+    assert "torch/utils/data/dataloader.py" in run_log.read_text()
 
 
-def test_c_code_that_holds_the_interpreter_lock_is_named_too(
-    run_log: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    reading, writing = os.pipe()
-
-    def holds_the_lock() -> None:
-        # No Python runs here until another process writes: when the log has the stacks, or half a minute later.
-        until = f'i=0; until grep -q Timeout "{run_log}" || [ $i -ge 300 ]; do sleep 0.1; i=$((i+1)); done; echo'
-        other = subprocess.Popen(["sh", "-c", until], stdout=writing)
-        ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
-        other.wait()
-
-    watchdog = Watchdog(run_log, 5, "continue", floor=1.0)
-    # Once the lock is free again the watcher looks: it must not take what was behind it for a hang.
-    train(watchdog, tmp_path, Hang(watchdog, holds_the_lock, more=3))
-    os.close(reading)
-    os.close(writing)
-    text = run_log.read_text()
-    assert "Timeout (0:00:0" in text
-    assert "in holds_the_lock" in text
-    assert "the training hangs" not in text
-
-
-def test_it_is_said_again_when_the_silence_has_doubled(run_log: Path, caplog: pytest.LogCaptureFixture) -> None:
-    watchdog = Watchdog(run_log, 5, "continue", floor=0.2)
+def test_it_is_said_once_a_silence(run_log: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watchdog = Watchdog(run_log, "continue", floor=0.2)
     with watchdog.watching():
         begin(watchdog)
         limit = watchdog.limit
-        for times in 1, 2, 3:
-            wait_for("the training hangs", run_log, times)
-            assert watchdog.now() - watchdog.last_sign > limit * 2 ** (times - 1)
+        wait_for("the training hangs", run_log)
+        time.sleep(2 * limit)
         watchdog.alive()
         began = time.monotonic()
         while "continues" not in caplog.text:
             assert time.monotonic() - began < DEADLINE
             time.sleep(0.01)
-        assert watchdog.limit > 3 * 3 * limit  # what went on by itself after that long is no hang the next time
+        assert run_log.read_text().count("the training hangs") == 1
+        assert watchdog.limit > 3 * 2 * limit  # what went on by itself after that long is no hang the next time
+        wait_for("the training hangs", run_log, 2)
 
 
 def begin(watchdog: Watchdog) -> None:
@@ -227,10 +192,10 @@ def test_before_the_first_steps_a_silence_is_said_and_nothing_is_stopped(run_log
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
-        watchdog = Watchdog(run_log, 5, "stop", floor=0.1)
+        watchdog = Watchdog(run_log, "stop", floor=0.1)
         with watchdog.watching():
             assert watchdog.limit == pytest.approx(0.1 * FIRST_TIMES_FLOOR)
-            wait_for("Process ", run_log, times=2)
+            wait_for("the training hangs", run_log)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert "before the first step was done" in run_log.read_text()
@@ -238,11 +203,11 @@ def test_before_the_first_steps_a_silence_is_said_and_nothing_is_stopped(run_log
 
 
 def test_stacks_go_to_standard_error_when_the_disk_is_full(capfd: pytest.CaptureFixture[str]) -> None:
-    watchdog = Watchdog("/dev/full", 5, "continue", floor=0.1)
+    watchdog = Watchdog("/dev/full", "continue", floor=0.1)
 
     def stands_still() -> str:
         began, text = time.monotonic(), ""
-        while "Process " not in text and time.monotonic() - began < DEADLINE:
+        while "in stands_still" not in text and time.monotonic() - began < DEADLINE:
             time.sleep(0.01)
             text += capfd.readouterr().err
         return text
@@ -258,7 +223,7 @@ def test_stacks_go_to_standard_error_when_the_disk_is_full(capfd: pytest.Capture
 
 def test_a_long_step_among_short_ones_is_none(run_log: Path, tmp_path: Path) -> None:
     # As GRPO: every fourth step generates. By the floor and the median alone, 1 s would be the limit.
-    watchdog = Watchdog(run_log, 5, "continue", floor=1.0)
+    watchdog = Watchdog(run_log, "continue", floor=1.0)
     generates = Steps(lambda step: time.sleep(1.6 if step % (ENOUGH_STEPS + 1) == 0 else 0.01))
     train(watchdog, tmp_path, generates, max_steps=ENOUGH_STEPS + 2)
     assert watchdog.armed
@@ -271,14 +236,14 @@ def test_a_long_evaluation_is_none(run_log: Path, tmp_path: Path) -> None:
         def on_prediction_step(self, *_: Any, **__: Any) -> None:
             time.sleep(0.3)
 
-    watchdog = Watchdog(run_log, 5, "continue", floor=1.5)
+    watchdog = Watchdog(run_log, "continue", floor=1.5)
     evaluation = {"eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 1}
     train(watchdog, tmp_path, Slow(), max_steps=5, **evaluation)
     assert run_log.read_text() == "what was there before\n"
 
 
 def test_an_excused_wait_is_none_and_what_follows_is_watched(run_log: Path) -> None:
-    watchdog = Watchdog(run_log, 5, "continue", floor=0.3)
+    watchdog = Watchdog(run_log, "continue", floor=0.3)
     with watchdog.watching():
         begin(watchdog)
         limit = watchdog.limit
@@ -286,14 +251,14 @@ def test_an_excused_wait_is_none_and_what_follows_is_watched(run_log: Path) -> N
             time.sleep(3 * limit)
         watchdog.note_step(1)
         assert run_log.read_text() == "what was there before\n"
-        wait_for("Process ", run_log)
+        wait_for("the training hangs", run_log)
         assert watchdog.longest < 3 * limit  # the wait is no measure either
 
 
 def test_steps_that_take_long_raise_the_limit(run_log: Path) -> None:
-    watchdog = Watchdog(run_log, 7, "continue", floor=0.1)
-    watchdog.steps.extend([2.0] * ENOUGH_STEPS + [50.0])
-    assert watchdog.limit == 14.0
+    watchdog = Watchdog(run_log, "continue", floor=0.1)
+    watchdog.steps.extend([0.5] * ENOUGH_STEPS + [50.0])
+    assert watchdog.limit == 10.0
     watchdog.longest = 6.0
     assert watchdog.limit == 18.0
 
@@ -398,7 +363,7 @@ def hangs_and_cannot_say(connection: Connection, directory: Path) -> None:
     module.WRITING_SECONDS = 0.1
     signal.signal(signal.SIGTERM, lambda number, frame: connection.send("asked"))
     logging.getLogger().addHandler(logging.FileHandler(directory / "run.log"))
-    watchdog = Watchdog(directory / "run.log", 5, "stop", floor=0.3)
+    watchdog = Watchdog(directory / "run.log", "stop", floor=0.3)
     with watchdog.watching():
         begin(watchdog)
         connection.send("hangs")
@@ -427,7 +392,7 @@ def waits_while_stopped(connection: Connection, directory: Path) -> None:
         assert connection.recv() == "go on"
 
     logging.basicConfig(filename=directory / "logged", level=logging.INFO)
-    watchdog = Watchdog(directory / "run.log", 5, "stop", floor=2.0)
+    watchdog = Watchdog(directory / "run.log", "stop", floor=2.0)
     train(watchdog, directory, Hang(watchdog, asks, more=3))
     connection.send(watchdog.longest)
 
@@ -439,10 +404,8 @@ def test_a_process_that_is_stopped_and_continued_does_not_hang(server: Any, tmp_
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(2 * limit)  # the fault itself, not a wait for something
     os.kill(process.pid, signal.SIGCONT)
-    logged, began = tmp_path / "logged", time.monotonic()
-    while not any(said in logged.read_text() for said in ("nothing ran for", "the training hangs")):
-        assert time.monotonic() - began < DEADLINE
-        time.sleep(0.01)
+    time.sleep(0.5)  # for the watch to look, which it does each tenth of a second
+    logged = tmp_path / "logged"
     connection.send("go on")
     longest = connection.recv()
     process.join(DEADLINE)
@@ -459,61 +422,23 @@ def watchers() -> list[str]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_threads_and_timers_are_gone_afterwards(fails: bool, run_log: Path, tmp_path: Path) -> None:
-    timers: list[Any] = []
-
+def test_the_thread_is_gone_afterwards(fails: bool, run_log: Path, tmp_path: Path) -> None:
     def looks() -> None:
         assert watchers() == ["cogumi-watchdog"]
-        timers.append(module.timer)
         if fails:
             raise RuntimeError("the machine is gone")
 
-    watchdog = Watchdog(run_log, 5, "continue", floor=5.0)
-    if fails:
-        with pytest.raises(RuntimeError, match="gone"):
-            train(watchdog, tmp_path, Hang(watchdog, looks))
-    else:
+    watchdog = Watchdog(run_log, "continue", floor=5.0)
+    with pytest.raises(RuntimeError, match="gone") if fails else nullcontext():
         train(watchdog, tmp_path, Hang(watchdog, looks))
     assert watchers() == []
-    assert len(timers) == 1
-    assert timers[0] is not None
-    assert module.timer is None
     assert run_log.read_text() == "what was there before\n"
-
-
-def test_a_forked_child_is_not_kept_by_the_timer(run_log: Path) -> None:
-    watchdog = Watchdog(run_log, 5, "continue", floor=100.0)
-    with watchdog.watching():
-        began = time.monotonic()
-        while module.timer is None:
-            assert time.monotonic() - began < DEADLINE
-            time.sleep(0.001)
-        child = os.fork()
-        if child == 0:
-            faulthandler.cancel_dump_traceback_later()  # as the interpreter does when it ends
-            os._exit(7)
-        status, began = 0, time.monotonic()
-        while status == 0 and time.monotonic() - began < 30:
-            _, status = os.waitpid(child, os.WNOHANG)
-        if status == 0:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
-
-
-def test_a_log_in_which_nothing_was_written_does_not_stay(tmp_path: Path) -> None:
-    with Watchdog(tmp_path / "run.log", 5, "continue").watching():
-        assert (tmp_path / "run.log").exists()
-    assert not (tmp_path / "run.log").exists()
 
 
 def test_the_callback_leaves_saves_beside_the_steps() -> None:
     assert Pulse.on_save is TrainerCallback.on_save
 
 
-@pytest.mark.parametrize(
-    ("times", "policy", "word"), [(5, "pause", "'pause'"), (1, "stop", "1 times"), (float("nan"), "stop", "nan times")]
-)
-def test_settings_that_are_none_are_refused(times: float, policy: str, word: str, run_log: Path) -> None:
-    with pytest.raises(UsageError, match=word):
-        Watchdog(run_log, times, policy)
+def test_a_policy_that_is_none_is_refused(run_log: Path) -> None:
+    with pytest.raises(UsageError, match="'pause'"):
+        Watchdog(run_log, "pause")

@@ -426,7 +426,8 @@ def test_training_goes_on_where_the_disk_does_not_answer(mount: Mount, caplog: p
     assert watch.monitor is not None
     assert watch.monitor.level == "unknown"
     assert caplog.text.count("does not answer") == 1
-    assert ["disk/free_gb" in row for row in reporter.rows if "loss" in row] == [True] * 3 + [False] * 3
+    name = f"disk/{str(disk).strip('/')}/free_gb"
+    assert [name in row for row in reporter.rows if "loss" in row] == [True] * 3 + [False] * 3
 
 
 def test_an_interval_is_kept_between_looks(tmp_path: Path) -> None:

@@ -25,20 +25,20 @@ from transformers import (
 )
 
 import cogumi
-from cogumi.checkpoints.disk_forecast import (
+from cogumi.checkpoints.manifest import MANIFEST_NAME, write_manifest
+from cogumi.checkpoints.retention import list_checkpoints
+from cogumi.core.disk_space import Need, group_needs
+from cogumi.disk import disk_bytes
+from cogumi.forecast.disk_forecast import (
     CHECKPOINTS,
-    ENTRIES,
-    ExistingCheckpoints,
-    Outlook,
+    DiskForecast,
     checkpoint_bytes,
-    compose_outlook,
+    checkpoints_need,
     count_saves,
+    forecast_trainer,
     merged_bytes,
-    outlook,
+    saving_trainer,
 )
-from cogumi.checkpoints.manifest import write_manifest
-from cogumi.core.disk_space import Need
-from cogumi.forecast.disk_lines import saving_trainer
 from cogumi.models.adapters import keep_float32
 
 SIZE = 1_000_000
@@ -51,13 +51,20 @@ SHAPE = {
 }
 
 
-def planned_run(directory: Path, **changes: Any) -> Outlook:
-    """The outlook of a run with checkpoints of a megabyte, two of them kept, ten to come."""
-    values: dict[str, Any] = {
-        "each": SIZE, "keep": 2, "staying": 2, "reserve": SIZE, "saves": 10,
-        "found": ExistingCheckpoints.below(directory), "needs": [],
-    }  # fmt: skip
-    return compose_outlook(**(values | changes))
+def planned_run(
+    directory: Path, keep: int = 2, staying: int = 2, reserve: int = SIZE, saves: int | None = 10, needs: Any = ()
+) -> DiskForecast:
+    """The forecast of a run with checkpoints of a megabyte, two of them kept, ten to come."""
+    need, held = checkpoints_need(directory, committed(directory), SIZE, staying, saves, reserve)
+    return DiskForecast(SIZE, keep, held, saves, tuple(group_needs([need, *needs])))
+
+
+def committed(directory: Path) -> list[Path]:
+    return [path for path in list_checkpoints(directory) if (path / MANIFEST_NAME).is_file()]
+
+
+def bytes_there(directory: Path) -> int:
+    return sum(map(disk_bytes, committed(directory)))
 
 
 def checkpoint(directory: Path, step: int, size: int = SIZE, manifest: bool = True, **state: Any) -> Path:
@@ -93,8 +100,6 @@ def disk(tmp_path: Path) -> Iterator[Any]:
         ({"saves": 1}, 1, 2, 1),
         ({"saves": 1, "reserve": 0}, 1, 1, 1),
         ({"saves": 0}, 0, 0, 0),
-        ({"keep": None, "staying": None}, 10, 11, 10),
-        ({"keep": None, "staying": None, "saves": None}, 1, 2, 1),
     ],
 )
 def test_what_the_checkpoints_take(changes: dict[str, Any], held: int, training: int, end: int, tmp_path: Path) -> None:
@@ -102,7 +107,6 @@ def test_what_the_checkpoints_take(changes: dict[str, Any], held: int, training:
     (one,) = found.disks
     assert (found.held, one.training, one.end) == (held, training * SIZE, end * SIZE)
     assert one.wanted == max(training, end) * SIZE
-    assert one.entries == held * ENTRIES
     assert found.fits
 
 
@@ -127,96 +131,70 @@ def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
     first, second = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     checkpoint(tmp_path, 3, manifest=False)  # somebody else's: it stays, and counts for nobody
     taken = 2 * SIZE + 2 * 3 * 4096 + 2 * 4096  # with the blocks at the ends of their files
-    there = ExistingCheckpoints.below(tmp_path)
-    assert there.ours == (second, first)
-    assert there.bytes == pytest.approx(taken, abs=6 * 4096)
+    there = bytes_there(tmp_path)
+    assert there == pytest.approx(taken, abs=6 * 4096)
+    assert committed(tmp_path) == [second, first]
     found = planned_run(tmp_path)
     assert found.held == 3
-    assert found.disks[0].training == 4 * SIZE - there.bytes
+    assert found.disks[0].training == 4 * SIZE - there
     assert found.disks[0].end == 0
-    assert found.disks[0].entries == ENTRIES
-    (first / "KEEP").touch()
-    assert ExistingCheckpoints.below(tmp_path).pinned == 1
     with (tmp_path / ".cogumi-ballast").open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, SIZE)
-    reserve = ExistingCheckpoints.below(tmp_path).bytes - there.bytes
-    assert reserve == pytest.approx(SIZE, abs=4096)
+    assert planned_run(tmp_path).disks[0].training == pytest.approx(3 * SIZE - there, abs=4096)
     (tmp_path / ".cogumi-saving").mkdir()
     (tmp_path / ".cogumi-saving" / "half").write_bytes(bytes(SIZE // 2))
-    staged = ExistingCheckpoints.below(tmp_path).bytes - there.bytes - reserve
-    assert staged == pytest.approx(SIZE // 2, abs=3 * 4096)
-    assert planned_run(tmp_path).disks[0].training == 4 * SIZE - ExistingCheckpoints.below(tmp_path).bytes
+    assert planned_run(tmp_path).disks[0].training == pytest.approx(2.5 * SIZE - there, abs=4 * 4096)
 
 
 def test_two_paths_on_one_disk_share_its_space(disk: Any, tmp_path: Path) -> None:
     one, other = disk(10), disk(10)
-    results = [Need("adapter", one / "adapter", 0, SIZE, 5), Need("merged model", one / "a/b/merged", 0, 7 * SIZE, 9)]
+    results = [Need("adapter", one / "adapter", 0, SIZE), Need("merged model", one / "a/b/merged", 0, 7 * SIZE)]
     found = planned_run(one / "checkpoints", needs=results)
-    assert [(each.wanted, each.entries) for each in found.disks] == [(10 * SIZE, 3 * ENTRIES + 14)]  # at the end
-    apart = [results[0], Need("merged model", other / "merged", 0, 7 * SIZE, 9)]
+    assert [each.wanted for each in found.disks] == [10 * SIZE]  # at the end
+    apart = [results[0], Need("merged model", other / "merged", 0, 7 * SIZE)]
     found = planned_run(one / "checkpoints", needs=apart)
     assert [(each.filesystem.mount, each.wanted) for each in found.disks] == [
         (str(one), 4 * SIZE),
         (str(other), 7 * SIZE),
     ]
     (tmp_path / "link").symlink_to(other)
-    assert len(planned_run(one, needs=[Need("adapter", tmp_path / "link" / "adapter", 0, 1, 1)]).disks) == 2
+    assert len(planned_run(one, needs=[Need("adapter", tmp_path / "link" / "adapter", 0, 1)]).disks) == 2
 
 
 def test_a_disk_that_is_too_small_and_what_helps(disk: Any) -> None:
     small = disk(6)
-    found = planned_run(small, keep=4, staying=4, needs=[Need("merged model", small / "merged", 0, 7 * SIZE, 9)])
+    found = planned_run(small, keep=4, staying=4, needs=[Need("merged model", small / "merged", 0, 7 * SIZE)])
     free = os.statvfs(small).f_bavail * 4096
     assert not found.fits
     assert found.disks[0].short == 11 * SIZE - free
-    said = str(found)
+    said = "\n".join(found.lines)
     assert "wants 11.0 MB more at the end (checkpoints 4.0 MB, merged model 7.0 MB)" in said
     assert "does not fit: 5.0 MB are missing" in said
     assert "save_total_limit: 2 takes 2.0 MB less" in said
-    assert "cogumi.fallback" in said
     assert "cogumi.merge=false takes 7.0 MB less" in said
     assert len(found.lines) == 3
     assert planned_run(disk(6)).fits
 
 
-def test_inodes_and_disks_that_have_none(disk: Any, tmp_path: Path) -> None:
-    few = disk(50, ",nr_inodes=40")
-    found = planned_run(few)
-    assert not found.fits
-    assert re_inodes(found) == (os.statvfs(few).f_favail, 3 * ENTRIES)
-    assert planned_run(few, saves=1).fits
-    endless = disk(50, ",nr_inodes=0")  # as btrfs and most network volumes are: no number of them is told
-    assert os.statvfs(endless).f_files == 0
-    assert planned_run(endless).fits
-
-
-def re_inodes(found: Outlook) -> tuple[int, int]:
-    words = found.disks[0].refusal.split()
-    return int(words[4]), int(words[8])
-
-
 def test_a_disk_that_tells_no_size(tmp_path: Path) -> None:
-    """Some network volumes do not either. This one cannot be asked for bytes, and says so."""
+    """Some network volumes do not either. This one cannot be asked for bytes either."""
     with mounting(tmp_path) as mount:
         found = planned_run(mount("ramfs"), saves=None)
     assert found.disks[0].filesystem.space.total == 0
     assert found.fits
-    assert "this filesystem can only tell by writing 4.0 MB" in str(found)
 
 
 def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
     with mounting(tmp_path) as mount:
         assert mount(options="size=50m,ro").is_dir()
         found = planned_run(tmp_path / "disk0")
-    assert "does not fit: it is read-only" in str(found)
+    assert "does not fit: it is read-only" in str(found.disks[0])
     assert planned_run(tmp_path, saves=0).fits
 
 
 def test_the_disk_is_asked_where_its_numbers_may_not_be_true(tmp_path: Path, disk: Any) -> None:
     """Here they are; a file larger than this process may write is no more than many smaller ones."""
-    asked = planned_run(tmp_path).disks[0].allocation
-    assert asked is None or asked.fits is not False
-    assert planned_run(disk(50)).disks[0].allocation is None  # its space is memory
+    assert planned_run(tmp_path).disks[0].denied == ""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SIZE, limits[1]))
     try:
@@ -248,36 +226,28 @@ def trainer_on(place: Path, **changes: Any) -> Trainer:
 def test_a_disk_of_the_size_that_is_wanted_is_just_enough(
     enough: bool, disk: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = outlook(trainer_on(tmp_path / "elsewhere"), keep=2).disks[0].wanted
+    wanted = forecast_trainer(trainer_on(tmp_path / "elsewhere"), keep=2).disks[0].wanted
     assert wanted > 40_000_000
     # The blocks at the ends of the files come on top; less than half a checkpoint is missing otherwise.
     small = disk((wanted + 1_000_000 if enough else wanted - 2_000_000) // 1_000_000)
     trainer = cogumi.protect(trainer_on(small / "checkpoints"), keep=2)
-    ahead = outlook(trainer, keep=2)
+    ahead = forecast_trainer(trainer, keep=2)
     assert ahead.fits == enough
     assert ahead.saves == 4
     with caplog.at_level(logging.WARNING):
         trainer.train()
     complaints = [row.message for row in caplog.records if "no room" in row.message or "does not fit" in row.message]
     assert bool(complaints) != enough
-    over = outlook(trainer, keep=2)
+    over = forecast_trainer(trainer, keep=2)
     assert (over.saves, over.disks[0].wanted, over.held) == (0, 0, 2)
     assert over.fits
 
 
-def test_a_script_that_keeps_all_is_forecast_so(tmp_path: Path) -> None:
-    trainer = cogumi.protect(trainer_on(tmp_path, save_total_limit=None))
-    ahead = outlook(trainer, keep=None)
-    assert (ahead.keep, ahead.saves, ahead.held) == (None, 4, 4)
-    trainer.train()
-    assert outlook(trainer, keep=None).held == 4
-
-
 def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None:
     cogumi.protect(trainer_on(tmp_path, max_steps=4), keep=2).train()
-    found = outlook(cogumi.protect(trainer_on(tmp_path, max_steps=12)), keep=2)
+    found = forecast_trainer(cogumi.protect(trainer_on(tmp_path, max_steps=12)), keep=2)
     assert (found.saves, found.held) == (4, 4)  # after step 4: the one at 4, two that stay, the one being written
-    there = ExistingCheckpoints.below(tmp_path).bytes
+    there = bytes_there(tmp_path)
     assert found.disks[0].training == 5 * found.checkpoint - there
 
 
@@ -294,15 +264,17 @@ def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None
     ],
 )
 def test_how_many_saves_are_to_come(changes: dict[str, Any], saves: int | None, held: int, tmp_path: Path) -> None:
-    found = outlook(trainer_on(tmp_path, **changes), keep=2)
+    found = forecast_trainer(trainer_on(tmp_path, **changes), keep=2)
     assert (found.saves, found.held) == (saves, held)
-    assert ("save_strategy is no" in str(found)) == (changes.get("save_strategy") == "no") == (found.reserve == 0)
+    assert ("save_strategy is no" in found.lines[-1]) == (changes.get("save_strategy") == "no")
 
 
 def test_the_merged_model_has_the_dtype_that_the_base_has_on_disk(tiny_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)  # as on a CPU
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True)
-    found = outlook(Trainer(model, args), keep=2, merged_into=tmp_path / "merged", adapter_into=tmp_path / "adapter")
+    found = forecast_trainer(
+        Trainer(model, args), keep=2, merged_into=tmp_path / "merged", adapter_into=tmp_path / "adapter"
+    )
     sizes = {need.what: need.end for need in found.disks[0].needs}
     on_disk = (tiny_model / "model.safetensors").stat().st_size
     assert sizes["merged model"] == pytest.approx(on_disk, rel=1e-3)
@@ -381,7 +353,7 @@ def test_eight_billion_parameters_take_no_memory(tmp_path: Path) -> None:
     lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     trainer = saving_trainer(config, BF16, args, lora)
-    found = outlook(trainer, keep=2, merged_into=tmp_path / "run" / "merged")
+    found = forecast_trainer(trainer, keep=2, merged_into=tmp_path / "run" / "merged")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert not (tmp_path / "run").exists()
     assert grown < 500_000_000

@@ -103,8 +103,10 @@ def can_write(directory: Path) -> bool:
     largest = max((path.stat().st_size for path in directory.rglob("*") if path.is_file()), default=0)
     if limit != resource.RLIM_INFINITY and largest + PROBE_BYTES > limit:
         return False
-    asked = try_allocate(directory, PROBE_BYTES)
-    return asked.fits if asked.fits is not None else space_of(directory).free >= PROBE_BYTES
+    denied = try_allocate(directory, PROBE_BYTES)
+    if denied == 0 or denied in NO_SPACE:
+        return denied == 0
+    return space_of(directory).free >= PROBE_BYTES  # it can only tell by writing
 
 
 @contextmanager

@@ -5,11 +5,10 @@ that takes a machine back sends SIGTERM and waits for some seconds. A terminal t
 once where a shell passes it on. Ctrl-C in a notebook is SIGINT.
 
 A training hangs when the time since its last sign of life is over a limit. Signs are a step, a substep, a batch of an
-evaluation and a log. The limit is the largest of a floor, N times the median step, and three times the longest silence
+evaluation and a log. The limit is the largest of a floor, 20 times the median step, and three times the longest silence
 so far. Because of the last, neither a slow evaluation nor a GSPO step that generates for minutes counts as a hang.
 """
 
-import faulthandler
 import logging
 import os
 import signal
@@ -21,12 +20,9 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import psutil
 
 from cogumi.core.errors import FINISHED_AND_SAVED, UsageError
 
@@ -112,6 +108,7 @@ FLOOR_SECONDS = 300.0
 FIRST_TIMES_FLOOR = 6
 ENOUGH_STEPS = 3
 WINDOW_STEPS = 101  # A median over the latest: sequence lengths and generations change over a run.
+TIMES_MEDIAN = 20
 TIMES_LONGEST = 3
 TICKS = 20  # looks in one floor: a hang is noticed a twentieth of it late
 WRITING_SECONDS = 10.0
@@ -120,22 +117,16 @@ WRITING_SECONDS = 10.0
 class Watchdog:
     """Notices a training that hangs: `with watchdog.watching(): trainer.train()`; callbacks call `alive` and `note_step`.
 
-    log_path: the file that stacks are added to; standard error where it cannot be written. times: how many times the
-    median step without a sign of life is a hang. policy: "continue" writes the stacks and a line of log, again each
-    time that the silence has doubled, and waits. "stop" also asks the training to end as SIGTERM does. If no sign of
-    life comes within the same time again, it ends the process with status 143. No training is stopped before its first
-    steps are done, because it is not known how long they take. floor: seconds.
-
-    A C function that holds the interpreter lock stops the thread that watches as well. Its stacks are written by a timer
-    of faulthandler, of which a process has one; nothing in the process can end it. Raises UsageError for wrong settings.
+    log_path: the file that stacks are added to; standard error where it cannot be written. policy: "continue" writes the
+    stacks and a line of log, and waits. "stop" also asks the training to end as SIGTERM does. If no sign of life comes
+    within the same time again, it ends the process with status 143. No training is stopped before its first steps are
+    done, because it is not known how long they take. floor: seconds. Raises UsageError for another policy.
     """
 
-    def __init__(self, log_path: str | Path, times: float, policy: str, floor: float = FLOOR_SECONDS) -> None:
+    def __init__(self, log_path: str | Path, policy: str, floor: float = FLOOR_SECONDS) -> None:
         if policy not in HUNG_POLICIES:
             raise UsageError(f"the policy for a hung training is {policy!r}, and not one of {', '.join(HUNG_POLICIES)}")
-        if not times > 1:
-            raise UsageError(f"a hang of {times} times the median step", fix="give more than 1")
-        self.log_path, self.times, self.policy, self.floor = Path(log_path), times, policy, floor
+        self.log_path, self.policy, self.floor = Path(log_path), policy, floor
         self.excuses = 0
         self.reset()
 
@@ -145,9 +136,8 @@ class Watchdog:
         self.mark = 0.0, time.monotonic()
         self.steps: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.longest = 0.0
-        self.seen = False
+        self.seen = self.reported = False
         self.step: int | None = None
-        self.reports = 0
         self.asked_at: float | None = None
         self.restart_silence()
 
@@ -157,7 +147,7 @@ class Watchdog:
         self.last_step: float | None = None
 
     def now(self) -> float:
-        """Seconds in which this process ran. Those in which it was stopped, or the lock was held, count as two ticks."""
+        """Seconds in which this process ran. Those in which it was stopped (Ctrl-Z, docker pause) count as two ticks."""
         ran, looked = self.mark
         return ran + min(time.monotonic() - looked, 2 * self.floor / TICKS)
 
@@ -189,30 +179,20 @@ class Watchdog:
     def watching(self) -> Iterator[None]:
         """Watch while in the block, from a thread of its own."""
         self.reset()
-        ending, was_there = threading.Event(), self.log_path.exists()
-        with open_log(self.log_path) as stream:
-            thread = threading.Thread(target=self.watch, args=[ending, stream], name="cogumi-watchdog", daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                ending.set()
-                thread.join()
-                set_timer(None)
-                if not was_there and self.log_path.exists() and self.log_path.stat().st_size == 0:
-                    self.log_path.unlink()
+        ending = threading.Event()
+        thread = threading.Thread(target=self.watch, args=[ending], name="cogumi-watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ending.set()
+            thread.join()
 
-    def watch(self, ending: threading.Event, stream: FileIO) -> None:
-        set_timer(stream, self.limit)
+    def watch(self, ending: threading.Event) -> None:
         while not ending.wait(self.floor / TICKS):
-            # It ran for less than has passed where it was stopped (Ctrl-Z, docker pause), or a C function held the lock.
-            now, passed = self.now(), time.monotonic() - self.mark[1]
-            self.mark = now, time.monotonic()
-            if passed > self.limit:
-                why = "the process was stopped and continued, or a C function held the interpreter lock"
-                log.warning("nothing ran for %.0f s: %s (stacks under 'Timeout' in %s)", passed, why, self.log_path)
-            self.judge(now)
-            set_timer(stream, self.limit)
+            self.mark = self.now(), time.monotonic()
+            if not self.excuses:
+                self.judge(self.mark[0])
 
     @property
     def armed(self) -> bool:
@@ -221,44 +201,39 @@ class Watchdog:
     @property
     def limit(self) -> float:
         """The silence from which the training is hung, in seconds."""
-        typical = self.times * statistics.median([*self.steps]) if self.armed else FIRST_TIMES_FLOOR * self.floor
+        typical = TIMES_MEDIAN * statistics.median([*self.steps]) if self.armed else FIRST_TIMES_FLOOR * self.floor
         return max(self.floor, typical, TIMES_LONGEST * self.longest)
 
     def judge(self, now: float) -> None:
-        silence, limit = now - self.last_sign, self.limit
-        if self.excuses:
-            return
+        limit = self.limit
         if self.asked_at is not None and now - max(self.asked_at, self.last_sign) > limit:
             line = f"the training was asked to end and shows no sign of life for {limit:.0f} s more: exit status 143"
             run_with_timeout(log.error, line)
             run_with_timeout(logging.shutdown)
             os._exit(128 + signal.SIGTERM)
-        if silence <= limit:
-            if self.reports:
-                log.warning("the training continues, at step %s", self.step)
-            self.reports = 0
-            return
-        if silence > limit * 2**self.reports:
-            self.reports += 1
-            run_with_timeout(self.report, silence, limit)
-        if self.policy == "stop" and self.armed and self.asked_at is None:
+        hung = now - self.last_sign > limit
+        if hung and not self.reported:
+            run_with_timeout(self.report, limit)
+        elif self.reported and not hung:
+            log.warning("the training continues, at step %s", self.step)
+        self.reported = hung
+        if hung and self.policy == "stop" and self.armed and self.asked_at is None:
             self.asked_at = now
             # To the main thread, whose call it is to interrupt: one that another thread gets is not seen while that waits.
             # And once: a second one would end the process before it has saved.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
-    def report(self, silence: float, limit: float) -> None:
+    def report(self, limit: float) -> None:
         after = "before the first step was done" if self.step is None else f"after step {self.step}"
-        hung = f"the training hangs: no sign of life for {silence:.1f} s {after}, and {limit:.1f} s is the limit"
+        hung = f"the training hangs: no sign of life {after} for more than {limit:.1f} s"
         # Before the line of log: what hangs may be a handler of logging, whose lock is taken then.
-        when = time.strftime("%Y-%m-%d %H:%M:%S")
-        text = f"{when} {hung}; its stacks:\n{format_stacks()}{format_processes()}".encode()
-        with open_log(self.log_path) as stream:
-            try:
+        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hung}; its stacks:\n{format_stacks()}\n"
+        try:
+            with self.log_path.open("a", encoding="utf-8") as stream:
                 stream.write(text)
-            except OSError as error:
-                log.warning("%s cannot be written (%s): stacks go to standard error", self.log_path, error.strerror)
-                os.write(2, text)
+        except OSError as error:
+            log.warning("%s cannot be written (%s): stacks go to standard error", self.log_path, error.strerror)
+            os.write(2, text.encode())
         asked = "; it is asked to end" if self.policy == "stop" and self.armed else ""
         log.error("%s; the stacks are in %s%s", hung, self.log_path, asked)
 
@@ -270,15 +245,6 @@ def run_with_timeout(function: Callable[..., Any], *args: Any) -> None:
     thread.join(WRITING_SECONDS)
 
 
-def open_log(path: Path) -> FileIO:
-    """A file to add to, or standard error where it cannot be: a full disk ends no training, nor its watch."""
-    try:
-        return FileIO(path, "ab")
-    except OSError as error:
-        log.warning("%s cannot be written (%s): stacks go to standard error", path, error.strerror)
-        return FileIO(os.dup(2), "ab")
-
-
 def format_stacks() -> str:
     """Where each thread is, without the lines of the sources. Not faulthandler's, which holds the lock while a disk hangs."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -288,40 +254,3 @@ def format_stacks() -> str:
         for frame, line in traceback.walk_stack(top):
             lines.append(f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}\n')
     return "".join(lines)
-
-
-def format_processes() -> str:
-    """This process and those below it: a hang is often in a worker of a DataLoader, or in waiting for one that is gone."""
-    this, lines = psutil.Process(), []
-    for each in [this, *this.children(recursive=True)]:
-        try:
-            lines.append(f"Process {each.pid} ({each.name()}): {each.status()}\n")
-        except psutil.Error as error:
-            lines.append(f"Process {each.pid}: {error}\n")
-    return "".join(lines)
-
-
-# The timer that needs no interpreter lock. A child that is forked while it is set waits for it for ever when it exits
-# (CPython 3.11 and 3.12).
-setting = threading.Lock()
-timer: FileIO | None = None
-
-
-def set_timer(stream: FileIO | None, seconds: float = 0.0) -> None:
-    """Have faulthandler write all stacks unless this is called again in time; None: no more."""
-    global timer
-    with setting:
-        if stream is not None:
-            faulthandler.dump_traceback_later(seconds, file=stream)
-        elif timer is not None:
-            faulthandler.cancel_dump_traceback_later()
-        timer = stream
-
-
-def before_fork() -> None:
-    setting.acquire()
-    if timer is not None:  # the next tick sets it again
-        faulthandler.cancel_dump_traceback_later()
-
-
-os.register_at_fork(before=before_fork, after_in_parent=setting.release, after_in_child=setting.release)

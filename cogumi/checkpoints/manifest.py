@@ -141,7 +141,7 @@ def list_manifest_files(directory: Path) -> dict[str, Path]:
 # In each checkpoint, and so in its manifest; and in the directory of the checkpoints, where the training itself goes on.
 IDENTITY_NAME = "cogumi-run.json"
 RUN_NAME = ".cogumi-run"
-NAME = re.compile("[0-9a-f]+")  # part of a directory's name in the fallback
+NAME = re.compile("[0-9a-f]+")
 
 # Arguments that do not shape what is learned: where things are, what is shown and kept, how they get there.
 IGNORED_SETTINGS = (
@@ -190,11 +190,14 @@ def read_settings(trainer: Any) -> dict[str, Any]:
 
 
 def parse_identity(text: str) -> Identity:
-    """What a checkpoint's file says. Raises ValueError where it is not one."""
-    match json.loads(text):
-        case {"run": str(run), "settings": dict(settings)}:
-            return Identity(run, settings)
-    raise ValueError(f"{IDENTITY_NAME} does not say which run it is of")
+    """What a checkpoint's file says. Raises CheckpointDamaged where it is not one."""
+    try:
+        match json.loads(text):
+            case {"run": str(run), "settings": dict(settings)}:
+                return Identity(run, settings)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{IDENTITY_NAME} is not JSON") from error
+    raise CheckpointDamaged(f"{IDENTITY_NAME} does not say which run it is of")
 
 
 def read_run_name(directory: Path) -> str | None:
@@ -209,7 +212,7 @@ def read_run_name(directory: Path) -> str | None:
         return None
     try:
         return parse_identity(of_checkpoint.read_text(encoding="utf-8")).run
-    except (ValueError, RecursionError) as error:
+    except CheckpointDamaged as error:
         raise UsageError(f"{of_checkpoint} is damaged ({error})", fix="remove that file to resume from it") from error
 
 

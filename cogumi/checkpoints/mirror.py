@@ -1,15 +1,25 @@
-"""A copy of the checkpoints in another place, made by a thread of its own beside the training."""
+"""A copy of the checkpoints in a directory, an object store or a Hugging Face repository, made by a thread of its own."""
 
+import hashlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import get_protocol
+from huggingface_hub import HfApi
 
 from cogumi.checkpoints.commit import open_staging, remove_staging, set_aside
 from cogumi.checkpoints.manifest import (
+    CHECKPOINT_NAME,
     IDENTITY_NAME,
     MANIFEST_NAME,
     CheckpointDamaged,
@@ -20,9 +30,8 @@ from cogumi.checkpoints.manifest import (
     read_manifest,
     step_of,
 )
-from cogumi.checkpoints.mirror_store import RECORD_NAME, HubRepository, Store, is_inside, redact_secrets, secrets_of
 from cogumi.checkpoints.verify import inspect
-from cogumi.core.durability import NO_SPACE, sync_path
+from cogumi.core.durability import NO_SPACE, sha256_file, sync_path
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes
 
@@ -31,7 +40,11 @@ log = logging.getLogger(__name__)
 KEPT_WHOLE = 2  # The newest one is what a fault damages, as on the disk.
 RETRY_SECONDS = 60.0  # The libraries retry a request by themselves; this is for a server that is gone.
 TROUBLE_SECONDS = 60.0  # At the end: what has not worked by then is given up.
-REMIND_SECONDS = 600.0  # between two lines about a mirror that falls behind
+REQUEST_SECONDS = 10.0  # without a byte: a process that ends waits for a request that hangs
+CHUNK_BYTES = 1 << 20
+
+
+Files = dict[str, int]  # the sizes of a checkpoint's files, by name
 
 
 class Mirror:
@@ -43,19 +56,21 @@ class Mirror:
     """
 
     def __init__(self, url: str | Path) -> None:
-        self.secrets = secrets_of(str(url))
-        self.place: Store | HubRepository = HubRepository(str(url)) if str(url).startswith("hf://") else Store(str(url))
+        if "@" in urlsplit(str(url)).netloc:
+            fix = "keys belong into the environment, such as AWS_ACCESS_KEY_ID, or a profile"
+            raise UsageError("the mirror's URL holds a login, which would be written into logs", fix=fix)
+        self.place = Store(str(url))
         self.changed = threading.Condition()
         self.waiting: Path | None = None
         self.under_way: Path | None = None
         self.stopped = False
         self.thread: threading.Thread | None = None
         self.lost: dict[Path, str] = {}
-        self.trouble = ""
-        self.failing = False  # the checkpoint under way
-        # The step of the newest whole checkpoint in the place, since when, and how many were sent after it.
+        self.trouble = ""  # of the checkpoint that was tried last
+        self.failing = False  # whether it is to be tried again
+        # The step of the newest whole checkpoint in the place, and how many were sent after it.
         self.reached: int | None = None
-        self.since, self.behind, self.reminded = time.time(), 0, -math.inf
+        self.behind = 0
         with self.reaching("cannot be written"):
             self.place.check()
 
@@ -71,7 +86,6 @@ class Mirror:
                 log.warning("%s is not mirrored to %s: a newer one waits", self.waiting, self)
             self.waiting, self.stopped = checkpoint, False
             self.behind += 1
-            self.warn_if_stalled()
             if self.thread is None:
                 # A daemon: it may wait for a server that is gone, and the process must end when it is told to.
                 self.thread = threading.Thread(target=self.work, name="cogumi-mirror", daemon=True)
@@ -87,14 +101,8 @@ class Mirror:
         if self.behind == 0 or (self.behind == 1 and not (self.trouble or self.lost)):
             return ""
         where = "before the first checkpoint" if self.reached is None else f"at step {self.reached}"
-        since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.since))
         why = self.trouble or next(reversed(self.lost.values()), "it is slower than the training saves")
-        return f"resumability has stalled {where} since {since}: the newest checkpoint is not whole in {self} ({why})"
-
-    def warn_if_stalled(self) -> None:
-        if (said := self.stalled()) and time.monotonic() - self.reminded > REMIND_SECONDS:
-            self.reminded = time.monotonic()
-            log.warning("%s", said)
+        return f"resumability has stalled {where}: the newest checkpoint is not whole in {self} ({why})"
 
     def finish(self, patience: float, ended: Callable[[], bool] = lambda: False) -> list[Path]:
         """Wait until everything has arrived, at most `patience` seconds, or a minute of trouble, or until `ended`.
@@ -109,12 +117,15 @@ class Mirror:
                 self.changed.wait(0.2)
                 troubled = min(troubled, time.monotonic() + TROUBLE_SECONDS) if self.failing else math.inf
             for path in self.pending():
-                self.lost[path] = self.trouble or f"it was not there after {patience:.0f} s"
-                log.error("%s did not reach %s: %s", path, self, self.lost[path])
+                self.lose(path, self.trouble or "it took too long")
             self.waiting, self.stopped, self.failing = None, True, False
             self.changed.notify_all()
             lost, self.lost = self.lost, {}
             return list(lost)
+
+    def lose(self, checkpoint: Path, why: str) -> None:
+        self.lost[checkpoint] = why
+        log.error("%s is not mirrored to %s: %s", checkpoint, self, why)
 
     def work(self) -> None:
         """In the thread: mirror what waits, and try again what failed, until nothing is left."""
@@ -127,30 +138,20 @@ class Mirror:
                     return
             checkpoint, failure = self.under_way, self.mirror(self.under_way)
             with self.changed:
-                self.trouble = "" if failure is None else self.describe(failure)
-                self.failing = False
+                self.trouble, self.failing = "", False
                 if failure is None:
-                    self.reached, self.since = step_of(checkpoint), time.time()
-                    self.behind = int(self.waiting is not None)
-                    if self.reminded > -math.inf and not self.behind:
-                        self.reminded = -math.inf
-                        log.warning("%s is whole in %s: resumability has stalled no longer", checkpoint.name, self)
+                    self.reached, self.behind = step_of(checkpoint), int(self.waiting is not None)
                 elif isinstance(failure, CheckpointDamaged | ValueError):  # of the disk, or a mistake: it stays so
-                    self.lost[checkpoint], self.trouble = self.trouble, ""
-                    log.error("%s is not mirrored to %s: %s", checkpoint, self, self.lost[checkpoint])
-                elif not self.stopped:
+                    self.lose(checkpoint, describe(failure))
+                else:
+                    self.trouble, self.failing = describe(failure), not self.stopped
                     log.warning("mirroring %s to %s failed (%s)", checkpoint.name, self, self.trouble)
-                    self.failing = True
                     self.changed.wait_for(lambda: self.waiting or self.stopped, RETRY_SECONDS)
                     if self.waiting is None and not self.stopped:
                         self.waiting = checkpoint
-                    else:
-                        self.failing = False
-                    self.warn_if_stalled()
 
     def mirror(self, checkpoint: Path) -> Exception | None:
         """Bring a checkpoint there; what failed, or None once it has arrived."""
-        began = time.monotonic()
         try:
             manifest = read_manifest(checkpoint)
             if manifest is None:
@@ -158,63 +159,47 @@ class Mirror:
             self.place.send(checkpoint, manifest)
         except Exception as error:  # noqa: BLE001  a filesystem may raise anything, and the training must not end by it
             return error
-        seconds = time.monotonic() - began
-        log.info("%s is in %s and verified (%s, %.0f s)", checkpoint, self, format_bytes(manifest.bytes), seconds)
+        log.info("%s is in %s and verified (%s)", checkpoint, self, format_bytes(manifest.bytes))
         try:
             self.remove_older(step_of(checkpoint))
         except Exception as error:  # noqa: BLE001
-            log.warning("removing older checkpoints from %s failed (%s)", self, self.describe(error))
+            log.warning("removing older checkpoints from %s failed (%s)", self, describe(error))
         return None
 
     def remove_older(self, newest: int) -> None:
-        """Of checkpoints older than one that has just been verified, leave one whole; and nothing of older uploads."""
-        found, whole = self.place.tree(), 1
-        for name in newest_first(found):
-            files, step = found[name], step_of(Path(name))
-            if step > newest and MANIFEST_NAME in files:
-                log.warning("%s holds %s of another run: give each run a place of its own", self, name)
-            if step >= newest or not files.keys() & {MANIFEST_NAME, RECORD_NAME}:
-                continue
-            try:
-                if MANIFEST_NAME in files:
-                    self.manifest_there(name, files)
-                    whole += 1
-                    if whole <= KEPT_WHOLE:
-                        continue
-                text = self.place.text(name, MANIFEST_NAME if MANIFEST_NAME in files else RECORD_NAME)
-                ours = [file for file in parse_manifest(text).files if file in files and is_inside(file)]
-                self.place.discard(name, ours, text)  # what others put there stays
-            except CheckpointDamaged as damage:
-                log.warning("%s of %s stays as it is: %s", name, self, damage)
+        """Of checkpoints older than one that has just been verified, leave one; and nothing of older uploads."""
+        found = self.place.tree()
+        older = [name for name in newest_first(found) if step_of(Path(name)) < newest]
+        whole = [name for name in older if MANIFEST_NAME in found[name]]
+        for name in older:
+            if name in whole[KEPT_WHOLE - 1 :] or is_unfinished(found[name]):
+                self.place.remove(name, found[name])
 
     def fetch_newest(
-        self, output_dir: Path, newer_than: int, is_ours: Callable[[Identity, str], bool] | None = None
+        self, output_dir: Path, newer_than: int, is_ours: Callable[[Identity, str], bool] = lambda *_: True
     ) -> Path | None:
         """Download the newest whole checkpoint beyond a step into `output_dir`; None where there is none.
 
-        is_ours: whether one is of this training, from its identity and its place in words (None: any is); it may raise.
-        Newer ones that are not whole, or do not verify, are logged with their reason. Raises UsageError where the
-        mirror cannot be reached or the disk is full. Raises it too where the mirror has only damaged checkpoints and
-        this machine has none (newer_than is -1). A start at step 0 would throw that training away.
+        is_ours: whether one is of this training, from its identity and its place in words; it may raise. Raises UsageError
+        where the mirror cannot be read. Raises it too where it has only damaged checkpoints and this machine has none
+        (newer_than is -1). A start at step 0 would throw that training away.
         """
         with self.reaching("cannot be listed"):
             found = self.place.tree()
         damaged: list[str] = []
         for name in newest_first(found):
             files, step = found[name], step_of(Path(name))
-            if step <= newer_than and MANIFEST_NAME in files:
-                self.reached = step
-                break
             if step <= newer_than:
+                self.reached = step if MANIFEST_NAME in files else None
+                break
+            if is_unfinished(files):
+                log.warning("%s of %s is not resumed from: its upload did not end (no %s)", name, self, MANIFEST_NAME)
                 continue
             try:
                 with self.reaching("cannot be read"):
-                    if MANIFEST_NAME not in files and RECORD_NAME in files:  # an upload that did not end
-                        log.warning("%s of %s is not resumed from: its trainer state is not there", name, self)
-                        continue
                     manifest = self.manifest_there(name, files)
-                    place = f"{name} in the mirror {self}"
-                    if is_ours is not None and not is_ours(self.identity_of(name, files), place):
+                    identity = parse_identity(self.place.text(name, IDENTITY_NAME) if IDENTITY_NAME in files else "")
+                    if not is_ours(identity, f"{name} in the mirror {self}"):
                         log.warning("%s of %s is not resumed from: it is of another training", name, self)
                         continue
                     fetched = self.fetch(name, manifest, output_dir)
@@ -233,22 +218,13 @@ class Mirror:
             )
         return None
 
-    def identity_of(self, name: str, files: dict[str, int]) -> Identity:
-        """Raises CheckpointDamaged for a checkpoint that does not name its training."""
-        if IDENTITY_NAME not in files:
-            raise CheckpointDamaged(f"{IDENTITY_NAME} is missing")
-        try:
-            return parse_identity(self.place.text(name, IDENTITY_NAME))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointDamaged(f"{IDENTITY_NAME} is damaged") from error
-
-    def manifest_there(self, name: str, files: dict[str, int]) -> Manifest:
+    def manifest_there(self, name: str, files: Files) -> Manifest:
         """The manifest of a checkpoint in the mirror. Raises CheckpointDamaged where it does not fit what is there."""
         if MANIFEST_NAME not in files:
             raise CheckpointDamaged(f"it has no {MANIFEST_NAME}")
         manifest = parse_manifest(self.place.text(name, MANIFEST_NAME))
         for file, entry in manifest.files.items():
-            if not is_inside(file):
+            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or file == "":
                 raise CheckpointDamaged(f"{MANIFEST_NAME} lists {file!r}, which is outside the checkpoint")
             if file not in files:
                 raise CheckpointDamaged(f"{file} is missing")
@@ -260,15 +236,9 @@ class Mirror:
         """Download one checkpoint and verify it. Raises CheckpointDamaged where it is not what was saved."""
         log.info("fetching %s from %s (%s)", name, self, format_bytes(manifest.bytes))
         staged = open_staging(output_dir) / name
-        try:
-            for file in [*manifest.files, MANIFEST_NAME]:
-                (staged / file).parent.mkdir(parents=True, exist_ok=True)
-                self.place.download(name, file, staged / file)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            reason = f"{name} of the mirror does not fit on the disk of {staged} ({error.strerror})"
-            raise UsageError(reason, fix="free space there") from error
+        for file in [*manifest.files, MANIFEST_NAME]:
+            (staged / file).parent.mkdir(parents=True, exist_ok=True)
+            self.place.download(name, file, staged / file)
         finding = inspect(staged)
         if finding.state != "verified":
             raise CheckpointDamaged(finding.reason)
@@ -290,15 +260,152 @@ class Mirror:
         except (CheckpointDamaged, UsageError):
             raise
         except Exception as error:
-            raise UsageError(
-                f"mirror {self} {failed} ({self.describe(error)})",
-                fix="correct its address or its access, or leave it out",
-            ) from error
+            full = isinstance(error, OSError) and error.errno in NO_SPACE
+            fix = "free space" if full else "correct its address or its access, or leave it out"
+            raise UsageError(f"mirror {self} {failed} ({describe(error)})", fix=fix) from error
 
-    def describe(self, error: Exception) -> str:
-        """An error in one line, without the secrets of the URL."""
-        return redact_secrets(" ".join(f"{type(error).__name__}: {error}".split()), self.secrets)[:300]
+
+def describe(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def newest_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
+
+
+def is_unfinished(files: Files) -> bool:
+    """Whether an upload or a removal of cogumi's did not end: its identity is the first file to come and the last to go."""
+    return IDENTITY_NAME in files and MANIFEST_NAME not in files
+
+
+def read_chunks(opened: BinaryIO) -> Iterator[bytes]:
+    with opened as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+class Store:
+    """A directory of a filesystem that fsspec or pyarrow knows.
+
+    s3:// goes through pyarrow's client: s3fs needs botocore, and that an older python-dateutil than the lanes have.
+    hf:// is huggingface_hub's filesystem, where each file that is written is a commit: a checkpoint's files go as one.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.name, protocol = url.partition("?")[0], get_protocol(url)
+        self.on_s3, self.on_hub = protocol in ("s3", "s3a"), protocol == "hf"
+        try:
+            if self.on_s3:
+                from fsspec.implementations.arrow import ArrowFSWrapper
+                from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+
+                found, self.root = S3FileSystem.from_uri(url)
+                options = found.__reduce__()[1][0]  # what the URL says, to which the rest is added
+                options |= {"request_timeout": REQUEST_SECONDS, "connect_timeout": REQUEST_SECONDS}
+                options |= {"retry_strategy": AwsStandardS3RetryStrategy(max_attempts=3), "allow_delayed_open": True}
+                self.fs: Any = ArrowFSWrapper(S3FileSystem(**options), skip_instance_cache=True)
+            else:
+                self.fs, self.root = fsspec.url_to_fs(url)
+        except (ImportError, ValueError, OSError) as error:
+            fix = "name a directory, s3://BUCKET/PATH or hf://USER/REPO"
+            raise UsageError(f"mirror {self.name} cannot be opened ({error})", fix=fix) from error
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+        self.root = os.path.abspath(self.root) if self.is_local else self.root.rstrip("/")
+
+    def check(self) -> None:
+        """Write, read and remove a small file. Makes a private repository where there is none. Raises what fails."""
+        if self.is_local and not Path(self.root).parent.is_dir():
+            raise FileNotFoundError(f"{Path(self.root).parent} is not there (not mounted?)")
+        if self.on_hub:
+            HfApi().create_repo(self.repository, private=True, exist_ok=True)
+            HfApi().auth_check(self.repository, write=True)
+            return
+        name, data = f".cogumi-mirror-check-{os.getpid()}", os.urandom(64)
+        self.write(name, [data])
+        if b"".join(self.read(name)) != data:
+            raise OSError("what was written is read back differently")
+        self.fs.rm_file(f"{self.root}/{name}")
+
+    @property
+    def repository(self) -> str:
+        """The name on the hub of a root such as USER/REPO/folder."""
+        return "/".join(self.root.split("/")[:2])
+
+    def tree(self) -> dict[str, Files]:
+        """The files of each checkpoint, whole or not."""
+        self.fs.invalidate_cache()
+        found: dict[str, Files] = {}
+        options = {} if self.on_hub else {"on_error": "raise"}
+        with suppress(FileNotFoundError):
+            for path, info in self.fs.find(self.root, detail=True, **options).items():
+                checkpoint, _, file = path.removeprefix(f"{self.root}/").partition("/")
+                if file and CHECKPOINT_NAME.fullmatch(checkpoint):
+                    found.setdefault(checkpoint, {})[file] = info["size"]
+        return found
+
+    def read(self, name: str) -> Iterator[bytes]:
+        return read_chunks(self.fs.open(f"{self.root}/{name}", "rb", **({"seekable": False} if self.on_s3 else {})))
+
+    def text(self, checkpoint: str, file: str) -> str:
+        return b"".join(self.read(f"{checkpoint}/{file}")).decode(errors="replace")
+
+    def download(self, checkpoint: str, file: str, target: Path) -> None:
+        with target.open("xb") as local:
+            local.writelines(self.read(f"{checkpoint}/{file}"))
+
+    def write(self, name: str, chunks: Iterable[bytes]) -> None:
+        path = f"{self.root}/{name}"
+        # An object store has no directories, and Arrow would put empty objects in their place.
+        if not (self.on_s3 or self.on_hub):
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with self.fs.open(path, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        if self.is_local:
+            sync_path(Path(path))
+
+    def remove(self, checkpoint: str, files: Iterable[str]) -> None:
+        """Remove a checkpoint. It stops counting as whole first."""
+        place = f"{self.root}/{checkpoint}"
+        if MANIFEST_NAME in files:
+            self.fs.rm_file(f"{place}/{MANIFEST_NAME}")
+        if not self.on_s3:
+            self.fs.rm(place, recursive=True)
+            return
+        for file in sorted({*files} - {MANIFEST_NAME}, key=lambda file: file == IDENTITY_NAME):
+            self.fs.rm_file(f"{place}/{file}")
+
+    def send(self, checkpoint: Path, manifest: Manifest) -> None:
+        """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest."""
+        name, text = checkpoint.name, (checkpoint / MANIFEST_NAME).read_text(encoding="utf-8")
+        if there := self.tree().get(name):
+            sizes = {file: entry.size for file, entry in manifest.files.items()}
+            if MANIFEST_NAME in there and self.text(name, MANIFEST_NAME) == text and sizes.items() <= there.items():
+                return
+            if not there.keys() & {MANIFEST_NAME, IDENTITY_NAME}:
+                raise ValueError(f"{name} there is not cogumi's")
+            self.remove(name, there)
+        for file, entry in manifest.files.items():
+            if sha256_file(checkpoint / file) != entry.sha256:
+                raise CheckpointDamaged(f"{file} has other bytes on the disk than were saved (its sha256 differs)")
+        self.upload(checkpoint, sorted(manifest.files, key=lambda file: file != IDENTITY_NAME))
+        for file, entry in manifest.files.items():
+            back = hashlib.sha256()
+            for chunk in self.read(f"{name}/{file}"):
+                back.update(chunk)
+            if back.hexdigest() != entry.sha256:
+                raise OSError(f"{file} is read back differently (its sha256 differs)")
+        self.write(f"{name}/{MANIFEST_NAME}", [text.encode()])
+        if self.text(name, MANIFEST_NAME) != text:
+            raise OSError(f"{MANIFEST_NAME} is read back differently")
+
+    def upload(self, checkpoint: Path, files: list[str]) -> None:
+        if self.on_hub:
+            inside = "/".join([*self.root.split("/")[2:], checkpoint.name])
+            HfApi().upload_folder(
+                repo_id=self.repository, folder_path=checkpoint, path_in_repo=inside, allow_patterns=files
+            )
+            self.fs.invalidate_cache()
+            return
+        for file in files:
+            self.write(f"{checkpoint.name}/{file}", read_chunks((checkpoint / file).open("rb")))

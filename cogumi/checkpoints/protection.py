@@ -3,8 +3,7 @@
 import logging
 import math
 import secrets
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from cogumi.checkpoints.commit import set_aside
-from cogumi.checkpoints.disk_forecast import outlook
 from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import Identity, differences, read_run_name, read_settings, step_of, write_run_name
 from cogumi.checkpoints.mirror import Mirror
@@ -47,40 +45,35 @@ def protect(
     keep: int | None = None,
     resume: str = "auto",
     on_full: str = "continue",
-    fallback: str | Path | None = None,
     mirror: str | Path | None = None,
     on_hung: str = "continue",
-    hung_after: float = 20.0,
     log_path: str | Path | None = None,
 ) -> Any:
     """Make a trainer's checkpoints whole or absent, keep the last good ones, and resume from them. Returns the trainer.
 
     keep: how many of the newest checkpoints stay, at least 2. The default is args.save_total_limit, where None keeps
-    all. The best one, the one resumed from, and those that hold a file named KEEP stay too. Where all stay and the disk
-    is full, the oldest are removed, as few as possible. resume: "auto" lets `trainer.train()` continue from the newest
-    checkpoint that verifies; "never" only where it is told to. on_full: what happens when neither the reserve nor older
-    checkpoints made enough room. "continue" trains on and tries again at the next save, "pause" waits for space, "stop"
-    ends the training. fallback: a directory on another disk that is tried before that. mirror: a directory, an fsspec
-    URL such as s3://bucket/run, or hf://user/repository. Each checkpoint is copied there beside the training. A resume
-    fetches from there a checkpoint that is newer than those on this machine. on_hung: what happens when there is no
-    sign of life for `hung_after` times the median step, and for minutes. The stacks of all threads go to log_path
-    (run.log in args.output_dir). Then "continue" waits. "stop" ends the training as SIGTERM does, or the process where
-    that does not help. SIGTERM, SIGHUP and SIGINT during `trainer.train()` finish the step and save it. Then they end
-    the process, or interrupt the cell.
+    all. The best one, the one resumed from, and those that hold a file named KEEP stay too. resume: "auto" lets
+    `trainer.train()` continue from the newest checkpoint that verifies; "never" only where it is told to. on_full: what
+    happens when neither the reserve nor older checkpoints made enough room. "continue" trains on and tries again at the
+    next save, "pause" waits for space, "stop" ends the training. mirror: a directory, an fsspec URL such as
+    s3://bucket/run, or hf://user/repository. Each checkpoint is copied there beside the training, and a resume fetches
+    one that is newer than those here. on_hung: what happens when there is no sign of life for 20 times the median step,
+    and for minutes. The stacks of all threads go to log_path (run.log in args.output_dir). Then "continue" waits. "stop"
+    ends the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
+    `trainer.train()` finish the step and save it. Then they end the process, or interrupt the cell.
 
-    Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed). Raises it
-    too for a mirror that cannot be written to.
+    Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed), and for a
+    mirror that cannot be written to.
     """
     check_arguments(trainer, keep, resume, on_full, mirror)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
         raise UsageError("this trainer is protected already", fix="cogumi.checkpoints.unprotect(trainer) undoes it")
-    watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", hung_after, on_hung)
+    watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", on_hung)
     preemption = Preemption()
     saver = Saver(
         trainer,
         keep or keep_limit(trainer.args.save_total_limit),
         on_full,
-        None if fallback is None else check_fallback(Path(fallback)),
         None if mirror is None else Mirror(mirror),
         watchdog.excused,
         lambda: preemption.received is not None,
@@ -117,7 +110,7 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
         raise UsageError(f"protect takes a transformers or TRL trainer, and was given {type(trainer).__name__}")
     if keep is not None and (not isinstance(keep, int) or keep < 2):
         raise UsageError(f"keep={keep!r}: how many checkpoints stay is a whole number, at least 2")
-    if mirror == "" or (mirror is not None and Path(mirror).absolute() == Path(trainer.args.output_dir).absolute()):
+    if mirror == "" or (mirror is not None and Path(mirror).resolve() == Path(trainer.args.output_dir).resolve()):
         raise UsageError(
             f"mirror={str(mirror)!r} is where the checkpoints are", fix="name another place, or leave it out"
         )
@@ -131,19 +124,6 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
         raise UsageError(f"protect knows checkpoints of one process, and this trainer uses {several or other}")
 
 
-def check_fallback(fallback: Path) -> Path:
-    """Raises UsageError, now and not when the disk is full, unless checkpoints can be written there."""
-    try:
-        fallback.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=fallback):
-            return fallback
-    except OSError as error:
-        raise UsageError(
-            f"fallback={str(fallback)!r}: nothing can be written there ({error.strerror})",
-            fix="name a directory on another disk",
-        ) from None
-
-
 class Protection:
     """What `protect` put on a trainer, and how to take it off again."""
 
@@ -155,8 +135,8 @@ class Protection:
             SAVE_CHECKPOINT: self.saver.save,
             LOAD_BEST_MODEL: self.load_best_model,
             LOAD_CHECKPOINT: self.load_all_adapters,
-            LOAD_OPTIMIZER: self.load_optimizer,
-            LOAD_RNG_STATE: self.load_rng,
+            LOAD_OPTIMIZER: self.load_named(LOAD_OPTIMIZER, f"{OPTIMIZER} or {SCHEDULER}"),
+            LOAD_RNG_STATE: self.load_named(LOAD_RNG_STATE, "rng_state.pth"),
             "train": self.train_protected,
         }
         self.original = {name: getattr(trainer, name) for name in self.ours}
@@ -166,14 +146,9 @@ class Protection:
     def __str__(self) -> str:
         if SaveStrategy(self.trainer.args.save_strategy) == SaveStrategy.NO:
             return "save_strategy is no: one is written where a signal ends the training, and no other"
-        where = f", then {self.saver.fallback}" if self.saver.fallback else ""
-        copied = f"; copied to {self.saver.mirror}" if self.saver.mirror else ""
         staying = "all stay" if self.saver.keep is None else f"the newest {self.saver.keep} stay"
-        return (
-            f"written aside, verified and renamed in {self.trainer.args.output_dir}; {staying} "
-            f"(save_total_limit was {self.limit}); resume={self.resume}; on a full disk: the reserve, older checkpoints"
-            f"{where}, then {self.saver.on_full}{copied}"
-        )
+        copied = f"; copied to {self.saver.mirror}" if self.saver.mirror else ""
+        return f"verified in {self.trainer.args.output_dir}; {staying}; on a full disk: {self.saver.on_full}{copied}"
 
     def apply(self) -> None:
         for name, function in self.ours.items():
@@ -247,10 +222,7 @@ class Protection:
                 raise UsageError(f"{wanted} cannot be resumed from: {finding.reason}")
             return Path(wanted)
         output_dir = Path(self.trainer.args.output_dir)
-        spilled = self.saver.fallback_directory(read_run_name(output_dir))
-        places = [output_dir] if spilled is None else [output_dir, spilled]
-        found = [point for point in map(last_good_checkpoint, places) if point is not None]
-        point = max(found, key=step_of, default=None)
+        point = last_good_checkpoint(output_dir)
         if self.saver.mirror is not None:
             newer_than = -1 if point is None else step_of(point)
             point = self.saver.mirror.fetch_newest(output_dir, newer_than, self.is_of_this_run) or point
@@ -312,15 +284,14 @@ class Protection:
             if isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys():
                 model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
 
-    def load_optimizer(self, checkpoint: str | None) -> None:
-        """In place of `trainer._load_optimizer_and_scheduler`."""
-        with loading(checkpoint, f"{OPTIMIZER} or {SCHEDULER}"):
-            self.original[LOAD_OPTIMIZER](checkpoint)
+    def load_named(self, method: str, what: str) -> Callable[[str | None], None]:
+        """In place of a method of the trainer that loads a part of a checkpoint."""
 
-    def load_rng(self, checkpoint: str | None) -> None:
-        """In place of `trainer._load_rng_state`."""
-        with loading(checkpoint, "rng_state.pth"):
-            self.original[LOAD_RNG_STATE](checkpoint)
+        def load(checkpoint: str | None) -> None:
+            with loading(checkpoint, what):
+                self.original[method](checkpoint)
+
+        return load
 
     def set_later_aside(self, point: Path | None) -> None:
         """Checkpoints after the one resumed from are of another run, or do not verify: their steps are yet to come."""
@@ -347,14 +318,10 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
 
 
 class Watch(TrainerCallback):
-    """At the start: says whether the disk holds what is to stay. Between steps: finishes commits, obeys signals."""
+    """Between steps: finishes commits, obeys signals."""
 
     def __init__(self, saver: Saver, preemption: Preemption) -> None:
         self.saver, self.preemption = saver, preemption
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        if self.saver.keep is None:
-            warn_unless_all_fit(self.saver.trainer)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.saver.poll()
@@ -375,18 +342,3 @@ class Pulse(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.watchdog.note_step(state.global_step)
-
-
-def warn_unless_all_fit(trainer: Any) -> None:
-    """Where every checkpoint stays: a warning if this training's do not fit on the disk."""
-    try:
-        found = outlook(trainer, keep=None)
-    except UsageError as error:  # an optimizer that tells its size only after a step
-        log.warning("%s", error)
-        return
-    if not found.fits:
-        log.warning(
-            "save_total_limit=None keeps every checkpoint, and the disk has no room for all: the oldest will go"
-        )
-        for line in found.lines:
-            log.warning("disk: %s", line)

@@ -27,6 +27,7 @@ from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import format_bytes
 from cogumi.disk import disk_bytes
+from cogumi.patches import replaced
 from cogumi.patches.torch_internals import first_line
 from cogumi.patches.trl_internals import (
     OUTPUT_DIRECTORY,
@@ -34,7 +35,6 @@ from cogumi.patches.trl_internals import (
     SAVE_CHECKPOINT,
     TRAIN_SAMPLER,
     keeps_rollouts,
-    methods_replaced,
     rollout_position,
     set_rollout_position,
 )
@@ -44,16 +44,14 @@ log = logging.getLogger(__name__)
 # Space for one more save, taken while there is some and let go when there is none.
 BALLAST_NAME = ".cogumi-ballast"
 RETRY_SECONDS = 15.0
-REMIND_SECONDS = 600.0
 MIRROR_SECONDS = 3600.0
 
 
 class Saver:
     """Saves one trainer's checkpoints. All of it runs in the training thread, but for the commit of what is staged.
 
-    keep: how many of the newest stay, None for all. on_full: "continue", "pause" or "stop". fallback: where a checkpoint
-    goes that does not fit. mirror: what copies them elsewhere. excused: in whose block the training may wait. asked_to_end:
-    whether a signal has come.
+    keep: how many of the newest stay, None for all. on_full: "continue", "pause" or "stop". mirror: what copies them
+    elsewhere. excused: in whose block the training may wait. asked_to_end: whether a signal has come.
     """
 
     def __init__(
@@ -61,13 +59,12 @@ class Saver:
         trainer: Any,
         keep: int | None,
         on_full: str,
-        fallback: Path | None = None,
         mirror: Mirror | None = None,
         excused: Callable[[], AbstractContextManager[None]] = nullcontext,
         asked_to_end: Callable[[], bool] = lambda: False,
     ) -> None:
         self.trainer, self.original = trainer, getattr(trainer, SAVE_CHECKPOINT)
-        self.keep, self.on_full, self.fallback, self.mirror = keep, on_full, fallback, mirror
+        self.keep, self.on_full, self.mirror = keep, on_full, mirror
         self.excused, self.asked_to_end = excused, asked_to_end
         self.identity = Identity("", {})
         self.refused: Path | None = None
@@ -92,23 +89,13 @@ class Saver:
 
     def remove_leftovers(self) -> None:
         """Remove the reserve, and a save that no thread is at work on. The caller holds the directory's lock."""
-        spilled = self.fallback_directory(self.identity.run)
-        for directory in [Path(self.trainer.args.output_dir), *([] if spilled is None else [spilled])]:
-            try:
-                if self.pending is None:
-                    remove_staging(directory)
-                if os.path.lexists(directory / BALLAST_NAME):
-                    (directory / BALLAST_NAME).unlink()
-            except OSError as error:  # a fallback that is read-only or gone must not end the training
-                log.warning("%s: what a save left there cannot be removed (%s)", directory, first_line(error))
-
-    def fallback_directory(self, run: str | None) -> Path | None:
-        """Where in the fallback a training's checkpoints go: others have the same names."""
-        if self.fallback is None or run is None:
-            return None
-        output_dir = Path(self.trainer.args.output_dir).absolute()
-        name = output_dir.parent.name if output_dir.name == "checkpoints" else output_dir.name
-        return self.fallback / f"{name}-{run}"
+        directory = Path(self.trainer.args.output_dir)
+        try:
+            if self.pending is None:
+                remove_staging(directory)
+            (directory / BALLAST_NAME).unlink(missing_ok=True)
+        except OSError as error:  # a disk that is read-only by now must not hide why the training ended
+            log.warning("%s: what a save left there cannot be removed (%s)", directory, first_line(error))
 
     def save(self, model: Any, trial: Any) -> None:
         """In place of the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
@@ -121,8 +108,6 @@ class Saver:
             while make_room(output_dir):
                 if self.write(model, trial, final):
                     return
-        if self.save_to_fallback(model, trial, final.name):
-            return
         self.apply_full_policy(final, lambda: self.write(model, trial, final))
 
     def write(self, model: Any, trial: Any, final: Path) -> bool:
@@ -153,20 +138,6 @@ class Saver:
         if self.trainer.args.push_to_hub and final in self.committed:
             getattr(self.trainer, PUSH_CHECKPOINT)(str(final))
         return True
-
-    def save_to_fallback(self, model: Any, trial: Any, name: str) -> bool:
-        """Write a checkpoint into the fallback; False where that takes none either."""
-        directory = self.fallback_directory(self.identity.run)
-        if directory is None:
-            return False
-        try:
-            written = self.write(model, trial, directory / name)
-        except OSError as error:  # gone, read-only, unplugged: as a training's own disk it would end it
-            log.warning("the fallback %s takes no checkpoint (%s)", directory, first_line(error))
-            return False
-        if written:
-            log.warning("%s goes to the fallback: %s", name, directory)
-        return written
 
     def correct_best(self, staged: Path, final: Path) -> None:
         """Where this checkpoint is the best, Trainer has noted the place where it was staged."""
@@ -199,20 +170,13 @@ class Saver:
         except OSError as error:
             self.pending = None
             if not is_disk_full(error, final.parent):
-                self.raise_unless_fallback(final, error)
-                return
+                raise
             log.warning("%s could not be committed (%s)", final, first_line(error))
             if not (self.drop_ballast(final.parent) and self.commit_again(staged, final)):
                 self.apply_full_policy(final, lambda: self.commit_again(staged, final))
             return
         self.pending = None
         self.conclude(final, finding)
-
-    def raise_unless_fallback(self, final: Path, error: OSError) -> None:
-        """Raise what a commit failed of, but for one into the fallback: that may be gone, and the training is not."""
-        if final.parent != self.fallback_directory(self.identity.run):
-            raise error
-        log.warning("the fallback %s did not keep %s (%s)", final.parent, final.name, first_line(error))
 
     def commit_again(self, staged: Path, final: Path) -> bool:
         """Commit in this thread what is still staged; False where the disk is still full."""
@@ -227,9 +191,7 @@ class Saver:
 
     def conclude(self, final: Path, finding: CheckpointState) -> None:
         if finding.state != "verified":
-            why = f"{final} was written and reads back differently ({finding.reason}): disk or memory fail"
-            self.raise_unless_fallback(final, OSError(why))
-            return
+            raise OSError(f"{final} was written and reads back differently ({finding.reason}): disk or memory fail")
         self.committed.append(final)
         self.findings[final] = finding
         log.info("%s is saved and verified (%s)", final, format_bytes(finding.bytes))
@@ -239,12 +201,13 @@ class Saver:
             self.prune(final.parent, self.keep)
         self.take_ballast(final.parent, disk_bytes(final))
 
-    def prune(self, output_dir: Path, keep: int, urgent: bool = False) -> bool:
-        """Let older checkpoints go, one that stays having just been read back; whether any went. urgent: space is short."""
+    def prune(self, output_dir: Path, keep: int) -> None:
+        """Let older checkpoints go, one that stays having just been read back."""
         best, pinned = self.kept_checkpoints()
-        if self.mirror is not None and not urgent:  # else what was not copied yet goes as well
-            pinned |= self.mirror.pending()
-        going, _ = plan_pruning(output_dir, keep, best, pinned, self.look)
+        pinned |= frozenset() if self.mirror is None else self.mirror.pending()
+        self.remove(plan_pruning(output_dir, keep, best, pinned, self.look)[0])
+
+    def remove(self, going: list[Path]) -> bool:
         for path in going:
             log.info("%s makes room (%s)", path, format_bytes(remove(path)))
         return bool(going)
@@ -286,27 +249,24 @@ class Saver:
         return there
 
     def prune_for_room(self, output_dir: Path) -> bool:
-        """Keep the newest that verifies, the best, the pinned and the one resumed from; all but the oldest where all stay."""
+        """Leave the newest that verifies, the best, and the one resumed from; where all stay, remove the oldest alone.
+
+        Whether any went. What the mirror has not copied yet goes as well.
+        """
         newest = self.committed[-1] if self.committed else None
         if newest is None or newest.parent != output_dir or inspect(newest).state != "verified":
             return False
-        keep = 1
-        while self.keep is None and plan_pruning(output_dir, keep + 1, *self.kept_checkpoints(), self.look)[0]:
-            keep += 1
-        return self.prune(output_dir, keep, urgent=True)
+        going = plan_pruning(output_dir, 1, *self.kept_checkpoints(), self.look)[0]
+        return self.remove(going[:1] if self.keep is None else going)
 
     def apply_full_policy(self, final: Path, again: Callable[[], bool]) -> None:
         """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
         place = final.parent.absolute()
         if self.on_full == "pause" and not self.asked_to_end():
             log.error("training waits: %s does not fit. Free space on the disk of %s", final.name, place)
-            began = reminded = time.monotonic()
             with self.excused():
                 while not (there := again()) and not self.asked_to_end():
                     self.wait()
-                    if time.monotonic() - reminded > REMIND_SECONDS:
-                        reminded = time.monotonic()
-                        log.error("still waiting for space in %s, for %d minutes", place, (reminded - began) // 60)
             if there:
                 log.warning("there is space again; training continues")
                 return
@@ -344,7 +304,7 @@ def redirect_saves(trainer: Any, staging: Path) -> Iterator[None]:
         OUTPUT_DIRECTORY: lambda trial=None: str(staging),
         PUSH_CHECKPOINT: lambda folder: None,
     }
-    with methods_replaced(trainer, ours):
+    with replaced(trainer, ours):
         trainer.args.save_total_limit = None
         try:
             yield
@@ -360,20 +320,18 @@ STATE_NAME = "cogumi-rollouts.pt"
 
 def save_rollouts(trainer: Any, directory: Path) -> None:
     """Write what is missing into a checkpoint. The rollouts only where the next step still uses them."""
-    if not keeps_rollouts(trainer):
-        return
-    step, rollouts = rollout_position(trainer)
-    used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
-    torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / STATE_NAME)
+    if keeps_rollouts(trainer):
+        step, rollouts = rollout_position(trainer)
+        used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
+        torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / STATE_NAME)
 
 
 def load_rollouts(trainer: Any, directory: Path) -> None:
     """Take it up again, before `trainer.train` begins. A checkpoint of another tool has none: then TRL generates anew."""
     path = directory / STATE_NAME
-    if not (keeps_rollouts(trainer) and path.is_file()):
-        return
-    values = torch.load(path, map_location=trainer.args.device, weights_only=True)
-    set_rollout_position(trainer, values["step"], values["rollouts"])
+    if keeps_rollouts(trainer) and path.is_file():
+        values = torch.load(path, map_location=trainer.args.device, weights_only=True)
+        set_rollout_position(trainer, values["step"], values["rollouts"])
 
 
 @contextmanager
@@ -391,5 +349,5 @@ def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None
             torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
 
-    with methods_replaced(trainer, {TRAIN_SAMPLER: continued}):
+    with replaced(trainer, {TRAIN_SAMPLER: continued}):
         yield

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -49,20 +48,14 @@ def status(
         return
     show_filesystems(disks)
     here = str(path.resolve())
-    table = [
-        (use.what, "here" if use.path == here else use.path, format_bytes(use.bytes), f"{use.entries:,}")
-        for use in using
-    ]
-    print_table(f"who uses the space (here: {path})", ["what", "where", ">on disk", ">entries"], table)
-    for use in using:
-        if use.unreadable:
-            print_text(f"{use.path}: {use.unreadable} directories could not be read; {use.what} is larger than that.")
-    table = [
+    table = [(use.what, "here" if use.path == here else use.path, format_bytes(use.bytes)) for use in using]
+    print_table(f"who uses the space (here: {path})", ["what", "where", ">on disk"], table)
+    leftovers = [
         (row.what, os.path.relpath(row.path, path), format_bytes(row.bytes), row.in_use or "no sign of use")
         for row in left
     ]
-    if table:
-        print_table(f"left by cogumi below {path}", ["what", "where", ">on disk", ""], table)
+    if leftovers:
+        print_table(f"left by cogumi below {path}", ["what", "where", ">on disk", ""], leftovers)
 
 
 def show_filesystems(disks: list[Filesystem]) -> None:
@@ -103,23 +96,18 @@ def predict(
         words, target = [f"cogumi.run_dir={json.dumps(str(target))}"], target / "config.yaml"
     with failures_in_one_line(), show_waiting("forecasting the disks"):
         run = load_config(target, **parse_overrides(words))
-        from cogumi.forecast.disk_lines import forecast_disks
+        from cogumi.forecast.disk_forecast import forecast_disks
 
         found = forecast_disks(run)
     if as_json:
         disks = [
-            {"wanted": disk.wanted, "short": disk.short, "fits": disk.fits, "refusal": disk.refusal, **asdict(disk)}
+            {"wanted": disk.wanted, "short": disk.short, "refusal": disk.refusal, **asdict(disk)}
             for disk in found.disks
         ]
         print_json({"fits": found.fits, **asdict(found), "disks": disks, "lines": found.lines})
     else:
-        rows = []
-        for disk in found.disks:
-            mount, free = disk.filesystem.mount, format_bytes(disk.filesystem.space.free)
-            rows.append((disk.parts, mount, format_bytes(disk.wanted), free, disk.refusal or "fits"))
-        print_table("what is wanted of the disks", ["for", "mounted at", ">wanted", ">free", ""], rows)
         console = Console(markup=False, highlight=False, emoji=False)  # which breaks lines
-        for line in found.about_saves:
+        for line in found.lines:
             console.print(escape_controls(line))
     raise typer.Exit(0 if found.fits else 1)
 
@@ -182,7 +170,7 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     if good is None:
         why = f"none of {len(inspected)} checkpoints is good" if inspected else "there are no checkpoints"
         print_text(f"cogumi: {place}: nothing to resume from: {why}", to_error=True)
-        print_text("A run reads its mirror and its fallback too when it resumes; this command does not.", to_error=True)
+        print_text("A run reads its mirror too when it resumes; this command does not.", to_error=True)
     if as_json:
         print_json({"resume_point": good, "looked_at": [asdict(finding) for finding in inspected]})
     elif good is not None:
@@ -260,7 +248,7 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
                 continue
             removed.append(row)
             if not dry_run:
-                remove_leftover(Path(row.path))
+                Path(row.path).unlink() if row.what == RESERVE else shutil.rmtree(row.path)
     if as_json:
         left = [asdict(row) | {"reason": reason} for row, reason in kept]
         print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})
@@ -271,18 +259,6 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
         print_text(f"kept: {row.path} ({row.what}, {format_bytes(row.bytes)}): {reason}")
     if not removed and not kept:
         print_text(f"{directory}: nothing to clean")
-
-
-def remove_leftover(path: Path) -> None:
-    """Remove a file, or a directory under a name that no save uses: one that begins now makes its own."""
-    from cogumi.checkpoints.retention import TRASH_PREFIX
-
-    if path.is_file():
-        path.unlink()
-    elif path.name.startswith(TRASH_PREFIX):
-        shutil.rmtree(path)
-    else:
-        shutil.rmtree(path.rename(path.with_name(f"{TRASH_PREFIX}{path.name.lstrip('.')}-{secrets.token_hex(2)}")))
 
 
 def find_verified(staging: Path) -> str:

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.formatting import format_bytes as format_bytes
@@ -149,40 +148,21 @@ def is_network(kind: str) -> bool:
     return kind in NETWORK_KINDS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """Whether a number of bytes could be had. `fits` is None where the filesystem cannot tell without writing them."""
-
-    fits: bool | None
-    reason: Literal["", "full", "no inodes", "quota", "file size limit", "unknown"]
-    message: str
-
-
-def try_allocate(directory: Path, size: int) -> Allocation:
-    """Allocate `size` bytes (at least 1) in `directory`, and free them at once.
+def try_allocate(directory: Path, size: int) -> int:
+    """Allocate `size` bytes (at least 1) in `directory`, and free them at once: 0, or the errno of the filesystem.
 
     Under a quota, or on a thin or network volume, free space may be reported that cannot be written. Only an allocation
-    shows this. It uses a temporary file without a name, so a crash leaves nothing behind. For a few milliseconds, other
-    programs cannot use these bytes. Raises OSError where no file can be made in `directory` at all.
+    shows this. It uses a temporary file without a name, so a crash leaves nothing behind. EOPNOTSUPP and ENOSYS say that
+    this filesystem can only tell by writing. Raises OSError where no file can be made in `directory` at all.
     """
-    wanted = format_bytes(size)
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             fallocate(file.fileno(), size)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return Allocation(None, "unknown", f"{directory}: this filesystem can only tell by writing {wanted}")
-        if error.errno not in NO_SPACE:
+        if error.errno not in (*NO_SPACE, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        space = space_of(directory)
-        if error.errno == errno.EDQUOT:
-            return Allocation(False, "quota", f"{directory}: no {wanted}: a quota is used up")
-        if error.errno == errno.EFBIG:
-            return Allocation(False, "file size limit", f"{directory}: no {wanted}: no file may be so large")
-        if space.inodes_free == 0:
-            return Allocation(False, "no inodes", f"{directory}: no {wanted}: all {space.inodes:,} inodes are taken")
-        return Allocation(False, "full", f"{directory}: no {wanted}: the disk has {format_bytes(space.free)} free")
-    return Allocation(True, "", f"{directory}: {wanted} can be had")
+        return error.errno
+    return 0
 
 
 def fallocate(file: int, size: int) -> None:
@@ -207,25 +187,21 @@ IN_MEMORY = "tmpfs"
 
 @dataclass(frozen=True)
 class Need:
-    """What goes to one place beyond what is there: bytes at the fullest moment of training, and at the end of the run.
-
-    entries: files and directories.
-    """
+    """What goes to one place beyond what is there: bytes at the fullest moment of training, and at the end of the run."""
 
     what: str
     path: Path
     training: int
     end: int
-    entries: int
 
 
 @dataclass(frozen=True)
 class Disk:
-    """One filesystem and what goes there. allocation: what it said when asked for the bytes; None where it was not."""
+    """One filesystem and what goes there. denied: what it said when it was asked for the bytes; "" if it has them."""
 
     filesystem: Filesystem
     needs: tuple[Need, ...]
-    allocation: Allocation | None
+    denied: str = ""
 
     @property
     def training(self) -> int:
@@ -241,10 +217,6 @@ class Disk:
         return max(self.training, self.end)
 
     @property
-    def entries(self) -> int:
-        return sum(need.entries for need in self.needs if need.training or need.end)
-
-    @property
     def short(self) -> int:
         """Bytes that are missing, by the filesystem's own numbers; 0 where it tells none."""
         space = self.filesystem.space
@@ -253,39 +225,26 @@ class Disk:
     @property
     def refusal(self) -> str:
         """Why it does not fit, in one clause; "" where it fits."""
-        space = self.filesystem.space
-        if not self.wanted:
-            return ""
-        if space.read_only:
+        if self.wanted and self.filesystem.space.read_only:
             return "it is read-only"
         if self.short:
             return f"{format_bytes(self.short)} are missing"
-        if space.inodes_free is not None and self.entries > space.inodes_free:
-            return f"it has inodes for {space.inodes_free:,} more files, and {self.entries:,} are wanted"
-        if self.allocation is not None and self.allocation.fits is False:
-            return f"the numbers are not true: {self.allocation.message}"
-        return ""
-
-    @property
-    def parts(self) -> str:
-        """What it is wanted for, at that moment."""
-        sizes = {need.what: need.end if self.end > self.training else need.training for need in self.needs}
-        return ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
-
-    @property
-    def fits(self) -> bool:
-        return not self.refusal
+        return f"it has less than it says: {self.denied}" if self.denied else ""
 
     def __str__(self) -> str:
-        space = self.filesystem.space
+        space, parts = self.filesystem.space, []
+        for need in self.needs:
+            parts.append(f"{need.what} {format_bytes(need.end if self.end > self.training else need.training)}")
         when = "at the end" if self.end > self.training else "while training"
         said = f"wants {format_bytes(self.wanted)} more {when}" if self.wanted else "wants nothing more"
         verdict = f"does not fit: {self.refusal}" if self.refusal else "fits"
         kind = f"{self.filesystem.kind}, network" if self.filesystem.network else self.filesystem.kind
-        return f"{self.filesystem.mount} ({kind}) {said} ({self.parts}); {format_bytes(space.free)} free: {verdict}"
+        return (
+            f"{self.filesystem.mount} ({kind}) {said} ({', '.join(parts)}); {format_bytes(space.free)} free: {verdict}"
+        )
 
 
-def group_needs(needs: Iterable[Need], ask: bool) -> Iterable[Disk]:
+def group_needs(needs: Iterable[Need]) -> Iterable[Disk]:
     """The filesystems that the needs are for, each once, in the order in which they come up."""
     grouped: dict[tuple[int, int], tuple[Filesystem, list[Need]]] = {}
     for need in needs:
@@ -294,9 +253,10 @@ def group_needs(needs: Iterable[Need], ask: bool) -> Iterable[Disk]:
         # With a quota for a directory two parts of one device have numbers of their own.
         grouped.setdefault((os.stat(place).st_dev, one.space.total), (one, []))[1].append(need)
     for one, those in grouped.values():
-        disk = Disk(one, tuple(those), None)
-        if ask and disk.wanted and disk.fits and one.kind != IN_MEMORY:
+        disk = Disk(one, tuple(those))
+        if disk.wanted and not disk.refusal and one.kind != IN_MEMORY:
             answer = try_allocate(nearest_existing(those[0].path).resolve(), disk.wanted)
-            # One file of that size may be refused where many smaller ones are not.
-            disk = Disk(one, tuple(those), None if answer.reason == "file size limit" else answer)
+            # Not EFBIG: one file of that size may be refused where many smaller ones are not.
+            if answer in (errno.ENOSPC, errno.EDQUOT):
+                disk = replace(disk, denied=os.strerror(answer))
         yield disk

@@ -8,6 +8,7 @@ import getpass
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import platformdirs
 
-from cogumi.core.disk_space import datasets_cache, filesystem_of, hf_home, hub_cache, path_from_environment
+from cogumi.core.disk_space import datasets_cache, hf_home, hub_cache, path_from_environment
+from cogumi.core.disk_space import filesystem_of as filesystem_of
 from cogumi.core.durability import lock_directory
 from cogumi.core.formatting import format_bytes as format_bytes
 
@@ -46,25 +48,11 @@ SETTLED_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Use:
-    """What one kind of thing takes below `path`: allocated bytes, files and directories, and those not to be read."""
+    """What one kind of thing takes below `path`, in allocated bytes."""
 
     what: str
     path: str
-    mount: str
     bytes: int
-    entries: int
-    unreadable: int
-
-
-@dataclass
-class Tally:
-    bytes: int = 0
-    entries: int = 0
-    unreadable: int = 0
-
-    def add(self, status: os.stat_result) -> None:
-        self.bytes += status.st_blocks * 512
-        self.entries += 1
 
 
 def list_uses(directory: Path) -> list[Use]:
@@ -75,16 +63,13 @@ def list_uses(directory: Path) -> list[Use]:
     seen: set[tuple[int, int]] = set()
     found: list[Use] = []
     for what, place in [*caches(), ("everything else", directory)]:
-        names = KNOWN_NAMES if place is directory else {}
         try:
-            if place.is_dir():
-                root = place.resolve()
-                mount = filesystem_of(root).mount
-                for kind, tally in tally_below(root, what, names, seen).items():
-                    found.append(Use(kind, str(root), mount, tally.bytes, tally.entries, tally.unreadable))
+            root = place.resolve()
+            sizes = sizes_below(root, what, KNOWN_NAMES if place is directory else {}, seen) if root.is_dir() else {}
+            found += [Use(kind, str(root), size) for kind, size in sizes.items() if size]
         except OSError as error:  # a network volume that is gone must not hide the rest
             log.warning("%s %s cannot be read: %s", what, place, error.strerror)
-    return sorted((use for use in found if use.entries or use.unreadable), key=lambda use: -use.bytes)
+    return sorted(found, key=lambda use: -use.bytes)
 
 
 def caches() -> list[tuple[str, Path]]:
@@ -95,7 +80,7 @@ def caches() -> list[tuple[str, Path]]:
         ("HF hub cache", hub_cache()),
         ("HF datasets cache", datasets_cache()),
         ("HF xet cache", path_from_environment("HF_XET_CACHE", hf_home() / "xet")),
-        ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, compiled layers, random models
+        ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, random models
         ("wandb", path_from_environment("WANDB_DIR", Path.cwd()) / "wandb"),
         ("wandb cache", path_from_environment("WANDB_CACHE_DIR", wandb_data) / "wandb"),
         ("compiled by torch", path_from_environment("TORCHINDUCTOR_CACHE_DIR", inductor_cache())),
@@ -116,40 +101,24 @@ def inductor_cache() -> Path:
     return Path(tempfile.gettempdir()) / f"torchinductor_{user}"
 
 
-def tally_below(
+def sizes_below(
     root: Path, otherwise: str, names: dict[str, re.Pattern[str]], seen: set[tuple[int, int]]
-) -> dict[str, Tally]:
-    """What lies below `root`, by the kind of the outermost name that is known; `seen`: what was counted already."""
-    tallies: dict[str, Tally] = {}
+) -> dict[str, int]:
+    """Allocated bytes from `root` down, by the kind of the outermost name that is known; `seen`: what was counted already."""
+    sizes: dict[str, int] = {}
     device = os.lstat(root).st_dev
-    waiting: list[tuple[str, str]] = [(str(root), kind_of(root.name, names) or otherwise)]
+    waiting = [(str(root), kind_of(root.name, names) or otherwise)]
     while waiting:
         path, kind = waiting.pop()
-        tally = tallies.setdefault(kind, Tally())
-        try:
+        with suppress(FileNotFoundError, PermissionError):  # a run continues meanwhile; another user's
             status = os.lstat(path)
             if status.st_dev != device or (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            entries = list(os.scandir(path))
-            tally.add(status)
-        except FileNotFoundError:  # a run continues meanwhile
-            continue
-        except PermissionError:
-            tally.unreadable += 1
-            continue
-        for entry in entries:
-            below = kind if kind != otherwise else kind_of(entry.name, names) or kind
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append((entry.path, below))
-                continue
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                if (status.st_dev, status.st_ino) not in seen:
-                    tallies.setdefault(below, Tally()).add(status)
-                if status.st_nlink > 1:
-                    seen.add((status.st_dev, status.st_ino))
-    return tallies
+            sizes[kind] = sizes.get(kind, 0) + status.st_blocks * 512
+            for entry in os.scandir(path) if stat.S_ISDIR(status.st_mode) else ():
+                waiting.append((entry.path, kind if kind != otherwise else kind_of(entry.name, names) or kind))
+    return sizes
 
 
 def kind_of(name: str, names: dict[str, re.Pattern[str]]) -> str | None:
@@ -182,19 +151,11 @@ def list_leftovers(directory: Path) -> list[Leftover]:
 
 def disk_bytes(path: Path) -> int:
     """Allocated bytes of a file, or of a directory and all in it."""
-    if not path.is_dir():
-        return os.lstat(path).st_blocks * 512
-    return sum(tally.bytes for tally in tally_below(path, "", {}, set()).values())
+    return sum(sizes_below(path, "", {}, set()).values())
 
 
 def describe_use(path: Path) -> str:
-    """Why something may be in use: a process has it open or locked, or it changed just now. "" where none of it is so."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is another user's
-            for link in (process / "fd").iterdir():
-                with suppress(FileNotFoundError, PermissionError):  # closed
-                    if Path(os.readlink(link)).is_relative_to(path.resolve()):
-                        return f"process {process.name} has it open"
+    """Why something may be in use: a process has it locked, or it changed just now. "" where neither is so."""
     if is_locked(path.parent) or (path.is_dir() and is_locked(path)):
         return "a training or a merge has it locked"
     age = time.time() - last_change(path)

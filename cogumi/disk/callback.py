@@ -24,9 +24,9 @@ class DiskMonitorCallback(TrainerCallback):
 
     path: by default args.output_dir. Measures at most once every `interval` seconds, after a step. Logs a line when the
     level changes, and puts disk/free_gb (10^9 bytes) and disk/used_percent into what the trainer logs with a loss, for
-    every reporter. Several callbacks in one trainer each have a level of their own. One that watches another directory
-    than the first logs disk/DIRECTORY/free_gb and disk/DIRECTORY/used_percent. warn, alarm, on_change and log_path are
-    those of `DiskMonitor`. It never deletes and never stops a training, even where the disk does not answer.
+    every reporter. Of another directory than args.output_dir these are disk/DIRECTORY/free_gb and
+    disk/DIRECTORY/used_percent. warn, alarm, on_change and log_path are those of `DiskMonitor`. It never deletes and
+    never stops a training, even where the disk does not answer.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DiskMonitorCallback(TrainerCallback):
         self.interval = interval
         self.settings: dict[str, Any] = {"warn": warn, "alarm": alarm, "on_change": on_change, "log_path": log_path}
         self.monitor: DiskMonitor | None = None
-        self.prefix = ""
+        self.prefix = "disk"
         self.next_look = math.inf
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -55,11 +55,9 @@ class DiskMonitorCallback(TrainerCallback):
             with suppress(OSError):  # a mount that is gone: its watch says so
                 path = nearest_existing(Path(path))  # the trainer makes the directory at its first save
         self.monitor = DiskMonitor(path, interval=self.interval, **self.settings)
-        others = move_before_reporters(self, sys._getframe(1).f_locals.get("self"))
-        taken = {other.prefix: other.monitor.path for other in others if other.monitor is not None}
-        if not self.prefix:  # figures of one directory do not hide those of another
-            here = self.monitor.path
-            self.prefix = "disk" if taken.get("disk", here) == here else f"disk/{here.as_posix().strip('/')}"
+        if self.path is not None and self.monitor.path != Path(args.output_dir or ".").absolute():
+            self.prefix = f"disk/{self.monitor.path.as_posix().strip('/')}"
+        move_before_reporters(self, sys._getframe(1).f_locals.get("self"))
         log_or_print(f"disk: watching {self.monitor}, at most every {self.interval:g} s, between steps")
         self.next_look = 0.0
         self.on_step_end(args, state, control)
@@ -86,14 +84,13 @@ def log_or_print(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def move_before_reporters(callback: DiskMonitorCallback, handler: Any) -> list[DiskMonitorCallback]:
-    """Have a callback called before those that report_to brought in. Returns the other ones of its kind.
+def move_before_reporters(callback: DiskMonitorCallback, handler: Any) -> None:
+    """Have a callback called before those that report_to brought in.
 
     handler: what calls on_train_begin, taken from the calling frame: Trainer hands no callback the list.
     """
     if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
         handler.callbacks.remove(callback)
         handler.callbacks.insert(0, callback)
-        return [each for each in handler.callbacks if isinstance(each, DiskMonitorCallback) and each is not callback]
-    log.info("disk: reporters that are called before this callback do not see its figures")
-    return []
+    else:
+        log.info("disk: reporters that are called before this callback do not see its figures")

@@ -1,0 +1,393 @@
+"""How much disk a run will want, and whether its disks have it: download, checkpoints, adapter and merged model.
+
+There is no table of bytes per parameter here. PEFT or the model gives the weights. The trainer's optimizer takes a step on
+tensors without memory, and torch.save writes its state with the data left out. So it takes a config.json and no weights.
+
+A run takes most disk at one of two moments. One is a save: the new checkpoint lies beside those that stay and the
+reserve for one more (cogumi.protect). The other is its end, when it writes adapter and merged model without a reserve.
+"""
+
+import copy
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from transformers import AutoConfig, Trainer
+
+from cogumi.checkpoints.commit import STAGING_NAME
+from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
+from cogumi.checkpoints.protection import run_keep_limit
+from cogumi.checkpoints.retention import PIN_NAME, list_checkpoints
+from cogumi.checkpoints.saving import BALLAST_NAME
+from cogumi.checkpoints.verify import bytes_of
+from cogumi.config.schema import RunConfig
+from cogumi.core.disk_space import Disk, Need, format_bytes, group_needs, hub_cache
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import one_line
+from cogumi.core.run_directory import read_json
+from cogumi.core.safetensors_file import make_header
+from cogumi.disk import disk_bytes
+from cogumi.forecast.preflight_report import Line
+from cogumi.forecast.training_step import keep_on_meta
+from cogumi.methods.auto_settings import dtype_of_weights
+from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
+from cogumi.models.adapters import keep_float32, lora_config
+from cogumi.models.loading import load_tokenizer, meta_model, refuse_quantized_already, resolve_dtype, resolve_model
+from cogumi.models.warm_start import lora_of
+from cogumi.patches import gspo_loss
+from cogumi.patches.torch_internals import FakeTensorMode
+from cogumi.patches.trl_internals import commit_of, holds_adapter
+
+CHECKPOINTS, ADAPTER, MERGED, DOWNLOAD = "checkpoints", "adapter", "merged model", "model download"
+NO_SAVES = "save_strategy is no: one checkpoint is written where a signal ends the training, and no other"
+# Configs, model card, arguments, random states, scheduler and trainer state together, whatever the model: 26 to 34 kB.
+SMALL_FILES_BYTES = 30_000
+
+
+# ------------------------------------------------------------------------------------------------------- one checkpoint
+
+
+@dataclass(frozen=True)
+class CheckpointBytes:
+    """Bytes of the checkpoint that a trainer writes next, by part."""
+
+    weights: int
+    optimizer: int
+    tokenizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.tokenizer + SMALL_FILES_BYTES
+
+
+def checkpoint_bytes(trainer: Any) -> CheckpointBytes:
+    """Forecast the checkpoints of any transformers or TRL trainer, within 5 %. Nothing of the trainer changes."""
+    optimizer = 0 if trainer.args.save_only_model else torch_save_bytes(optimizer_states(trainer))
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    return CheckpointBytes(weights_bytes(trainer), optimizer, tokenizer_bytes(tokenizer))
+
+
+def weights_bytes(trainer: Any) -> int:
+    """The safetensors files that save_model writes: for a PEFT model each adapter, with modules_to_save, and no base."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not (isinstance(model, PeftModel) or holds_adapter(model)):
+        return safetensors_bytes(without_aliases(model.state_dict(keep_vars=True)))
+    # PEFT's own save writes all adapters (DPO's frozen "ref" too), transformers' the active one.
+    names = list(model.peft_config) if isinstance(model, PeftModel) else model.active_adapters()[:1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about resized embeddings: PEFT says it again when it saves them
+        return sum(safetensors_bytes(get_peft_model_state_dict(model, adapter_name=name)) for name in names)
+
+
+def without_aliases(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Each piece of memory once, and each tensor that has none: tied weights are saved under one of their names."""
+    seen: dict[tuple[Any, ...], tuple[str, Any]] = {}
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "data_ptr"):  # bitsandbytes puts strings into state dicts
+            where = (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape))
+            seen.setdefault(where, (name, tensor))
+    return dict(seen.values())
+
+
+def safetensors_bytes(tensors: Mapping[str, Any]) -> int:
+    """The file that safetensors writes: the header, and the data back to back."""
+    entries = [(name, "BF16", tuple(each.shape), each.numel() * each.element_size()) for name, each in tensors.items()]
+    return len(make_header({"format": "pt"}, entries)) + sum(entry[3] for entry in entries)
+
+
+def optimizer_states(trainer: Any) -> list[dict[str, Any]]:
+    """What the trainer's optimizer would hold after its first step, as state dicts of fake tensors.
+
+    One of its class takes the step, on fake parameters of the same shapes. Optimizers other than torch's, transformers'
+    and bitsandbytes' may do more in a step than arithmetic, so each of them is forecast as an AdamW.
+    """
+    kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    if kind.__module__.partition(".")[0] not in ("torch", "transformers", "bitsandbytes"):
+        kind, settings = torch.optim.AdamW, {}
+    whole: set[int] = set()  # transformers has bitsandbytes keep the states of embeddings in 32 bits
+    if settings.get("optim_bits") == 8:
+        embeddings = [each for each in trainer.model.modules() if isinstance(each, torch.nn.Embedding)]
+        whole = {id(each.weight) for each in embeddings}
+    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+    states = [step_on_fakes(kind, settings, [each for each in trained if id(each) not in whole])]
+    if whole:
+        states.append(step_on_fakes(kind, settings | {"optim_bits": 32}, [p for p in trained if id(p) in whole]))
+    return states
+
+
+def step_on_fakes(kind: Any, settings: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
+    optimizer = kind([torch.nn.Parameter(torch.empty(0))], **settings)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        optimizer.param_groups[0]["params"] = [fake_parameter(each) for each in parameters]
+        if kind.__module__.startswith("bitsandbytes"):  # what it does with the state, once made, needs no kernel
+            optimizer.update_step, optimizer.initialized = lambda *_: None, True
+            optimizer.mng = SimpleNamespace(index2config={}, pid2config={})  # the process's own has other trainers' too
+        optimizer.step()
+        found: dict[str, Any] = optimizer.state_dict()
+        return found
+
+
+def fake_parameter(parameter: Any) -> Any:
+    """A parameter of the same shape and dtype with a gradient, on the CPU, where nothing is paged."""
+    fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+    fake.grad = torch.empty_like(fake)
+    return fake
+
+
+def torch_save_bytes(value: Any) -> int:
+    """The length of the file that torch.save would write, with its zip and pickle overhead; no data is written."""
+    with tempfile.TemporaryFile(prefix="cogumi-forecast-") as file:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(value, file)
+        return file.seek(0, os.SEEK_END)
+
+
+def tokenizer_bytes(tokenizer: Any) -> int:
+    """What a tokenizer or processor saves."""
+    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+        return bytes_of(Path(scratch))
+
+
+def merged_bytes(config: Any) -> int:
+    """Bytes of the merged model's safetensors files: every weight once, in the dtype that the config names.
+
+    From the shapes that the config implies: the base on disk may be quantized to 4 bits, and what is merged is not.
+    """
+    dtype = config.dtype or torch.float32
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    tensors = without_aliases(meta_model(config).state_dict(keep_vars=True))
+    return safetensors_bytes({name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()})
+
+
+# --------------------------------------------------------------------------------------------------------- a run's disks
+
+
+@dataclass(frozen=True)
+class DiskForecast:
+    """What a run wants of its disks, by filesystem: two paths on one share its space.
+
+    checkpoint: bytes of one. keep: how many stay. held: the most there are at once, the one being written included;
+    saves: how many are to come, None where that is not known. notes: what is not known, or not counted.
+    """
+
+    checkpoint: int
+    keep: int
+    held: int
+    saves: int | None
+    disks: tuple[Disk, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return not any(disk.refusal for disk in self.disks)
+
+    @property
+    def lines(self) -> list[str]:
+        """A few lines for a log: what is wanted, what there is, and what helps where it does not fit."""
+        reserve = "" if self.saves == 0 or NO_SAVES in self.notes else " and a reserve of one"
+        most = f"one checkpoint is {format_bytes(self.checkpoint)}; at most there are {self.held}{reserve}"
+        helps = [
+            f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in self.disks if disk.short
+        ]
+        return [most, *map(str, self.disks), *helps, *self.notes]
+
+    def advice(self, disk: Disk) -> list[str]:
+        """What to do about a disk that is too small."""
+        free, sizes, helps = disk.filesystem.space.free, {need.what: need for need in disk.needs}, []
+        if disk.training > free and CHECKPOINTS in sizes and self.keep > 2:
+            helps.append(f"save_total_limit: 2 takes {format_bytes((self.keep - 2) * self.checkpoint)} less")
+        if disk.end > free and MERGED in sizes:
+            helps.append(f"cogumi.merge=false takes {format_bytes(sizes[MERGED].end)} less")
+        helps.append(f"{format_bytes(disk.short)} more space, or another disk (cogumi.run_dir, HF_HOME)")
+        return helps
+
+
+def forecast_trainer(
+    trainer: Any,
+    *,
+    keep: int,
+    adapter_into: Path | None = None,
+    merged_into: Path | None = None,
+    more: Iterable[Need] = (),
+    notes: Iterable[str] = (),
+) -> DiskForecast:
+    """What a protected trainer's run will want of its disks, from now on. Changes nothing.
+
+    keep: as `protect` keeps them. adapter_into, merged_into: where those will be written, if they will. more: what else is
+    to be counted; notes: what else is to be said. Raises OSError for a disk that does not answer.
+    """
+    args, each = trainer.args, checkpoint_bytes(trainer)
+    directory = Path(args.output_dir)
+    ours = [path for path in list_checkpoints(directory) if (path / MANIFEST_NAME).is_file()]
+    regular = args.save_strategy.value != "no"
+    saves = count_saves(trainer, step_of(ours[0]) if ours else 0) if regular else 1
+    # They stay beside the newest: those that are pinned, the one resumed from, and the best.
+    beside = sum((path / PIN_NAME).exists() for path in ours) + bool(ours) + (args.metric_for_best_model is not None)
+    need, held = checkpoints_need(directory, ours, each.total, keep + beside, saves, each.total if regular else 0)
+    needs = [need, *more]
+    if adapter_into is not None:
+        needs.append(Need(ADAPTER, adapter_into, 0, each.weights + each.tokenizer))
+    if merged_into is not None:
+        size = merged_bytes(base_config(trainer.model)) + tokenizer_bytes(trainer.processing_class)
+        needs.append(Need(MERGED, merged_into, 0, size))
+    notes = (*(() if regular else (NO_SAVES,)), *notes)
+    return DiskForecast(each.total, keep, held, saves, tuple(group_needs(needs)), notes)
+
+
+def checkpoints_need(
+    directory: Path, ours: list[Path], each: int, staying: int, saves: int | None, reserve: int
+) -> tuple[Need, int]:
+    """What checkpoints take beyond those that are there, and how many there are at most.
+
+    staying: how many stay at once. saves: how many are to come (None: not known).
+    """
+    if saves == 0:  # with nothing to come nothing is wanted, however unequal those are that are there
+        return Need(CHECKPOINTS, directory, 0, 0), len(ours)
+    taken = 0
+    for path in (*ours, directory / STAGING_NAME, directory / BALLAST_NAME):
+        with suppress(FileNotFoundError):  # a save or a removal has just given it another name
+            taken += disk_bytes(path)
+    total = math.inf if saves is None else len(ours) + saves
+    at_end = max(staying, len(ours))  # what is there beyond `keep` has its reason
+    held = int(min(total, at_end + 1))
+    training, end = held * each + reserve - taken, int(min(total, at_end)) * each - taken
+    return Need(CHECKPOINTS, directory, max(0, training), max(0, end)), held
+
+
+def count_saves(trainer: Any, step: int) -> int | None:
+    """How many checkpoints the trainer writes after a step; None where that is not known, as before an epoch's length is."""
+    args, strategy = trainer.args, trainer.args.save_strategy.value
+    last = max(trainer.state.max_steps, args.max_steps, 0)
+    if strategy == "epoch" and args.max_steps <= 0:
+        return math.ceil(args.num_train_epochs)
+    if strategy != "steps" or not last:  # until training begins only max_steps says the last one
+        return None
+    every = max(1, math.ceil(args.save_steps if args.save_steps >= 1 else args.save_steps * last))
+    return math.ceil(last / every) - step // every if step < last else 0
+
+
+def base_config(model: Any) -> Any:
+    """The config that the base has on disk, whose dtype a merge keeps: a loaded model's says what it was loaded in."""
+    name = model.config.name_or_path
+    return AutoConfig.from_pretrained(name, revision=commit_of(model.config)) if name else model.config
+
+
+# ------------------------------------------------------------------------------------------------- from a config alone
+
+
+def forecast_disks(run: RunConfig) -> DiskForecast:
+    """What a run has yet to write, and download. Raises UsageError for settings that PEFT, TRL or transformers refuse."""
+    trainer, notes = plan_trainer(run)
+    download, unknown = download_need(run)
+    whole = run.cogumi.tuning == "full"  # then the trained model is saved as `merged/`, and there is no adapter
+    adapter, merged = run.run_dir / "adapter", run.run_dir / "merged"
+    return forecast_trainer(
+        trainer,
+        keep=run_keep_limit(trainer.args.save_total_limit),
+        adapter_into=None if whole or adapter.exists() else adapter,
+        merged_into=merged if (run.cogumi.merge or whole) and not merged.exists() else None,
+        more=download,
+        notes=(*notes, *unknown),
+    )
+
+
+def plan_trainer(run: RunConfig) -> tuple[Any, list[str]]:
+    """A trainer that writes what the run's will write, without weights, and what is not known of it."""
+    gspo_loss.apply()  # without it TRL takes no gspo; unsloth, which must be imported first, is of no use to shapes
+    args = trl_arguments(run)
+    if run.model.adapter is not None:
+        run.lora = lora_of(run.model.adapter, run.lora)
+    base = resolve_model(run.model.name, run.model.revision)
+    config = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    if run.model.quantization_config is not None:  # which changes nothing of what is written
+        refuse_quantized_already(base, config)
+    tokenizer, notes = None, []
+    try:
+        tokenizer = load_tokenizer(base, run.model.revision)
+    except UsageError:  # a run would not start without one; the rest is worth knowing
+        notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
+    whole = run.cogumi.tuning == "full"
+    try:
+        dtype = resolve_dtype(dtype_of_weights(run) if whole else run.model.dtype)
+        return saving_trainer(config, dtype, args, None if whole else lora_config(run.lora), tokenizer), notes
+    except BUILD_REFUSALS as error:
+        raise UsageError(f"model, lora or train: {one_line(error)}") from error
+
+
+def saving_trainer(config: Any, dtype: torch.dtype, args: Any, lora: Any = None, tokenizer: Any = None) -> Any:
+    """A trainer for `forecast_trainer`. 8 billion parameters take seconds and no memory.
+
+    config: the base's, quantized or not. dtype: what the base is loaded in. args: TrainingArguments, or TRL's; nothing
+    is written to their output_dir. lora: a PEFT config, or None where every weight is trained. As any Trainer this one
+    sets the seeds. Not TRL's: adapters that start from the weights (PiSSA) are made without any here.
+    """
+    model = meta_model(config).to(dtype)
+    if lora is not None:
+        model = get_peft_model(model, copy.copy(lora), low_cpu_mem_usage=True)  # which completes what it is given
+        keep_float32(model)
+    args = copy.copy(args)
+    output_dir, args.push_to_hub, args.report_to = args.output_dir, False, []  # no repository is made, no run announced
+    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
+        args.output_dir = scratch  # a Trainer makes it
+        trainer = keep_on_meta(Trainer)(model, args, eval_dataset=[], processing_class=tokenizer)
+    args.output_dir = output_dir
+    return trainer
+
+
+def download_need(run: RunConfig) -> tuple[list[Need], list[str]]:
+    """What the weights will take in the hub's cache, and a line where it is not known."""
+    name, revision = run.model.name, run.model.revision
+    if name.startswith("cogumi:") or Path(name).is_dir() or is_cached(name, revision):
+        return [], []
+    size = download_bytes(name, revision)
+    if size is None:
+        return [], [f"what the download of {name} takes in {hub_cache()} is not known: the hub cannot be asked"]
+    return [Need(DOWNLOAD, hub_cache(), size, size)], []
+
+
+def is_cached(name: str, revision: str | None) -> bool:
+    """Whether a model's weights are in the hub's cache, all of them."""
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(name, "model.safetensors.index.json", revision=revision)
+    files = set(read_json(Path(index))["weight_map"].values()) if isinstance(index, str) else {"model.safetensors"}
+    return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+
+
+def download_bytes(name: str, revision: str | None) -> int | None:
+    """Bytes of the weights that are not in the cache yet, as the hub says; None where it cannot be asked."""
+    import httpx
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        files = HfApi().model_info(name, revision=revision, timeout=10, files_metadata=True).siblings or []
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError):
+        return None
+    top = [file for file in files if "/" not in file.rfilename]
+    weights = [file for file in top if file.rfilename.endswith(".safetensors")]
+    weights = weights or [file for file in top if file.rfilename.endswith(".bin")]
+    missing = [each for each in weights if try_to_load_from_cache(name, each.rfilename, revision=revision) is None]
+    return sum(file.size or 0 for file in missing)
+
+
+def describe_disks(found: DiskForecast) -> list[Line]:
+    """A line for each filesystem, with what would make it large enough, and what is not known."""
+    lines = []
+    for disk in found.disks:
+        fix = "name a directory on another disk (cogumi.run_dir, HF_HOME)"
+        if disk.short:
+            fix = "; ".join(found.advice(disk))
+        lines.append(Line("disk", str(disk), "red", fix) if disk.refusal else Line("disk", str(disk)))
+    return [*lines, *(Line("disk", note, "unknown") for note in found.notes)]
