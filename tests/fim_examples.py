@@ -7,10 +7,9 @@ from typing import Any
 import polars as pl
 from datasets import Dataset
 
-from cogumi.config.subsections import FimConfig
+from cogumi.config.schema import FimConfig
 from cogumi.core.errors import UsageError
-from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk
-from cogumi.data.fim_tokens import order_note, read_controls
+from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk, read_controls
 from cogumi.data.rows import Chunk
 
 
@@ -91,7 +90,7 @@ def examples_of(
     if not len(chunk.table):
         said = report_of(name, rows.height, 0, dropped)
         raise UsageError(said, fix="give other rows, or change max_length or middle_chars")
-    note = order_note(controls, config.spm_rate)
+    note = controls.order_note(config.spm_rate)
     return FimData(Dataset(chunk.table), dropped, rows.height, name, note)
 
 

@@ -4,7 +4,7 @@ import pytest
 from bs4 import BeautifulSoup
 
 from cogumi.core.errors import UsageError
-from cogumi.methods.comparison import Comparison, compare_models
+from cogumi.methods.preview import Comparison, compare_models
 from cogumi.models.loading import load_model, load_tokenizer, resolve_model
 from cogumi.notebook import completions
 
@@ -38,7 +38,7 @@ def test_a_model_completes_greedily_what_its_chat_template_makes_of_a_prompt() -
 def test_the_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     written = {"SFT": ["b = 1", "a < c"], "GSPO": ["b = 1", "b < c\n"]}
     found = Comparison(["Rename a to b:", "the second"], ["b = 1", "b < c"], written)
-    monkeypatch.setattr("cogumi.methods.comparison.compare_models", lambda *_: found)
+    monkeypatch.setattr("cogumi.methods.preview.compare_models", lambda *_: found)
     page = BeautifulSoup(completions.compare(dict.fromkeys(written, "anywhere"), "any")._repr_html_(), "html.parser")
     rows = [[cell.get_text(" ", strip=True) for cell in row.find_all(["td", "th"])] for row in page.find_all("tr")]
     assert rows == [

@@ -7,8 +7,7 @@ import pytest
 from golden import Golden
 
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.fim import FimConfig
-from cogumi.data.fim_tokens import FAMILIES
+from cogumi.data.fim import FAMILIES, FimConfig
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
 from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts
@@ -177,7 +176,7 @@ def test_prompts_of_text_and_their_gold_answers() -> None:
     frame = pl.DataFrame(rows)
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.chat_template = None
-    chunk = tokenize_for(chosen, tokenizer, columns_for(chosen, frame.columns), has_messages=False)(frame, 0)
+    chunk = tokenize_for(chosen, tokenizer, columns_for(chosen, frame.columns))(frame, 0)
     assert chunk.table.to_pylist() == [{"prompt": "2 + 3?", "answer": "5"}]
     assert list(chunk.dropped) == ["with an empty prompt", "null", "containing a special token"]
     completed = chunk_of({"prompt": ["p"], "completion": ["5"]}, "qwen3", options("gspo", "prompt_completion"))
@@ -185,9 +184,10 @@ def test_prompts_of_text_and_their_gold_answers() -> None:
 
 
 def test_a_flag_for_thinking_that_text_would_ignore_is_refused(golden: Golden) -> None:
+    text = {"prompt": ["a"], "completion": ["b"], "chosen": ["b"], "rejected": ["c"]}
     for method, format in (("sft", "prompt_completion"), ("dpo", "preference")):
         with golden.raises("data", message="cogumi.thinking", fix="drop it"):
-            tokenize_for(options(method, format, thinking=False), chat_tokenizer("qwen3"), {}, has_messages=False)
+            chunk_of(text, "qwen3", options(method, format, thinking=False))
 
 
 def test_calls_of_tools_are_no_prompt() -> None:

@@ -10,7 +10,7 @@ import trl
 from datasets import Dataset
 
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.formats import columns_for, holds_messages, tokenize_for
+from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts, tiny_for
 
@@ -38,8 +38,7 @@ def chat_pairs(system: bool = True) -> Rows:
 def chunk_of(rows: Rows, tokenizer: Any, **options: Any) -> Chunk:
     frame = pl.DataFrame(rows, strict=False)
     chosen = FormatOptions("dpo", "preference", **options)
-    columns = columns_for(chosen, frame.columns)
-    chunk = tokenize_for(chosen, tokenizer, columns, holds_messages(columns, frame.schema))(frame, 0)
+    chunk = tokenize_for(chosen, tokenizer, columns_for(chosen, frame.columns))(frame, 0)
     assert len(frame) == len(chunk.table) + sum(each.count for each in chunk.dropped.values())
     return chunk
 

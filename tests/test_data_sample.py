@@ -12,16 +12,7 @@ import pytest
 from cogumi.core import run_directory
 from cogumi.core.errors import UsageError
 from cogumi.data import stdlib_sample
-from cogumi.data.stdlib_sample import (
-    chat_path,
-    collect_functions,
-    noisy_chat_path,
-    pairs_path,
-    renamings,
-    sample_path,
-    tasks_path,
-    write_sample,
-)
+from cogumi.data.stdlib_sample import collect_functions, renamings, sample_path, write_sample
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +103,10 @@ def test_a_failed_write_leaves_neither_file_nor_temporary(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
+def read(kind: str) -> pl.DataFrame:
+    return pl.read_parquet(sample_path(f"cogumi:stdlib-{kind}"))
+
+
 def renamed(code: str, old: str, new: str) -> str:
     """What Python's own parser makes of a renaming."""
     tree = ast.parse(code)
@@ -122,7 +117,7 @@ def renamed(code: str, old: str, new: str) -> str:
 
 
 def test_each_task_asks_for_a_renaming_that_has_one_right_answer():
-    rows = pl.read_parquet(chat_path())
+    rows = read("chat")
     assert rows.height > 1000
     assert len({prompt[-1]["content"] for prompt in rows["prompt"]}) == rows.height
     for prompt, answer in rows.select("prompt", "answer").iter_rows():
@@ -133,7 +128,7 @@ def test_each_task_asks_for_a_renaming_that_has_one_right_answer():
 
 
 def test_a_rejected_answer_renames_the_first_place_only():
-    rows = pl.read_parquet(pairs_path())
+    rows = read("pairs")
     for prompt, chosen, rejected in rows.iter_rows():
         asked, lines = prompt[-1]["content"].split("\n", 1)
         _, old, _, new = asked.removesuffix(":").split(" ")
@@ -143,11 +138,11 @@ def test_a_rejected_answer_renames_the_first_place_only():
 
 def test_noisy_conversations_and_tasks_are_of_different_functions():
     """So that nothing of what SFT sees in the demonstration is a prompt of GSPO, or of the comparison after it."""
-    right, noisy, tasks = (pl.read_parquet(path()) for path in (chat_path, noisy_chat_path, tasks_path))
+    right, noisy, tasks = (read(kind) for kind in ("chat", "chat-noisy", "tasks"))
     assert noisy.height + tasks.height == right.height
     assert noisy.join(tasks, on="prompt").is_empty()
     assert tasks.join(right, on=["prompt", "messages", "answer"]).height == tasks.height
-    pairs = pl.read_parquet(pairs_path())
+    pairs = read("pairs")
     assert pairs["prompt"].to_list() == noisy["prompt"].to_list()
     answers = noisy.join(right, on="prompt", suffix="_right").join(pairs, on="prompt")
     same = (answers["answer"] == answers["answer_right"]).to_numpy()

@@ -118,12 +118,12 @@ def test_missing_and_wrong_columns(shard):
 
 
 def test_bytes_that_are_not_utf8_become_counted_drops(tmp_path):
-    from benchmarks.data import starcoder_like
+    from cogumi.models.small_base import train_tokenizer
 
     path = tmp_path / "raw.parquet"
     good = b"def f(x):\n    return x\n"
     pl.DataFrame({"source": [good, b"\xff\xfe" + good, None]}).write_parquet(path)
-    data = tokenize_for_sft(read_rows(path, ["source"]), starcoder_like([good.decode()], 300), FimConfig())
+    data = tokenize_for_sft(read_rows(path, ["source"]), train_tokenizer([good.decode()]), FimConfig())
     assert data.dropped == {"null": 1, "not UTF-8": 1}
 
 

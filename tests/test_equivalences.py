@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import cogumi
 from cogumi.config.source import PACKAGE
 from cogumi.core.run_directory import read_jsonl
-from cogumi.data.stdlib_sample import chat_path, pairs_path
+from cogumi.data.stdlib_sample import sample_path
 
 STEPS = 24
 TRAIN: dict[str, Any] = {
@@ -52,8 +52,8 @@ def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Short rows of each kind, so that none is dropped or cut by anybody."""
     home = tmp_path_factory.mktemp("data")
-    short = pl.read_parquet(chat_path()).filter(pl.col("answer").str.len_bytes() < 120).head(96)
-    pairs = pl.read_parquet(pairs_path())
+    short = pl.read_parquet(sample_path("cogumi:stdlib-chat")).filter(pl.col("answer").str.len_bytes() < 120).head(96)
+    pairs = pl.read_parquet(sample_path("cogumi:stdlib-pairs"))
     texts = [pl.col(side).list.get(0).struct.field("content").str.len_bytes() < 160 for side in ("chosen", "rejected")]
     frames = {
         "sft": short.select("messages"),

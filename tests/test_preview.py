@@ -12,7 +12,7 @@ import cogumi
 from cogumi.cli.app import main
 from cogumi.config.schema import load_config
 from cogumi.data.rows import describe_value
-from cogumi.data.stdlib_sample import chat_path
+from cogumi.data.stdlib_sample import sample_path
 from cogumi.methods.preview import Preview
 
 Config = dict[str, Any]
@@ -20,7 +20,7 @@ Config = dict[str, Any]
 
 @pytest.fixture
 def chat(tiny_model: Path, tmp_path: Path) -> Config:
-    rows = pl.read_parquet(chat_path()).select("messages").head(40).to_dicts()
+    rows = pl.read_parquet(sample_path("cogumi:stdlib-chat")).select("messages").head(40).to_dicts()
     rows += [rows[3], {"messages": []}, {"messages": [{"role": "user", "content": "only a question"}]}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {

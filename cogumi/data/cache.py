@@ -5,11 +5,16 @@ become examples in arrow files. Neither pass holds more than a batch. The files 
 renamed: there whole, or not at all. What TRL makes of them (packed rows) `datasets` puts beside them.
 """
 
+import hashlib
 import json
 import logging
 import os
+import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +22,10 @@ import numpy as np
 import platformdirs
 import polars as pl
 
-from cogumi.core.durability import NO_SPACE, sync_path, write_synced
+from cogumi.core.durability import NO_SPACE, lock_directory, sync_path, write_synced
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes
-from cogumi.data.cache_files import (
-    RECORD,
-    ExamplesWriter,
-    Lengths,
-    alone,
-    cache_key,
-    code_and_libraries,
-    describe_counts,
-    file_sizes,
-    is_complete,
-)
-from cogumi.data.rows import Dropped, Tokenize, count_dropped
+from cogumi.data.rows import Dropped, ExamplesWriter, Lengths, Tokenize, count_dropped, describe_counts
 from cogumi.data.selection import (
     COPY,
     HELD_OUT,
@@ -50,8 +44,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cogumi")
 
-SAMPLE_ROWS = 32
-"""Held-out rows that are kept as they were, as prompts for samples.jsonl."""
+LIBRARIES = ("tokenizers", "transformers", "trl", "polars", "pyarrow", "datasets")
+RECORD = "prepared.json"
+WAIT_SECONDS = 0.5
 EQUAL = {COPY: "equal to an earlier row", LIKE_HELD_OUT: "equal to a held-out row"}
 HELD_OUT_NAME = "held out (data.eval_rows)"
 
@@ -71,9 +66,8 @@ class Source:
     """What decides what `tokenize` makes of a row, as JSON: the format and its settings."""
     weight: float = 1.0
     text_only: bool = False
-    """Whether columns that are no text are refused; see `sources.batches`."""
     alike: Mapping[str, Alike] = field(default_factory=dict)
-    """Columns whose values have to be of one kind, likewise."""
+    """Both as `sources.batches` takes them."""
 
     def batches(self, files: Sequence[Path] | None = None) -> Iterator[pl.DataFrame]:
         """The rows of its files, or of these, by field."""
@@ -119,6 +113,17 @@ class Data:
             for reason, dropped in self.dropped.items()
         ]
 
+    def refuse_bad_rows(self) -> None:
+        """Raise UsageError with the first of the rows that were dropped for what they hold (data.bad_rows: fail)."""
+        harmless = ("longer than", *EQUAL.values())
+        bad = {reason: dropped for reason, dropped in self.dropped.items() if not reason.startswith(harmless)}
+        for reason, first in bad.items():
+            count = sum(dropped.count for dropped in bad.values())
+            what = (
+                f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}"
+            )
+            raise UsageError(what, place=self.name, fix="repair them, or drop them with data.bad_rows: drop")
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -131,16 +136,6 @@ class Prepared:
     sources: Sequence[str]
     """A line for each source, where there are several: how much of it is used."""
 
-    def sample_rows(self) -> pl.DataFrame:
-        """The first held-out rows by their fields, at most SAMPLE_ROWS; values that are no text as Python objects."""
-        rows = json.loads((self.directory / RECORD).read_text(encoding="utf-8"))["sample_rows"]
-        columns = []
-        for name in dict.fromkeys(name for row in rows for name in row):
-            values = [row.get(name) for row in rows]
-            text = all(value is None or isinstance(value, str) for value in values)
-            columns.append(pl.Series(name, values, dtype=pl.String if text else pl.Object))
-        return pl.DataFrame(columns)
-
 
 def prepare(
     sources: Sequence[Source],
@@ -152,20 +147,18 @@ def prepare(
 ) -> Prepared:
     """The examples of `sources`, from the cache where these very ones were prepared before.
 
-    parts: what shapes them beyond sources, selection, code and libraries, as JSON: the tokenizer
-    (`cache_files.tokenizer_identity`) above all. bad_rows: "fail" refuses rows that were dropped for what they hold.
-    cache_dir: `prepared` in the user's cache directory by default.
+    parts: what shapes them beyond sources, selection, code and libraries, as JSON: `tokenizer_identity` above all.
+    bad_rows: "fail" refuses rows that were dropped for what they hold. cache_dir: in the user's cache by default.
 
-    Raises UsageError when a source cannot be read (see `sources.batches`) or the disk is too small. Raises it too when
-    no row is left to train on, no row is usable, or bad rows are to be refused.
+    Raises UsageError for a source that cannot be read, a full disk, no row to train on, and bad rows to be refused.
     """
     home = Path(cache_dir or Path(platformdirs.user_cache_dir("cogumi")) / "prepared")
     described = [[each.name, each.identity, each.options, dict(each.columns), each.weight] for each in sources]
-    key = cache_key(
-        {"sources": described, "selection": asdict(selection), "parts": parts, "code": code_and_libraries()}
-    )
+    whole = {"sources": described, "selection": asdict(selection), "parts": parts, "code": code_and_libraries()}
+    text = json.dumps(whole, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    key = hashlib.sha256(text.encode()).hexdigest()[:24]
     directory = home / key
-    known = is_complete(directory)
+    known = directory.exists()
     if not known:
         with alone(home, key) as unfinished:
             if unfinished is not None:
@@ -176,36 +169,81 @@ def prepare(
     log.info("prepared data %s %s (%s)", "from cache" if known else "is kept in", directory, size)
 
     record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
-    train, held_out = (_load_part(directory, part, record[part]) for part in ("train", "held_out"))
-    assert train is not None
+    parts_of = {part: _load_part(directory, part, record[part]) for part in ("train", "held_out") if record[part]}
     if bad_rows == "fail":
-        for data in (train, held_out):
-            if data is not None:
-                refuse_bad_rows(data)
-    return Prepared(train, held_out, key, directory, record["sources"])
+        for data in parts_of.values():
+            data.refuse_bad_rows()
+    return Prepared(parts_of["train"], parts_of.get("held_out"), key, directory, record["sources"])
 
 
-def refuse_bad_rows(data: Data) -> None:
-    """UsageError with the first of the rows that were dropped for what they hold, if any (data.bad_rows: fail)."""
-    harmless = ("longer than", *EQUAL.values())
-    bad = {reason: dropped for reason, dropped in data.dropped.items() if not reason.startswith(harmless)}
-    count = sum(dropped.count for dropped in bad.values())
-    for reason, first in bad.items():
-        raise UsageError(
-            f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}",
-            place=data.name,
-            fix="repair them, or drop them with data.bad_rows: drop",
-        )
+def code_and_libraries() -> dict[str, str]:
+    """What prepares the data: the text of this package, and the versions of the libraries that it calls."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return {"cogumi.data": digest.hexdigest()} | {name: version(name) for name in LIBRARIES}
 
 
-def _load_part(directory: Path, part: str, record: dict[str, Any] | None) -> Data | None:
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A hash of all that decides which ids a text or a conversation becomes."""
+    if tokenizer.is_fast:
+        model: Any = json.loads(tokenizer.backend_tokenizer.to_str())
+        model |= {"padding": None, "truncation": None}  # what the last call asked for
+    else:
+        model = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    parts = {
+        "model": model,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "special ids": sorted(tokenizer.all_special_ids),
+        "chat_template": tokenizer.chat_template,
+        "adds": [getattr(tokenizer, f"add_{each}_token", None) for each in ("bos", "eos")],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _load_part(directory: Path, part: str, record: dict[str, Any]) -> Data:
     from datasets import Dataset
 
-    if record is None:
-        return None
     dropped = {reason: Dropped(*each) for reason, each in record.pop("dropped").items()}
     lengths = Lengths(dict(record.pop("lengths")))
     return Data(Dataset.from_file(str(directory / f"{part}.arrow")), dropped=dropped, lengths=lengths, **record)
+
+
+# ----------------------------------------------------------------------------------------------------------- directory
+
+
+@contextmanager
+def alone(home: Path, key: str) -> Iterator[Path | None]:
+    """An empty directory to write into while no other process does, or None where another has finished meanwhile."""
+    for left in home.glob("*.unfinished"):  # of killed processes, whose locks are free; another may remove it first
+        with suppress(FileNotFoundError), lock_directory(left) as held:
+            if held:
+                shutil.rmtree(left)
+    unfinished, waits = home / f"{key}.unfinished", False
+    while not (home / key).exists():
+        try:
+            unfinished.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fix = "set XDG_CACHE_HOME to another directory"
+            raise UsageError(
+                f"prepared data cannot be written there ({error.strerror})", place=home, fix=fix
+            ) from error
+        number = unfinished.stat().st_ino
+        with lock_directory(unfinished) as held:
+            # The process that had the lock before may have renamed the directory, or removed it.
+            if held is not False and unfinished.exists() and unfinished.stat().st_ino == number:
+                for left in unfinished.iterdir():
+                    left.unlink()
+                try:
+                    yield unfinished
+                finally:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                return
+        if not waits:
+            log.info("another process prepares the same data: waiting for it")
+        waits = True
+        time.sleep(WAIT_SECONDS)
+    yield None
 
 
 # ---------------------------------------------------------------------------------------------------------- two passes
@@ -220,12 +258,9 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        raise UsageError(
-            "the disk is full", place=out.parent, fix="free some, or set XDG_CACHE_HOME to another disk"
-        ) from error
-    record["sizes"] = file_sizes(out)
-    # Of the sample rows bytes are the text that they spell.
-    write_synced(out / RECORD, json.dumps(record, default=lambda value: value.decode(errors="replace")).encode())
+        fix = "free some, or set XDG_CACHE_HOME to another disk"
+        raise UsageError("the disk is full", place=out.parent, fix=fix) from error
+    write_synced(out / RECORD, json.dumps(record).encode())
     sync_path(out)
 
 
@@ -243,16 +278,17 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
     hashes = np.memmap(out / "hashes", np.uint64, "r")
     states = np.memmap(out / "states", np.uint8, "w+", shape=(bounds[-1],))
     counts = choose_rows(hashes, states, bounds, [source.weight for source in sources], selection)
-    if not any(count.train for count in counts):
-        for source, count in zip(sources, counts, strict=True):
-            copies = count.duplicates if selection.deduplicate else 0
-            if count.rows == count.held_out + count.like_held_out + copies:
-                raise UsageError(
-                    f"of its {count.rows:,} rows {count.held_out:,} are held out (data.eval_rows), "
-                    f"{count.like_held_out:,} are equal to those and {copies:,} to earlier ones: none is left to train on",
-                    place=source.name,
-                    fix="lower data.eval_rows" if count.held_out else "data.deduplicate=false keeps copies",
-                )
+    if any(count.train for count in counts):
+        return counts, states
+    for source, count in zip(sources, counts, strict=True):
+        copies = count.duplicates if selection.deduplicate else 0
+        if count.rows == count.held_out + count.like_held_out + copies:
+            raise UsageError(
+                f"of its {count.rows:,} rows {count.held_out:,} are held out (data.eval_rows), "
+                f"{count.like_held_out:,} are equal to those and {copies:,} to earlier ones: none is left to train on",
+                place=source.name,
+                fix="lower data.eval_rows" if count.held_out else "data.deduplicate=false keeps copies",
+            )
     return counts, states
 
 
@@ -260,9 +296,7 @@ def _tokenize(
     sources: Sequence[Source], selection: Selection, counts: Sequence[Counts], states: States, out: Path
 ) -> dict[str, Any]:
     """The second pass: the chosen rows become examples. Returns the record."""
-    train = ExamplesWriter(out / "train.arrow", sum(each.train for each in counts))
-    held_out = ExamplesWriter(out / "held_out.arrow", sum(each.held_out for each in counts))
-    sample_rows: list[dict[str, Any]] = []
+    train, held_out = ExamplesWriter(out / "train.arrow"), ExamplesWriter(out / "held_out.arrow")
     for number, first_row, rows in _numbered(sources, "preparing", len(states)):
         here = np.asarray(states[first_row : first_row + rows.height])
         for state, reason in EQUAL.items():
@@ -273,10 +307,7 @@ def _tokenize(
         for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
             chosen = np.flatnonzero(here == state)
             if len(chosen):
-                kept = rows if len(chosen) == rows.height else rows[chosen]
-                part.add(sources[number].tokenize, kept, first_row + chosen)
-                if part is held_out:
-                    sample_rows += kept.head(SAMPLE_ROWS - len(sample_rows)).to_dicts()
+                part.add(sources[number].tokenize, rows[chosen], first_row + chosen)
     wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
     used = sum(each.train for each in counts)
     left = sum(each.rows - each.held_out - each.like_held_out for each in counts)
@@ -288,7 +319,6 @@ def _tokenize(
     return {
         "train": train.close(name) | about_train,
         "held_out": held_out.close(HELD_OUT_NAME) | {"duplicates": 0} if wanted else None,
-        "sample_rows": sample_rows,
         "sources": [
             f"{source.name}: {count.train:,} of {count.rows:,} rows ({count.train / count.rows:.0%})"
             + (f", {count.held_out:,} held out" if count.held_out else "")

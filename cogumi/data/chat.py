@@ -18,6 +18,9 @@ from typing import Any
 from cogumi.data.rows import BadRow, decode_value
 
 Message = dict[str, Any]
+Side = str | list[Message]
+
+OPEN, CLOSE = "<think>", "</think>"
 
 ROLES = {
     **{each: each for each in ("system", "developer", "user", "assistant", "tool")},
@@ -169,6 +172,21 @@ def refuse_empty_answers(messages: Sequence[Message], first: int = 0) -> None:
             raise BadRow("with an empty answer")
 
 
+def split_thought(content: str) -> tuple[str | None, str]:
+    """(thought, answer) of a content that opens with a thought; (None, content) where tags stand elsewhere, as text.
+
+    A content may close a thought that it does not open: the prompt of DeepSeek-R1 has opened it. Raises BadRow where
+    the thought never closes.
+    """
+    before, closed, answer = content.partition(CLOSE)
+    opens = before.lstrip().startswith(OPEN)
+    if opens and not closed:
+        raise BadRow("with a thought that never closes")
+    if not closed or (not opens and OPEN in before):
+        return None, content
+    return before.strip().removeprefix(OPEN).strip("\n"), answer.lstrip("\n")
+
+
 def parse_json(text: str, reason: str) -> Any:
     try:
         return json.loads(text)
@@ -182,3 +200,114 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nulls(inner) for inner in value]
     return value
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def row_messages(row: dict[str, Any]) -> list[Message]:
+    """The messages of a chat row of any shape."""
+    for name in ("messages", "conversations"):
+        if name in row:
+            return read_messages(row[name])
+    return alpaca_messages(row["instruction"], row.get("input"), row["output"], row.get("system"))
+
+
+def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation:
+    """A chat row's conversation, with at least one answer. Unless all is learned, it ends with the last answer."""
+    messages = row_messages(row)
+    last = last_turn(messages, "assistant")
+    if learn != "all":
+        messages = messages[: last + 1]
+    prompt_length = last if learn == "completion" else 0
+    if last == 0:
+        raise BadRow("with nothing before the answer")
+    refuse_empty_answers(messages, prompt_length)
+    return Conversation(messages, read_tools(row.get("tools")), prompt_length)
+
+
+def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
+    """(prompt, completion) where both are text; else one conversation, the prompt's messages first."""
+    prompt, completion = text_or_messages(row["prompt"]), text_or_messages(row["completion"])
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion.strip():
+            raise BadRow("with an empty answer")
+        return prompt, completion
+    asked, answered = as_messages(prompt, "user"), as_messages(completion, "assistant")
+    last_turn(answered, "assistant")
+    refuse_empty_answers(answered)
+    return Conversation(asked + answered, read_tools(row.get("tools")), len(asked))
+
+
+def read_pair(row: dict[str, Any]) -> dict[str, Any]:
+    """{"prompt", "chosen", "rejected"}, all text or all messages, and "tools". Raises BadRow."""
+    sides: dict[str, Side] = {side: text_or_messages(row[side]) for side in ("chosen", "rejected")}
+    chosen, rejected = sides["chosen"], sides["rejected"]
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise BadRow("whose chosen and rejected are of two kinds")
+    if chosen == rejected:
+        raise BadRow("whose chosen and rejected are the same")
+    prompt: Side | None = text_or_messages(row["prompt"]) if row.get("prompt") is not None else None
+    if isinstance(chosen, str) and isinstance(prompt, list):
+        chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
+    elif isinstance(chosen, list) and isinstance(prompt, str):
+        # Both sides often repeat the prompt; the text is then the first question of the conversation.
+        opens = chosen[0]["role"] != "assistant"
+        prompt = None if opens else as_messages(prompt, "user")
+    if prompt is None:
+        length = implicit_prompt(chosen, rejected)
+        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+    if not prompt:
+        raise BadRow("without a prompt")
+    for side in (chosen, rejected):
+        if isinstance(side, str) and not side.strip():
+            raise BadRow("with an empty answer")
+        if not isinstance(side, str):
+            if not side or side[-1]["role"] != "assistant":
+                raise BadRow("with a side that does not end with the assistant")
+            if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
+                raise BadRow("with a question inside a side")
+            refuse_empty_answers(side)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": read_tools(row.get("tools"))}
+
+
+def implicit_prompt(chosen: Side, rejected: Side) -> int:
+    """The length of what both begin with: turns, or characters less a space before the first that differs.
+
+    (trl 1.15, data_utils.py, extract_prompt.) Where one side is the beginning of the other, the prompt leaves it one turn.
+    """
+    shorter = min(len(chosen), len(rejected))
+    length = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter)
+    if isinstance(chosen, str):
+        return length - 1 if length and chosen[length - 1] == " " else length
+    while length and (length == shorter or chosen[length]["role"] != "assistant"):
+        length -= 1
+    return length
+
+
+def text_or_messages(value: Any) -> Side:
+    return read_messages(value) if isinstance(value, list) else read_text(value)
+
+
+def as_messages(side: Side, role: str) -> list[Message]:
+    return [{"role": role, "content": side}] if isinstance(side, str) else side
+
+
+def read_question(row: dict[str, Any]) -> tuple[list[Message], str | None]:
+    """(messages up to the last turn of the user, what the assistant says after it)."""
+    messages = row_messages(row)
+    asked = last_turn(messages, "user") + 1
+    answers = [each["content"] for each in messages[asked:] if each["role"] == "assistant"]
+    return messages[:asked], split_thought(answers[-1])[1] if answers else None
+
+
+def read_prompt(row: dict[str, Any]) -> tuple[Side, str | None]:
+    """(text or messages, the completion's text or its last message's)."""
+    prompt, completion = row["prompt"], row.get("completion")
+    if isinstance(completion, list):
+        completion = read_messages(completion)[-1]["content"]
+    answer = None if completion is None else split_thought(read_text(completion))[1]
+    asked = text_or_messages(prompt)
+    if not asked:
+        raise BadRow("with an empty prompt")
+    return asked, answer

@@ -1,8 +1,7 @@
 """A tokenizer's chat template: conversations as text, which of it the assistant wrote, and thinking in it.
 
 Two ways of writing thoughts are known: `<think>...</think>` before the answer (Qwen3, DeepSeek-R1 and many after them)
-and gpt-oss's harmony channels (`analysis` before `final`). `cogumi.thinking: true` renders, samples and grades with
-thoughts, false without; null leaves everything as the template and the data have it.
+and gpt-oss's harmony channels (`analysis` before `final`).
 
 Where the assistant's turns lie is known from `{% generation %}` marks: the template's own, or those of the training
 version that TRL ships for it. The marked part less the generation prompt is what the model has to produce. A template
@@ -19,10 +18,9 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat import Conversation, Message
+from cogumi.data.chat import CLOSE, OPEN, Conversation, Message, split_thought
 from cogumi.data.rows import BadRow
 
-OPEN, CLOSE = "<think>", "</think>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 SPAN = re.compile(re.escape(OPEN) + r".*?" + re.escape(CLOSE), re.DOTALL)
 # gpt-oss, https://cookbook.openai.com/articles/openai-harmony: a message ends with one of these, or with the text.
@@ -58,11 +56,8 @@ def read_thinking(template: str, flag: bool | None) -> Thinking:
         style, key = "none", "none"
     switch = re.search(r"\b(enable_thinking|reasoning_effort|thinking(?= is defined))\b", template)
     if flag and style == "none" and switch is None:
-        raise UsageError(
-            "true, but this model's chat template knows no thinking",
-            key="cogumi.thinking",
-            fix="drop the key, or start from a model whose template has it",
-        )
+        fix = "drop the key, or start from a model whose template has it"
+        raise UsageError("true, but this model's chat template knows no thinking", key="cogumi.thinking", fix=fix)
     kwargs: dict[str, Any] = {}
     if flag is not None and switch is not None:
         kwargs = {switch[1]: flag}
@@ -93,21 +88,6 @@ def adapt_thought(message: dict[str, Any], thinking: Thinking) -> dict[str, Any]
     if thinking.key == "content":
         return rest | {"content": f"{OPEN}\n{thought}\n{CLOSE}\n\n{content}"}
     return rest | {thinking.key: thought}
-
-
-def split_thought(content: str) -> tuple[str | None, str]:
-    """(thought, answer) of a content that opens with a thought; (None, content) where tags stand elsewhere, as text.
-
-    A content may close a thought that it does not open: the prompt of DeepSeek-R1 has opened it. Raises BadRow where
-    the thought never closes.
-    """
-    before, closed, answer = content.partition(CLOSE)
-    opens = before.lstrip().startswith(OPEN)
-    if opens and not closed:
-        raise BadRow("with a thought that never closes")
-    if not closed or (not opens and OPEN in before):
-        return None, content
-    return before.strip().removeprefix(OPEN).strip("\n"), answer.lstrip("\n")
 
 
 def visible_text(reply: str, style: str, opened: bool = False) -> str | None:
@@ -180,9 +160,8 @@ class ChatTemplate:
         before = self.prompt(messages[:at], tools)
         to_its_end = text if at == len(messages) - 1 else self.whole(messages[: at + 1], tools)
         if not text.startswith(to_its_end) or not to_its_end.startswith(before):
-            raise BadRow(
-                "whose earlier turns the chat template rewrites (train.completion_only_loss: true learns the last alone)"
-            )
+            rest = "(train.completion_only_loss: true learns the last alone)"
+            raise BadRow(f"whose earlier turns the chat template rewrites {rest}")
         return len(before), len(to_its_end)
 
     def render(
@@ -210,13 +189,10 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     made tomorrow differ. Raises UsageError: no template, one that does not render, a flag it cannot follow.
     """
     if tokenizer.chat_template is None:
-        of_sft = "set train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
+        of_sft = "for cogumi.method: sft set train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
         of_others = "for dpo and gspo start from a model that has one, such as the merged model of that SFT run"
-        raise UsageError(
-            "this model's tokenizer has no chat template, and only text needs none",
-            key="data.format",
-            fix=f"for cogumi.method: sft {of_sft}; {of_others}",
-        )
+        what = "this model's tokenizer has no chat template, and only text needs none"
+        raise UsageError(what, key="data.format", fix=f"{of_sft}; {of_others}")
     text = tokenizer.get_chat_template()
     known = read_thinking(text, thinking)
     variables = dict(tokenizer.special_tokens_map) | known.template_kwargs
@@ -233,13 +209,10 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
         raise UsageError(f"the chat template refuses a question and its answer: {error.excerpt}") from error
     differs = (at for at, (one, other) in enumerate(zip(prompt, asked, strict=False)) if one != other)
     generation_prompt = prompt[next(differs, len(asked)) :]
-    opens = generation_prompt.rpartition(OPEN)[1] == OPEN and CLOSE not in generation_prompt.rpartition(OPEN)[2]
+    opens = OPEN in generation_prompt and CLOSE not in generation_prompt.rpartition(OPEN)[2]
     if opens and thinking is False:
-        raise UsageError(
-            "false, but this model's chat template opens a thought in every prompt and has no switch for it",
-            key="cogumi.thinking",
-            fix="drop the key, or start from a model that can answer without",
-        )
+        what = "false, but this model's chat template opens a thought in every prompt and has no switch for it"
+        raise UsageError(what, key="cogumi.thinking", fix="drop the key, or start from a model that can answer without")
     header = _overlap(marked, spans[0][0], generation_prompt) if spans else ""
     return replace(bare, header=header, prompt_opens_thought=opens)
 

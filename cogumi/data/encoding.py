@@ -7,42 +7,45 @@ as TRL's SFTTrainer finds it (trl 1.15, sft_trainer.py, tokenize_fn). *Every tur
 
 import json
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeVar
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from cogumi.config.subsections import FimConfig
+from cogumi.config.schema import FimConfig
 from cogumi.core.errors import UsageError
-from cogumi.data.chat_templates import ChatTemplate, Spans
-from cogumi.data.rows import Chunk, Dropped, count_dropped
+from cogumi.data.chat_templates import ChatTemplate, Spans, read_template
+from cogumi.data.rows import BadRow, Chunk, Dropped, try_each
 
 Ids = npt.NDArray[np.int32]
-Places = npt.NDArray[np.int64]
-Integer = TypeVar("Integer", bound=np.integer[Any])
+Mask = npt.NDArray[np.int8]
 CHUNK_CHARACTERS = 2 * 2**20
 """Text tokenized at a time: the tokenizer's own objects take some 50 times the text."""
 
 
-def encode(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> tuple[Ids, Places]:
-    """(all ids one after the other, ids per text). special_tokens: with those that it puts around every text by itself."""
-    if tokenizer.is_fast:
-        # Straight to the Rust tokenizer: the Python layer would build an attention mask and a list copy per text.
-        found = reset_backend(tokenizer).encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        encoded = [each.ids for each in found]
-    else:
-        encoded = tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]
-    return concatenate_lists(encoded, np.int32)
+def encode(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
+    """The ids of each text. special_tokens: with those that the tokenizer puts around every text by itself."""
+    if not tokenizer.is_fast:
+        return [np.array(ids, np.int32) for ids in tokenizer(texts, add_special_tokens=special_tokens)["input_ids"]]
+    # Straight to the Rust tokenizer: the Python layer would build an attention mask and a list copy per text.
+    encode_batch = reset_backend(tokenizer).encode_batch_fast
+    parts = (encode_batch(part, add_special_tokens=special_tokens) for part in batches(texts))
+    return [np.array(each.ids, np.int32) for part in parts for each in part]
 
 
-def concatenate_lists(rows: Sequence[Sequence[int]], dtype: type[Integer]) -> tuple[npt.NDArray[Integer], Places]:
-    """(the rows one after the other, their lengths)."""
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    return np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum())), lengths
+def batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts with about CHUNK_CHARACTERS at a time."""
+    start = size = 0
+    for at, text in enumerate(texts):
+        size += len(text)
+        if size >= CHUNK_CHARACTERS or at == len(texts) - 1:
+            yield list(texts[start : at + 1])
+            start, size = at + 1, 0
 
 
 def reset_backend(tokenizer: Any) -> Any:
@@ -64,27 +67,24 @@ BYTE_KINDS[list(string.digits.encode())] = DIGIT
 
 # Regular expressions whose first step cuts text as `encode_by_words` does: Qwen 2 and 2.5, and Llama 3, as they stand
 # in their tokenizer.json. GPT-2's, which the StarCoder family has too, is the one built into ByteLevel.
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-WORD_PATTERNS = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_OTHER}",
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHER}",
-)
+WORD_PATTERNS = [
+    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for digits in (r"\p{N}", r"\p{N}{1,3}")
+]
 
 
 def cuts_at_spaces(tokenizer: Any) -> bool:
     """Whether this tokenizer is one of those for which `encode_by_words` is exact; others are tokenized whole."""
-    if not tokenizer.is_fast:
-        return False
-    backend = tokenizer.backend_tokenizer
-    if type(backend.normalizer).__name__ not in ("NoneType", "NFC") or backend.pre_tokenizer is None:
+    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    if not backend or not backend.pre_tokenizer or type(backend.normalizer).__name__ not in ("NoneType", "NFC"):
         return False
     # An added token that holds or swallows spaces is found before any cutting.
     added = backend.get_added_tokens_decoder().values()
-    if any(" " in token.content or token.lstrip or token.rstrip for token in added):
-        return False
     step = json.loads(backend.pre_tokenizer.__getstate__())
     *before, last = step["pretokenizers"] if step["type"] == "Sequence" else [step]
+    if any(" " in token.content or token.lstrip or token.rstrip for token in added):
+        return False
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return False
     if last["use_regex"]:
@@ -93,25 +93,22 @@ def cuts_at_spaces(tokenizer: Any) -> bool:
     return before in [[split | {"pattern": {"Regex": pattern}}] for pattern in WORD_PATTERNS]
 
 
-def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[Ids, Places]:
-    """`encode`, but every distinct word is tokenized once: code repeats its words many times over.
+def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
+    """`encode`, but every distinct word is tokenized once: code repeats its words, and it takes a third of the time.
 
     Cuts lie only where these tokenizers cut whatever is around, because no alternative of their expressions continues.
-    One place is after a letter or a digit, before an ASCII character of another kind. One is between punctuation and a
-    space. One is before a space that a letter or punctuation follows, which `\\s+(?!\\S)` leaves to the word. A digit
-    does not count there, because some tokenizers split digits off first. Characters beyond ASCII never take part, so no
-    cut depends on what Unicode calls a letter or a space.
+    One place is after a letter or a digit, before an ASCII character of another kind. Others are between punctuation and a
+    space, and before a space that a letter or punctuation follows. `\\s+(?!\\S)` leaves such a space to the word. A digit
+    does not count there, because some tokenizers split digits off first. Characters beyond ASCII never take part.
     """
     if not any(texts):
         return encode(tokenizer, texts)
-    array = pa.array(texts, pa.large_string())
-    _, offsets, content = array.buffers()
+    _, offsets, content = pa.array(texts, pa.large_string()).buffers()
     bounds = np.frombuffer(offsets, np.int64)[: len(texts) + 1]
-    data = np.frombuffer(content, np.uint8)[: bounds[-1]]
-    is_bound = np.zeros(len(data) + 1, bool)
-    is_bound[bounds] = True
-    kind = BYTE_KINDS[data]
+    kind = BYTE_KINDS[np.frombuffer(content, np.uint8)[: bounds[-1]]]
     left, right = kind[:-1], kind[1:]
+    is_bound = np.zeros(len(kind) + 1, bool)
+    is_bound[bounds] = True
     cuts = is_bound.copy()
     cuts[1:-1] |= ((left == LETTER) | (left == DIGIT)) & (right != left) & (right != NOT_ASCII)
     cuts[1:-1] |= (left == MARK) & (right == SPACE)
@@ -120,30 +117,21 @@ def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> tuple[Ids, Places]:
 
     words = pa.LargeStringArray.from_buffers(len(edges) - 1, pa.py_buffer(edges.astype(np.int64)), content)
     dictionary = words.dictionary_encode()
-    word_ids, word_lengths = encode(tokenizer, dictionary.dictionary.to_pylist())
-    which = dictionary.indices.to_numpy()
-    ids = gather_runs(word_ids, (np.cumsum(word_lengths) - word_lengths)[which], word_lengths[which])
-    # Ids before each bound, not per text's words: empty texts have none, several may share one edge.
-    ids_before = np.concatenate([[0], np.cumsum(word_lengths[which])])
-    return ids, np.diff(ids_before[np.searchsorted(edges, bounds)])
+    encode_batch, which = reset_backend(tokenizer).encode_batch_fast, dictionary.indices.to_numpy()
+    distinct = [each.ids for each in encode_batch(dictionary.dictionary.to_pylist(), add_special_tokens=False)]
+    pool, lengths = np.array([*chain.from_iterable(distinct)], np.int32), np.array([*map(len, distinct)])
+    starts, lengths = (np.cumsum(lengths) - lengths)[which], lengths[which]
+    before = np.concatenate([[0], np.cumsum(lengths)])  # ids before each word
+    ids = pool[np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)]
+    # By the bounds, not by the words: empty texts have none, and several may share one edge.
+    return [ids[start:stop] for start, stop in pairwise(before[np.searchsorted(edges, bounds)].tolist())]
 
 
-def gather_runs(
-    pool: npt.NDArray[Integer], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> npt.NDArray[Integer]:
-    """The runs pool[start : start + length] one after the other."""
-    shift = starts - (np.cumsum(lengths) - lengths)
-    return pool[np.arange(lengths.sum()) + np.repeat(shift, lengths)]
-
-
-def shared_prefixes(first: Ids, first_lengths: Places, second: Ids, second_lengths: Places) -> Places:
-    """Of every pair of runs, the number of ids with which both begin."""
-    lengths = np.minimum(first_lengths, second_lengths)
-    begin = np.cumsum(lengths) - lengths
-    left = gather_runs(first, np.cumsum(first_lengths) - first_lengths, lengths)
-    right = gather_runs(second, np.cumsum(second_lengths) - second_lengths, lengths)
-    unlike = np.append(np.flatnonzero(left != right), len(left))
-    return np.minimum(unlike[np.searchsorted(unlike, begin)] - begin, lengths)
+def shared_prefix(first: Ids, second: Ids) -> int:
+    """The number of ids with which both begin."""
+    length = min(len(first), len(second))
+    unlike = np.flatnonzero(first[:length] != second[:length])
+    return int(unlike[0]) if len(unlike) else length
 
 
 def special_texts(tokenizer: Any) -> list[str]:
@@ -192,43 +180,39 @@ class Rendering:
     columns: Mapping[str, str]
     """Field -> column of the rows."""
     tokenizer: Any
-    template: ChatTemplate | None
-    """None where no row holds messages."""
     special: list[str]
     """What the tokenizer reads as control tokens."""
 
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Read for the first row that holds messages: text needs none."""
+        return read_template(self.tokenizer, self.options.thinking, self.options.today)
 
-class Masked(NamedTuple):
-    """Tokenized examples one after the other."""
+    def refuse_thinking(self) -> None:
+        """Raise UsageError for a flag that a row of text would ignore."""
+        if self.options.thinking is not None:
+            reason = f"text in data.format: {self.options.format} is not rendered with a chat template"
+            raise UsageError(f"cogumi.thinking would be ignored: {reason}", fix="drop it, or give messages")
 
-    ids: Ids
-    mask: npt.NDArray[np.int8]
-    lengths: Places
 
-
-def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) -> Masked:
+def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
     """Each text with its spans learned. Raises UsageError for a tokenizer that does not say where its tokens lie."""
     if not tokenizer.is_fast:
-        raise UsageError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for",
-            fix="use a model that has a tokenizer.json",
-        )
-    ids: list[list[int]] = []
-    masks = [np.zeros(0, np.int8)]
-    for start, end in batches(texts):
-        found = reset_backend(tokenizer).encode_batch(list(texts[start:end]), add_special_tokens=False)
-        for encoding, text, its_spans in zip(found, texts[start:end], spans[start:end], strict=True):
-            mask = np.zeros(len(encoding.ids), np.int8)
-            for first, behind in its_spans:
-                if first < behind:
-                    # Where several tokens hold one character, all of them do.
-                    last = encoding.char_to_token(behind - 1)
-                    stop = max(_token_at(encoding, behind, len(text)), 0 if last is None else last + 1)
-                    mask[_token_at(encoding, first, len(text)) : stop] = 1
-            ids.append(encoding.ids)
-            masks.append(mask)
-    flat, lengths = concatenate_lists(ids, np.int32)
-    return Masked(flat, np.concatenate(masks), lengths)
+        what = f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for"
+        raise UsageError(what, fix="use a model that has a tokenizer.json")
+    encode_batch = reset_backend(tokenizer).encode_batch
+    encodings = chain.from_iterable(encode_batch(part, add_special_tokens=False) for part in batches(texts))
+    examples = []
+    for encoding, text, its_spans in zip(encodings, texts, spans, strict=True):
+        mask = np.zeros(len(encoding.ids), np.int8)
+        for first, behind in its_spans:
+            if first < behind:
+                # Where several tokens hold one character, all of them do.
+                last = encoding.char_to_token(behind - 1)
+                stop = max(_token_at(encoding, behind, len(text)), 0 if last is None else last + 1)
+                mask[_token_at(encoding, first, len(text)) : stop] = 1
+        examples.append((np.array(encoding.ids, np.int32), mask))
+    return examples
 
 
 def _token_at(encoding: Any, character: int, length: int) -> int:
@@ -239,62 +223,54 @@ def _token_at(encoding: Any, character: int, length: int) -> int:
 
 def learn_completions(
     tokenizer: Any, prompts: Sequence[str], wholes: Sequence[str], special_tokens: bool, everything: bool = False
-) -> Masked:
+) -> list[tuple[Ids, Mask]]:
     """Each whole text, of which all is learned behind the tokens it shares with its prompt's, or `everything`.
 
     `special_tokens`: the tokenizer adds its own (a beginning of sequence), which a chat template does by itself.
     """
-    parts = [Masked(np.zeros(0, np.int32), np.zeros(0, np.int8), np.zeros(0, np.int64))]
-    for start, end in batches(wholes):
-        ids, lengths = encode(tokenizer, wholes[start:end], special_tokens)
-        shared = np.zeros(end - start, np.int64)
-        if not everything:
-            shared = shared_prefixes(*encode(tokenizer, prompts[start:end], special_tokens), ids, lengths)
-        within = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        parts.append(Masked(ids, (within >= np.repeat(shared, lengths)).astype(np.int8), lengths))
-    return Masked(*map(np.concatenate, zip(*parts, strict=True)))
-
-
-def batches(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Ranges of texts with about CHUNK_CHARACTERS in them."""
-    start = size = 0
-    for at, text in enumerate(texts):
-        size += len(text)
-        if size >= CHUNK_CHARACTERS:
-            yield start, at + 1
-            start, size = at + 1, 0
-    if start < len(texts):
-        yield start, len(texts)
+    found = encode(tokenizer, wholes, special_tokens)
+    shared = [0] * len(found)
+    if not everything:
+        shared = list(map(shared_prefix, encode(tokenizer, prompts, special_tokens), found))
+    return [(ids, (np.arange(len(ids)) >= start).astype(np.int8)) for ids, start in zip(found, shared, strict=True)]
 
 
 def masked_chunk(
-    examples: Masked, options: FormatOptions, rows: Sequence[int], values: Sequence[Any], dropped: dict[str, Dropped]
+    examples: Sequence[tuple[Ids, Mask]],
+    options: FormatOptions,
+    rows: Sequence[int],
+    values: Sequence[str],
+    dropped: dict[str, Dropped],
 ) -> Chunk:
     """The examples that fit and have something to learn; `rows` and `values` name those that are dropped."""
-    lengths = examples.lengths
-    starts = np.cumsum(lengths) - lengths
-    learned_before = np.concatenate([[0], np.cumsum(examples.mask, dtype=np.int64)])
-    over = np.zeros(len(lengths), bool) if options.max_length is None else lengths > options.max_length
-    if options.overlong == "truncate" and options.max_length is not None:
-        cut = np.minimum(lengths, options.max_length)
-        if options.truncation_mode == "keep_end":
-            starts = starts + lengths - cut
-        lengths = cut
-    learned = learned_before[starts + lengths] - learned_before[starts]
-    too_long = over & (options.overlong == "drop")
-    for at in np.flatnonzero(too_long | (learned == 0)):
-        within = f" within {options.max_length} tokens" if over[at] else ""
-        reason = options.too_long if too_long[at] else f"with nothing to learn{within}"
-        count_dropped(dropped, reason, rows[at], values[at])
-    kept = ~too_long & (learned > 0)
-    starts, lengths = starts[kept], lengths[kept]
-    columns = {
-        "input_ids": list_array(gather_runs(examples.ids, starts, lengths), lengths),
-        "completion_mask": list_array(gather_runs(examples.mask, starts, lengths), lengths),
+    most = options.max_length
+
+    def fit(example: tuple[tuple[Ids, Mask], str]) -> tuple[Ids, Mask, bool]:
+        ids, mask = example[0]
+        if most is None or len(ids) <= most:
+            over, within = False, ""
+        elif options.overlong == "drop":
+            raise BadRow(options.too_long)
+        else:
+            over, within = True, f" within {most} tokens"
+            kept = slice(-most, None) if options.truncation_mode == "keep_end" else slice(most)
+            ids, mask = ids[kept], mask[kept]
+        if not mask.any():
+            raise BadRow(f"with nothing to learn{within}")
+        return ids, mask, over
+
+    fitting, _ = try_each(zip(examples, values, strict=True), rows, fit, dropped, lambda example: example[1])
+    lengths = [len(ids) for ids, _, _ in fitting]
+    table = {
+        "input_ids": list_array([ids for ids, _, _ in fitting], lengths, pa.int32()),
+        "completion_mask": list_array([mask for _, mask, _ in fitting], lengths, pa.int8()),
     }
-    return Chunk(pa.table(columns), dropped, int((over & kept).sum()))
+    return Chunk(pa.table(table), dropped, sum(over for _, _, over in fitting))
 
 
-def list_array(flat: npt.NDArray[Any], lengths: Places) -> pa.ListArray:
-    """Lists of these lengths over a flat array."""
-    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32()), pa.array(flat))
+def list_array(parts: Sequence[npt.NDArray[Any]], lengths: Iterable[int], values: pa.DataType) -> pa.ListArray:
+    """Lists of these lengths over the parts one after the other."""
+    offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
+    return pa.ListArray.from_arrays(
+        offsets, pa.array(np.concatenate([np.empty(0, values.to_pandas_dtype()), *parts]), values)
+    )

@@ -1,39 +1,220 @@
-"""Fill-in-the-middle: where a document is cut, and the examples that come of it.
+"""Fill-in-the-middle: the control tokens of each model family, where a document is cut, and the examples that come of it.
 
 A source is cut at two character positions into prefix, middle and suffix. The model sees prefix and suffix and learns
 the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix. The
 cut ignores token boundaries, because an editor's cursor does.
 
-- Every piece is tokenized on its own and the control tokens are put in by id. A row whose text contains one of the
-  tokenizer's special tokens is dropped. That text would become a control token in the middle of the code.
-- Row i draws from its own block of a counter-based generator keyed by the seed. Its cut depends on the seed, i and the
-  text alone. Other rows, dropped rows and the size of chunks do not change it.
-- Without FIM tokens in the vocabulary a plain-text instruction (`fim_tokens.INSTRUCTION`) asks for the missing part.
+- Every piece is tokenized on its own and the control tokens are put in by id. A row whose text contains a special
+  token of the tokenizer is dropped. That text would become a control token in the middle of the code.
+- The cut of row i depends on the seed, i and the text alone.
 - Tokenizers of the SentencePiece kind put a "▁" before a text's first word. Pieces are tokenized as they stand after
   a control token, as the same tokenizer reads the prompt at inference. Some (Llama 2 style) hence have a "▁" before
   suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from cogumi.config.subsections import FimConfig
-from cogumi.data.encoding import list_array
-from cogumi.data.fim_tokens import (
-    PLAIN,
-    PSM,
-    SPM,
-    Controls,
-    Segments,
-    check_prompts_read_back,
-    prompt_texts,
-    tokenize_pieces,
-)
+from cogumi.config.schema import FimConfig
+from cogumi.core.errors import UsageError
+from cogumi.data.encoding import Ids, cuts_at_spaces, encode, encode_by_words, list_array, special_texts
 from cogumi.data.rows import Chunk, Dropped, count_dropped
+
+PLAIN, PSM, SPM = 0, 1, 2
+"""Left to right; prefix, suffix, middle; suffix, prefix, middle."""
+
+Runs = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+"""Control tokens before the first text, between the two texts, and after the second."""
+
+
+@dataclass(frozen=True)
+class FimTokens:
+    """One family's control tokens in its order; `psm` or `spm` is None where the family was not trained on that order.
+
+    In `psm` the first text is the prefix and the second the suffix, in `spm` the other way round. `end` closes the
+    middle; None means the tokenizer's end of sequence. `ids` is empty until `detect_fim_tokens` fills it.
+    """
+
+    family: str
+    psm: Runs | None
+    spm: Runs | None
+    end: str | None = None
+    ids: dict[str, int] = field(default_factory=dict)
+
+    def texts(self) -> list[str]:
+        """Every control token of this family once, as text."""
+        runs = chain.from_iterable(chain(*(order for order in (self.psm, self.spm) if order is not None)))
+        return list(dict.fromkeys([*runs, *([self.end] if self.end else [])]))
+
+    def prompt(self, prefix: str, suffix: str, order: int) -> str:
+        """The prompt as text, `order` being PSM or SPM; the middle is what follows it."""
+        before, between, after = (self.spm if order == SPM else self.psm) or ((), (), ())
+        first, second = (suffix, prefix) if order == SPM else (prefix, suffix)
+        return "".join([*before, first, *between, second, *after])
+
+
+def _paper_family(family: str, prefix: str, suffix: str, middle: str) -> FimTokens:
+    """PSM is <PRE> prefix <SUF> suffix <MID>, and SPM is <PRE> <SUF> suffix <MID> prefix.
+    SPM is the second variant of arXiv:2207.14255 (its appendix on SPM encoding), which opens like PSM."""
+    return FimTokens(family, psm=((prefix,), (suffix,), (middle,)), spm=((prefix, suffix), (middle,), ()))
+
+
+FAMILIES = (
+    # bigcode-project/Megatron-LM, megatron/data/gpt_dataset.py, permute(): both orders, fim_spm_rate 0.5.
+    _paper_family("StarCoder", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    # The same code; only the spelling differs (model card bigcode/santacoder).
+    _paper_family("SantaCoder", "<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    # QwenLM/Qwen2.5-Coder README, "File-Level Code Completion", and arXiv:2409.12186: PSM only. CodeGemma
+    # spells its tokens the same way.
+    FimTokens("Qwen-Coder", psm=(("<|fim_prefix|>",), ("<|fim_suffix|>",), ("<|fim_middle|>",)), spm=None),
+    # facebookresearch/codellama, llama/generation.py, infilling_prompt_tokens(): "<PRE> {pre} <SUF>{suf} <MID>" and
+    # with suffix_first "<PRE> <SUF>{suf} <MID> {pre}"; text_infilling() stops at <EOT>, not at the end of sequence.
+    replace(_paper_family("CodeLlama", "▁<PRE>", "▁<SUF>", "▁<MID>"), end="▁<EOT>"),
+    # deepseek-ai/DeepSeek-Coder README, "Code Insertion": the hole stands where the middle is cut out.
+    # arXiv:2401.14196: trained on PSM at a rate of 50 %, not on SPM.
+    FimTokens("DeepSeek-Coder", psm=(("<｜fim▁begin｜>",), ("<｜fim▁hole｜>",), ("<｜fim▁end｜>",)), spm=None),
+    # mistralai/mistral-common, encode_fim() and its test: "<s>[SUFFIX]{suffix}[PREFIX]{prefix}"; no other order.
+    FimTokens("Codestral", psm=None, spm=(("[SUFFIX]",), ("[PREFIX]",), ())),
+)
+
+
+def detect_fim_tokens(tokenizer: Any) -> FimTokens | None:
+    """The first family of `FAMILIES` all of whose control tokens this tokenizer reads as one id each, else None.
+
+    The vocabulary alone does not count: the model would never have seen an id that the tokenizer does not give.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for family in FAMILIES:
+        ids = {text: vocabulary[text] for text in family.texts() if text in vocabulary}
+        read = {text: list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ids}
+        if len(ids) == len(family.texts()) and all(read[text] == [ids[text]] for text in ids):
+            return replace(family, ids=ids)
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------- fim layout
+
+
+INSTRUCTION = (
+    "A piece is missing from this code. Reply with the missing piece only.\n"
+    "### Before\n{prefix}\n### After\n{suffix}\n### Missing\n"
+)
+"""The prompt for tokenizers without FIM tokens."""
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What the assembly needs from a tokenizer, read once."""
+
+    tokens: FimTokens | None
+    runs: dict[int, list[list[int]]]
+    """By order: ids before the first text, between the two, before the middle, and after it."""
+    guard: str | None
+    """A control token to tokenize pieces behind, where that changes how they read (SentencePiece's leading "▁")."""
+    special_texts: list[str]
+    by_words: bool
+    """Whether `encode_by_words` may be used."""
+
+    def spm_rate(self, asked: float) -> float:
+        """The share of examples in suffix-prefix-middle order that this family was trained for, `asked` where both."""
+        if self.tokens is None or self.tokens.spm is None:
+            return 0.0
+        return asked if self.tokens.psm is not None else 1.0
+
+    def order_note(self, asked: float) -> str:
+        """Why the orders are not those asked for; empty where they are."""
+        if self.tokens is None:
+            return "no FIM tokens in this tokenizer: instruction prompts"
+        if self.spm_rate(asked) == asked:
+            return ""
+        order = "PSM" if self.tokens.psm else "SPM"
+        return f"{self.tokens.family} was trained on {order} only: spm_rate not used"
+
+
+def read_controls(tokenizer: Any) -> Controls:
+    if tokenizer.eos_token_id is None:
+        raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
+
+    def read(text: str, special_tokens: bool = False) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+
+    tokens = detect_fim_tokens(tokenizer)
+    # The beginning of sequence, where the tokenizer adds one by itself: what stands before a text's own ids.
+    bare, dressed = read("a"), read("a", special_tokens=True)
+    before = next((at for at in range(len(dressed)) if dressed[at : at + len(bare)] == bare), None)
+    if before is None:
+        what = "the tokenizer reads 'a' differently with and without special tokens"
+        raise UsageError(what, fix="FIM needs one that does not")
+    lead, end = dressed[:before], [tokenizer.eos_token_id]
+    plain = [lead, [], [], end]
+    runs = {PLAIN: plain} if tokens else {PLAIN: plain, PSM: plain}  # the instruction is one text
+    if tokens is not None:
+        for order, texts in ((PSM, tokens.psm), (SPM, tokens.spm)):
+            if texts is not None:
+                opening, between, after = ([tokens.ids[text] for text in run] for run in texts)
+                runs[order] = [lead + opening, between, after, [tokens.ids[tokens.end]] if tokens.end else end]
+    guard = tokens.texts()[0] if tokens else tokenizer.eos_token
+    special = list(dict.fromkeys([*(tokens.texts() if tokens else []), *special_texts(tokenizer)]))
+    guarded = read(f"{guard}a b")[1:] != read("a b")
+    return Controls(tokens, runs, guard if guarded else None, special, cuts_at_spaces(tokenizer))
+
+
+def tokenize_pieces(examples: pl.DataFrame, tokenizer: Any, controls: Controls) -> list[list[Ids]]:
+    """The seven runs of ids of each example: control, first text, control, second text, control, middle, end."""
+    order = examples["order"]
+    fim = (order != PLAIN).to_list()
+    if controls.tokens is None:
+        prompts = zip(prompt_texts(examples, controls), fim, strict=True)
+        first, second = [prompt if asked else "" for prompt, asked in prompts], [""] * len(fim)
+    else:
+        swapped = pl.col("order") == SPM
+        shown = examples.select(
+            first=pl.when(swapped).then("shown_suffix").otherwise("shown_prefix"),
+            second=pl.when(swapped).then("shown_prefix").otherwise("shown_suffix"),
+        )
+        first, second = shown["first"].to_list(), shown["second"].to_list()
+    texts = [*first, *second, *examples["middle"].to_list()]
+    if controls.guard is not None:
+        # Behind a control token stand all pieces but a plain row's text and an instruction, which open the sequence.
+        guarded = [each and controls.tokens is not None for each in fim] * 2 + fim
+        texts = [controls.guard + text if guard else text for text, guard in zip(texts, guarded, strict=True)]
+    ids = encode_by_words(tokenizer, texts) if controls.by_words else encode(tokenizer, texts)
+    if controls.guard is not None:
+        ids = [each[1:] if guard else each for each, guard in zip(ids, guarded, strict=True)]
+    control = {kind: [np.array(run, np.int32) for run in runs] for kind, runs in controls.runs.items()}
+    rows, pieces = len(fim), []
+    for at, kind in enumerate(order):
+        before, between, after, end = control[kind]
+        pieces.append([before, ids[at], between, ids[rows + at], after, ids[2 * rows + at], end])
+    return pieces
+
+
+def prompt_texts(examples: pl.DataFrame, controls: Controls) -> list[str]:
+    """The prompts as text; meaningless for plain rows."""
+    shown = examples.select("shown_prefix", "shown_suffix", "order").iter_rows()
+    if controls.tokens is None:
+        return [INSTRUCTION.format(prefix=prefix, suffix=suffix) for prefix, suffix, _ in shown]
+    return [controls.tokens.prompt(prefix, suffix, order) for prefix, suffix, order in shown]
+
+
+def refuse_other_prompts(prompts: Sequence[str], pieces: Sequence[list[Ids]], tokenizer: Any) -> None:
+    """UsageError unless the tokenizer reads these prompts as the ids that supervised training uses."""
+    for prompt, runs in zip(prompts, pieces, strict=False):
+        if list(tokenizer(prompt)["input_ids"]) != np.concatenate(runs[:5]).tolist():
+            raise UsageError(
+                f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on",
+                fix="have it add no end token (add_eos_token) and strip no spaces around its FIM tokens (lstrip, rstrip)",
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------------- cuts
+
 
 PIECES = ("prefix", "middle", "suffix")
 
@@ -146,11 +327,13 @@ def fim_sft_chunk(
     """
     dropping = DroppedCounter(first_row)
     examples = cut_rows(rows, columns, controls, config, dropping)
-    kept, segments = _fitting(examples, tokenizer, controls, config, dropping)
-    lengths = segments.lengths.sum(axis=1)
+    kept, pieces = _fitting(examples, tokenizer, controls, config, dropping)
+    learned = np.array([0, 0, 0, 0, 0, 1, 1], np.int8)
+    lengths = np.array([[*map(len, runs)] for runs in pieces], np.int64).reshape(-1, 7)
+    mask = np.tile(learned, len(pieces)).repeat(lengths.ravel())
     table = {
-        "input_ids": list_array(segments.gather(), lengths),
-        "completion_mask": list_array(segments.completion_mask(), lengths),
+        "input_ids": list_array([*chain.from_iterable(pieces)], lengths.sum(1), pa.int32()),
+        "completion_mask": list_array([mask], lengths.sum(1), pa.int8()),
     }
     return Chunk(pa.table(table), dropping.dropped, _trimmed(kept))
 
@@ -174,24 +357,27 @@ def fim_prompts_chunk(
     config = config.model_copy(update={"fim_rate": 1.0})
     of_fim = {name: column for name, column in columns.items() if name in ("source", *PIECES)}
     examples = cut_rows(rows, of_fim, controls, config, dropping)
-    kept, segments = _fitting(examples, tokenizer, controls, config, dropping)
-    check_prompts_read_back(kept.head(32), segments, tokenizer, controls)
-    table = {"prompt": pa.array(prompt_texts(kept, controls), pa.string())}
+    kept, pieces = _fitting(examples, tokenizer, controls, config, dropping)
+    prompts = prompt_texts(kept, controls)
+    refuse_other_prompts(prompts[:32], pieces, tokenizer)
+    table = {"prompt": pa.array(prompts, pa.string())}
     table |= {piece: pa.array(kept[piece].to_list(), pa.string()) for piece in ("prefix", "suffix", "middle")}
-    table |= {name: rows[columns[name]][kept["row"]].to_arrow() for name in columns.keys() - of_fim.keys()}
+    others = {name: column for name, column in columns.items() if name not in of_fim}
+    table |= {name: rows[column][kept["row"]].to_arrow() for name, column in others.items()}
     return Chunk(pa.table(table), dropping.dropped, _trimmed(kept))
 
 
 def _fitting(
     examples: pl.DataFrame, tokenizer: Any, controls: Controls, config: FimConfig, dropping: DroppedCounter
-) -> tuple[pl.DataFrame, Segments]:
+) -> tuple[pl.DataFrame, list[list[Ids]]]:
     """The examples that fit the budget, trimmed for it where the config says so, and their tokens."""
     if config.overlong == "trim":
         examples = _trim(examples, tokenizer, controls, config.max_length)
-    segments = tokenize_pieces(examples, tokenizer, controls)
-    fits = segments.lengths.sum(axis=1) <= config.max_length
+    pieces = tokenize_pieces(examples, tokenizer, controls)
+    fits = [sum(map(len, runs)) <= config.max_length for runs in pieces]
     reason = f"longer than {config.max_length} tokens"
-    return dropping.keep(examples, pl.Series(fits, dtype=pl.Boolean), reason, "middle"), segments.take(fits)
+    kept = dropping.keep(examples, pl.Series(fits, dtype=pl.Boolean), reason, "middle")
+    return kept, list(compress(pieces, fits))
 
 
 def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length: int) -> pl.DataFrame:
@@ -204,7 +390,7 @@ def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length
     done: list[pl.DataFrame] = []
     left = examples.with_row_index("at")
     while left.height:
-        lengths = tokenize_pieces(left, tokenizer, controls).lengths
+        lengths = np.array([[*map(len, runs)] for runs in tokenize_pieces(left, tokenizer, controls)])
         context_tokens = lengths[:, 1] + lengths[:, 3]
         n_prefix, n_suffix = (
             left[each].str.len_chars().cast(pl.Int64).to_numpy() for each in ("shown_prefix", "shown_suffix")

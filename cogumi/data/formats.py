@@ -9,39 +9,39 @@
 For gspo every other column that `data.columns` names, and the gold answer as `answer`, go to the rewards.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
     Conversation,
-    Message,
-    alpaca_messages,
-    last_turn,
-    read_messages,
-    read_text,
-    read_tools,
-    refuse_empty_answers,
+    read_completion,
+    read_conversation,
+    read_pair,
+    read_prompt,
+    read_question,
 )
-from cogumi.data.chat_templates import adapt_thought, read_template, split_thought
+from cogumi.data.chat_templates import adapt_thought
 from cogumi.data.encoding import (
     FormatOptions,
+    Ids,
     Rendering,
     encode,
     learn_completions,
     learn_spans,
+    list_array,
     masked_chunk,
+    shared_prefix,
     special_texts,
 )
-from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk
-from cogumi.data.fim_tokens import order_note, read_controls
-from cogumi.data.preference import preference_chunk
-from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, count_dropped, parse_rows, try_each
+from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk, read_controls
+from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, parse_rows, try_each
 from cogumi.data.sources import Alike
 
 FORMATS = {
@@ -105,19 +105,17 @@ def column_kinds(options: FormatOptions, columns: Mapping[str, str]) -> dict[str
 
     What the rewards are given becomes an arrow column. Prompts are texts or messages, and so are completions.
     """
-    kinds: dict[str, Alike] = {}
-    if options.format != "fim":  # which is text, and nothing else is let in
-        for name, column in columns.items():
-            if name in SIDES:
-                kinds[column] = "text or messages"
-            elif name not in FIELDS[options.format]:
-                kinds[column] = "throughout"
-    return kinds
+    if options.format == "fim":  # which is text, and nothing else is let in
+        return {}
+    rewarded: dict[str, Alike] = {
+        column: "throughout" for name, column in columns.items() if name not in FIELDS[options.format]
+    }
+    return rewarded | {columns[side]: "text or messages" for side in SIDES if side in columns}
 
 
 def _near(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"there is {', '.join(names) or 'none'}"
+    near = nearest(name, names)
+    return f"did you mean {near}?" if near else f"there is {', '.join(names) or 'none'}"
 
 
 def learned_parts(format: str, train: Mapping[str, Any]) -> Literal["turns", "completion", "all"]:
@@ -134,13 +132,10 @@ def learned_parts(format: str, train: Mapping[str, Any]) -> Literal["turns", "co
     return "all" if completion is False and assistant is False else "turns"
 
 
-def tokenize_for(
-    options: FormatOptions, tokenizer: Any, columns: Mapping[str, str], has_messages: bool = True
-) -> Tokenize:
+def tokenize_for(options: FormatOptions, tokenizer: Any, columns: Mapping[str, str]) -> Tokenize:
     """What makes examples of rows that have these columns (see `columns_for`).
 
-    `has_messages`: false where the columns hold text alone, so that no chat template is needed. Raises UsageError for a
-    tokenizer that cannot be used for it.
+    Raises UsageError, now or for the first rows, for a tokenizer or chat template that cannot be used for it.
     """
     if options.format == "fim":
         make = fim_prompts_chunk if options.method == "gspo" else fim_sft_chunk
@@ -148,26 +143,13 @@ def tokenize_for(
         return partial(make, tokenizer=tokenizer, controls=controls, config=options.fim, columns=dict(columns))
     if tokenizer.eos_token is None:
         raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
-    template = None
-    if options.format == "chat" or has_messages:
-        template = read_template(tokenizer, options.thinking, options.today)
-    elif options.thinking is not None and options.method != "gspo":
-        reason = f"text in data.format: {options.format} is not rendered with a chat template"
-        raise UsageError(f"cogumi.thinking would be ignored: {reason}", fix="drop it, or give messages")
-    using = Rendering(options, dict(columns), tokenizer, template, special_texts(tokenizer))
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
-    return partial(make_chunk, using=using)
+    return partial(make_chunk, using=Rendering(options, dict(columns), tokenizer, special_texts(tokenizer)))
 
 
 def layout_note(options: FormatOptions, tokenizer: Any) -> str:
     """What a report of the data should add: why a layout is not the one asked for; mostly nothing."""
-    return order_note(read_controls(tokenizer), options.fim.spm_rate) if options.format == "fim" else ""
-
-
-def holds_messages(columns: Mapping[str, str], schema: Mapping[str, Any]) -> bool:
-    """Whether a column of prompts or completions holds lists, hence messages."""
-    kinds = [schema[columns[each]] for each in SIDES if each in columns]
-    return any(isinstance(kind, pl.List) or kind == pl.Object for kind in kinds)  # Object: of nested JSON lines
+    return read_controls(tokenizer).order_note(options.fim.spm_rate) if options.format == "fim" else ""
 
 
 # ---------------------------------------------------------------------------------------------------------- supervised
@@ -185,8 +167,8 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     def render(each: Conversation | tuple[str, str]) -> tuple[str, Any]:
         """(text, its prompt, or the spans of its turns)."""
         if isinstance(each, tuple):
+            using.refuse_thinking()
             return each[0] + each[1] + using.tokenizer.eos_token, each[0]
-        assert using.template is not None
         if by_turns:
             return using.template.turns(each)
         asked = each.messages[: each.prompt_length]
@@ -202,42 +184,62 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     return masked_chunk(examples, using.options, kept, texts, dropped)
 
 
-def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation:
-    """A chat row's conversation, with at least one answer. Unless all is learned, it ends with the last answer."""
-    messages = row_messages(row)
-    last = last_turn(messages, "assistant")
-    if learn != "all":
-        messages = messages[: last + 1]
-    prompt_length = last if learn == "completion" else 0
-    if last == 0:
-        raise BadRow("with nothing before the answer")
-    refuse_empty_answers(messages, prompt_length)
-    return Conversation(messages, read_tools(row.get("tools")), prompt_length)
+# --------------------------------------------------------------------------------------------------------------- pairs
 
 
-def row_messages(row: dict[str, Any]) -> list[Message]:
-    """The messages of a chat row of any shape."""
-    for name in ("messages", "conversations"):
-        if name in row:
-            return read_messages(row[name])
-    return alpaca_messages(row["instruction"], row.get("input"), row["output"], row.get("system"))
+def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
+    """`prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer tokenizes them (trl 1.15, dpo_trainer.py, tokenize_fn)."""
+    dropped: dict[str, Dropped] = {}
+    pairs, at = parse_rows(rows, first_row, using.columns, read_pair, dropped, using.special)
+    plain = bool(pairs) and isinstance(pairs[0]["prompt"], str)
+    texts, at = try_each(pairs, at, partial(render_pair, using=using), dropped, lambda pair: tuple(pair.values()))
+    ids = [encode(using.tokenizer, [each[side] for each in texts], plain) for side in range(3)]
+    fit = partial(fit_pair, options=using.options)
+    fitting, _ = try_each(zip(*ids, texts, strict=True), at, fit, dropped, lambda each: each[3][0])
+    columns = {}
+    for side, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
+        ids_of = [pair[side] for pair, _ in fitting]
+        columns[name] = list_array(ids_of, map(len, ids_of), pa.int32())
+    return Chunk(pa.table(columns), dropped, sum(cut for _, cut in fitting))
 
 
-def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
-    """(prompt, completion) where both are text; else one conversation, the prompt's messages first."""
-    prompt, completion = row["prompt"], row["completion"]
-    if not isinstance(prompt, list) and not isinstance(completion, list):
-        texts = read_text(prompt), read_text(completion)
-        if not texts[1].strip():
-            raise BadRow("with an empty answer")
-        return texts
-    asked, answered = (
-        read_messages(side) if isinstance(side, list) else [{"role": role, "content": read_text(side)}]
-        for side, role in ((prompt, "user"), (completion, "assistant"))
+def render_pair(pair: dict[str, Any], using: Rendering) -> tuple[str, str, str]:
+    """(prompt, prompt and chosen, prompt and rejected). Raises BadRow."""
+    prompt, chosen, rejected, tools = pair.values()
+    if isinstance(prompt, str):
+        using.refuse_thinking()
+        eos = using.tokenizer.eos_token
+        return prompt, prompt + chosen + eos, prompt + rejected + eos
+    template = using.template
+    return (
+        template.prompt(prompt, tools),
+        template.whole(prompt + chosen, tools),
+        template.whole(prompt + rejected, tools),
     )
-    last_turn(answered, "assistant")
-    refuse_empty_answers(answered)
-    return Conversation(asked + answered, read_tools(row.get("tools")), len(asked))
+
+
+def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[tuple[Ids, Ids, Ids], bool]:
+    """((prompt, chosen, rejected), whether something was cut) of the ids of a prompt and of both wholes.
+
+    The prompt ends where its own tokens part from either whole's. What is cut is what TRL's collator cuts at
+    `max_length`. From the start (keep_end) it cuts unlike lengths of one prompt, so that is left to it. Raises BadRow
+    where nothing is left to compare.
+    """
+    prompt, chosen, rejected, _ = pair
+    start = min(shared_prefix(prompt, chosen), shared_prefix(prompt, rejected))
+    prompt, chosen, rejected = prompt[:start], chosen[start:], rejected[start:]
+    most = options.max_length
+    cut = most is not None and start + max(len(chosen), len(rejected)) > most
+    if cut and options.overlong == "drop":
+        raise BadRow(options.too_long)
+    if most is not None and cut and options.truncation_mode == "keep_start":
+        room = max(0, most - start)
+        chosen, rejected = chosen[:room], rejected[:room]
+        if np.array_equal(chosen, rejected):
+            raise BadRow(f"with nothing to compare within {most} tokens")
+    if not len(chosen) or not len(rejected):
+        raise BadRow("with nothing to compare")
+    return (prompt, chosen, rejected), cut
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
@@ -259,7 +261,6 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         prompt, answer = each
         if text:
             return prompt, prompt, answer
-        assert using.template is not None
         adapted = [adapt_thought(message, using.template.thinking) for message in prompt]
         if any("tool_calls" in message for message in adapted):
             raise BadRow("with tool calls in the prompt")
@@ -267,14 +268,15 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         return prompt, using.template.prompt(prompt), answer
 
     usable, at = try_each(made, at, render, dropped, lambda each: each[0])
-    if options.max_length is not None:
-        _, lengths = encode(using.tokenizer, [shown for _, shown, _ in usable], special_tokens=text)
-        for (prompt, _, _), row, length in zip(usable, at, lengths, strict=True):
-            if length > options.max_length:
-                count_dropped(dropped, options.too_long, row, prompt)
-        fits = lengths <= options.max_length
-        usable = [each for each, fit in zip(usable, fits, strict=True) if fit]
-        at = [row for row, fit in zip(at, fits, strict=True) if fit]
+    if (most := options.max_length) is not None:
+        ids = encode(using.tokenizer, [shown for _, shown, _ in usable], special_tokens=text)
+
+        def fit(each: tuple[tuple[Any, str, str | None], Ids]) -> tuple[Any, str, str | None]:
+            if len(each[1]) > most:
+                raise BadRow(options.too_long)
+            return each[0]
+
+        usable, at = try_each(zip(usable, ids, strict=True), at, fit, dropped, lambda each: each[0][0])
     others = [name for name in columns if name not in (*FIELDS["chat"], *FIELDS["prompt_completion"])]
     table = {"prompt": pa.array([each[0] for each in usable], pa.string() if text else PROMPT_MESSAGES)}
     if "answer" not in others and (chat or "completion" in columns):
@@ -283,24 +285,3 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         values = rows[columns[name]][[row - first_row for row in at]]
         table[name] = pa.array(values.to_list()) if values.dtype == pl.Object else values.to_arrow()
     return Chunk(pa.table(table), dropped)
-
-
-def read_question(row: dict[str, Any]) -> tuple[list[Message], str | None]:
-    """(messages up to the last turn of the user, what the assistant says after it)."""
-    messages = row_messages(row)
-    asked = last_turn(messages, "user") + 1
-    answers = [each["content"] for each in messages[asked:] if each["role"] == "assistant"]
-    return messages[:asked], split_thought(answers[-1])[1] if answers else None
-
-
-def read_prompt(row: dict[str, Any]) -> tuple[str | list[Message], str | None]:
-    """(text or messages, the completion's text or its last message's)."""
-    prompt, completion = row["prompt"], row.get("completion")
-    if isinstance(completion, list):
-        completion = read_messages(completion)[-1]["content"]
-    answer = None if completion is None else split_thought(read_text(completion))[1]
-    if isinstance(prompt, list):
-        return read_messages(prompt), answer
-    if not read_text(prompt):
-        raise BadRow("with an empty prompt")
-    return read_text(prompt), answer

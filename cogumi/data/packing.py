@@ -1,10 +1,9 @@
 """Packing several examples into a row: is it safe with this model, how full are the rows, how many rows are a step?
 
-TRL's `bfd` packing lays the rows of a micro-batch end to end in one sequence, without an attention mask. The position
-ids begin again at each example. That is how flash attention wants them. Any other attention computes the whole square
-of the sequence, so it gets the rows beside each other (`collate_rows_apart`). transformers 5.17 makes a block-diagonal
-mask of the position ids. A model with a state along the sequence, or with its own mask, still lets examples read each
-other. `probe_packing` measures this on the loaded model; there is no list of models.
+TRL's `bfd` packing lays the rows of a micro-batch end to end in one sequence, without an attention mask, as flash
+attention wants them. Any other attention computes the whole square of the sequence, so it gets the rows beside each
+other (`collate_rows_apart`). transformers 5.17 makes a block-diagonal mask of the position ids. A model with a state
+along the sequence, or with its own mask, still lets examples read each other: `probe_packing` measures this.
 """
 
 import logging
@@ -68,7 +67,7 @@ def collate_rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str
     """A micro-batch of packed rows, a row each: `input_ids`, `labels`, `position_ids`, (rows, longest row).
 
     collate: TRL's DataCollatorForLanguageModeling, which pads on the right. Padding has position 0, as if each of its tokens
-    were an example: nothing reads it. An attention mask, which would let the examples of a row read each other, is not sent.
+    were an example. An attention mask, which would let the examples of a row read each other, is not sent.
     """
     batch: dict[str, Any] = replace(collate, padding_free=False, return_position_ids=True)(examples)
     del batch["attention_mask"]

@@ -1,13 +1,22 @@
-"""Rows of a source and what becomes of them: examples, or a count of the dropped rows by reason with the first of each."""
+"""Rows of a source and what becomes of them: examples in an arrow file, or a count of the dropped rows by reason."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
+
+from cogumi.core.durability import sync_path
+from cogumi.core.errors import UsageError
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -110,6 +119,19 @@ def try_each(
     return made, kept
 
 
+def iter_strings(value: Any) -> Iterator[str]:
+    """Every text in a value of messages or tools, however deep, keys included; of a dataclass its values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from iter_strings(inner)
+    elif isinstance(value, Mapping):
+        yield from iter_strings(list(chain.from_iterable(value.items())))
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from iter_strings(list(vars(value).values()))
+
+
 def parse_rows(
     rows: pl.DataFrame,
     first_row: int,
@@ -120,31 +142,137 @@ def parse_rows(
 ) -> tuple[list[T], list[int]]:
     """What `make` makes of each row, given as {field: value}, and the index of the row.
 
-    Rows that it refuses are counted. So are rows whose texts contain one of the tokenizer's control tokens (`special`).
-    The tokenizer would read that text as the token itself.
+    Rows that it refuses are counted. So are rows whose texts contain one of the tokenizer's control tokens (`special`),
+    which the tokenizer would read as the token itself.
     """
     values = zip(*(rows[column].to_list() for column in columns.values()), strict=True)
     indices = range(first_row, first_row + rows.height)
     made, at = try_each(values, indices, lambda row: make(dict(zip(columns, row, strict=True))), dropped)
     texts = pl.Series(["\0".join(iter_strings(each)) for each in made], dtype=pl.String)
-    bad = texts.str.contains_any(special).to_list() if special else [False] * len(made)
-    for hit, row_number, text in zip(bad, at, texts, strict=True):
-        if hit:
-            count_dropped(dropped, "containing a special token", row_number, text)
-    kept = [place for place, hit in enumerate(bad) if not hit]
-    return [made[place] for place in kept], [at[place] for place in kept]
+    hits = texts.str.contains_any(special)
+
+    def refuse_special(at: int) -> T:
+        if hits[at]:
+            raise BadRow("containing a special token")
+        return made[at]
+
+    return try_each(range(len(made)), at, refuse_special, dropped, texts.__getitem__)
 
 
-def iter_strings(value: Any) -> Iterator[str]:
-    """Every text in a value of messages or tools, however deep, keys included; of a dataclass its values."""
-    if isinstance(value, str):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        value = chain.from_iterable(value.items())
-    elif is_dataclass(value):
-        value = vars(value).values()
-    elif not isinstance(value, list | tuple):
-        return
-    for inner in value:
-        yield from iter_strings(inner)
+# ---------------------------------------------------------------------------------------------------------- arrow file
+
+
+class ExamplesWriter:
+    """Takes the rows of one part (trained on, or held out) and writes the examples that they become to an arrow stream."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = self.truncated = self.learned = 0
+        self.dropped: dict[str, Dropped] = {}
+        self.lengths = Lengths()
+        self.file: Any = None
+        self.schema: pa.Schema | None = None
+
+    def add(self, tokenize: Tokenize, rows: pl.DataFrame, at: npt.NDArray[np.int64]) -> None:
+        """Write the examples made of rows at these places of the source, and count what became of the others."""
+        chunk = tokenize(rows, self.rows)
+        table = chunk.table.replace_schema_metadata(None)
+        lost = sum(dropped.count for dropped in chunk.dropped.values())
+        if len(table) + lost != len(at):
+            raise RuntimeError(f"{len(at)} rows became {len(table)} examples and {lost} dropped")
+        for reason, dropped in chunk.dropped.items():
+            # `tokenize` numbers the chosen rows; a report names the place in the source.
+            place = int(at[dropped.row - self.rows])
+            count_dropped(self.dropped, reason, place, dropped.excerpt, dropped.count)
+        self.rows += len(at)
+        self.truncated += chunk.truncated
+        if not len(table):
+            return
+        self.lengths.update(token_lengths(table))
+        if "completion_mask" in table.column_names:
+            self.learned += sum(int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks)
+        self.write(table)
+
+    def write(self, table: pa.Table) -> None:
+        if self.schema is None:
+            self.schema, self.file = table.schema, pa.ipc.new_stream(str(self.path), table.schema)
+        elif table.schema != self.schema:
+            try:
+                schema = pa.unify_schemas([self.schema, table.schema], promote_options="permissive")
+            except pa.ArrowException as error:
+                raise UsageError(f"a column holds two kinds of values: {error}", fix="write them alike") from error
+            if schema != self.schema:
+                self.rewrite(schema)
+            table = table.select(schema.names).cast(schema)
+        self.file.write_table(table.combine_chunks())
+
+    def rewrite(self, schema: pa.Schema) -> None:
+        """What is written so far, in the types that later rows need: a column may have begun with nulls alone."""
+        self.file.close()
+        before = self.path.rename(self.path.with_suffix(".before"))
+        self.file, self.schema = pa.ipc.new_stream(str(self.path), schema), schema
+        with pa.memory_map(str(before)) as mapped:
+            for batch in pa.ipc.open_stream(mapped):
+                self.file.write_table(pa.Table.from_batches([batch]).cast(schema))
+        before.unlink()
+
+    def close(self, name: str) -> dict[str, Any]:
+        """The record of this part. Raises UsageError where no row was usable."""
+        if self.file is None:
+            longer = any(reason.startswith("longer than") for reason in self.dropped)
+            allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
+            raise UsageError(describe_counts(name, 0, self.dropped), fix=f"give other rows{allow}")
+        self.file.close()
+        sync_path(self.path)
+        return {
+            "name": name,
+            "dropped": {reason: [each.count, each.row, each.excerpt] for reason, each in self.dropped.items()},
+            "truncated": self.truncated,
+            "lengths": sorted(self.lengths.items()),
+            "learned": self.learned,
+        }
+
+
+def describe_counts(name: str, used: int, dropped: Mapping[str, Dropped]) -> str:
+    """ "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
+    total = used + sum(each.count for each in dropped.values())
+    reasons = ", ".join(f"{each.count:,} {reason}" for reason, each in dropped.items())
+    return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")
+
+
+class Lengths(Counter[int]):
+    """Examples by their number of tokens. Of a preference pair: the prompt with the longer answer."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(length * count for length, count in self.items())
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / max(1, self.total())
+
+    def quantile(self, share: float) -> int:
+        """The shortest length that at least this share of the examples does not exceed; 0 where there are none."""
+        wanted, lengths = max(1, math.ceil(share * self.total())), sorted(self)
+        reached = accumulate(self[length] for length in lengths)
+        return next((length for length, count in zip(lengths, reached, strict=True) if count >= wanted), 0)
+
+    def buckets(self, most: int) -> list[tuple[int, int, int]]:
+        """(first length, last length, examples) of at most so many buckets of one width, up to the longest example."""
+        if not self:
+            return []
+        width = max(1, math.ceil((max(self) + 1) / most))
+        counts: Counter[int] = Counter()
+        for length, count in self.items():
+            counts[length // width] += count
+        return [(at * width, (at + 1) * width - 1, counts[at]) for at in range(max(counts) + 1)]
+
+
+def token_lengths(table: pa.Table) -> list[int]:
+    """Tokens of each example of a chunk; none where the chunk holds text, which a trainer tokenizes."""
+    ids = [name for name in table.column_names if name.endswith("_ids")]
+    lengths = {name: pc.list_value_length(table[name]).to_numpy() for name in ids}
+    found = lengths.get("input_ids", np.empty(0, np.int64))
+    if "chosen_ids" in lengths:
+        found = lengths["prompt_ids"] + np.maximum(lengths["chosen_ids"], lengths["rejected_ids"])
+    return found.tolist()  # type: ignore[no-any-return]

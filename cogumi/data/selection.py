@@ -70,35 +70,27 @@ def row_hashes(rows: pl.DataFrame, seed: int) -> Hashes:
     Nested values count as their JSON with sorted keys. Keys whose value is null are left out, because a frame gives a
     key of one message to all others. Bytes count as the text that they spell.
     """
+
+    def as_bytes(value: Any) -> bytes | None:
+        if value is None or isinstance(value, bytes):
+            return value
+        if not isinstance(value, str):
+            value = without_nulls(value)
+            value = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
+        return value.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]
+
     names = sorted(rows.columns)
     start = hashlib.blake2b(json.dumps(names).encode(), digest_size=8, key=str(seed).encode())
-    nothing = NOTHING.to_bytes(8, "little")
+    text = rows.select(pl.col(name).cast(pl.Binary) if rows[name].dtype == pl.String else name for name in names)
     digests = []
-    for values in zip(*(_as_bytes(rows[name]) for name in names), strict=True):
-        if all(value is None for value in values):
-            digests.append(nothing)
-            continue
+    for values in zip(*(map(as_bytes, text[name].to_list()) for name in names), strict=True):
         state = start.copy()
         for value in values:
             # With its length, so that no two rows of several columns read the same.
             state.update(b"-" if value is None else b"%d:" % len(value) + value)
-        digests.append(state.digest())
+        known = any(value is not None for value in values)
+        digests.append(state.digest() if known else NOTHING.to_bytes(8, "little"))
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64, copy=False)
-
-
-def _as_bytes(series: pl.Series) -> list[bytes | None]:
-    if series.dtype in (pl.String, pl.Binary):
-        found: list[bytes | None] = series.cast(pl.Binary).to_list()
-        return found
-    return [_canonical(value) for value in series.to_list()]
-
-
-def _canonical(value: Any) -> bytes | None:
-    if value is None or isinstance(value, bytes):
-        return value
-    if not isinstance(value, str):
-        value = json.dumps(without_nulls(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
-    return value.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]
 
 
 def choose_rows(
@@ -107,9 +99,8 @@ def choose_rows(
     """Write into `states` what becomes of every row, and count it by source.
 
     hashes: of all sources' rows, one source after the other; states: as long, all UNUSED. bounds: where sources begin,
-    and the end. Source i gives the share weights[i] / sum(weights) of the examples and of the held-out rows. No row is
-    used twice, and there are at most `max_rows` examples. There are as many as the shares allow until one source is
-    used up. No row is trained on where a source has none left.
+    and the end. Source i gives the share weights[i] / sum(weights) of the examples and of the held-out rows. There are
+    as many examples as the shares allow until one source is used up, at most `max_rows`.
     """
     weighed = [Fraction(str(weight)) for weight in weights]
     shares = [each / sum(weighed) for each in weighed]
@@ -127,28 +118,21 @@ def choose_rows(
         if selection.deduplicate:
             states[copies] = COPY
 
-    totals = []  # that each source allows
+    totals = [] if selection.max_rows is None else [selection.max_rows]
     for part, share in zip(parts, shares, strict=True):
-        unused = count_state(states[part], UNUSED)
+        unused = int(np.count_nonzero(states[part] == UNUSED))
         limit = min(unused, max(1, round(unused * Fraction(str(selection.fraction)))))
         totals.append(int(limit / share))
-    if selection.max_rows is not None:
-        totals.append(selection.max_rows)
-    for part, count in zip(parts, divide_by_shares(min(totals), shares), strict=True):
+    counts = []
+    for part, count, copies in zip(parts, divide_by_shares(min(totals), shares), duplicates, strict=True):
         for rows in iter_ascending(hashes[part]):
             chosen = rows[states[part][rows] == UNUSED][:count]
             states[part][chosen] = TRAIN
             count -= len(chosen)
-    return [
-        Counts(
-            rows=part.stop - part.start,
-            train=count_state(states[part], TRAIN),
-            held_out=count_state(states[part], HELD_OUT),
-            like_held_out=count_state(states[part], LIKE_HELD_OUT),
-            duplicates=int(copies),
-        )
-        for part, copies in zip(parts, duplicates, strict=True)
-    ]
+        kept = (int(np.count_nonzero(states[part] == state)) for state in (TRAIN, HELD_OUT, LIKE_HELD_OUT))
+        train, out, like_out = kept
+        counts.append(Counts(part.stop - part.start, train, out, like_out, int(copies)))
+    return counts
 
 
 def mark_held_out(hashes: Hashes, states: States, count: int, taken: Hashes) -> Hashes:
@@ -180,11 +164,6 @@ def iter_ascending(hashes: Hashes) -> Iterator[npt.NDArray[np.int64]]:
         yield rows[np.argsort(hashes[rows], kind="stable")]
 
 
-def is_first(hashes: Hashes) -> npt.NDArray[np.bool_]:
-    """Of sorted hashes, which are not equal to the one before."""
-    return np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(hashes)]
-
-
 def divide_by_shares(total: int, shares: Sequence[Fraction]) -> list[int]:
     """Whole numbers in these shares (which sum to 1) that add up to `total`: the largest remainders are rounded up."""
     exact = [total * share for share in shares]
@@ -195,5 +174,6 @@ def divide_by_shares(total: int, shares: Sequence[Fraction]) -> list[int]:
     return whole
 
 
-def count_state(states: States, state: int) -> int:
-    return int(np.count_nonzero(states == state))
+def is_first(hashes: Hashes) -> npt.NDArray[np.bool_]:
+    """Of sorted hashes, which are not equal to the one before."""
+    return np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(hashes)]

@@ -3,24 +3,20 @@
 Imports nothing that reads them, so that a missing one is refused at once.
 """
 
-import difflib
 import glob
-import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from cogumi.config.schema import DataSection, Format, MixEntry
 
 PARQUET, JSON_LINES, CSV = "parquet", "JSON lines", "CSV"
 SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
 COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; a parquet file is compressed inside
-END_BYTES = 2**20
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -44,16 +40,15 @@ def find_files(path: str | Path) -> list[Path]:
         for kind in SUFFIXES:
             if files := [file for file in below if kind_of(file) == kind]:
                 return files
-        raise UsageError(
-            "this directory holds no .parquet or .jsonl file, nor a .csv", place=path, fix="give a file of its own"
-        )
+        what = "this directory holds no .parquet or .jsonl file, nor a .csv"
+        raise UsageError(what, place=path, fix="give a file of its own")
     if glob.has_magic(str(path)):
         files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         if files:
             return files
         raise UsageError("no file matches this pattern", place=path, fix="check it with ls")
-    near = difflib.get_close_matches(given.name, [file.name for file in given.parent.glob("*")], n=1)
-    hint = f"; did you mean {near[0]}?" if near else f" (looked from {Path.cwd()})"
+    near = nearest(given.name, [file.name for file in given.parent.glob("*")])
+    hint = f"; did you mean {near}?" if near else f" (looked from {Path.cwd()})"
     raise UsageError(f"no such file{hint}", place=path)
 
 
@@ -72,8 +67,7 @@ def refuse_other_kinds(name: str, paths: Iterable[str | Path]) -> None:
     """Raise UsageError for a file of a data set that is none of the kinds that are read."""
     for path in paths:
         if kind_of(Path(path)) is None:
-            kinds = ", ".join(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
-            what = f"{path} is of a kind that is not read ({kinds} are)"
+            what = f"{path} is of a kind that is not read ({', '.join(chain(*SUFFIXES.values()))} are)"
             raise UsageError(what, place=name, fix="convert it and give the file")
 
 
@@ -93,11 +87,11 @@ def locate(source: str, *, revision: str | None = None, split: str | None = None
     A local file or directory wins over a hub id of the same spelling. split: of a hub data set ("train" by default), or of
     a directory laid out like one. Raises UsageError as `find_files` and `dataset_files` do.
     """
-    from cogumi.data.stdlib_sample import SAMPLES
+    from cogumi.data.stdlib_sample import SAMPLES, sample_path
     from cogumi.hub.downloads import dataset_files, fetch_dataset, split_of
 
     if source in SAMPLES:
-        sample = [SAMPLES[source]()]
+        sample = [sample_path(source)]
         return Located(source, sample, files_identity(sample))
     if source.startswith("cogumi:"):
         raise UsageError(f"{source} is not known", key="data.source", fix=f"there is {', '.join(SAMPLES)}")
@@ -119,42 +113,5 @@ def locate(source: str, *, revision: str | None = None, split: str | None = None
 
 
 def files_identity(files: Sequence[Path]) -> list[list[Any]]:
-    """Of each file: where it really is, its size, when it was written, and a hash of its first and last MiB.
-
-    The hash finds out, most of the time, a file that was changed and whose time was set back.
-    """
-    found = []
-    for file in files:
-        size, written = file.stat().st_size, file.stat().st_mtime_ns
-        with file.open("rb") as data:
-            digest = hashlib.sha256(data.read(END_BYTES))
-            data.seek(max(END_BYTES, size - END_BYTES))
-            digest.update(data.read())
-        found.append([str(file.resolve()), size, written, digest.hexdigest()])
-    return found
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One source of a run: its files, and what its rows are."""
-
-    located: Located
-    format: "Format"
-    columns: Mapping[str, str]
-    column: str
-    weight: float
-
-
-def entries_of(data: "DataSection") -> list[Entry]:
-    """The sources of a config's `data:`, downloaded where they are on the hub: `source` alone, or those of `mix`."""
-    entries: Sequence[MixEntry | DataSection] = data.mix or [data]
-    return [
-        Entry(
-            locate(each.source or "", revision=each.revision, split=each.split, subset=each.subset),
-            each.format or data.format,
-            data.columns if each.columns is None else each.columns,
-            each.column or data.column,
-            getattr(each, "weight", 1.0),
-        )
-        for each in entries
-    ]
+    """Of each file: where it really is, its size, and when it was written."""
+    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]

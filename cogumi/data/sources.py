@@ -4,7 +4,6 @@ A batch is some 8 MiB, whatever the size of the file. pyarrow reads it page by p
 batches held 130 MB of a 260 MB file, and more of a larger one. These batches hold 60 MB of either.
 """
 
-import difflib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.source_files import CSV, JSON_LINES, kind_of
 
@@ -27,23 +27,27 @@ MOST_ROWS = 16_384
 """Rows of a batch at most: a parquet footer counts a repeated text once, so its size may say too little."""
 BUFFER_BYTES = 2**20
 
-KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+KINDS = {
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
 Alike = Literal["throughout", "text or messages"]
 """How alike the values of a column have to be: in all that they hold, or not text here and a list of messages there."""
 
 
 def column_names(files: Sequence[Path]) -> list[str]:
-    """The columns of these files, in the order in which they come up, of which nothing but the names was read.
-
-    A JSON-lines file tells them in its first batch; a key that comes up later is read where `batches` is asked for it.
-    """
+    """The columns of these files, in the order in which they come up; of JSON lines those of the first batch."""
     names: dict[str, None] = {}
     for file in files:
         with _damage_refused(file):
             found: Iterable[str]
             if kind_of(file) == JSON_LINES:
-                _, records = next(_record_blocks(file), ([], []))
-                found = chain.from_iterable(records)
+                found = chain.from_iterable(record for _, record in next(_record_blocks(file), []))
             elif kind_of(file) == CSV:
                 found = _csv_reader(file, None).schema.names
             else:
@@ -79,19 +83,16 @@ def _damage_refused(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
-        raise UsageError(
-            f"not a {kind_of(file)} file, or a damaged one ({_first_line(error)})",
-            place=file,
-            fix="write or download it again",
-        ) from error
+        what = f"not a {kind_of(file)} file, or a damaged one ({_first_line(error)})"
+        raise UsageError(what, place=file, fix="write or download it again") from error
 
 
 def _refuse_missing(file: Path, columns: Sequence[str], names: Iterable[str]) -> None:
     names = list(names)
     for column in columns:
         if column not in names:
-            near = difflib.get_close_matches(column, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = nearest(column, names)
+            hint = f"did you mean {near!r}? " if near else ""
             raise UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
 
 
@@ -142,9 +143,8 @@ def _json_batches(
 ) -> Iterator[pl.DataFrame]:
     seen: dict[str, None] = {}
     first_of_kind: dict[str, tuple[str, int]] = {}  # by the place of a value: its kind, the line
-    records: list[dict[str, Any]] = []
-    for lines, records in _record_blocks(file):
-        for line, record in zip(lines, records, strict=True):
+    for block in _record_blocks(file):
+        for line, record in block:
             seen.update(dict.fromkeys(record))
             for column in columns:
                 value = record.get(column)
@@ -154,22 +154,18 @@ def _json_batches(
                 for place, kind in _kinds(value, column, alike.get(column)):
                     before, at = first_of_kind.setdefault(place, (kind, line))
                     if kind != before:
-                        raise UsageError(
-                            f"column {place!r} holds {kind}, but {before} at {file.name}:{at}",
-                            place=f"{file}:{line}",
-                            fix="write its values alike",
-                        )
-        yield pl.DataFrame([_series(column, [record.get(column) for record in records]) for column in columns])
-    if records:
+                        what = f"column {place!r} holds {kind}, but {before} at {file.name}:{at}"
+                        raise UsageError(what, place=f"{file}:{line}", fix="write its values alike")
+        yield pl.DataFrame([_series(column, [record.get(column) for _, record in block]) for column in columns])
+    if seen:
         _refuse_missing(file, columns, seen)
 
 
-def _record_blocks(file: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]]]:
-    """(the numbers of their lines from 1, the objects of about BATCH_BYTES of lines). Blank lines are no rows."""
+def _record_blocks(file: Path) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    """(the number of its line from 1, the object) of about BATCH_BYTES of lines at a time. Blank lines are no rows."""
     if file.stat().st_size == 0:
         raise UsageError("it is empty", place=file, fix="check what wrote it, or give another file")
-    records: list[dict[str, Any]] = []
-    numbers: list[int] = []
+    records: list[tuple[int, dict[str, Any]]] = []
     size = 0
     with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as lines:
         for number, line in enumerate(lines, 1):
@@ -177,30 +173,27 @@ def _record_blocks(file: Path) -> Iterator[tuple[list[int], list[dict[str, Any]]
                 continue
             # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
             text = line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
-            records.append(_record(file, number, text))
-            numbers.append(number)
+            records.append((number, _record(file, number, text)))
             size += len(line)
             if size >= BATCH_BYTES or len(records) == MOST_ROWS:
-                yield numbers, records
-                records, numbers, size = [], [], 0
+                yield records
+                records, size = [], 0
     if records:
-        yield numbers, records
+        yield records
 
 
 def _record(file: Path, number: int, text: str) -> dict[str, Any]:
     if number == 1 and text.lstrip().startswith("["):
         fix = f"convert it: jq -c '.[]' {file.name} > rows.jsonl"
         raise UsageError("one array, not one object a line", place=file, fix=fix)
-    place, fix = f"{file}:{number}", "write or download the file again"
     try:
         record = json.loads(text)
+        wrong = None if isinstance(record, dict) else f"a row is one object, and this is {KINDS[type(record)]}"
     except (ValueError, RecursionError) as error:
-        why = error.msg if isinstance(error, json.JSONDecodeError) else _first_line(error)
-        raise UsageError(f"not JSON, or cut short ({why})", place=place, fix=fix) from error
-    if not isinstance(record, dict):
-        kind = "null" if record is None else KINDS[type(record)]
-        raise UsageError(f"a row is one object, and this is {kind}", place=place, fix=fix)
-    return record
+        wrong = f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
+    if wrong:
+        raise UsageError(wrong, place=f"{file}:{number}", fix="write or download the file again")
+    return record  # type: ignore[no-any-return]
 
 
 def _kinds(value: Any, place: str, alike: Alike | None) -> Iterator[tuple[str, str]]:
@@ -223,38 +216,30 @@ def _series(name: str, values: list[Any]) -> pl.Series:
         try:
             return pl.Series(name, values, dtype=pl.String)
         except UnicodeEncodeError:
-            return pl.Series(name, [_as_bytes(value) for value in values], dtype=pl.Binary)
-    if kinds == {bool}:
-        return pl.Series(name, values, dtype=pl.Boolean)
+            encoded = [value if value is None else value.encode("utf-8", "surrogatepass") for value in values]
+            return pl.Series(name, encoded, dtype=pl.Binary)
+    if kinds in ({bool}, {float}):
+        return pl.Series(name, values)
     if kinds == {int} and all(value is None or -(2**63) <= value < 2**63 for value in values):
         return pl.Series(name, values, dtype=pl.Int64)
-    if kinds == {float}:
-        return pl.Series(name, values, dtype=pl.Float64)
-    return pl.Series(name, [_as_bytes(value) if _has_surrogates(value) else value for value in values], dtype=pl.Object)
+    return pl.Series(name, list(map(_unicode, values)), dtype=pl.Object)
 
 
-def _has_surrogates(value: Any) -> bool:
-    """Whether something in there is no Unicode text: bytes that were not UTF-8, or half a pair of \\u escapes."""
-    if isinstance(value, str):
-        return not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
-    if isinstance(value, dict):
-        return any(_has_surrogates(each) for pair in value.items() for each in pair)
-    return isinstance(value, list) and any(map(_has_surrogates, value))
-
-
-def _as_bytes(value: Any) -> bytes | None:
-    """Text or JSON as bytes that are not UTF-8 wherever it is no Unicode text."""
-    if value is None:
-        return None
+def _unicode(value: Any) -> Any:
+    """The value; where something in it is no Unicode text, its JSON as bytes that are not UTF-8."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.encode("utf-8", "surrogatepass")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+    return value
 
 
 # ------------------------------------------------------------------------------------------------------------------ CSV
 
 
 def _csv_reader(file: Path, columns: Sequence[str] | None) -> pyarrow.csv.CSVStreamingReader:
-    tabs = file.suffix == ".tsv" or Path(file.stem).suffix == ".tsv"
+    tabs = ".tsv" in file.suffixes[-2:]
     # Without types every column is guessed from the first block, and one of numbers turns text away later.
     types = {name: pa.binary() for name in columns or ()}
     return pyarrow.csv.open_csv(

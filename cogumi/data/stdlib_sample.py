@@ -1,13 +1,12 @@
 """Samples that need no download: the functions of the running Python's own standard library, as code, chat and pairs.
 
-Everyone has them, they are real code by many hands, and their licence (PSF-2.0) allows this use. A row is one function
-or method. Test suites and vendored and generated files are left out (`SKIPPED_FOLDERS`), so that a tiny model learns in
-minutes. So are functions below `MIN_LINES` or above `MAX_LINES` lines, functions inside functions, and exact copies.
+They are real code by many hands, and their licence (PSF-2.0) allows this use. A row is one function or method. Test
+suites and vendored and generated files are left out, so that a tiny model learns in minutes. So are very short and very
+long functions, functions inside functions, and exact copies.
 
 The tasks are to rename a variable in a few lines of these functions: real code, and one right answer that anyone sees.
-The noisy sample answers about half of them carelessly, as people do. A reward or pairs can correct what SFT learns from
-it. The functions of `cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs. So the models of all methods
-can be compared on them.
+The noisy sample answers about half of them carelessly. A reward or pairs can correct what SFT learns from it. The
+functions of `cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs, to compare all methods on them.
 """
 
 import ast
@@ -48,22 +47,29 @@ SKIPPED_FOLDERS = frozenset([
 SCHEMA = {"path": pl.String, "name": pl.String, "source": pl.String, "licence": pl.String}
 
 
-def sample_path() -> Path:
-    """The cached sample shard of the running Python, written on first use (seconds).
-
-    Raises UsageError when this Python ships no library source.
-    """
-    file_name = f"stdlib-functions-py{platform.python_version()}-v{FORMAT_VERSION}.parquet"
-    path = Path(platformdirs.user_cache_dir("cogumi")) / file_name
-    return path if path.exists() else write_sample(path)
+def sample_path(name: str = "cogumi:stdlib") -> Path:
+    """The cached file of one of `SAMPLES` for the running Python, written on first use (seconds)."""
+    stem = f"stdlib-functions-py{platform.python_version()}-v{FORMAT_VERSION}"
+    functions = Path(platformdirs.user_cache_dir("cogumi")) / f"{stem}.parquet"
+    if not functions.exists():
+        write_sample(functions)
+    if name == "cogumi:stdlib":
+        return functions
+    kind = name.removeprefix("cogumi:stdlib-")
+    made, path = (functions.with_name(f"{stem}-{each}-v{TASKS_VERSION}.parquet") for each in ("renamings", kind))
+    if not path.exists():
+        if not made.exists():
+            write_frame(made, renamings(pl.read_parquet(functions)["source"].to_list()))
+        where, columns = SAMPLES[name]
+        write_frame(path, pl.read_parquet(made).filter(where).select(**columns))
+    return path
 
 
 def write_sample(path: Path) -> Path:
     """Write the standard library's functions to one parquet file and return its path.
 
-    Columns: `path` (relative to the library's folder, with forward slashes), `name` (qualified, `Class.method`),
-    `source` (dedented, parses on its own), `licence`. Rows are sorted by file and position; the same Python gives the
-    same bytes. The file appears whole or not at all. Raises UsageError when this Python ships no library source.
+    Columns: `path` (relative to the library's folder), `name` (`Class.method`), `source` (dedented, parses on its own),
+    `licence`. Rows are sorted by file and position; the same Python gives the same bytes.
     """
     rows = collect_functions(Path(sysconfig.get_paths()["stdlib"]))
     log.info("sample %s: %s functions", path.name, f"{rows.height:,}")
@@ -71,10 +77,7 @@ def write_sample(path: Path) -> Path:
 
 
 def collect_functions(library: Path) -> pl.DataFrame:
-    """The functions below `library` that are kept, with the columns of `SCHEMA`.
-
-    Raises UsageError when `library` holds no Python source.
-    """
+    """The functions below `library` that are kept, with the columns of `SCHEMA`. UsageError where there is no source."""
     rows: dict[str, tuple[str, str, str, str]] = {}  # by source
     for file in _source_files(library):
         try:
@@ -95,9 +98,8 @@ def collect_functions(library: Path) -> pl.DataFrame:
             if MIN_LINES <= last - first <= MAX_LINES and not source[0].isspace():
                 rows.setdefault(source, (relative, name, source, LICENCE))
     if not rows:
-        raise UsageError(
-            "this Python ships no library source to make a sample of", place=library, fix="give your own parquet file"
-        )
+        what = "this Python ships no library source to make a sample of"
+        raise UsageError(what, place=library, fix="give your own parquet file")
     return pl.DataFrame(list(rows.values()), schema=SCHEMA, orient="row")
 
 
@@ -133,51 +135,30 @@ def write_frame(path: Path, frame: pl.DataFrame, **options: Any) -> Path:
 # --------------------------------------------------------------------------------------------------------------- tasks
 
 
-def chat_path() -> Path:
-    """One row a renaming: `messages` (user and assistant); `prompt` (the first of them) and `answer` (text)."""
-    return _tasks_path("chat", **_conversation(pl.col("renamed")))
-
-
-def noisy_chat_path() -> Path:
-    """`chat_path` for two thirds of the functions, about half of the answers careless: only the first place is renamed."""
-    answer = pl.when(pl.col("draw") % 2 == 0).then("careless").otherwise("renamed")
-    return _tasks_path("chat-noisy", ~IN_TASKS, **_conversation(answer))
-
-
-def tasks_path() -> Path:
-    """`chat_path` for the functions that are not in `noisy_chat_path`."""
-    return _tasks_path("tasks", IN_TASKS, **_conversation(pl.col("renamed")))
+def _message(role: str, content: str | pl.Expr) -> pl.Expr:
+    content = pl.col(content) if isinstance(content, str) else content
+    return pl.concat_list(pl.struct(pl.lit(role).alias("role"), content.alias("content")))
 
 
 def _conversation(answer: pl.Expr) -> dict[str, pl.Expr]:
-    user, assistant = _message("user", pl.col("task")), _message("assistant", answer)
-    return {"messages": pl.concat_list(user, assistant), "prompt": pl.concat_list(user), "answer": answer}
+    user, assistant = _message("user", "task"), _message("assistant", answer)
+    return {"messages": pl.concat_list(user, assistant), "prompt": user, "answer": answer}
 
 
-def pairs_path() -> Path:
-    """One row for each of `noisy_chat_path`, as messages: `prompt`, `chosen` (renamed), `rejected` (careless)."""
-    return _tasks_path(
-        "pairs",
-        ~IN_TASKS,
-        prompt=pl.concat_list(_message("user", pl.col("task"))),
-        chosen=pl.concat_list(_message("assistant", pl.col("renamed"))),
-        rejected=pl.concat_list(_message("assistant", pl.col("careless"))),
-    )
-
-
-def _message(role: str, content: pl.Expr) -> pl.Expr:
-    return pl.struct(pl.lit(role).alias("role"), content.alias("content"))
-
-
-def _tasks_path(kind: str, where: pl.Expr | bool = True, **columns: pl.Expr) -> Path:
-    """A cached file of these columns, which are made of those of `renamings`, for the rows `where`."""
-    sample = sample_path()
-    made, path = (sample.with_name(f"{sample.stem}-{name}-v{TASKS_VERSION}.parquet") for name in ("renamings", kind))
-    if path.exists():
-        return path
-    if not made.exists():
-        write_frame(made, renamings(pl.read_parquet(sample)["source"].to_list()))
-    return write_frame(path, pl.read_parquet(made).filter(where).select(**columns))
+NOISY = pl.when(pl.col("draw") % 2 == 0).then("careless").otherwise("renamed")
+PAIRS = {
+    "prompt": _message("user", "task"),
+    "chosen": _message("assistant", "renamed"),
+    "rejected": _message("assistant", "careless"),
+}
+SAMPLES: dict[str, tuple[Any, dict[str, pl.Expr]]] = {
+    "cogumi:stdlib": (True, {}),
+    "cogumi:stdlib-chat": (True, _conversation(pl.col("renamed"))),
+    "cogumi:stdlib-chat-noisy": (~IN_TASKS, _conversation(NOISY)),
+    "cogumi:stdlib-tasks": (IN_TASKS, _conversation(pl.col("renamed"))),
+    "cogumi:stdlib-pairs": (~IN_TASKS, PAIRS),
+}
+"""By name which of the `renamings` are taken and the columns made of them; of the first the functions themselves."""
 
 
 def renamings(sources: list[str]) -> pl.DataFrame:
@@ -238,12 +219,3 @@ def _renamable_lines(source: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
             for name in variables & names.keys():
                 if names[name] >= 2 and len(name) >= 2 and len(re.findall(rf"\b{name}\b", code)) == names[name]:
                     yield code, name
-
-
-SAMPLES = {
-    "cogumi:stdlib": sample_path,
-    "cogumi:stdlib-chat": chat_path,
-    "cogumi:stdlib-chat-noisy": noisy_chat_path,
-    "cogumi:stdlib-tasks": tasks_path,
-    "cogumi:stdlib-pairs": pairs_path,
-}

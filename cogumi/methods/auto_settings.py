@@ -1,5 +1,4 @@
-"""What a run leaves open and the machine decides (attention, gradient checkpointing, optimizer, allocator, precision), and
-whether training every weight (`cogumi.tuning: full`) fits.
+"""What a run leaves open and the machine decides, and whether training every weight (`cogumi.tuning: full`) fits.
 
 `choose` is a function of what the machine has (Machine) and what the model needs (Load). The estimates for a GPU are those
 of rl/memory_plan.py and have not been compared with a card here.
@@ -58,11 +57,11 @@ class Machine:
     @classmethod
     def here(cls) -> "Machine":
         """This machine. With a GPU it initialises CUDA, and runs flash attention in a process of its own."""
-        packages = frozenset({"bitsandbytes"} if importlib.util.find_spec("bitsandbytes") is not None else ())
+        packages = frozenset(each for each in ("bitsandbytes",) if importlib.util.find_spec(each) is not None)
         if not torch.cuda.is_available():
             return cls("CPU", None, free_memory_bytes(), packages)
         capability = torch.cuda.get_device_capability()
-        flash = flash_attention(hopper=capability == (9, 0)) if capability >= (8, 0) else (None, NO_FLASH)
+        flash = flash_attention() if capability >= (8, 0) else (None, NO_FLASH)
         return cls(torch.cuda.get_device_name(), capability, free_memory_bytes(), packages, *flash)
 
 
@@ -71,7 +70,7 @@ class Load:
     """What a run asks of a machine. weights: bytes of all weights and their gradients. trained: how many are trained.
 
     element: bytes of one activation; micro_batch examples of `length` tokens go through at once. attention: the
-    implementations that the model's class has.
+    implementations that the model's class has. own_kernels: flash attention that it asks for by name.
     """
 
     shape: ModelShape
@@ -82,11 +81,10 @@ class Load:
     length: int
     attention: frozenset[str]
     own_kernels: tuple[str, ...] = ()
-    """Flash attention that the model's class asks for by name, where the plain one does not compute it."""
 
     def step(self, checkpointing: bool) -> int:
         """Bytes that one micro-batch takes beside weights and optimizer."""
-        return step_bytes(self.micro_batch, self.shape, self.length, 0, self.element, checkpointing)
+        return step_bytes(self.micro_batch, self.shape, self.length, self.element, checkpointing)
 
 
 @dataclass(frozen=True)
@@ -105,18 +103,16 @@ def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     """The decisions that the config leaves open, in the order in which they take effect."""
     checkpointing = gradient_checkpointing(machine, load)
     choices = []
-    if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
-        choices.append(attention(machine, load))
     if not is_planned(run):  # there the planner cuts the micro-batch to the memory, with TRL's default
         choices.append(checkpointing)
-    if machine.capability is not None:
+    if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
         wanted = run.train.get("gradient_checkpointing")
+        choices.insert(0, attention(machine, load))
         choices.append(optimizer(machine, load, checkpointing.value if wanted is None else wanted))
     if machine.bf16 and run.cogumi.method == "gspo":
         choices.append(Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4"))
     elif machine.bf16:
-        why = "what is in float32 is multiplied in TF32, which is finer than the bfloat16 around it"
-        choices.append(Choice("train.tf32", True, why))
+        choices.append(Choice("train.tf32", True, "TF32 is finer than the bfloat16 around it"))
     return [choice for choice in choices if is_open(run, choice.key)]
 
 
@@ -124,34 +120,28 @@ def is_open(run: RunConfig, key: str) -> bool:
     section, _, name = key.partition(".")
     if section == "model":
         return getattr(run.model, name) is None
-    if name == "gradient_checkpointing" and run.train.get("gradient_checkpointing_kwargs") is not None:
-        return False  # whoever sets how wants it
-    return run.train.get(name) is None
+    return run.train.get(name) is None and run.train.get(f"{name}_kwargs") is None  # setting how is to want it
 
 
 def attention(machine: Machine, load: Load) -> Choice:
-    key, there = "model.attn_implementation", "sdpa" if "sdpa" in load.attention else "eager"
+    chosen, why = machine.flash, machine.why_flash
     if load.own_kernels:
-        why = f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
+        chosen, why = None, f"of flash attention this model takes only {', '.join(load.own_kernels)}, which you may set"
     elif "flash" not in load.attention:
-        why = "this model's class has no flash attention"
+        chosen, why = None, "this model's class has no flash attention"
     elif not machine.bf16 or load.element != 2:
-        why = NO_FLASH
-    elif machine.flash is not None:
-        return Choice(key, machine.flash, machine.why_flash)
-    else:
-        why = machine.why_flash
-    return Choice(key, there, why if there == "sdpa" else f"{why}; its class has no sdpa")
+        chosen, why = None, NO_FLASH
+    if chosen is None and "sdpa" not in load.attention:
+        chosen, why = "eager", f"{why}; its class has no sdpa"
+    return Choice("model.attn_implementation", chosen or "sdpa", why)
 
 
 def gradient_checkpointing(machine: Machine, load: Load) -> Choice:
     """Gradient checkpointing, off where everything fits with a margin: it costs about a third of the time."""
     room = max(0, machine.free_bytes - load.weights - MOMENTS * load.trained)
     needed = load.step(checkpointing=False)
-    why = (
-        f"{load.micro_batch} x {load.length} tokens are estimated at {format_memory(needed)} of activations, "
-        f"{format_memory(load.step(True))} with it; {format_memory(room)} are free beside the weights"
-    )
+    activations = f"{load.micro_batch} x {load.length} tokens are estimated at {format_memory(needed)} of activations"
+    why = f"{activations}, {format_memory(load.step(True))} with it; {format_memory(room)} are free beside the weights"
     return Choice("train.gradient_checkpointing", needed > int(MARGIN * room), why)
 
 
@@ -200,10 +190,10 @@ def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
 
 def set_allocator(run: RunConfig) -> list[Choice]:
     """Set, and return, what must be set before CUDA is initialised; nothing where that is too late or the user has set it."""
-    if not torch.cuda.is_available() or torch.cuda.is_initialized():
+    given = ALLOCATOR in os.environ or "PYTORCH_ALLOC_CONF" in os.environ
+    # vLLM's sleep mode has an allocator of its own, which refuses expandable segments.
+    if given or run.train.get("use_vllm") or not torch.cuda.is_available() or torch.cuda.is_initialized():
         return []
-    if ALLOCATOR in os.environ or "PYTORCH_ALLOC_CONF" in os.environ or run.train.get("use_vllm"):
-        return []  # vLLM's sleep mode has an allocator of its own, which refuses expandable segments
     os.environ[ALLOCATOR] = "expandable_segments:True"
     return [Choice(ALLOCATOR, os.environ[ALLOCATOR], "lengths differ from step to step, and fixed blocks fragment")]
 
@@ -222,21 +212,12 @@ def load_of(run: RunConfig, base: str) -> Load:
         trained = lora_parameters(model, lora_config(run.lora).r)
         four_bit = bool((run.model.quantization_config or {}).get("load_in_4bit"))
         weights = int(parameters * (FOUR_BIT if four_bit else element)) + ADAPTER_BYTES * trained
-    attention, own_kernels = supported_attention(model)
-    at_once = run.train.get("per_device_train_batch_size") or BATCH
+    at_once = (run.train.get("per_device_train_batch_size") or BATCH) * (2 if dpo else 1)
     length = longest_example(run)
     if run.cogumi.method == "gspo":
         length += run.train.get("max_completion_length") or COMPLETION
-    return Load(
-        shape=ModelShape.of(config),
-        weights=weights,
-        trained=trained,
-        element=element,
-        micro_batch=2 * at_once if dpo else at_once,
-        length=length,
-        attention=attention,
-        own_kernels=own_kernels,
-    )
+    shape = ModelShape.of(config)
+    return Load(shape, weights, trained, element, at_once, length, *supported_attention(model))
 
 
 # -------------------------------------------------------------------------------------------------------- every weight
@@ -246,15 +227,10 @@ def refuse_with_adapter_settings(run: RunConfig) -> None:
     """Raise UsageError for settings of an adapter that is not there."""
     given = {
         "model.adapter": run.model.adapter,
-        "cogumi.lora_preset": run.cogumi.lora_preset,
-        "cogumi.loraplus_lr_ratio": run.cogumi.loraplus_lr_ratio,
         **{f"lora.{key}": value for key, value in run.lora.items()},
     }
-    for key, value in given.items():
-        if value is not None:
-            raise UsageError(
-                f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two"
-            )
+    for key in (key for key, value in given.items() if value is not None):
+        raise UsageError(f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two")
     if run.model.quantization_config is not None:
         reason, fix = "quantized weights cannot be trained themselves", "drop it, or drop cogumi.tuning: full (QLoRA)"
         raise UsageError(reason, key="model.quantization_config", fix=fix)
@@ -275,11 +251,10 @@ def refuse_full_tuning_without_memory(run: RunConfig, base: str, optimizer: str)
     need = load.weights + state * load.trained
     if need > USABLE * free:
         copies = "the gradient and the reference" if load.weights > 2 * load.element * load.trained else "the gradient"
-        smaller = ", or set train.optim: adamw_8bit" if state == MOMENTS else ""
         raise UsageError(
             f"{load.trained:,} weights need {format_memory(need)} before the first activation "
             f"({load.weights // load.trained} bytes each with {copies}, {state} for {optimizer}), and "
             f"{format_memory(USABLE * free)} of {format_memory(free)} free are usable",
             key="cogumi.tuning",
-            fix=f"drop it to train LoRA{smaller}",
+            fix=f"drop it to train LoRA{', or set train.optim: adamw_8bit' if state == MOMENTS else ''}",
         )

@@ -1,14 +1,12 @@
 """From a configuration to a trainer that is ready: what is refused at once, TRL's arguments, the model, its adapter."""
 
-import dataclasses
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import IntervalStrategy, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cogumi.config.binding import config_class
 from cogumi.config.schema import TRL_CONFIGS, CogumiSection, RunConfig
@@ -16,14 +14,13 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.redact import SECRETS, RedactedStr
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
-from cogumi.health.flags_sft import ENOUGH_ROWS
 from cogumi.hub.downloads import find_commit
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.methods import dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.examples import Examples
 from cogumi.models import warm_start
-from cogumi.models.adapters import keep_float32, lora_config, use_loraplus
+from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.loading import load_model, load_tokenizer, use_chat_template, use_end_token
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
@@ -82,10 +79,8 @@ def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     """The base's tokenizer, or the one saved with the adapter that the run starts from, as the run before had it.
     `train:` may name another chat template and end token for it."""
     adapter = run.model.adapter
-    if adapter is not None and (adapter / "tokenizer_config.json").exists():
-        tokenizer = load_tokenizer(str(adapter))
-    else:
-        tokenizer = load_tokenizer(base, run.model.revision)
+    of_adapter = adapter is not None and (adapter / "tokenizer_config.json").exists()
+    tokenizer = load_tokenizer(str(adapter)) if of_adapter else load_tokenizer(base, run.model.revision)
     if (template := run.train.get("chat_template_path")) is not None:
         use_chat_template(tokenizer, template)
     if (token := run.train.get("eos_token")) is not None:
@@ -124,8 +119,6 @@ def build_trainer(
     if run.model.adapter is not None:
         compares = run.cogumi.method != "sft" and trainer.beta != 0
         warm_start.load_exact_values(trainer, run.model.adapter, compares=compares)
-    if run.cogumi.loraplus_lr_ratio is not None:
-        use_loraplus(trainer, run.cogumi.loraplus_lr_ratio)
     return trainer
 
 
@@ -148,46 +141,6 @@ def describe_dtype(model: PreTrainedModel) -> str:
 
 
 # ------------------------------------------------------------------------------------------- where a run ends by itself
-
-
-def refuse_blind_check(run: RunConfig) -> None:
-    """Raise UsageError for a sanity check that can log too few rows for another answer than not shown."""
-    if run.cogumi.sanity is None:
-        return
-    longest = int(run.train.get("max_steps") or 0)
-    found = count_logged_rows(run, min(run.cogumi.sanity, longest) if longest > 0 else run.cogumi.sanity)
-    if found is not None and found < ENOUGH_ROWS:
-        what = "rollouts" if run.cogumi.method == "gspo" else "rows"
-        raise UsageError(
-            f"{run.cogumi.sanity} would log {found} {what}, and {ENOUGH_ROWS} are needed to judge",
-            key="cogumi.sanity",
-            fix="raise it (and train.max_steps), or log more often: train.logging_steps: 1",
-        )
-
-
-def count_logged_rows(run: RunConfig, steps: int) -> int | None:
-    """How many rows `verdict.safe_to_scale` would have after so many steps: those of losses, or for gspo those of rollouts.
-
-    None where that is known when the data is there: a logging strategy of epochs, a share of the steps of some epochs.
-    """
-    # With TRL's defaults; TRL's own object is not made, because it sets up the device.
-    fields = dataclasses.fields(config_class(TRL_CONFIGS[run.cogumi.method]))
-    settings: dict[str, Any] = {field.name: field.default for field in fields}
-    given = {"logging_first_step": True, **METHODS[run.cogumi.method].arguments(run)}
-    settings |= {key: value for key, value in given.items() if value is not None}
-    strategy, every = IntervalStrategy(settings["logging_strategy"]), settings["logging_steps"]
-    if strategy == IntervalStrategy.NO:
-        return 0
-    every = math.ceil(settings["max_steps"] * every) if every < 1 else int(every)
-    if strategy == IntervalStrategy.EPOCH or every < 1:
-        return None
-    logged = set(range(every, steps + 1, every)) | ({1} if settings["logging_first_step"] else set())
-    if run.cogumi.method != "gspo":
-        return len(logged)
-    batches = settings["gradient_accumulation_steps"]  # of one optimizer step
-    rollout = (settings["generation_batch_size"] or 0) // settings["per_device_train_batch_size"]
-    between = (settings["steps_per_generation"] or rollout or batches) * settings["num_iterations"]
-    return len({math.ceil(step * batches / between) for step in logged})
 
 
 def budget_reached(options: CogumiSection, seconds: float) -> str | None:

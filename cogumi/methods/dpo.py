@@ -29,11 +29,8 @@ NO_DISTANCE = 1e-3  # nats times beta: rounding of two passes through one model
 def arguments(run: RunConfig) -> dict[str, Any]:
     """DPOConfig arguments. Raises UsageError for settings that would train on something else."""
     if run.train.get("truncation_mode") == "keep_end":
-        raise UsageError(
-            "keep_end cuts prompts off their beginning",
-            key="train.truncation_mode",
-            fix="drop it (data.overlong says what becomes of long pairs)",
-        )
+        fix = "drop it (data.overlong says what becomes of long pairs)"
+        raise UsageError("keep_end cuts prompts off their beginning", key="train.truncation_mode", fix=fix)
     return dict(run.train)
 
 
@@ -108,9 +105,8 @@ def refuse_other_tokens(trainer: Any, dataset: Any) -> None:
         raise RuntimeError(f"a pair is longer than train.max_length {limit}, which would cut it")
     compared = trainer.data_collator(first)["completion_mask"].sum(-1).tolist()
     if compared != wanted:
-        raise RuntimeError(
-            f"{type(trainer).__name__} would compare {compared} tokens of the first pairs, whose completions have {wanted}"
-        )
+        what = f"compare {compared} tokens of the first pairs, whose completions have {wanted}"
+        raise RuntimeError(f"{type(trainer).__name__} would {what}")
 
 
 def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:

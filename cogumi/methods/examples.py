@@ -1,8 +1,8 @@
 """What a run trains on and is evaluated on: from `data:` of its config, through the formats, to prepared examples."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,17 @@ import torch
 from datasets import Dataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from cogumi.config.schema import RunConfig
+from cogumi.config.schema import DataSection, MixEntry, RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.cache import SAMPLE_ROWS, Data, Prepared, Source, prepare
-from cogumi.data.cache_files import tokenizer_identity
+from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
 from cogumi.data.chat_templates import prints_date, read_template
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.formats import (
-    column_kinds,
-    columns_for,
-    holds_messages,
-    layout_note,
-    learned_parts,
-    tokenize_for,
-)
+from cogumi.data.formats import column_kinds, columns_for, layout_note, learned_parts, tokenize_for
 from cogumi.data.selection import Selection
-from cogumi.data.source_files import Entry, entries_of
-from cogumi.data.sources import batches, column_names
+from cogumi.data.source_files import locate
+from cogumi.data.sources import column_names
 from cogumi.methods.gspo import prompt_ids, setting
 from cogumi.methods.sft import MAX_LENGTH
 from cogumi.rl.guards import POSITIONS, context_of
@@ -37,6 +29,8 @@ from cogumi.rl.guards import POSITIONS, context_of
 log = logging.getLogger("cogumi")
 DATA = "data"  # of decisions.json: the key of its prepared data, what became of its rows, how long they are
 BARS = 24  # of the histogram of lengths, at most
+SAMPLE_ROWS = 32  # held-out examples that are prompts for samples.jsonl, at most
+SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -55,36 +49,53 @@ class Examples:
     sources: tuple[str, ...] = ()
     max_length: int | None = None
 
+    def parts(self) -> list[Data]:
+        return [self.train] if self.held_out is None else [self.train, self.held_out]
+
     def reports(self) -> list[str]:
-        parts = [data for data in (self.train, self.held_out) if data is not None]
-        dropped = [line for data in parts for line in data.examples_dropped()]
-        return [*self.sources, *(data.report() for data in parts), *dropped]
+        dropped = [line for data in self.parts() for line in data.examples_dropped()]
+        return [*self.sources, *(data.report() for data in self.parts()), *dropped]
 
     def record(self, run_dir: Path) -> None:
-        """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people."""
-        found = {
-            "key": self.key,
-            "today": self.today,
-            "max_length": self.max_length,
-            "train": account_for(self.train),
-            "held_out": None if self.held_out is None else account_for(self.held_out),
-        }
-        write_section(run_dir / DECISIONS, DATA, found)
+        """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people.
+
+        `lengths`: (first, last, examples) in tokens, [] of prompts.
+        """
+        found = {"key": self.key, "today": self.today, "max_length": self.max_length, "held_out": None}
+        accounts = [asdict(account_for(data)) | {"lengths": data.lengths.buckets(BARS)} for data in self.parts()]
+        write_section(run_dir / DECISIONS, DATA, found | dict(zip(("train", "held_out"), accounts, strict=False)))
 
 
-def account_for(data: Data) -> dict[str, Any]:
-    """What became of every row, as JSON. `lengths`: (first, last, examples) in tokens, [] of prompts."""
-    return {
-        "name": redact_text(data.name),
-        "rows": data.total,
-        "examples": len(data.dataset),
-        "dropped": {reason: each.count for reason, each in data.dropped.items()},
-        "truncated": data.truncated,
-        "duplicated": data.duplicates,
-        "tokens": data.lengths.tokens,
-        "learned": data.learned,
-        "lengths": data.lengths.buckets(BARS),
-    }
+@dataclass(frozen=True)
+class Shares:
+    """Of the rows that were chosen: how many made examples, and what became of the others. Tokens: of the examples."""
+
+    name: str
+    rows: int
+    examples: int
+    dropped: dict[str, int]
+    truncated: int
+    duplicated: int
+    tokens: int
+    learned: int
+
+    def __str__(self) -> str:
+        of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
+        left_out = ", ".join(f"{share(count, self.rows)} {reason}" for reason, count in of_rows.items())
+        learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
+        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}"
+
+
+def account_for(data: Data) -> Shares:
+    """What became of every row."""
+    dropped = {reason: each.count for reason, each in data.dropped.items()}
+    name, examples, tokens = redact_text(data.name), len(data.dataset), data.lengths.tokens
+    return Shares(name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned)
+
+
+def share(count: int, rows: int) -> str:
+    """In percent; what is there is never 0.0%."""
+    return "< 0.1%" if 0 < count < rows / 1000 else f"{count / max(1, rows):.1%}"
 
 
 def prepare_examples(
@@ -94,53 +105,68 @@ def prepare_examples(
 
     of_base: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
     """
-    today = date_of(run, tokenizer)
-    entries = entries_of(run.data)
-    room = room_for_prompts(run, of_base)
-    options = [options_of(run, entry, today, room) for entry in entries]
-    sources = [source_of(entry, each, tokenizer) for entry, each in zip(entries, options, strict=True)]
-    data = run.data
+    found = sources_of(run, tokenizer, of_base)
+    data, options = run.data, found[0][1]
     selection = Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
-    prepared = prepare(sources, selection, parts, bad_rows=data.bad_rows)
-    notes = [note for each in options if (note := layout_note(each, tokenizer))]
+    prepared = prepare([source for source, _ in found], selection, parts, bad_rows=data.bad_rows)
+    notes = [note for _, each in found if (note := layout_note(each, tokenizer))]
     return Examples(
         prepared.train,
         prepared.held_out,
-        held_out_prompts(run, prepared, options[0], tokenizer),
+        held_out_prompts(prepared.held_out.dataset, options, tokenizer) if prepared.held_out else None,
         prepared.key,
-        today,
+        options.today,
         (*prepared.sources, *notes),
-        options[0].max_length,
+        options.max_length,
     )
 
 
-def date_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The date for chat templates that print one: today's, or the one on which the run began, None for other formats."""
-    if run.data.format == "fim" or not prints_date(tokenizer):
-        return None
-    known: str | None = read_section(run.run_dir / DECISIONS, DATA).get("today")
-    return known or date.today().isoformat()
-
-
-def options_of(run: RunConfig, entry: Entry, today: str | None, room: int | None = None) -> FormatOptions:
-    """room: tokens that a prompt of gspo may have (`room_for_prompts`)."""
-    fim = run.data.fim
+def sources_of(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, of_base: PretrainedConfig | None
+) -> list[tuple[Source, FormatOptions]]:
+    """The sources of a run, with what their rows become. of_base: as `prepare_examples` takes it."""
+    today = None
+    if run.data.format != "fim" and prints_date(tokenizer):  # today, or the day on which the run began
+        today = read_section(run.run_dir / DECISIONS, DATA).get("today") or date.today().isoformat()
+    room, fim = room_for_prompts(run, of_base), run.data.fim
     if room is not None:
         fim = fim.model_copy(update={"max_length": min(fim.max_length, room)})
-    return FormatOptions(
-        method=run.cogumi.method,
-        format=entry.format,
-        columns=entry.columns,
-        column=entry.column,
-        learn=learned_parts(entry.format, run.train),
-        max_length=room if run.cogumi.method == "gspo" else longest_example(run),
-        overlong=run.data.overlong,
-        truncation_mode=run.train.get("truncation_mode") or "keep_start",
-        thinking=run.cogumi.thinking,
-        today=today,
-        fim=fim,
-    )
+    entries: Sequence[MixEntry | DataSection] = run.data.mix or [run.data]
+    found = []
+    for each in entries:
+        located = locate(each.source or "", revision=each.revision, split=each.split, subset=each.subset)
+        options = FormatOptions(
+            method=run.cogumi.method,
+            format=each.format or run.data.format,
+            columns=run.data.columns if each.columns is None else each.columns,
+            column=each.column or run.data.column,
+            learn=learned_parts(each.format or run.data.format, run.train),
+            max_length=room if run.cogumi.method == "gspo" else longest_example(run),
+            overlong=run.data.overlong,
+            truncation_mode=run.train.get("truncation_mode") or "keep_start",
+            thinking=run.cogumi.thinking,
+            today=today,
+            fim=fim,
+        )
+        names = column_names(located.files)  # whose errors name the file
+        try:
+            columns = columns_for(options, names)
+        except UsageError as error:
+            raise UsageError(f"{error}", place=located.name) from None
+        source = Source(
+            name=located.name,
+            files=located.files,
+            columns=columns,
+            tokenize=tokenize_for(options, tokenizer, {name: name for name in columns}),
+            identity=located.identity,
+            options=options.as_json(),
+            weight=getattr(each, "weight", 1.0),
+            text_only=options.format == "fim",
+            alike=column_kinds(options, columns),
+        )
+        found.append((source, options))
+    return found
 
 
 def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | None:
@@ -150,13 +176,11 @@ def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | 
     context, key = context_of(of_base), POSITIONS
     if run.train.get("use_vllm") and run.train.get("vllm_max_model_length") is not None:
         context, key = run.train["vllm_max_model_length"], "train.vllm_max_model_length"
-    if context is None:
-        return None
     completion = setting(run, "max_completion_length") or 0
-    if completion >= context:
+    if context is not None and completion >= context:
         reason = f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}"
         raise UsageError(reason, fix="lower it")
-    return int(context - completion)
+    return None if context is None else int(context - completion)
 
 
 def longest_example(run: RunConfig) -> int:
@@ -178,59 +202,42 @@ def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedCon
     )
 
 
-def source_of(entry: Entry, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Source:
-    name, files = entry.located.name, entry.located.files
-    names = column_names(files)  # whose errors name the file
-    try:
-        columns = columns_for(options, names)
-    except UsageError as error:
-        raise UsageError(f"{error}", place=name) from None
-    frames = batches(files, list(dict.fromkeys(columns.values())))
-    schema: Mapping[str, Any] = next((rows.schema for rows in frames if rows.height), {})
-    return Source(
-        name=name,
-        files=files,
-        columns=columns,
-        tokenize=tokenize_for(options, tokenizer, {name: name for name in columns}, holds_messages(columns, schema)),
-        identity=entry.located.identity,
-        options=options.as_json(),
-        weight=entry.weight,
-        text_only=options.format == "fim",
-        alike=column_kinds(options, columns),
-    )
-
-
 # ----------------------------------------------------------------------------------------------- prompts, and rows of ids
 
 
-def held_out_prompts(
-    run: RunConfig, prepared: Prepared, options: FormatOptions, tokenizer: PreTrainedTokenizerBase
-) -> Dataset | None:
-    """The first held-out rows as prompts, with what would be the answer, for samples.jsonl."""
-    if prepared.held_out is None:
-        return None
-    dataset = prepared.held_out.dataset
-    rows = dataset.select(range(min(SAMPLE_ROWS, len(dataset))))
-    if run.cogumi.method == "dpo":
-        texts = {
-            side: [tokenizer.decode(ids, skip_special_tokens=side != "prompt") for ids in rows[f"{side}_ids"]]
-            for side in ("prompt", "chosen", "rejected")
-        }
-        return Dataset.from_dict({**texts, "prompt_ids": list(rows["prompt_ids"])})
-    if run.cogumi.method == "sft":
-        held_out = prepared.sample_rows()
-        columns = {name: name for name in held_out.columns}
-        as_prompts = replace(options, method="gspo")
-        tokenize = tokenize_for(as_prompts, tokenizer, columns, holds_messages(columns, held_out.schema))
-        rows = Dataset(tokenize(held_out, 0).table)
-    if not len(rows):
-        return None
-    prompts, plain = list(rows["prompt"]), isinstance(rows[0]["prompt"], str)
-    if not plain:
-        template = read_template(tokenizer, options.thinking, options.today)
-        prompts = [template.prompt(prompt) for prompt in prompts]
-    ids = tokenizer(prompts, add_special_tokens=plain)["input_ids"]
-    return rows.remove_columns("prompt").add_column("prompt", prompts).add_column("prompt_ids", ids)
+def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Dataset | None:
+    """The first held-out examples as prompts, with what would be the answer, for samples.jsonl."""
+    rows = held_out.select(range(min(SAMPLE_ROWS, len(held_out))))
+
+    def text_of(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    if options.method == "gspo":
+        prompts, ids = render_prompts(list(rows["prompt"]), tokenizer, options.thinking, options.today)
+        return rows.remove_columns("prompt").add_column("prompt", prompts).add_column("prompt_ids", ids)
+    if options.method == "dpo":
+        given = [(row["prompt_ids"], {side: text_of(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
+    else:
+        given, answer = [], "middle" if options.format == "fim" else "answer"
+        for row in rows:
+            ids, end = row["input_ids"], len(row["completion_mask"]) - row["completion_mask"][::-1].index(1)
+            start = next((at for at in range(end, 0, -1) if not row["completion_mask"][at - 1]), 0)
+            if start > 1:  # else all of it is learned, and nothing is asked
+                given.append((ids[:start], {answer: text_of(ids[start:end])}))
+    found = [{"prompt": tokenizer.decode(ids), **answers, "prompt_ids": ids} for ids, answers in given]
+    return Dataset.from_list(found) if found else None
+
+
+def render_prompts(
+    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, thinking: bool | None, today: str | None = None
+) -> tuple[list[str], list[list[int]]]:
+    """Prompts, all text or all messages, as the model sees them: (texts, their ids)."""
+    if plain := isinstance(prompts[0], str):
+        texts = prompts
+    else:
+        template = read_template(tokenizer, thinking, today)
+        texts = [template.prompt(prompt) for prompt in prompts]
+    return texts, tokenizer(texts, add_special_tokens=plain)["input_ids"]
 
 
 def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of, try
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.guards import check_clip_numbers
 from cogumi.rl.memory_plan import (
-    BatchPlan,
     ModelShape,
     check_groups,
     count_documents,
@@ -49,9 +48,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     for finding in check_clip_numbers(values | train | {"loss_type": values["loss_type"]}):
         raise UsageError(finding.message)
     key = "importance_sampling_level"
-    level = train.get(key, values[key])
-    if name in OURS and level != values[key]:
-        raise UsageError(f"{level} contradicts train.loss_type: {name}", key=f"train.{key}", fix="drop one")
+    if name in OURS and train.get(key, values[key]) != values[key]:
+        raise UsageError(f"{train[key]} contradicts train.loss_type: {name}", key=f"train.{key}", fix="drop one")
     if train.get("cast_lm_head_to_fp32"):
         reason, fix = "TRL's switch fails on tied embeddings with PEFT", "set cogumi.fp32_lm_head: true instead"
         raise UsageError(reason, key="train.cast_lm_head_to_fp32", fix=fix)
@@ -85,22 +83,17 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
     documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     rollout = run.train.get("generation_batch_size") or STEPS_PER_ROLLOUT * documents
     if rollout % documents:
-        raise UsageError(
-            f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents",
-            fix=f"set {nearest_multiples(rollout, documents)}",
-        )
+        what = f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents"
+        raise UsageError(what, fix=f"set {nearest_multiples(rollout, documents)}")
     refuse_uneven(documents, run.cogumi.prompts_per_step, group, rollout // documents, fixed)
     return group, documents, rollout // documents, fixed
 
 
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
     """The step's size checked, and a batch of that size for TRL's own checks until the model is there to plan with."""
-    for key in PLANNED:
-        if run.train.get(key) is not None:
-            raise UsageError(
-                f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same",
-                fix="drop one (documents per rollout are train.generation_batch_size)",
-            )
+    for key in (key for key in PLANNED if run.train.get(key) is not None):
+        what = f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same"
+        raise UsageError(what, fix="drop one (documents per rollout are train.generation_batch_size)")
     _, documents, mini_batches, fixed = step_sizes(run)
     accumulation = documents // (fixed or 1)
     return {
@@ -117,15 +110,16 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts
     if not planned:
         longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])
         free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
-        batch = batch_for(run, model.config, model.dtype.itemsize, longest, free)
-        log.info("%s", batch)
-        planned = batch.arguments
+        planned, line = batch_for(run, model.config, model.dtype.itemsize, longest, free)
+        log.info("%s", line)
         write_section(run.run_dir / DECISIONS, BATCH, planned)
     return with_batch(run, planned)
 
 
-def batch_for(run: RunConfig, config: Any, itemsize: int, longest_prompt: int, free_bytes: int) -> BatchPlan:
-    """The batch of a run with a model of this config. free_bytes: left for activations, see `plan_batch`."""
+def batch_for(
+    run: RunConfig, config: Any, itemsize: int, longest_prompt: int, free_bytes: int
+) -> tuple[dict[str, int], str]:
+    """`plan_batch` for a run with a model of this config."""
     group, documents, mini_batches, fixed = step_sizes(run)
     return plan_batch(
         documents,
@@ -191,14 +185,13 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
     rewards = rewards_of(run.cogumi.rewards)
     refuse_missing_columns(rewards, prompts.column_names)
-    for reward in rewards if len(prompts) else ():
+    for reward in rewards:
         wrong = try_reward(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
-        if wrong is None:
-            continue
-        refused, what = wrong
+        refused, what = wrong or (False, "")
         if refused:
             raise UsageError(what, key="cogumi.rewards")
-        log.warning("cogumi.rewards: %s", what)
+        if what:
+            log.warning("cogumi.rewards: %s", what)
 
 
 def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -207,8 +200,7 @@ def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrai
     wanted, given = template.thinking.template_kwargs, args.chat_template_kwargs or {}
     for key in wanted.keys() & given.keys():
         if wanted[key] != given[key]:
-            raise UsageError(
-                f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}", fix="drop one"
-            )
+            what = f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}"
+            raise UsageError(what, fix="drop one")
     args.chat_template_kwargs = {**given, **wanted}
     return on_visible(rewards, tokenizer, template.thinking.style, template.prompt_opens_thought)

@@ -1,49 +1,36 @@
-"""`cogumi preview`: what a run would train on, before it does: examples as the model sees them, lengths, what is left out.
+"""What a run would train on, before it does (`cogumi preview`), and what models write for its held-out prompts.
 
 Nothing is trained and no run directory is made; the prepared data stays in its cache, where the run finds it.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from rapidfuzz.distance import Levenshtein
 from transformers import AutoConfig
 
-from cogumi.config.schema import load_config
+from cogumi.config.schema import RunConfig, load_config
+from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
-from cogumi.data.cache import Data
 from cogumi.data.rows import describe_value
 from cogumi.methods.building import load_run_tokenizer, pin_revision
-from cogumi.methods.examples import account_for, prepare_examples
-from cogumi.models.loading import resolve_model
+from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
+from cogumi.models.completion import complete_with_ends
+from cogumi.models.loading import load_model, load_tokenizer, resolve_model
+
+log = logging.getLogger(__name__)
 
 # How a piece of an example is shown: as context, learned, preferred less; and between what marks where there is no colour.
 STYLES = {"context": "dim", "learned": "bold green", "rejected": "red"}
 MARKS = {"context": ("", ""), "learned": ("«", "»"), "rejected": ("‹", "›")}
 BARS, BAR_WIDTH = 12, 40
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Of the rows that were chosen: how many made examples, and what became of the others. Tokens: of the examples."""
-
-    name: str
-    rows: int
-    examples: int
-    dropped: dict[str, int]
-    truncated: int
-    duplicated: int
-    tokens: int
-    learned: int
-
-    def __str__(self) -> str:
-        of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
-        left_out = ", ".join(f"{share(count, self.rows)} {reason}" for reason, count in of_rows.items())
-        learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
-        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}"
+BATCH = 50  # prompts that a comparison completes at once
+ANSWERS = ("answer", "middle")
 
 
 @dataclass(frozen=True)
@@ -100,21 +87,16 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
     keys = {"data.fraction": run.data.fraction < 1, "data.max_rows": run.data.max_rows is not None}
     why = ", ".join(key for key, is_set in keys.items() if is_set) or "data.mix: weight"
     note = found.train.note.removesuffix(" chosen")
-    parts = [data for data in (found.train, found.held_out) if data is not None]
-    dropped = [line for data in parts for line in data.examples_dropped()]
+    dropped = [line for data in found.parts() for line in data.examples_dropped()]
     rows = found.train.dataset.select(range(min(examples, len(found.train.dataset))))
     return Preview(
-        train=shares_of(found.train),
-        held_out=None if found.held_out is None else shares_of(found.held_out),
+        train=account_for(found.train),
+        held_out=None if found.held_out is None else account_for(found.held_out),
         reports=(*found.sources, *([f"{note} kept ({why})"] if note else []), *dropped),
         lengths=tuple(found.train.lengths.buckets(BARS)),
         examples=tuple(tuple(split_example(row, tokenizer)) for row in rows),
         max_length=found.max_length,
     )
-
-
-def shares_of(data: Data) -> Shares:
-    return Shares(**{key: value for key, value in account_for(data).items() if key != "lengths"})
 
 
 def split_example(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str]]:
@@ -136,6 +118,60 @@ def split_example(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, st
                 yield "context", f"\n{name}: {describe_value(value)}"
 
 
-def share(count: int, rows: int) -> str:
-    """In percent; what is there is never 0.0%."""
-    return "< 0.1%" if 0 < count < rows / 1000 else f"{count / max(1, rows):.1%}"
+# ----------------------------------------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """prompts: what is asked, without the chat template; answers: what would be right; written: greedy completions by name."""
+
+    prompts: list[str]
+    answers: list[str]
+    written: dict[str, list[str]]
+
+    def exact(self, name: str) -> float:
+        """The share of completions that equal the answer, without surrounding white space."""
+        pairs = zip(self.written[name], self.answers, strict=True)
+        return sum(text.strip() == answer.strip() for text, answer in pairs) / len(self.answers)
+
+    def similarity(self, name: str) -> float:
+        """Mean of 1 - Levenshtein(completion, answer) / max(len), in 0..1, as the rewards of that name have it."""
+        pairs = zip(self.written[name], self.answers, strict=True)
+        return sum(Levenshtein.normalized_similarity(a.strip(), b.strip()) for a, b in pairs) / len(self.answers)
+
+    def shown(self, count: int) -> range:
+        """The rows to show, whatever was answered: evenly spaced, as neighbours are often of one source file."""
+        return range(0, len(self.prompts), max(1, len(self.prompts) // count))[:count]
+
+
+def compare_models(
+    models: Mapping[str, str], config: str | os.PathLike[str] | Mapping[str, Any], rows: int = 200, **overrides: Any
+) -> Comparison:
+    """Complete the first `rows` held-out prompts of a GSPO config with each model, greedily, on this machine.
+
+    models: directories or hub ids by the name they get in the result. The prompts are rendered as for the last of them.
+    Raises UsageError where the config holds out no rows, or where these have no column that would be the answer.
+    """
+    run = load_config(config, **overrides)
+    paths = {name: resolve_model(each) for name, each in models.items()}
+    tokenizer = load_tokenizer([*paths.values()][-1])
+    held_out = prepare_examples(run, tokenizer).held_out
+    if held_out is None:
+        raise UsageError("no rows are held out", key="data.eval_rows", fix="set it to 100 or more")
+    examples = held_out.dataset.select(range(min(rows, len(held_out.dataset))))
+    column = next((each for each in ANSWERS if each in examples.column_names), None)
+    if column is None:
+        what = f"held-out rows have no column {' or '.join(ANSWERS)}"
+        raise UsageError(what, key="data.source", fix="compare on data with a known answer")
+    asked = [each if isinstance(each, str) else each[-1]["content"] for each in examples["prompt"]]
+    _, ids = render_prompts(list(examples["prompt"]), tokenizer, run.cogumi.thinking)
+    return Comparison(
+        asked, list(examples[column]), {name: complete_all(path, tokenizer, ids, run) for name, path in paths.items()}
+    )
+
+
+def complete_all(path: str, tokenizer: Any, prompts: list[list[int]], run: RunConfig) -> list[str]:
+    model, longest = load_model(path), run.train["max_completion_length"]
+    log.info("%s completes %s prompts", path, len(prompts))
+    parts = [prompts[first : first + BATCH] for first in range(0, len(prompts), BATCH)]
+    return [text for part in parts for text, _ in complete_with_ends(model, tokenizer, part, longest, run.cogumi.stop)]

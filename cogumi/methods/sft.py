@@ -2,8 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -33,23 +31,21 @@ CLOSE = 0.1  # of the examples asked for: how far from them a step of whole rows
 def arguments(run: RunConfig) -> dict[str, Any]:
     """SFTConfig arguments. Raises UsageError for settings that would quietly train on something else."""
     length = run.train.get("max_length")
-    if run.data.format != "fim":
-        length = length or MAX_LENGTH
-    else:
+    if run.data.format == "fim":
         if run.train.get("completion_only_loss") is False or run.train.get("assistant_only_loss"):
             learned = "of a fill-in-the-middle example the middle is learned, and of a plain row (data.fim.fim_rate) everything"
             raise UsageError(learned, key="train.completion_only_loss", fix="drop it")
         budget = run.data.fim.max_length
         if length is not None and length < budget:
-            raise UsageError(
-                f"train.max_length {length} would cut examples that data.fim.max_length {budget} lets through",
-                fix=f"set data.fim.max_length to {length}, which drops and counts them",
-            )
+            what = f"train.max_length {length} would cut examples that data.fim.max_length {budget} lets through"
+            raise UsageError(what, fix=f"set data.fim.max_length to {length}, which drops and counts them")
         # The data's own budget has already dropped, and counted, what is too long.
-        length = length or (budget if run.train.get("packing") else None)
+        default = budget if run.train.get("packing") else None
+    else:
+        default = MAX_LENGTH
     # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
     ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
-    return {**run.train, **ours, "max_length": length}
+    return {**run.train, **ours, "max_length": length or default}
 
 
 def build_trainer(run: RunConfig, **common: Any) -> Any:
@@ -57,8 +53,8 @@ def build_trainer(run: RunConfig, **common: Any) -> Any:
 
     if run.train.get("packing") or run.train.get("padding_free"):
         common |= pack_datasets(run, **common)
-    with silence_packing_warning():
-        trainer = trl.SFTTrainer(**common)
+    logging.getLogger("trl.trainer.sft_trainer").addFilter(is_no_packing_warning)
+    trainer = trl.SFTTrainer(**common)
     end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
     if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.status().applied:
         trainer.data_collator = partial(collate_rows_apart, trainer.data_collator)
@@ -66,19 +62,9 @@ def build_trainer(run: RunConfig, **common: Any) -> Any:
     return trainer
 
 
-@contextmanager
-def silence_packing_warning() -> Iterator[None]:
+def is_no_packing_warning(record: logging.LogRecord) -> bool:
     """TRL warns of packing with any attention but flash attention: whether this model keeps examples apart was measured."""
-
-    def is_another(record: logging.LogRecord) -> bool:
-        return "supported Flash Attention variant" not in record.getMessage()
-
-    theirs = logging.getLogger("trl.trainer.sft_trainer")
-    theirs.addFilter(is_another)
-    try:
-        yield
-    finally:
-        theirs.removeFilter(is_another)
+    return "supported Flash Attention variant" not in record.getMessage()
 
 
 def pack_datasets(
@@ -124,16 +110,9 @@ def pack_datasets(
     if abs(found - asked) > CLOSE * asked:
         log.warning("packing: a step of %.1f examples is not the %d that were asked for; shorten train.max_length %d for rows "
                     "of fewer examples", found, asked, packed.row_length)  # fmt: skip
-    figures = {
-        "examples": packed.examples,
-        "rows": len(packed.rows),
-        "row_length": packed.row_length,
-        "efficiency": packed.efficiency,
-        "asked_per_step": asked,
-        "rows_per_step": rows,
-        "examples_per_step": found,
-    }
-    write_section(place, PACKING, decided | figures)
+    figures = {"examples": packed.examples, "rows": len(packed.rows), "efficiency": packed.efficiency}
+    of_step = {"asked_per_step": asked, "rows_per_step": rows, "examples_per_step": found}
+    write_section(place, PACKING, decided | figures | of_step)
     held_out = None if eval_dataset is None else with_labels(eval_dataset)
     return {"args": args, "train_dataset": packed.rows, "eval_dataset": held_out}
 
@@ -151,9 +130,8 @@ def refuse_other_labels(trainer: Any, dataset: Any) -> None:
         starts = batch["position_ids"] == 0 if "position_ids" in batch else torch.arange(batch["labels"].shape[1]) == 0
         learned.append(int(((batch["labels"] != -100) & ~starts).sum()))
     if learned != wanted:
-        raise RuntimeError(
-            f"{type(trainer).__name__} would learn {learned} tokens of the first examples, whose middles have {wanted}"
-        )
+        what = f"learn {learned} tokens of the first examples, whose middles have {wanted}"
+        raise RuntimeError(f"{type(trainer).__name__} would {what}")
 
 
 def count_learned(row: dict[str, Any]) -> int:

@@ -16,44 +16,36 @@ from typing import Any
 
 from rapidfuzz.distance import Levenshtein
 
-from cogumi.data.chat_templates import CLOSE, OPEN, visible_text
+from cogumi.data.chat import CLOSE, OPEN
+from cogumi.data.chat_templates import visible_text
 from cogumi.data.encoding import special_texts
 
 Completion = str | Sequence[dict[str, Any]]
 
 
-def exact_match(
-    prompts: Sequence[Any], completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any
-) -> list[float]:
+def exact_match(completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any) -> list[float]:
     """1.0 where the completion is the middle, character for character, else 0.0."""
-    return [float(text_of(completion) == expected) for completion, expected in zip(completions, middle, strict=True)]
+    return [float(text_of(each) == expected) for each, expected in zip(completions, middle, strict=True)]
 
 
-def edit_similarity(
-    prompts: Sequence[Any], completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any
-) -> list[float]:
+def edit_similarity(completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any) -> list[float]:
     """1 - Levenshtein(completion, middle) / max(len), in 0..1, over characters; two empty strings score 1.0.
 
-    Insertions, deletions and substitutions cost 1 each. In rapidfuzz's Indel ratio, where a substitution costs 2 over the
-    sum of both lengths, unlike texts of unlike lengths still score well.
+    Insertions, deletions and substitutions cost 1 each.
     """
     pairs = zip(completions, middle, strict=True)
-    return [Levenshtein.normalized_similarity(text_of(completion), expected) for completion, expected in pairs]
+    return [Levenshtein.normalized_similarity(text_of(each), expected) for each, expected in pairs]
 
 
 def parses(
-    prompts: Sequence[Any],
-    completions: Sequence[Completion],
-    prefix: Sequence[str],
-    suffix: Sequence[str],
-    **kwargs: Any,
+    completions: Sequence[Completion], prefix: Sequence[str], suffix: Sequence[str], **kwargs: Any
 ) -> list[float]:
     """1.0 where prefix + completion + suffix is valid Python for the running version, else 0.0.
 
     Nothing is executed. Only meaningful where the source rows parse on their own (whole functions, dedented).
     """
     triples = zip(prefix, completions, suffix, strict=True)
-    return [float(is_python(before + text_of(completion) + after)) for before, completion, after in triples]
+    return [float(is_python(before + text_of(each) + after)) for before, each, after in triples]
 
 
 def text_of(completion: Completion) -> str:
@@ -81,9 +73,10 @@ BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """1.0 where the last number of the completion (in the last \\boxed{} if there is one) is the last number of `answer`."""
-    found = [last_number(text_of(each)) for each in completions]
-    golds = [last_number(str(gold)) for gold in answer]
-    return [float(number is not None and number == gold) for number, gold in zip(found, golds, strict=True)]
+    pairs = [
+        (last_number(text_of(each)), last_number(str(gold))) for each, gold in zip(completions, answer, strict=True)
+    ]
+    return [float(number is not None and number == gold) for number, gold in pairs]
 
 
 def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -114,9 +107,8 @@ Reward = Callable[..., list[float | None]]
 def on_visible(rewards: Sequence[Reward], tokenizer: Any, style: str, opened: bool = False) -> list[Any]:
     """The same reward functions, under their names, given the visible part of every completion.
 
-    `style` is that of `cogumi.data.chat_templates.Thinking`; `opened`: prompts end inside a thought. Text is read from
-    `completion_ids`, as a completion's own text has lost the control tokens. Raises TypeError for an asynchronous
-    function.
+    `style` is that of `chat_templates.Thinking`; `opened`: prompts end inside a thought. Text is read from
+    `completion_ids`, as a completion's own text has lost the control tokens. Asynchronous functions are a TypeError.
     """
 
     def wrap(reward: Reward) -> Reward:
@@ -147,9 +139,7 @@ def _replies(
     if ids is None or any(not isinstance(each, str) and len(each) != 1 for each in completions):
         return [text_of(each) for each in completions]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=False)
-    if style == "harmony":
-        return texts
-    for control in special_texts(tokenizer):
+    for control in special_texts(tokenizer) if style != "harmony" else ():
         if control not in (OPEN, CLOSE):
             texts = [text.replace(control, "") for text in texts]
     return texts

@@ -5,17 +5,18 @@ the model's. A function annotated `completions: list[str]` is given the text of 
 list[list[dict]]` messages of either. Without such an annotation it gets what TRL gives.
 """
 
-import difflib
 import functools
 import importlib
-import importlib.util
 import inspect
 import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
+from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.rewards.functions import (
     answer_similarity,
@@ -81,15 +82,12 @@ def try_reward(reward: Any, row: Mapping[str, Any], group: int, **given: Any) ->
     error = error_of_reward(reward, row, group, conversational, given)
     if error is None:
         return None
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    name = getattr(reward, "__name__", type(reward).__name__)
+    name, at = getattr(reward, "__name__", type(reward).__name__), traceback.extract_tb(error.__traceback__)[-1]
     said = f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}) on a trial completion"
     if not isinstance(error, OF_SHAPE) or error_of_reward(reward, row, group, not conversational, given) is not None:
         return False, f"{said}; a function that cannot score every text ends the training in its first rollout"
-    got, takes, annotation = "text", "messages", "list[list[dict]]"
-    if conversational:
-        got, takes, annotation = "messages", "strings", "list[str]"
-    fix = f"annotate it `completions: {annotation}` to be given those, or have it read {got}"
+    got, takes, shape = ("messages", "strings", "str") if conversational else ("text", "messages", "list[dict]")
+    fix = f"annotate it `completions: list[{shape}]` to be given those, or have it read {got}"
     return True, f"{said}: the prompts are {got}, and so are the completions. The function takes {takes}; {fix}"
 
 
@@ -97,14 +95,16 @@ def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: b
     """What a reward function raises on made-up completions of one prompt; None where it scores them."""
     if inspect.iscoroutinefunction(reward):
         return None
-    prompt, completion = text_of(row["prompt"]), SAMPLE
-    if messages:
-        prompt, completion = messages_of(row["prompt"], "user"), messages_of(SAMPLE, "assistant")
-    columns = {name: [value] * group for name, value in row.items() if name not in ("prompt", "completion")}
-    columns |= {"prompts": [prompt] * group, "completions": [completion] * group, "completion_ids": [[0]] * group}
+    shape = messages_of if messages else lambda text, role: text_of(text)
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
+    columns |= {
+        "prompts": shape(row["prompt"], "user"),
+        "completions": shape(SAMPLE, "assistant"),
+        "completion_ids": [0],
+    }
     logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
     try:
-        list(as_annotated(reward)(**columns, **logs, **given))
+        list(as_annotated(reward)(**{name: [value] * group for name, value in columns.items()}, **logs, **given))
     except Exception as error:  # noqa: BLE001  the user's own code may raise anything; it is reported
         # What is in a file is wrapped by `with_location`, which says where.
         return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
@@ -121,18 +121,14 @@ ALWAYS_THERE = ("prompts", "completions", "completion_ids", "trainer_state")  # 
 
 
 def rewards_of(names: Sequence[str]) -> list[Any]:
-    """The reward functions of these names, in this order. Raises UsageError for a name that stands for none.
-
-    Typed as Any, because trl's `reward_funcs` is an invariant list of a union that no list of functions matches.
-    """
+    """The reward functions of these names, in this order. Raises UsageError for a name that stands for none."""
     if not names:
         raise UsageError("cogumi.rewards is empty", fix="name at least one reward")
-    unknown = [name for name in names if ":" not in name and name not in BUILTIN_REWARDS]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], BUILTIN_REWARDS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+    for unknown in (name for name in names if ":" not in name and name not in BUILTIN_REWARDS):
+        near = nearest(unknown, BUILTIN_REWARDS)
+        hint = f"did you mean {near!r}? " if near else ""
         fix = f"{hint}there are: {', '.join(BUILTIN_REWARDS)}, and your own as file.py:function"
-        raise UsageError(f"no reward {unknown[0]!r}", key="cogumi.rewards", fix=fix)
+        raise UsageError(f"no reward {unknown!r}", key="cogumi.rewards", fix=fix)
     return [load_reward(name) if ":" in name else BUILTIN_REWARDS[name] for name in names]
 
 
@@ -143,11 +139,9 @@ def load_reward(name: str) -> Reward:
         if place.endswith(".py"):
             if not Path(place).is_file():
                 raise FileNotFoundError(f"no such file: {place}")
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            loader = SourceFileLoader(Path(place).stem, place)
+            module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
+            loader.exec_module(module)
         else:
             module = importlib.import_module(place)
     except (FileNotFoundError, ModuleNotFoundError) as error:
