@@ -223,8 +223,6 @@ def test_a_message_is_typed_and_both_models_answer_side_by_side(tmp_path: Path) 
             assert cells[0] == said  # as it was typed, markup and all
             assert all(cells[1:])
         assert box.locator("tr").first.locator("th").all_inner_texts() == ["message", "base", "merged"]
-        box.get_by_role("button", name="Reset").click()
-        row.wait_for(state="detached")
         assert wrong == []
 
 
@@ -241,7 +239,7 @@ def test_a_long_sample_is_cut_between_two_lines() -> None:
         assert wrong == []
 
 
-def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_turn_is_on_it(tmp_path: Path) -> None:
+def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_change_is_on_it(tmp_path: Path) -> None:
     flag = {
         "evidence": "loss 9.1 at step 3, 2.1 at its least",
         "threshold": "< 3",
@@ -252,13 +250,12 @@ def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_turn_is_on_
     write_json(tmp_path / "status.json", {"state": "finished", "time": 0.0})
     (tmp_path / "run.log").write_text(f"2026-11-22 18:39:13,856 INFO patched {'one.long.name' * 9}\n")
     path = write_report(tmp_path)
-    for width, head in ((390, False), (1200, True)):
+    for width in (390, 1200):
         with page(width=width) as (shown, wrong):
             shown.goto(path.as_uri())
             assert shown.evaluate("document.documentElement.scrollWidth") == width
             knob = shown.get_by_text("train.max_grad_norm").bounding_box()
             assert knob["x"] + knob["width"] <= width
-            assert shown.get_by_role("columnheader", name="to turn").is_visible() == head
             assert wrong == []
 
 
@@ -288,8 +285,8 @@ def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
             == 0
         )
         drawn = shown.locator(".cogumi-piece img")
-        assert drawn.evaluate("image => image.naturalWidth > 0 && image.alt.includes('Lengths of the examples')")
-        assert "max_length" not in shown.locator(".cogumi-piece figure").inner_text()  # no words of a picture astray
+        assert drawn.evaluate("image => image.naturalWidth > 0 && image.alt.includes('lengths of the examples')")
+        assert "max_length" not in shown.locator(".cogumi-piece .plots").inner_text()  # no words of a picture astray
 
         def looks(selector: str, *names: str) -> list[str]:
             return shown.locator(selector).first.evaluate(

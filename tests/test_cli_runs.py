@@ -177,14 +177,8 @@ def test_several_runs_are_a_line_each_and_a_wrong_name_is_status_2(
     unpaused = cogumi("unpause", "runs/b", cwd=tmp_path)
     assert (unpaused.returncode, unpaused.stdout) == (2, "")
     assert unpaused.stderr == f"cogumi: runs/b: failed, step 3/9; there is no training to ask; {anew}"
-    resumed = cogumi("resume", "runs/b", cwd=tmp_path)
-    assert (resumed.returncode, resumed.stdout, resumed.stderr.count("\n")) == (2, "", 1)
-    assert "`cogumi unpause runs/b`" in resumed.stderr
-    assert "`cogumi start CONFIG`" in resumed.stderr
     watched = cogumi("status", "--watch", "runs/a", cwd=tmp_path, COLUMNS="120").stdout
-    assert "loss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2) " in watched
-    assert re.search(r"eval_loss +\S+ +5\.3 \(step 0\) ", watched), watched
-    assert re.search(r" loss +\S+ +now 4\.31 ", watched), watched
+    assert "loss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2)" in watched
     assert "$1.50 so far" in screen
     assert "it is NaN; change train.bf16" in screen
 

@@ -118,7 +118,7 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
     check_self_contained(page)
     assert not re.search(r"@import|url\(\s*['\"]?(?!#)", path.read_text())
     headings = "Verdict, What it was, Flags, Curves, Completions, Data, Memory, Merge, Checkpoints"
-    assert list(page.sections)[1:] == [*headings.split(", "), "Decisions and log", "Configuration"]
+    assert list(page.sections)[1:] == [*headings.split(", "), "Log", "Configuration"]
 
     verdict = read_json(run / "verdict.json")
     assert verdict["passed"] == page.sections[""].lstrip().startswith("run: passed")
@@ -140,7 +140,7 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
     assert "elements read back" in page.sections["Merge"]
     assert "q_proj" in page.sections["Merge"]
     assert "checkpoint-6" in page.sections["Checkpoints"]
-    assert "is saved and verified" in page.sections["Decisions and log"]
+    assert "is saved and verified" in page.sections["Log"]
     assert "max_steps: 6" in page.sections["Configuration"]
 
 
@@ -177,7 +177,7 @@ def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
     assert len(plots) == len(SnapshotReader(run).look().plots) > 3
     assert all(each["role"] == "img" and len(each["aria-label"] or "") > 30 for each in plots)
     images = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == 2  # lengths, change by layer
+    assert len(images) == 5  # lengths; change by layer, of attention and the rest, each twice
     assert all(len(each["alt"] or "") > 30 for each in images)
     assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
     text = path.read_text()
@@ -198,7 +198,7 @@ def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append_jsonl(run / "samples.jsonl", {"step": 0, "prompt": "the key?", "completion": "a-key&that"})
     text = write_report(run).read_text()
     page = Page(text)
-    assert "asked with <redacted> and <redacted>" in page.sections["Decisions and log"]
+    assert "asked with <redacted> and <redacted>" in page.sections["Log"]
     assert "the key?" in page.text
     for hidden in (SECRET, "s3cret", OF_ENVIRONMENT, "looks&gt;like", "xa-key", "that&lt;", "passpass"):
         assert hidden not in text
@@ -246,7 +246,13 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     page = page_of(run)
     assert "finished, RED: loss trend" in page.sections[""]
     said = page.sections["Flags"]
-    for words in ("RED", "loss 9 (< 3)", "rate too high", "train.learning_rate", "Was red before", "RED from step 3"):
+    for words in (
+        "RED loss trend",
+        "loss 9",
+        "rate too high",
+        "train.learning_rate",
+        "⚑2 red at step 3: gradient norm",
+    ):
         assert words in said
     assert "⚑1 red at step 2: loss trend" in page.sections["Curves"]
     assert page.sections["Curves"].count("red: loss trend") == len(SnapshotReader(run).look().plots)
@@ -296,18 +302,10 @@ def test_a_run_at_any_stage(state: str, run: Path, tmp_path: Path) -> None:
     assert expected[state] in page.sections[""]
     assert "There is no verdict" in page.sections["Verdict"]
     if state == "failed":
-        assert 'File "x.py", line 1, in <module>\n    boom()\nValueError: <boom>' in page.sections["Decisions and log"]
+        assert 'File "x.py", line 1, in <module>\n    boom()\nValueError: <boom>' in page.sections["Log"]
     if state == "bare":
         for section in ("Curves", "Completions", "Data", "Memory", "Merge", "Checkpoints", "Configuration"):
             assert re.search(r"\bno(thing|t)?\b", page.sections[section], re.IGNORECASE), section
-
-
-def test_the_error_of_an_earlier_part_is_not_how_it_ended(run: Path) -> None:
-    with (run / "run.log").open("a") as log:
-        log.write("Traceback (most recent call last):\n    boom()\nValueError: earlier\n")
-    assert "The error it ended in" not in page_of(run).text
-    write_json(run / "status.json", {**read_json(run / "status.json"), "state": "failed"})
-    assert "The error it ended in" in page_of(run).text
 
 
 def test_any_file_may_be_missing(finished: Path, tmp_path: Path) -> None:
@@ -328,7 +326,7 @@ def without(finished: Path, run: Path, *names: str) -> Path:
 def test_a_damaged_checkpoint_is_named(run: Path) -> None:
     manifest = run / "checkpoints/checkpoint-6/cogumi-manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 5'))
-    assert "DAMAGED" in page_of(run).sections["Checkpoints"]
+    assert "rejected: " in page_of(run).sections["Checkpoints"]
 
 
 def test_a_long_run_stays_one_small_file(run: Path) -> None:
@@ -340,7 +338,7 @@ def test_a_long_run_stays_one_small_file(run: Path) -> None:
         log.writelines(f"2026-11-22 18:39:13,856 INFO decision {n}\n" for n in range(20_000))
     path = write_report(run)
     assert path.stat().st_size < 1_500_000
-    assert "earlier lines are in run.log" in path.read_text()
+    assert "the last 300 lines of run.log" in path.read_text()
 
 
 def test_where_there_is_no_run_nothing_is_written(run: Path, tmp_path: Path) -> None:
@@ -416,7 +414,7 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
         assert fact in page.text, fact
     (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
     assert "max_length 24" in b64decode(drawn).decode()
-    assert figures.lengths(found).svg()
+    assert "max_length 24" in page.text
     assert "rejected" not in Page(render_html(preview_of([("context", "x")]))).text
 
 
@@ -475,7 +473,7 @@ def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp
     assert "after rl, after step 6" in page.text
     assert page.text.count("changed") == 4
     assert "what would be right (middle)" in page.text
-    assert str(completions.side_by_side([finished, run])).count("<h4>Prompt</h4>") == 4
+    assert str(completions.side_by_side([finished, run])).count(">Prompt</h4>") == 4
 
     other = tmp_path / "other"
     other.mkdir()

@@ -5,7 +5,6 @@ import logging
 import os
 import pty
 import re
-import select
 import shlex
 import signal
 import subprocess
@@ -27,8 +26,7 @@ from transformers import TrainerCallback
 import cogumi
 from cogumi.checkpoints import last_good_checkpoint, protect
 from cogumi.checkpoints.interruption import exit_on_signals
-from cogumi.core import output
-from cogumi.core.output import print_json, survive_closed_terminal
+from cogumi.core.output import print_json, show_waiting, survive_closed_terminal
 from cogumi.core.run_directory import START, append_jsonl, is_running, read_json, write_json
 from cogumi.methods.preview import Preview, Shares
 from cogumi.telemetry.recorder import record_run, set_status
@@ -63,12 +61,6 @@ def on_step_begin(self, args, state, control, **_):
         time.sleep(0.01)
 TrainerCallback.on_step_begin = on_step_begin
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-runpy.run_module("cogumi", run_name="__main__")
-"""
-AT_ONCE = """
-import runpy
-from cogumi.core import output
-output.DRAWN_SECONDS, output.QUIET_SECONDS = 0.001, 0.0
 runpy.run_module("cogumi", run_name="__main__")
 """
 
@@ -249,7 +241,7 @@ def environment(pid: int) -> bytes:
         return b""
 
 
-def test_an_interrupted_start_leaves_a_run_as_it_was(
+def test_an_interrupted_start_ends_its_processes_and_keeps_the_run(
     sft: dict[str, Any],
     tmp_path: Path,
     none_left_behind: None,
@@ -281,15 +273,16 @@ def test_an_interrupted_start_leaves_a_run_as_it_was(
         """The launcher, the supervisor and the trainer: none is missed, for the trainer stays."""
         return [pid for pid in psutil.pids() if f"MARK={run_dir}".encode() in environment(pid)]
 
-    assert "nothing was written" in interrupted(started)
+    assert "nothing is removed" in interrupted(started)
     assert not run_dir.exists()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", prepared_process.as_program(tmp_path / "python", for_commands))
         stopped = cogumi.start(sft, train__max_steps=100_000).stop()
     assert stopped.state == "stopped"
     before = (run_dir / "status.json").read_bytes()
-    assert "is as it was before" in interrupted(lambda: (run_dir / "status.json").read_bytes() != before)
-    assert cogumi.attach(run_dir).status() == stopped
+    assert "nothing is removed" in interrupted(lambda: (run_dir / "status.json").read_bytes() != before)
+    left = cogumi.attach(run_dir).status()
+    assert (left.alive, left.checkpoint) == (False, stopped.checkpoint)  # and it can be resumed
 
 
 # ------------------------------------------------------------------------------------------------ what others wrote
@@ -407,40 +400,17 @@ def test_no_command_imports_in_silence(words: str, home: Path, none_left_behind:
 
 @pytest.mark.parametrize("words", [["doctor"], ["preflight", "tiny.yaml"], ["preview", "tiny.yaml"]])
 def test_no_command_works_in_silence(words: list[str], home: Path, for_commands: dict[str, str]) -> None:
-    says_what_it_does([*prepared_process.python(for_commands), "-c", AT_ONCE, *words], home)
+    says_what_it_does([*prepared_process.client(for_commands), *words], home)
 
 
 def says_what_it_does(words: list[str], directory: Path) -> None:
     with terminal(words, directory) as shown:
-        until(lambda: re.search(rb"\w, \d+ s", shown.shown))
+        until(lambda: re.search(rb"\w \.\.\.\r\n", shown.shown))
         os.write(shown.master, CTRL_C)
         until(shown.ended)
 
 
-def test_the_line_of_what_takes_its_time_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(output, "DRAWN_SECONDS", 0.01)
-    master, slave = pty.openpty()
-
-    def read(pattern: bytes) -> bytes:
-        found = b""
-        while not re.search(pattern, found):
-            assert select.select([master], [], [], 60)[0], found
-            found += os.read(master, 1024)
-        return found
-
-    line = rb"counting \\x1b\[31m, \d+ s"
-    with open(slave, "w", buffering=1) as screen:
-        monkeypatch.setattr(sys, "stderr", screen)
-        with output.show_waiting("counting \x1b[31m"):
-            read(line)
-            print("said", file=sys.stderr)
-            read(rb"\r +\rsaid\r\n")
-            read(line)
-            print("50%", end="", file=sys.stderr, flush=True)
-            read(rb"\r +\r50%$")
-            print("\r100%", file=sys.stderr)
-            read(rb"^\r100%\r\n")  # a bar is not drawn over
-            read(line)
-        read(rb"\r +\r$")
-        assert "write" not in vars(screen)
+def test_elsewhere_than_on_a_terminal_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_waiting("counting"):
+        print("said")
+    assert capsys.readouterr() == ("said\n", "")

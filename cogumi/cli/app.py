@@ -1,6 +1,7 @@
 """The command line: a command parses, calls one public function, prints. Exit status 0 good, 1 failed, 2 used wrongly."""
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,20 +11,26 @@ from typing import Annotated
 import typer
 
 from cogumi import smoke
-from cogumi.cli import check_commands, export_commands, run_commands
+from cogumi.cli import run_commands
 from cogumi.cli.disk_commands import disk_app
+from cogumi.cli.run_commands import AsJson, Config, Overrides
 from cogumi.config.source import copy_template, describe_template, list_templates
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError
-from cogumi.core.output import failures_in_one_line, print_json, print_text, run_command, show_waiting
+from cogumi.core.output import (
+    failures_in_one_line,
+    print_json,
+    print_report,
+    print_text,
+    run_command,
+    show_waiting,
+    survive_closed_terminal,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
-app.command()(check_commands.doctor)
 app.add_typer(disk_app, name="disk")
-app.command()(check_commands.preflight)
 run_commands.add_to(app)
-export_commands.add_to(app)
 
 
 def show_version(asked: bool) -> None:
@@ -42,13 +49,9 @@ def options(
 
 
 @app.command()
-def train(
-    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as train.max_steps=5")] = None,
-) -> None:
+def train(config: Config, overrides: Overrides = None) -> None:
     """Run one configuration: data, training, adapter, checks, merge."""
     from cogumi.config.schema import parse_overrides
-    from cogumi.core.output import survive_closed_terminal
     from cogumi.runs import train as run
     from cogumi.telemetry.status import format_sentence, status_of
 
@@ -61,10 +64,10 @@ def train(
 
 @app.command()
 def preview(
-    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as data.max_rows=100")] = None,
+    config: Config,
+    overrides: Overrides = None,
     examples: Annotated[int, typer.Option("-n", min=0, help="How many examples to show.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What a run would train on: examples as the model sees them, lengths, what is left out."""
     from rich.console import Console
@@ -82,6 +85,33 @@ def preview(
             console.print(line)  # made visible piece by piece
     else:
         print_text(found)
+
+
+@app.command()
+def preflight(
+    config: Config,
+    overrides: Overrides = None,
+    card: Annotated[str | None, typer.Option(help="Plan for this card, as in 'h100 sxm' or t4.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Make ten steps here, to know the time. Loads the model.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say before any download whether a run fits the card, the disk and the budget, and what would make it fit."""
+    from cogumi.config.schema import parse_overrides
+
+    words = parse_overrides(overrides or [])
+    if probe and card is not None:
+        raise UsageError("--card and --probe: ten steps are made here, of this config", fix="use one of the two")
+    from cogumi.runs import libraries, refuse_mistakes, train
+
+    refuse_mistakes(config, words, trains=probe)
+    with show_waiting("forecasting memory, time and disk"), libraries():
+        from cogumi.forecast.run_forecast import forecast_in_process, forecast_run
+
+        report = forecast_run(config, card, train if probe else None, words, forecast_in_process)
+    print_report(report, as_json)
+    raise typer.Exit(0 if report.fits else 1)
 
 
 @app.command()
@@ -116,22 +146,21 @@ def merge(
     ] = "full",
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16 or float32.")] = "keep",
     verify: Annotated[
-        str, typer.Option(help="elements; logits: also run both models, in float32 in memory; or none.")
+        str, typer.Option(help="elements; or logits: also run both models, in float32 in memory.")
     ] = "elements",
     weight: Annotated[float, typer.Option(help="What the adapter's update is multiplied by.")] = 1.0,
     add: Annotated[
         list[str] | None, typer.Option(help="Another adapter to add, as DIRECTORY=WEIGHT. May be repeated.")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default one for each core.")] = None,
-    export: Annotated[str | None, typer.Option(help="gguf: also convert with llama.cpp's converter.")] = None,
     check: Annotated[
         Path | None, typer.Option(help="Check this merged directory again, instead of merging.", metavar="DIR")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Merge an adapter into its full-precision base and check every element written; or check a merged directory."""
     if check is not None:
-        if adapter is not None or add or export:
+        if adapter is not None or add:
             raise UsageError(f"--check {check} merges nothing", fix=f"leave out {adapter or 'the options of a merge'}")
         with show_waiting("loading the libraries"):
             from cogumi.merge import check_merged
@@ -141,11 +170,8 @@ def merge(
         print_json(asdict(found)) if as_json else print_text(found)
         return
     if adapter is None or out is None:
-        raise UsageError(
-            "merge needs an ADAPTER directory and an OUT directory, or --check DIR", fix="see cogumi merge --help"
-        )
-    if export not in (None, "gguf"):
-        raise UsageError(f"--export {export} is not known", fix="gguf is")
+        what = "merge needs an ADAPTER directory and an OUT directory, or --check DIR"
+        raise UsageError(what, fix="see cogumi merge --help")
     with show_waiting("loading the libraries"):
         from cogumi.merge import merge_adapter
 
@@ -153,14 +179,6 @@ def merge(
     with errors_in_command_words(), failures_in_one_line():
         report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
     print_json(asdict(report)) if as_json else print_text(report)
-    if export:
-        from cogumi.merge.gguf import export_gguf, gguf_path, install_hint
-
-        if written := export_gguf(out):
-            print_text(f"{written}: {written.stat().st_size / 1e9:.2f} GB")
-        else:
-            print_text("llama.cpp's converter is not installed, so there is no GGUF file yet; this makes it:")
-            print_text(install_hint(out, gguf_path(out)))
 
 
 @contextmanager
@@ -187,6 +205,81 @@ def parse_weighted_path(word: str) -> tuple[Path, float]:
         return Path(path), float(number)
     except ValueError:
         raise UsageError(f"{number!r} is not a number", key=f"--add {word}", fix="write DIRECTORY=WEIGHT") from None
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run with a merged model, or a merged directory.")],
+    out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
+    quant: Annotated[str, typer.Option(help="q8_0, q4_k_m (takes llama-quantize), f16 or bf16.")] = "q8_0",
+    as_json: AsJson = False,
+) -> None:
+    """Write a merged model as GGUF with an Ollama Modelfile, by llama.cpp's tools, and check the file."""
+    with show_waiting("converting, reading back"), failures_in_one_line():
+        from cogumi.merge.export import export_model
+
+        report = export_model(source, out, quant)
+    print_report(report, as_json)
+
+
+@app.command()
+def push(
+    source: Annotated[Path, typer.Argument(help="A run, a merged directory or an adapter's directory.")],
+    name: Annotated[str, typer.Argument(help="The repository on the hub, as in me/my-model.")],
+    what: Annotated[
+        str | None, typer.Option(help="merged or adapter, of a run that has both; merged if it has.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Only you see the repository.")] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Also a run whose checks failed or whose flags are red.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Upload a model to the hub in one commit, with a model card from its run. Takes a token (HF_TOKEN, hf auth login)."""
+    with show_waiting("uploading"):
+        from cogumi.hub.upload import push_model
+
+        pushed = push_model(source, name, what, private, anyway)
+    print_json(vars(pushed)) if as_json else print_text(pushed)
+
+
+@app.command()
+def doctor(
+    as_json: AsJson = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|-", help="Instead: say what a traceback or log means; - reads standard input."),
+    ] = None,
+) -> None:
+    """What is wrong with this machine and this environment, and the fix. Exit status 1 if something is."""
+    if explain is not None:
+        from cogumi.diagnostics.signatures import explain_text
+
+        found = explain_text(read_text(explain))
+        print_report(found, as_json)
+        raise typer.Exit(0 if found.diagnoses else 1)
+    from cogumi.diagnostics.checkup import doctor as examine
+
+    with show_waiting("checking the machine, its packages and what they compute"):
+        report = examine()
+    print_report(report, as_json)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def read_text(place: str) -> str:
+    """The text to explain. Raises UsageError where there is none."""
+    key = f"--explain {place}"
+    try:
+        content = sys.stdin.buffer.read() if place == "-" else Path(place).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{error.strerror}", key=key, fix="name a file with the traceback, or - to paste it") from None
+    text = content.decode("utf-8", errors="replace")
+    wrong = f"there is nothing in {'standard input' if place == '-' else place}" if not text.strip() else ""
+    if 20 * (text.count("\ufffd") + text.count("\0")) > len(text):
+        wrong = "that is no text"
+    if wrong:
+        raise UsageError(wrong, key=key, fix="it takes the whole traceback or log")
+    return text
 
 
 def main() -> None:

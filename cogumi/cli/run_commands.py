@@ -1,6 +1,7 @@
-"""`cogumi start / attach / status / logs / chat / wait / stop`: runs in processes of their own, from a terminal."""
+"""`cogumi start / attach / status / logs / report / chat / wait / stop / checkpoint / pause`: runs in processes of their own."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,20 +26,20 @@ from cogumi.telemetry.status import (
     status_of,
 )
 
+REFRESH_SECONDS = 2.0
 PLACES = ("runs", "notebooks/runs")  # where runs are made, here and by a notebook of this clone
+Config = Annotated[Path, typer.Argument(help="A YAML; see configs/.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.max_steps=5")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs/NAME.")]
 
 
 def add_to(app: typer.Typer) -> None:
     for command in (start, attach, status, logs, report, chat, wait, stop, checkpoint, pause, unpause):
         app.command()(command)
-    app.command(hidden=True)(resume)
 
 
-def start(
-    config: Annotated[Path, typer.Argument(help="A YAML; see configs/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as train.max_steps=5")] = None,
-) -> None:
+def start(config: Config, overrides: Overrides = None) -> None:
     """Train one configuration in a process that outlives this terminal. Returns once it trains, or why it does not."""
     from cogumi.config.schema import parse_overrides
 
@@ -57,7 +58,7 @@ def start(
 def attach(run_dir: RunDir) -> None:
     """Follow a run's log until it ends; Ctrl-C leaves it running. Exit status 1 if it did not end well."""
     run = handle.attach(run_dir)
-    with leaving_on_interrupt(lambda: f"{describe_left_run(run_dir)}; come back with `cogumi attach {run_dir}`"):
+    with leaving_on_interrupt(run_dir, "cogumi attach"):
         for text in run.follow():
             print_text(text, end="")
     say_end(run.status())
@@ -70,7 +71,7 @@ def status(
             metavar="[RUN_DIR]...", help="Runs, or directories of runs; by default runs/ and notebooks/runs/."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, for programs.")] = False,
+    as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
 ) -> None:
     """How runs stand: one screen of one run, a line for each of several. Changes nothing."""
@@ -79,7 +80,11 @@ def status(
     else:
         paths = [path for place in PLACES for path in runs_below(Path(place))]
     if watch:
-        follow_one(paths, as_json)
+        if as_json:
+            raise UsageError("--watch and --json: one is for people, the other for programs")
+        if len(paths) != 1:
+            raise UsageError(f"--watch follows one run, and {len(paths)} are there: name its directory")
+        follow_screen(handle.attach(paths[0]), paths[0])
         return
     found = [status_of(path) for path in paths]
     if as_json:
@@ -97,20 +102,18 @@ def status(
         print_text("; ".join(filter(None, said)))
 
 
-def follow_one(paths: list[Path], as_json: bool) -> None:
-    """`status --watch`. Raises UsageError unless it is one run that is to be watched, by a person."""
-    from cogumi.notebook.run_snapshot import watch
+def follow_screen(run: handle.Run, path: Path) -> None:
+    from rich.live import Live
+    from rich.text import Text
 
-    if as_json:
-        raise UsageError("--watch and --json: one is for people, the other for programs")
-    if len(paths) != 1:
-        raise UsageError(f"--watch follows one run, and {len(paths)} are there: name its directory")
-    run = handle.attach(paths[0])
-    with leaving_on_interrupt(
-        lambda: f"{describe_left_run(paths[0])}; come back with `cogumi status --watch {paths[0]}`"
-    ):
-        watch(run.run_dir)
-    say_end(run.status())
+    with leaving_on_interrupt(path, "cogumi status --watch"), Live(auto_refresh=False) as live:
+        while True:
+            status = run.status()
+            live.update(Text(format_screen(status)), refresh=True)
+            if status.ended:
+                break
+            time.sleep(REFRESH_SECONDS)
+    say_end(status)
 
 
 def logs(
@@ -123,7 +126,7 @@ def logs(
     if not follow:
         print_text(run.logs(last))
         return
-    with leaving_on_interrupt(lambda: describe_left_run(run_dir)):
+    with leaving_on_interrupt(run_dir):
         for text in run.follow(last):
             print_text(text, end="")
 
@@ -148,21 +151,24 @@ def chat(
         list[str] | None,
         typer.Option(help="base, adapter or merged; may be repeated. By default the base and what was trained."),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this once, for scripts.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Answer this once, for scripts. \\n in it is a line break.")
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="0 is greedy; by default the run's own, greedy without one.")
     ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="The longest answer; by default the run's own, 256 without one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --prompt: print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Talk to a base and to what was trained from it: each message is answered by both."""
     if as_json and prompt is None:
         raise UsageError("--json prints the answers to one prompt", fix="add --prompt TEXT")
     if prompt is not None and not prompt.strip():
         raise UsageError("there is nothing in it", key="--prompt")
-    from cogumi.notebook import chat as chats
+    prompt = prompt and prompt.replace("\\n", "\n")
+    from cogumi.notebook import chat_panel as chats
 
     with show_waiting("loading the libraries"):
         opened = chats.open_chat(chats.read_setup(directory, only or (), temperature, max_new_tokens))
@@ -173,16 +179,9 @@ def chat(
     with show_waiting("loading the models"):
         opened.load()
     if as_json:
-        answers = chats.answer_once(opened, prompt).answers
+        answers = {column: asdict(answer) for column, answer in chats.answer_once(opened, prompt).answers.items()}
         mode = "text" if opened.template is None else "chat"
-        print_json(
-            {
-                "directory": str(directory),
-                "mode": mode,
-                "prompt": prompt,
-                "answers": {k: asdict(v) for k, v in answers.items()},
-            }
-        )
+        print_json({"directory": str(directory), "mode": mode, "prompt": prompt, "answers": answers})
     else:
         chats.print_answers(opened, prompt, labelled=len(opened.setup.columns) > 1)
 
@@ -190,7 +189,7 @@ def chat(
 def wait(run_dir: RunDir) -> None:
     """Wait until a run has ended. Exit status 0 if it came to its end and every check passed, else 1."""
     run = handle.attach(run_dir)
-    with leaving_on_interrupt(lambda: describe_left_run(run_dir), 1):
+    with leaving_on_interrupt(run_dir, exit_status=1):
         found = run.wait()
     say_end(found)
 
@@ -203,7 +202,8 @@ def stop(
 ) -> None:
     """Have a run finish its step, save a checkpoint and end. Asked a second time, it ends at once, without saving."""
     run = handle.attach(run_dir)
-    with leaving_on_interrupt(lambda: "it was asked to stop, and will", 1), show_waiting("the run saves and ends"):
+    word = "it was asked to stop, and will"
+    with leaving_on_interrupt(run_dir, exit_status=1, word=word), show_waiting("the run saves and ends"):
         run.stop(kill_after)
 
 
@@ -227,14 +227,6 @@ def unpause(run_dir: RunDir) -> None:
     print_text(f"{run_dir}: no longer paused")
 
 
-def resume(run_dir: RunDir) -> None:
-    """What ended a pause until it was called unpause."""
-    raise UsageError(
-        f"`cogumi resume` is no command: `cogumi unpause {run_dir}` ends a pause",
-        fix="`cogumi start CONFIG` resumes a stopped run",
-    )
-
-
 def say_end(status: Status) -> None:
     """Say how a run ended; exit status 1 if not well."""
     print_text(format_sentence(status))
@@ -242,17 +234,13 @@ def say_end(status: Status) -> None:
         raise typer.Exit(1)
 
 
-def describe_left_run(run_dir: Path) -> str:
-    """What a run does after the command that showed it has ended."""
-    paused = (run_dir / PAUSED).exists()
-    return f"the run waits until `cogumi unpause {run_dir}`" if paused else "the run continues"
-
-
 @contextmanager
-def leaving_on_interrupt(word: Callable[[], str], exit_status: int = 0) -> Iterator[None]:
-    """Ctrl-C ends the command, not the run. word: what is said then."""
+def leaving_on_interrupt(run_dir: Path, back: str = "", exit_status: int = 0, word: str = "") -> Iterator[None]:
+    """Ctrl-C ends the command, not the run. back: the command that comes back to it. word: what is said of the run."""
     try:
         yield
     except KeyboardInterrupt:
-        print_text(f"\ncogumi: {word()}", to_error=True)
+        paused = (run_dir / PAUSED).exists()
+        word = word or (f"the run waits until `cogumi unpause {run_dir}`" if paused else "the run continues")
+        print_text(f"\ncogumi: {word}" + (f"; come back with `{back} {run_dir}`" if back else ""), to_error=True)
         raise typer.Exit(exit_status) from None

@@ -1,7 +1,6 @@
 """What a model writes for the same prompts, earlier and later, or after one stage and the next, side by side."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import SAMPLES_FILE, read_jsonl
+from cogumi.notebook.curves import HtmlFigure
 from cogumi.notebook.html_components import (
     describe_blank,
     escape_text,
@@ -17,7 +17,6 @@ from cogumi.notebook.html_components import (
     level,
     table,
     verbatim,
-    wrap_table,
 )
 
 # Of a sample's columns those that are no answer.
@@ -29,34 +28,24 @@ Row = dict[str, Any]
 RunDir = str | PathLike[str]
 
 
-@dataclass(frozen=True)
-class SideBySide:
-    """What a notebook shows; `str()` of it is the piece of HTML."""
-
-    content: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.content
-
-    def _repr_html_(self) -> str:
-        return inline_styles(self.content)
-
-
-def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> SideBySide:
+def side_by_side(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> HtmlFigure:
     """Completions of the same held-out prompts in columns.
 
     One run: before its training and after its last look (`cogumi.samples_every` makes looks on the way). Several runs, such as
     the stages of a chain, or names for them: what was there before the first, and the last look of each. Raises UsageError
     where there are none to show.
     """
+    return HtmlFigure(inline_styles(render_columns(run_dirs)))
+
+
+def render_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> str:
     columns = build_columns(run_dirs)
     prompts = [prompt for prompt in columns[-1][1] if all(prompt in of for _, of in columns)]
     if not prompts:
         named = ", ".join(name for name, _ in columns)
         fix = "runs with other data are shown one by one"
         raise UsageError("no prompt was completed in all of them", place=named, fix=fix)
-    rendered = [render_example(prompt, {name: of[prompt] for name, of in columns}) for prompt in prompts]
-    return SideBySide("\n".join(rendered))
+    return "\n".join(render_example(prompt, {name: of[prompt] for name, of in columns}) for prompt in prompts)
 
 
 def build_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> list[tuple[str, dict[str, Row]]]:
@@ -101,10 +90,7 @@ def render_example(prompt: str, samples: Mapping[str, Row]) -> str:
     answers = [key for key, value in last.items() if key not in NO_ANSWERS and isinstance(value, str)]
     for key in answers[:1]:
         cells[f"what would be right ({key})"] = render_completion(last[key])
-    columns = "".join(f'<th scope="col">{escape_text(each)}</th>' for each in cells)
-    body = "".join(f"<td>{each}</td>" for each in cells.values())
-    content = f"<thead><tr>{columns}</tr></thead><tbody><tr>{body}</tr></tbody>"
-    return f"<h4>Prompt</h4>{render_prompt(prompt)}{wrap_table(content, kind='wide even')}"
+    return f"<h4>Prompt</h4>{render_prompt(prompt)}{table(list(cells), [list(cells.values())], kind='wide even')}"
 
 
 def render_prompt(prompt: str) -> str:
@@ -134,13 +120,13 @@ def render_rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def compare(
     models: Mapping[str, str], config: str | PathLike[str] | Mapping[str, Any], rows: int = 200, shown: int = 5
-) -> SideBySide:
+) -> HtmlFigure:
     """Answers of several models to the first `rows` held-out prompts of a GSPO config: how many are right, and a few.
 
     models: directories or hub ids by name, such as base, SFT and GSPO. Greedy completions, made now on this machine. The
-    `shown` prompts are listed, evenly spaced, whatever was answered. Raises UsageError as `cogumi.methods.comparison` does.
+    `shown` prompts are listed, evenly spaced, whatever was answered. Raises UsageError as `cogumi.methods.preview` does.
     """
-    from cogumi.methods.comparison import compare_models  # imports torch
+    from cogumi.methods.preview import compare_models  # imports torch
 
     found = compare_models(models, config, rows)
     right = ["exactly right", *(f"{found.exact(name):.1%}" for name in models), ""]
@@ -152,7 +138,7 @@ def compare(
         listed.append([verbatim(found.prompts[row]), *texts, verbatim(answer)])
     rows_of_table = [*([escape_text(each) for each in row] for row in (right, close)), *listed]
     caption = f"{len(found.prompts)} held-out prompts, of which {len(listed)} are shown, evenly spaced"
-    return SideBySide(table(("asked", *models, "right"), rows_of_table, caption, kind="wide even"))
+    return HtmlFigure(inline_styles(table(("asked", *models, "right"), rows_of_table, caption, kind="wide even")))
 
 
 def render_answer(text: str, answer: str) -> str:

@@ -8,9 +8,11 @@ drawn.
 
 import math
 import os
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import cycle
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,11 +33,13 @@ MOST_BROKEN = 100
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves that are shown together. keys: as TRL and cogumi log them; those that a run does not log are left out."""
+    """Curves that are shown together. keys: as TRL and cogumi log them; those that a run does not log are left out. x: what
+    they are drawn over."""
 
     title: str
     keys: tuple[str, ...]
     unit: str = ""
+    x: str = "step"
 
 
 PLOTS = (
@@ -62,6 +66,14 @@ class Curve:
     width: int = 1
     broken: list[int] = field(default_factory=list)
     """Steps, the first hundred, whose value is NaN or infinite."""
+
+    @classmethod
+    def through(
+        cls, x: np.ndarray, mean: np.ndarray, low: np.ndarray | None = None, high: np.ndarray | None = None
+    ) -> "Curve":
+        """A curve through points, in a band if there is one."""
+        low, high = mean if low is None else low, mean if high is None else high
+        return cls(np.stack([x, x, low, mean, high, np.ones(len(x))]))
 
     @property
     def steps(self) -> np.ndarray:  # the middle of each bin
@@ -182,26 +194,76 @@ def axis_range(curves: Iterable[Curve]) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------------------------------ plots
 
 WIDTH, HEIGHT = 310, 140
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 30, 18
-LINES = ((BLUE, "none"), (VERMILLION, "5 2"), (GREEN, "5 2 1 2"))  # colour and dash
+LEFT, RIGHT, TOP, BOTTOM = 52, 8, 30, 18
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, INK)
+LINES = tuple(
+    zip((*COLOURS, BLUE, VERMILLION), ("none", "5 2", "5 2 1 2", "1 1", "8 2", "2 2", "8 2 1 2 1 2"), strict=True)
+)
+"""Colour and dash: what is a line's own."""
+
+ON_ANY_PAGE = f"color:{INK};font-family:sans-serif"
+
+
+@dataclass(frozen=True)
+class HtmlFigure:
+    """What a notebook shows as the last word of a cell; `str()` of it is the HTML."""
+
+    content: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.content
+
+    def _repr_html_(self) -> str:
+        return f"<div>{self.content}</div>"
+
 
 Scale = Callable[[Any], Any]
+Marks = Sequence[tuple[int, str, str]]
+"""(step, level, name) of flags: their numbers are in the plots and in the list below them."""
 
 
-def render_plots(plots: Iterable[tuple[Plot, dict[str, Curve]]], marks: Sequence[tuple[int, str, str]] = ()) -> str:
-    """The plots, and below them in words what had the same value at every step. marks: as for `render_svg`."""
+def flag_steps(judged: Mapping[str, Any]) -> list[tuple[int, str, str]]:
+    """The marks of flags.json: what was red, when it first was; what is yellow, when that was said."""
+    was_red = [(int(each["step"]), "red", str(each["name"])) for each in judged.get("was_red", [])]
+    known = {name for *_, name in was_red}
+    raised = [each for each in judged.get("flags", []) if each["level"] != "green" and each["name"] not in known]
+    return [*was_red, *((int(judged["step"]), str(each["level"]), str(each["name"])) for each in raised)]
+
+
+def render_curves(
+    plots: Iterable[tuple[Plot, dict[str, Curve]]], judged: Mapping[str, Any], as_images: bool = False
+) -> str:
+    """The plots of a run, and by their numbers the flags that are or were red or yellow; "" where nothing was logged."""
+    marks = flag_steps(judged)
+    drawn = render_plots(plots, marks, as_images)
+    said = (
+        f"<p>⚑{number} {level} at step {step}: {escape(name)}</p>"
+        for number, (step, level, name) in enumerate(marks, 1)
+    )
+    return drawn and drawn + "".join(said)
+
+
+def render_plots(plots: Iterable[tuple[Plot, dict[str, Curve]]], marks: Marks = (), as_images: bool = False) -> str:
+    """The plots, and below them in words what had the same value at every step. as_images: as elements that a page which
+    does not trust a notebook shows."""
     drawn, same = [], []
     for plot, curves in plots:
         if all(curve.is_constant for curve in curves.values()):
             same += [f"{plot.title} {format_number(float(curve.low[0]))}" for curve in curves.values()]
         else:
-            drawn.append(render_svg(plot, curves, marks))
+            svg = render_svg(plot, curves, marks, ON_ANY_PAGE if as_images else "color:inherit")
+            drawn.append(as_image(svg, describe_plot(plot, curves)) if as_images else svg)
     words = f"<p>the same at every step: {escape(', '.join(same))}</p>" if same else ""
     return f'<div class="plots">{"".join(drawn)}</div>{words}' if drawn or same else ""
 
 
-def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[int, str, str]] = ()) -> str:
-    """One plot. marks: (step, level, name) of flags, whose numbers the list beside the plots has as well."""
+def as_image(svg: str, words: str, style: str = "") -> str:
+    """An element of a page. As an image an SVG shares neither names nor styles with the page, and runs nothing."""
+    data = b64encode(svg.encode()).decode()
+    return f'<img alt="{escape(words)}" style="{style}" src="data:image/svg+xml;base64,{data}"/>'
+
+
+def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Marks = (), style: str = "color:inherit") -> str:
     steps = np.concatenate([curve.steps for curve in curves.values()])
     broken = sorted({step for curve in curves.values() for step in curve.broken})
     at = [*steps, *broken, *(step for step, *_ in marks)]
@@ -209,10 +271,10 @@ def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[in
     low, high = axis_range(curves.values())
     x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
     y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
-    drawn = [render_axes(first, last, low, high), render_title(plot, curves)]
+    drawn = [render_axes(plot.x, first, last, low, high), render_title(plot, curves)]
     for number, (step, level, name) in enumerate(marks, 1):
         drawn.append(render_flag(float(x_of(step)), number, level, name))
-    for curve, (colour, dash) in zip(curves.values(), LINES, strict=False):
+    for curve, (colour, dash) in zip(curves.values(), cycle(LINES), strict=False):
         if len(curve.low):
             drawn.append(render_line(curve, x_of, y_of, colour, dash))
     for step in broken:
@@ -221,7 +283,8 @@ def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Sequence[tuple[in
         drawn.append(f'<path d="{cross}" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none">{title}</path>')
     label = escape(describe_plot(plot, curves))
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    return f'<svg {size} role="img" aria-label="{label}" style="color:inherit">{"".join(drawn)}</svg>'
+    size += ' xmlns="http://www.w3.org/2000/svg"'
+    return f'<svg {size} role="img" aria-label="{label}" style="{style}">{"".join(drawn)}</svg>'
 
 
 def scale(first: float, last: float, begin: float, end: float) -> Scale:
@@ -246,14 +309,14 @@ def points(x: np.ndarray, y: np.ndarray) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
 
 
-def render_axes(first: float, last: float, low: float, high: float) -> str:
+def render_axes(x: str, first: float, last: float, low: float, high: float) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = [
         f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>',
         render_text(LEFT - 4, TOP + 8, format_number(high), "end"),
         render_text(LEFT - 4, bottom, format_number(low), "end"),
-        render_text(LEFT, HEIGHT - 4, f"step {first:,.0f}", "start"),
-        render_text(right, HEIGHT - 4, f"{last:,.0f}", "end") if last > first else "",
+        render_text(LEFT, HEIGHT - 4, f"{x} {format_place(first)}", "start"),
+        render_text(right, HEIGHT - 4, format_place(last), "end") if last > first else "",
     ]
     return "".join(parts)
 
@@ -263,10 +326,11 @@ def render_title(plot: Plot, curves: Mapping[str, Curve]) -> str:
     said = f'<text x="2" y="11" font-size="12" font-weight="600" fill="currentColor">{escape(plot.title)}'
     said += f'<tspan font-weight="400" font-size="10" dx="6">{escape(plot.unit)}</tspan></text>'
     place = 2
-    for (key, curve), (colour, dash) in zip(curves.items(), LINES, strict=False):
+    for (key, curve), (colour, dash) in zip(curves.items(), cycle(LINES), strict=False):
         finite = len(curve.low) and (not curve.broken or curve.broken[-1] < curve.bins[LAST][-1])
-        label = f"{key} " if len(curves) > 1 else ""
-        label += format_number(float(curve.mean[-1])) if finite else "not finite"
+        label = f"{key} " if len(curves) > 1 or plot.x != "step" else ""
+        if plot.x == "step":  # the others have no newest value
+            label += format_number(float(curve.mean[-1])) if finite else "not finite"
         said += f'<path d="M{place} 20h16" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
         said += render_text(place + 20, 24, label, "start")
         place += 34 + 6 * len(label)
@@ -287,7 +351,7 @@ def render_text(x: float, y: float, said: str, anchor: str) -> str:
 
 def describe_plot(plot: Plot, curves: Mapping[str, Curve]) -> str:
     """For those who do not see the drawing."""
-    said = [f"{plot.title} by step"]
+    said = [f"{plot.title} by {plot.x}"]
     for key, curve in curves.items():
         if len(curve.low):
             values = (curve.mean[0], curve.mean[-1], curve.low.min(), curve.high.max())
@@ -296,6 +360,11 @@ def describe_plot(plot: Plot, curves: Mapping[str, Curve]) -> str:
         if curve.broken:
             said.append(f"{key} not finite at {len(curve.broken)} steps, the first is {curve.broken[0]}")
     return "; ".join(said)
+
+
+def format_place(value: float) -> str:
+    """Of a step, a layer or a length in whole numbers."""
+    return f"{value:,.0f}" if value == int(value) else format_number(value)
 
 
 def format_number(value: float) -> str:

@@ -1,62 +1,58 @@
-"""A config as a form: its values bound to the real signatures, checked as a run checks them, and written as a YAML.
+"""A config as a form: its keys bound to the real signatures, checked as a run checks them, and written as a YAML.
 
-Here is the form without its widgets, which scripts can use as well; `cogumi.notebook.form_panel` shows it.
+Here is the form without its widgets, which scripts can use as well; `cogumi.notebook.form_panel` shows it. trl is never
+imported into the kernel: that takes seconds, and a later `cogumi.train` has to import unsloth first. One other process
+answers for all forms of a kernel and ends with it.
 """
 
+import dataclasses
+import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
+from enum import Enum
 from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from cogumi.config.binding import bind_mapping, reject_unknown
-from cogumi.config.schema import RunConfig, redact
-from cogumi.config.source import PACKAGE, SECTIONS, read_source
-from cogumi.config.yaml_text import dump_sections, edit_yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticSerializationError, PydanticUndefined, to_jsonable_python
+
+from cogumi.config import schema
+from cogumi.config.binding import STRATEGIES, bind_mapping, config_class, reject_unknown
+from cogumi.config.source import PACKAGE, SECTIONS, Origins, parse_scalar, read_source, set_value
+from cogumi.config.yaml_text import dump_flow, dump_sections, edit_yaml
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import is_notebook
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import write_atomic
-from cogumi.forecast.preflight_report import PreflightReport
-from cogumi.notebook.form_fields import Field, Values, begin_preflight, check_values, read_fields, to_yaml_value
+from cogumi.core.worker import Worker
 
 if TYPE_CHECKING:
     from cogumi.notebook.form_panel import FormPanel
 
-METHODS = ("sft", "dpo", "gspo")
+Config = str | os.PathLike[str] | Mapping[str, Any]
+Values = dict[str, Any]
 
 
-def configure(
-    config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
-) -> "Form":
+def configure(config: Config, save_as: str | os.PathLike[str] | None = None) -> "Form":
     """A form for a config, which a notebook shows: every key with what it is for, what is wrong with it, and the YAML.
 
     config: a file, a name that `cogumi cp` knows ("smoke/sft"), or a mapping. save_as: the file that the form offers to
     write. The first form of a kernel waits for trl, in another process. Raises UsageError for what is no config.
     """
-    form = Form(config, save_as)
-    if missing := explain_missing_widgets():
-        by_hand = f"edit {form.save_as} by hand (`cogumi cp` hands one out)"
-        print(f"{missing}: {by_hand}, or use form.set, form.problem, form.write")
-    return form
-
-
-def explain_missing_widgets() -> str:
-    """Why nothing but text can be shown here; "" in a notebook."""
-    if find_spec("ipywidgets") is None:
-        return "ipywidgets is not installed, so there is no form to see"
-    return "" if is_notebook() else "a form is seen in a notebook, and this is none"
+    return Form(config, save_as)
 
 
 class Form:
     """A config that is being edited. `values` are those of its YAML, by section, `yaml` is its text; change them by `set`
     and `remove`."""
 
-    def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, config: Config, save_as: str | os.PathLike[str] | None = None) -> None:
         values, origins = read_source(config)
         reject_unknown(values, SECTIONS, "", origins)
         label = origins.label
@@ -65,52 +61,42 @@ class Form:
         self.values: Values = {name: to_yaml_value(bind_mapping(keys, name, origins)) for name, keys in values.items()}
         own = Path("run.yaml" if self.text is None else label)  # over its own file, or here if that is the package's
         self.save_as = Path(save_as or (own.name if own.resolve().is_relative_to(PACKAGE) else own))
-        self.watchers: list[Callable[[str], None]] = []  # told the key that was set or removed
         self._panel: FormPanel | None = None
-        self.fields = read_fields(self.method)
+        self.fields: dict[str, list[Field]] = ask_worker(fields_of, self.method)
 
     @property
     def method(self) -> str:
         """What decides the keys of `train:`; that of a config that says nothing known is sft."""
         said = self.values.get("cogumi", {}).get("method")
-        return said if said in METHODS else "sft"
+        return said if said in schema.TRL_CONFIGS else "sft"
 
-    def field(self, key: str) -> Field:
+    def field(self, key: str) -> "Field":
         """What a key is. One that its section does not have is text of YAML, so that it can be seen and taken out."""
         section, _, name = key.partition(".")
-        unknown = Field(name, "yaml", "no key of this section", doc="Not a key that a run knows here.")
+        unknown = Field(name, "no key of this section", doc="Not a key that a run knows here.")
         return next((each for each in self.fields[section] if each.key == name), unknown)
 
-    def shown(self, section: str) -> Iterator[tuple[str, Any]]:
+    def shown(self, section: str) -> dict[str, Any]:
         """The keys that the YAML sets in a section, dotted, with their values, in its order."""
         groups = {each.key.rpartition(".")[0] for each in self.fields[section]}
+        found: dict[str, Any] = {}
         for name, value in self.values.get(section, {}).items():
-            if isinstance(value, dict) and name in groups:
-                for inner, each in value.items():
-                    yield f"{section}.{name}.{inner}", each
-            else:
-                yield f"{section}.{name}", value
+            is_group = isinstance(value, dict) and name in groups
+            inner = {f".{key}": each for key, each in value.items()} if is_group else {"": value}
+            found |= {f"{section}.{name}{key}": each for key, each in inner.items()}
+        return found
 
-    def can_be_added(self, section: str) -> list[Field]:
-        there = {key for key, _ in self.shown(section)}
-        return [each for each in self.fields[section] if f"{section}.{each.key}" not in there]
+    def can_be_added(self, section: str) -> list[str]:
+        there = self.shown(section)
+        return [each.key for each in self.fields[section] if f"{section}.{each.key}" not in there]
 
     def get(self, key: str) -> Any:
         return reduce(lambda inner, name: inner[name], key.split("."), self.values)
 
     def set(self, key: str, value: Any) -> None:
         """Give a key (`train.max_steps`) a value, and add it if it is not there. It is not checked before `problem` is read."""
-        *above, name = key.split(".")
-        if not above or above[0] not in SECTIONS:
-            fix = f"the sections are {', '.join(SECTIONS)}, as in train.max_steps"
-            raise UsageError(f"{key} names no key", fix=fix)
-        inner = self.values
-        for each in above:
-            if not isinstance(inner.get(each), dict):
-                inner[each] = {}
-            inner = inner[each]
-        inner[name] = to_yaml_value(value)
-        self.tell(key)
+        set_value(self.values, Origins("form"), key, to_yaml_value(value), f"form.set({key!r})")
+        self.show_change(key)
 
     def add(self, key: str) -> None:
         """Put a key into the YAML, with its default."""
@@ -126,59 +112,41 @@ class Form:
         section, _, group = above.partition(".")
         if group and not self.get(above):  # `fim:` goes with its last key
             del self.values[section][group]
-        self.tell(key)
+        self.show_change(key)
 
-    def tell(self, key: str) -> None:
+    def show_change(self, key: str) -> None:
         if key == "cogumi.method":
-            self.fields = read_fields(self.method)
-        for watcher in self.watchers:
-            watcher(key)
+            self.fields = ask_worker(fields_of, self.method)
+        if self._panel is not None:
+            self._panel.on_change(key)
 
     @property
-    def config(self) -> RunConfig | None:
+    def config(self) -> schema.RunConfig | None:
         """The run that this is, as `cogumi.train` would read it; None while there is a problem."""
         return self.check()[0]
 
     @property
     def problem(self) -> str:
         """What is wrong, in one line that names the key; "" when nothing is."""
-        return self.check()[1]
+        error = self.check()[1]
+        return "" if error is None else str(error).removeprefix("config: ")
 
-    def check(self) -> tuple[RunConfig | None, str]:
-        try:
-            return check_values(self.run_values()), ""
-        except UsageError as error:
-            return None, str(error).removeprefix("config: ")
+    def check(self) -> tuple[schema.RunConfig | None, UsageError | None]:
+        found: tuple[schema.RunConfig | None, UsageError | None]
+        found = ask_worker(check_in_environment, self.run_values(), dict(os.environ))
+        return found
 
     def run_values(self) -> Values:
         """The values as a run of the file would have them: its directory is called after the file."""
-        values = deepcopy(self.values)
-        for name in ("model", "data", "cogumi"):
-            values.setdefault(name, {})
+        values: Values = {"model": {}, "data": {}, "cogumi": {}} | deepcopy(self.values)
         if values["cogumi"].get("run_dir") is None:
             values["cogumi"]["run_dir"] = f"runs/{self.save_as.stem}"
         return values
-
-    def preflight(self, card: str | None = None) -> PreflightReport:
-        """`cogumi.preflight` of these values, for this machine or a card. Raises UsageError where there is a problem."""
-        if problem := self.problem:
-            raise UsageError(problem)
-        worker = begin_preflight(self.run_values(), card)
-        try:
-            report: PreflightReport = worker.receive()
-        finally:
-            worker.close()
-        return report
 
     @property
     def yaml(self) -> str:
         """The text that `write` writes: that of the source with the changed values, its comments kept."""
         return self.render(self.values)
-
-    @property
-    def yaml_to_see(self) -> str:
-        """`yaml` without the secrets in it."""
-        return redact_text(self.render(redact(self.values)))
 
     def render(self, values: Values) -> str:
         return dump_sections(values) if self.text is None else edit_yaml(self.text, values)[0]
@@ -188,8 +156,6 @@ class Form:
         path = Path(path or self.save_as)
         if problem := self.problem:
             raise UsageError(f"{path} is not written: {problem}")
-        if path.is_dir():
-            raise UsageError(f"{path} is a directory", fix=f"name a file in it, such as {path / 'run.yaml'}")
         if path.exists() and not replace:
             fix = f"name another file, or replace it: form.write({str(path)!r}, replace=True)"
             raise UsageError(f"{path} exists", fix=fix)
@@ -201,7 +167,7 @@ class Form:
 
     def __repr__(self) -> str:
         # A notebook keeps this text, so it holds no value.
-        keys = sum(1 for name in self.values for _ in self.shown(name))
+        keys = sum(len(self.shown(name)) for name in self.values)
         said = redact_text(self.problem) or f"a config for {self.method}; form.write({str(self.save_as)!r}) writes it"
         return f"<form of {self.source}, {keys} keys: {said}>"
 
@@ -215,6 +181,125 @@ class Form:
         return self._panel
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        if explain_missing_widgets():
+        if find_spec("ipywidgets") is None or not is_notebook():
             return {"text/plain": repr(self)}
         return {**self.panel.box._repr_mimebundle_(), "text/plain": repr(self)}
+
+
+# ---------------------------------------------------------------------------------------------- keys, of the signatures
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key, dotted below its section (`fim.seed`). of: its type, in words. choices: () where a value is typed. default: as
+    a YAML holds it."""
+
+    key: str
+    of: str = ""
+    choices: tuple[Any, ...] = ()
+    default: Any = None
+    doc: str = ""
+
+    def shown(self, value: Any) -> str:
+        """A value as a YAML has it, or as a choice by its word."""
+        if self.choices and isinstance(value, bool) and value not in self.choices:
+            # YAML reads a bare `no` or `on` as a truth value.
+            value = next((word for word in (("on",) if value else ("off", "no")) if word in self.choices), value)
+        text = value if isinstance(value, str) else dump_flow(value)
+        return text if self.choices or parse_scalar(text) == value else dump_flow(value)
+
+
+def fields_of(method: str) -> dict[str, list[Field]]:
+    """Of every section, for a method. Imports trl, and with it torch."""
+    return {
+        "model": list(section_fields(schema.ModelSection)),
+        "data": list(section_fields(schema.DataSection)),
+        "lora": list(dataclass_fields(config_class("LoraConfig"), schema.FIXED_LORA_KEYS)),
+        "train": list(dataclass_fields(config_class(schema.TRL_CONFIGS[method]), ("output_dir",))),
+        "cogumi": list(section_fields(schema.CogumiSection)),
+    }
+
+
+def section_fields(section: type[BaseModel], prefix: str = "") -> Iterator[Field]:
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from section_fields(info.annotation, f"{prefix}{name}.")
+        else:
+            default = None if info.default is PydanticUndefined else info.default
+            yield make_field(f"{prefix}{name}", info.annotation, default, info.description or "")
+
+
+def dataclass_fields(signature: type, left_out: Iterable[str]) -> Iterator[Field]:
+    hints = get_type_hints(signature)
+    for each in dataclasses.fields(signature):
+        if each.init and each.name not in left_out:
+            default = None if each.default is dataclasses.MISSING else each.default
+            if each.default_factory is not dataclasses.MISSING:
+                default = each.default_factory()
+            yield make_field(
+                each.name, hints[each.name], default, str(each.metadata.get("help", "")).replace("%%", "%")
+            )
+
+
+def make_field(key: str, hint: Any, default: Any, doc: str) -> Field:
+    parts = type_parts(hint)
+    typed = [part for part in parts if part is not type(None)]
+    null: list[Any] = [None] if len(typed) < len(parts) else []
+    enums = [part for part in typed if isinstance(part, type) and issubclass(part, Enum)]
+    words: list[Any] = []
+    if enums and all(part in (str, *enums) for part in typed):  # by what its members are called in a YAML
+        words = [*null, *(each.value for each in enums[0])]
+    elif all(get_origin(part) is Literal or part is bool for part in typed):
+        words = [*null, *(word for part in typed for word in ((True, False) if part is bool else get_args(part)))]
+    if key in STRATEGIES and default is None:
+        default = "no"
+    of = "" if words else " or ".join(map(inspect.formatannotation, [*typed, *null])).replace("None", "null")
+    return Field(key, of, tuple(words), to_yaml_value(default), " ".join(doc.split()))
+
+
+def type_parts(hint: Any) -> list[Any]:
+    if get_origin(hint) is Annotated:
+        return type_parts(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return list(dict.fromkeys(part for each in get_args(hint) for part in type_parts(each)))
+    return [hint]
+
+
+def to_yaml_value(value: Any) -> Any:
+    """A value as a YAML holds it. Raises UsageError for one that it cannot hold."""
+    if dataclasses.is_dataclass(value):
+        return {}  # a part of LoraConfig's that has defaults of its own
+    try:
+        return to_jsonable_python(value, inf_nan_mode="constants")
+    except PydanticSerializationError:
+        raise UsageError(f"{value!r} is nothing that a YAML can hold", fix="write it as text or numbers") from None
+
+
+# ---------------------------------------------------------------------------------------------------- the other process
+
+_worker: Worker | None = None
+_lock = threading.Lock()
+
+
+def ask_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+    global _worker
+    with _lock:
+        worker, _worker = _worker, None  # one that is interrupted half-way is not asked again
+        if worker is None or worker.process.poll() is not None:
+            # The memory of a GPU is for the training.
+            worker = Worker("the process that checks configs", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        worker.send(function, *arguments)
+        found = worker.receive()
+        _worker = worker
+        return found
+
+
+def check_in_environment(
+    values: Values, environment: Mapping[str, str]
+) -> tuple[schema.RunConfig | None, UsageError | None]:
+    os.environ.clear()
+    os.environ.update({**environment, "CUDA_VISIBLE_DEVICES": ""})
+    try:
+        return schema.load_config(values), None
+    except UsageError as error:
+        return None, error

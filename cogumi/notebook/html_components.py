@@ -13,12 +13,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_memory
+from cogumi.core.formatting import flag_sentence, format_memory
 from cogumi.core.redact import redact_text
 from cogumi.notebook import figures
 
 if TYPE_CHECKING:
+    from cogumi.checkpoints.verify import CheckpointState
     from cogumi.merge import MergeReport
     from cogumi.methods.preview import Preview
 
@@ -79,10 +81,6 @@ def folded(summary: str, content: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{escape_text(summary)}</summary>{content}</details>"
 
 
-def figure(drawing: figures.Drawing) -> str:
-    return f"<figure>{drawing.image()}</figure>"
-
-
 @cache
 def style() -> str:
     return files("cogumi.notebook").joinpath("style.css").read_text(encoding="utf-8")
@@ -115,7 +113,6 @@ LEGEND = {
     "learned": '<mark class="learned"><small class="tag">learned</small>green, underlined</mark>: learned',
     "rejected": '<mark class="rejected"><small class="tag">rejected</small>orange, double line</mark>: the answer preferred less',
 }
-MOST_ROWS = 40  # of a table of tensors
 
 
 def preview(found: "Preview") -> str:
@@ -127,7 +124,7 @@ def preview(found: "Preview") -> str:
 
 def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]], max_length: int | None) -> str:
     """accounts: of each part of the data, as `cogumi.methods.preview.Shares`."""
-    drawn = figure(figures.length_histogram(lengths, max_length)) if lengths else ""
+    drawn = figures.lengths(lengths, max_length) if lengths else ""
     return f'<div class="beside"><div>{"".join(map(shares, accounts))}</div>{drawn}</div>'
 
 
@@ -179,26 +176,28 @@ def checks(found: Iterable[Mapping[str, Any]]) -> str:
     return table(["", "check", "figure", "required"], rows)
 
 
-def flags(found: Iterable[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any]] = ()) -> str:
-    """Flags that are red or yellow with their evidence and the key to change, those that were red, and the names of the rest."""
+def flags(found: Sequence[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any]]) -> str:
+    """What is not green, with its likely cause and the key to change, and what was red before, numbered as in the plots."""
     shown = [each for each in found if each["level"] != "green"]
-    green = [str(each["name"]) for each in found if each["level"] == "green"]
-    now = {each["name"] for each in shown if each["level"] == "red"}
-    rows = [[level(each["level"]), *flag_cells(each)] for each in shown]
-    gone = [each for each in was_red if each["name"] not in now]
-    before = [[level("red", f"RED from step {each['step']}"), *flag_cells(each)] for each in gone]
-    head = ["", "flag", "what was seen", "likely", "to turn"]
-    said = table(head, rows, kind="wide flags") if rows else "<p>No flag is red or yellow.</p>"
-    if before:
-        said += "<h4>Was red before</h4>" + table(head, before, kind="wide flags")
-    if green:
-        said += f"<p>{level('green')} {len(green)} green: {escape_text(', '.join(green))}.</p>"
-    return said
+    lines = []
+    for each in shown:
+        word = level(each["level"], f"{each['level'].upper()} {each['name']}")
+        lines.append(f"{word} {escape_text(flag_sentence(each))}")
+    if found:
+        lines.append(level("green", f"{len(found) - len(shown)} of {len(found)} flags are green"))
+    for number, each in enumerate(was_red, 1):
+        lines.append(escape_text(f"⚑{number} red at step {each['step']}: {each['name']}: {each['evidence']}"))
+    return "".join(f"<p>{line}</p>" for line in lines)
 
 
-def flag_cells(flag: Mapping[str, Any]) -> list[str]:
-    evidence = f"{flag['evidence']} ({flag['threshold']})"
-    return [escape_text(each) for each in (flag["name"], evidence, flag["cause"], flag["knob"])]
+def checkpoints(found: "Sequence[CheckpointState]", broke: str) -> str:
+    """broke: as `RunSnapshot.broke`."""
+    rows = []
+    for each in found:
+        whole = each.state == "verified"
+        state = "verified when it was saved, sizes unchanged" if whole else f"{each.state}: {each.reason}"
+        rows.append([escape_text(each.path.name), escape_text(state), format_bytes(each.bytes)])
+    return table(["newest first", "state", "size"], rows) + (f"<p>{escape_text(broke)}</p>" if broke else "")
 
 
 def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
@@ -209,7 +208,7 @@ def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
         state = level(each["state"], "note" if each["state"] == "yellow" else None)
         rows.append([state, *(escape_text(each[key]) for key in ("stage", "figure", "fix"))])
     bar = found["figures"].get("memory")
-    drawn = figure(figures.memory_bar(bar, measured)) if bar else ""
+    drawn = figures.memory(bar, measured) if bar else ""
     lines = table(["", "stage", "found", "what to do"], rows)
     return f"<p>{verdict} Planned for: {escape_text(found['target'])}.</p>{drawn}{lines}"
 
@@ -239,16 +238,11 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
         "written": f"{found['created']}{took}",
     }
     try:
-        drawn = figure(figures.delta_by_layer(directory))
+        drawn = str(figures.delta_by_layer(directory))
     except UsageError as error:
         drawn = f"<p>{escape_text(error)}</p>"
-    _, outside = figures.read_deltas(directory)
-    others = [
-        [escape_text(name), f"{ratio:.2%}", f"{most:.3g}"] for name, (ratio, most) in list(outside.items())[:MOST_ROWS]
-    ]
-    rest = table(["outside the layers", "|change| / |weight|", "largest change"], others, numbers=(1, 2), kind="narrow")
     said = facts((name, escape_text(each)) for name, each in rows.items())
-    return said + drawn + (rest if others else "")
+    return said + drawn
 
 
 def render_html(report: Any) -> str:

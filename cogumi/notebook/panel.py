@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.checkpoints.retention import list_checkpoints
-from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import flag_sentence
 from cogumi.core.notices import is_notebook
 from cogumi.core.run_directory import CHECKPOINT, PAUSE
 from cogumi.notebook import curves
-from cogumi.notebook.html_components import describe_blank, escape_text, folded, level, style, table
-from cogumi.notebook.run_snapshot import REFRESH_SECONDS, RunSnapshot, SnapshotReader
+from cogumi.notebook.html_components import checkpoints, describe_blank, escape_text, flags, folded, level, style, table
+from cogumi.notebook.run_snapshot import RunSnapshot, SnapshotReader
 from cogumi.telemetry.status import (
     checks,
     failed_checks,
@@ -34,6 +32,7 @@ from cogumi.telemetry.status import (
     tail_lines,
 )
 
+REFRESH_SECONDS = 2.0
 WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % of a core
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MOST_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
@@ -68,9 +67,8 @@ class RunPanel:
         from ipywidgets import HTML, Button, HBox, VBox
 
         def button(description: str, icon: str, tooltip: str, press: Any) -> Button:
-            made = Button(description=description, icon=icon, tooltip=tooltip)
-            made.layout.width = "max-content"  # whatever stands beside it
-            made.layout.flex = "none"
+            layout = {"width": "max-content", "flex": "none"}  # whatever stands beside it
+            made = Button(description=description, icon=icon, tooltip=tooltip, layout=layout)
             made.on_click(press)
             return made
 
@@ -79,9 +77,8 @@ class RunPanel:
         self.stop = button("Stop", "stop", "Finish the step, save a checkpoint, end", self.on_stop)
         self.save = button("Checkpoint now", "save", "Save a checkpoint after this step, train on", self.on_save)
         self.pause = button("Pause", "pause", "Save after this step and wait; keeps the machine", self.on_pause)
-        self.buttons = HBox([self.stop, self.save, self.pause, self.said])
-        self.buttons.layout.flex_flow = "row wrap"  # in a narrow window
-        self.box = VBox([self.head, self.buttons, self.flags, self.plots, self.samples, self.rest])
+        buttons = HBox([self.stop, self.save, self.pause, self.said], layout={"flex_flow": "row wrap"})
+        self.box = VBox([self.head, buttons, self.flags, self.plots, self.samples, self.rest])
         self.box.add_class("cogumi-panel")
         self.asked_to_stop = False
         self.asked, self.newest = "", ""  # what a button asked for, until it is done; the newest checkpoint then
@@ -211,30 +208,19 @@ def render_head(look: RunSnapshot) -> str:
 
 
 def render_flags(look: RunSnapshot) -> str:
-    """What is not green with its evidence and the key to change; what was red before, numbered as in the plots; the verdict."""
-    lines = [
-        f"{level(flag['level'], flag['level'].upper() + ' ' + flag['name'])} {escape_text(flag_sentence(flag))}"
-        for flag in look.flags
-        if flag["level"] != "green"
-    ]
-    if look.flags:
-        lines.append(level("green", f"{len(look.flags) - len(lines)} of {len(look.flags)} flags are green"))
-    lines += [
-        f"⚑{number} red at step {each['step']}: {escape_text(each['name'])}: {escape_text(each['evidence'])}"
-        for number, each in enumerate(look.was_red, 1)
-    ]
-    if found := checks(look.status):
-        bad = failed_checks(found)
-        state = level("red" if bad or reds(look.status) else "green", "verdict")
-        said = [f"FAIL {format_failed_check(each)} (required: {each['requirement']})" for each in bad]
-        lines.append(f"{state} {'<br>'.join(map(escape_text, [format_checks(look.status), *said]))}")
-    return wrap_piece(*(f"<p>{line}</p>" for line in lines))
+    """The flags, and the verdict where there is one."""
+    found = checks(look.status)
+    if not found:
+        return wrap_piece(flags(look.flags, look.was_red))
+    bad = failed_checks(found)
+    state = level("red" if bad or reds(look.status) else "green", "verdict")
+    said = [f"FAIL {format_failed_check(each)} (required: {each['requirement']})" for each in bad]
+    words = "<br>".join(map(escape_text, [format_checks(look.status), *said]))
+    return wrap_piece(flags(look.flags, look.was_red), f"<p>{state} {words}</p>")
 
 
 def render_plots(look: RunSnapshot) -> str:
-    marks = [(int(each["step"]), "red", each["name"]) for each in look.was_red]
-    drawn = curves.render_plots(look.plots, marks)
-    return wrap_piece(drawn) if drawn else ""
+    return wrap_piece(curves.render_plots(look.plots, curves.flag_steps({"was_red": look.was_red})))
 
 
 def render_samples(look: RunSnapshot) -> str:
@@ -265,12 +251,7 @@ def render_rest(look: RunSnapshot) -> str:
     """Checkpoints, disk, the end of the log."""
     found = []
     if look.checkpoints:
-        rows = []
-        for each in look.checkpoints:
-            whole = each.state == "verified"
-            state = "verified when it was saved, sizes unchanged" if whole else f"{each.state}: {each.reason}"
-            rows.append([escape_text(each.path.name), escape_text(state), format_bytes(each.bytes)])
-        found += ["<h4>checkpoints</h4>", table(["newest first", "state", "size"], rows), escape_text(look.broke)]
+        found += ["<h4>checkpoints</h4>", checkpoints(look.checkpoints, look.broke)]
     if look.disk:
         found += ["<h4>disk</h4>", "<br>".join(map(escape_text, look.disk))]
     log = tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]

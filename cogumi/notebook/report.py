@@ -3,7 +3,7 @@
 For a run at any stage: what is not there (yet) is said, not left out. Written whole; made again, it is replaced.
 """
 
-import re
+import math
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -14,17 +14,15 @@ from typing import Any
 
 import yaml
 
-from cogumi.checkpoints.manifest import CheckpointDamaged, list_manifest_files, read_manifest
-from cogumi.checkpoints.retention import list_checkpoints
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_duration, format_memory
 from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, read_section, write_atomic
 from cogumi.notebook import figures, html_components
-from cogumi.notebook.completions import render_rollouts, side_by_side
-from cogumi.notebook.curves import Curves, render_plots
-from cogumi.notebook.html_components import escape_text, facts, figure, folded, level, style, table, verbatim
-from cogumi.notebook.run_snapshot import describe_broken_checkpoints
+from cogumi.notebook.completions import render_columns, render_rollouts
+from cogumi.notebook.curves import render_curves
+from cogumi.notebook.html_components import escape_text, facts, folded, level, style, verbatim
+from cogumi.notebook.run_snapshot import RunSnapshot, SnapshotReader
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
@@ -35,18 +33,12 @@ from cogumi.telemetry.status import (
     format_state,
     read_json_or_empty,
     reds,
-    status_of,
     tail_lines,
 )
 
 FILE = "report.html"
 LOG_BYTES = 1 << 20  # of a log, its end
-MOST_LINES = 300  # of decisions
-LAST_LINES = 40
-TRACEBACK = "Traceback (most recent call last):"
-# A line of the log with its level, but for those that are told elsewhere: progress, checks.
-DECISION = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (\w+) (?!step \d+/\d+,|pass  |FAIL  |flags: )(.*)$")
-LOUD = {"WARNING": level("yellow", "warning") + " ", "ERROR": level("red", "ERROR") + " "}
+MOST_LINES = 300
 
 
 def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
@@ -54,7 +46,7 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
     there is no run, and where nothing can be written."""
     run = Path(run_dir)
     path = run / FILE if out is None else Path(out)
-    page = render_report(status_of(run))
+    page = render_report(SnapshotReader(run, math.inf, None).look())
     try:
         write_atomic(path, page)
     except OSError as error:
@@ -62,21 +54,22 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
     return path
 
 
-def render_report(status: Status) -> str:
+def render_report(look: RunSnapshot) -> str:
     """The whole page, of a run as it stands."""
-    run = Path(status.run_dir)
+    status, run = look.status, Path(look.status.run_dir)
+    config, came_to = config_of(run), read_json_or_empty(run / "metrics.json")
     parts = {
         "Verdict": verdict(run, status),
-        "What it was": summary(run, status),
-        "Flags": flags(run),
-        "Curves": curves(run),
+        "What it was": summary(status, config, came_to),
+        "Flags": flags(look),
+        "Curves": render_curves(look.plots, look.judged) or "<p>Nothing was logged: there is no metrics.jsonl.</p>",
         "Rewards": rewards(run),
         "Completions": completions(run),
         "Data": data(run),
-        "Memory": memory(run),
+        "Memory": memory(run, came_to.get("memory", {})),
         "Merge": merge(run),
-        "Checkpoints": checkpoints(run),
-        "Decisions and log": decisions(run, status),
+        "Checkpoints": checkpoints(look),
+        "Log": logs(run, status),
         "Configuration": configuration(run),
     }
     nav = body = ""
@@ -141,34 +134,36 @@ def verdict(run: Path, status: Status) -> str:
     return f"<p>{word} {escape_text(said)}.</p>" + html_components.checks(found["checks"])
 
 
-def flags(run: Path) -> str:
-    found = read_json_or_empty(run / "flags.json")
-    if not found:
+def flags(look: RunSnapshot) -> str:
+    if not look.judged:
         return "<p>Nothing was judged yet: there is no flags.json.</p>"
-    at = f"<p>As of step {found['step']}.</p>" if "step" in found else ""
-    return at + html_components.flags(found["flags"], found["was_red"])
+    at = f"<p>As of step {look.judged['step']}.</p>" if "step" in look.judged else ""
+    green = ", ".join(each["name"] for each in look.flags if each["level"] == "green")
+    return at + html_components.flags(look.flags, look.was_red) + f"<p>Green: {escape_text(green)}.</p>"
 
 
-def summary(run: Path, status: Status) -> str:
-    config, came_to, beat = config_of(run), read_json_or_empty(run / "metrics.json"), status.heartbeat
+def summary(status: Status, config: Mapping[str, Any], came_to: Mapping[str, Any]) -> str:
+    """config: the run's. came_to: metrics.json, {} of a run under way."""
+    run, beat = Path(status.run_dir), status.heartbeat
     model, asked = config.get("model", {}), config.get("cogumi", {})
     names = model.get("name"), read_section(run / DECISIONS, "base").get("commit")
     tuning = {"lora": "LoRA", "full": "every weight"}.get(asked.get("tuning"), "")
     if model.get("quantization_config"):
         tuning = f"{tuning}, on a quantized base"
-    began = beat.get("started") or status.began
-    took = came_to.get("elapsed_seconds", beat.get("elapsed_seconds"))
+    began, took = beat.get("started") or status.began, came_to.get("elapsed_seconds", beat.get("elapsed_seconds"))
     stages = came_to.get("seconds") or beat.get("seconds") or {}
     said = ", ".join(f"{stage} {format_duration(each)}" for stage, each in stages.items() if each >= 1)
     cost = came_to.get("cost", beat.get("cost_so_far"))
     speed, mfu = came_to.get("tokens_per_second") or beat.get("tokens_per_second"), came_to.get("mfu")
-    final = ", ".join(f"{key} {value:.4g}" for key, value in came_to.get("final", {}).items() if is_number(value))
-    of_steps = f" of {status.steps:,}" if status.steps else ""
+    gpu, cpu, store = (beat.get(key) or {} for key in ("gpu", "cpu", "memory"))
+    card = f"{gpu.get('name', 'a GPU')} with {format_memory(gpu['total'])}" if gpu.get("total") else "no GPU"
+    cores = f"{cpu['cores']} cores" if cpu.get("cores") else ""
+    main = f"{format_memory(store['total'])} of memory" if store.get("total") else ""
     rows = {
         "model": ", at commit ".join(str(each) for each in names if each),
         "method": ", ".join(filter(None, (asked.get("method"), tuning))),
         "state": format_state(status),
-        "steps": "" if status.step is None else f"{status.step:,}{of_steps}",
+        "steps": "" if status.step is None else f"{status.step:,}" + (f" of {status.steps:,}" if status.steps else ""),
         "began": format_time(began) if began else "",
         "last sign of life": format_time(status.last_sign) if status.last_sign else "",
         "took": format_duration(took) + (f" ({said})" if said else "") if took else "",
@@ -176,24 +171,11 @@ def summary(run: Path, status: Status) -> str:
         "tokens": f"{came_to['tokens']:,}" if came_to.get("tokens") else "",
         "speed": f"{speed:,.0f} tokens/s" if is_number(speed) else "",
         "MFU": f"{mfu:.1%}" if is_number(mfu) else "",
-        "machine": describe_machine(status),
-        "at the end": final,
+        "machine": ", ".join(filter(None, (status.host, card if beat else "", cores, main))),
+        "at the end": ", ".join(f"{k} {each:.4g}" for k, each in came_to.get("final", {}).items() if is_number(each)),
     }
     directory = f"<code>{escape_text(run.absolute())}</code>"
-    return facts([("directory", directory), *((name, escape_text(said)) for name, said in rows.items())])
-
-
-def describe_machine(status: Status) -> str:
-    beat = status.heartbeat
-    gpu, cpu, store = (beat.get(key) or {} for key in ("gpu", "cpu", "memory"))
-    card = f"{gpu.get('name', 'a GPU')} with {format_memory(gpu['total'])}" if gpu.get("total") else "no GPU"
-    said = [
-        str(status.host or ""),
-        card if beat else "",
-        f"{cpu['cores']} cores" if cpu.get("cores") else "",
-        f"{format_memory(store['total'])} of memory" if store.get("total") else "",
-    ]
-    return ", ".join(filter(None, said))
+    return facts([("directory", directory), *((name, escape_text(each)) for name, each in rows.items())])
 
 
 def is_number(value: Any) -> bool:
@@ -211,32 +193,16 @@ def config_of(run: Path) -> dict[str, Any]:
     return found or {}
 
 
-def curves(run: Path) -> str:
-    """The plots of the panel, and by their numbers the flags that are or were red or yellow."""
-    found = Curves(run / "metrics.jsonl")
-    found.read()
-    flags = figures.flag_steps(read_json_or_empty(run / "flags.json"))
-    drawn = render_plots(found.plots(), flags)
-    if not drawn:
-        return "<p>Nothing was logged: there is no metrics.jsonl with a step in it.</p>"
-    marks = ""
-    for number, (step, state, name) in enumerate(flags, 1):
-        marks += f"<p>{level(state, f'⚑{number} {state}')} at step {step}: {escape_text(name)}</p>"
-    return drawn + marks
-
-
 def rewards(run: Path) -> str:
-    if config_of(run).get("cogumi", {}).get("method") != "gspo" and not (run / ROLLOUTS).exists():
-        return ""
     try:
-        return figure(figures.rewards(run))
-    except UsageError:
-        return f"<p>The rewards of single completions are not there: no {ROLLOUTS}, or nothing in it.</p>"
+        return str(figures.rewards(run))
+    except UsageError:  # of a run that samples nothing, or has not yet
+        return ""
 
 
 def completions(run: Path) -> str:
     try:
-        said = str(side_by_side(run))
+        said = render_columns(run)
     except UsageError as error:
         said = f"<p>{escape_text(error)}</p>"
     sampled: list[Mapping[str, Any]] = []
@@ -252,13 +218,12 @@ def data(run: Path) -> str:
     found = read_section(run / DECISIONS, "data")
     accounts = [found[part] for part in ("train", "held_out") if found.get(part)]
     if not accounts:
-        return "<p>What became of the rows is not in decisions.json; lines of it may be among the decisions below.</p>"
+        return "<p>What became of the rows is not in decisions.json.</p>"
     return html_components.data(accounts, found["train"]["lengths"], found.get("max_length"))
 
 
-def memory(run: Path) -> str:
+def memory(run: Path, took: Mapping[str, Any]) -> str:
     forecast = read_section(run / FORECAST, "preflight")
-    took = read_json_or_empty(run / "metrics.json").get("memory", {})
     peak, expected = took.get("gpu_peak_allocated"), took.get("gpu_peak_forecast")
     sizes = {
         "peak on the GPU (tensors)": peak,
@@ -282,48 +247,19 @@ def merge(run: Path) -> str:
     return "<p>There is no merged model" + (", and an adapter." if (run / "adapter").is_dir() else ".") + "</p>"
 
 
-def checkpoints(run: Path) -> str:
-    there = list_checkpoints(run / "checkpoints")
-    if not there:
-        return "<p>There is no checkpoint.</p>"
-    rows = []
-    for path in there:
-        try:
-            whole = read_manifest(path) is not None
-            state = level("green", "there") if whole else level("yellow", "none: it was not saved whole")
-        except CheckpointDamaged as error:
-            state = f"{level('red', 'DAMAGED')} {escape_text(error)}"
-        size = format_memory(sum(file.stat().st_size for file in list_manifest_files(path).values()))
-        step = path.name.removeprefix("checkpoint-")
-        rows.append([escape_text(path.name), escape_text(step), size, format_time(path.stat().st_mtime), state])
-    said = table(["checkpoint", "step", "size", "saved", "manifest"], rows, numbers=(1, 2))
-    if word := describe_broken_checkpoints(read_json_or_empty(run / "flags.json").get("was_red", []), there):
-        said += f"<p>{escape_text(word)}.</p>"
-    return f"{said}<p>Newest first. A resume reads every file and compares it with its manifest.</p>"
+def checkpoints(look: RunSnapshot) -> str:
+    found = look.checkpoints
+    return html_components.checkpoints(found, look.broke) if found else "<p>There is no checkpoint.</p>"
 
 
-def decisions(run: Path, status: Status) -> str:
-    log = Path(status.log)
-    own, shown = tail_lines(run / "run.log", LOG_BYTES), tail_lines(log, LOG_BYTES)
-    told = [found.groups() for line in own if (found := DECISION.match(line))]
-    said = f"<p>{len(told) - MOST_LINES:,} earlier lines are in run.log.</p>" if len(told) > MOST_LINES else ""
-    items = "".join(f"<li>{LOUD.get(kind, '')}{escape_text(line)}</li>\n" for kind, line in told[-MOST_LINES:])
-    said += f"<ol>{items}</ol>" if items else ""
-    failed = traceback_in(own) or traceback_in(shown)
-    if failed and status.state in BROKEN_OFF:  # and not one of an earlier part, after which the run was resumed
-        said = f"<h4>The error it ended in</h4>{verbatim(failed)}" + said
-    if last := shown[-LAST_LINES:]:
-        said += folded(f"the last {len(last)} lines of {log.name}", verbatim("\n".join(last)))
-    return said or "<p>It said nothing: there is no log.</p>"
-
-
-def traceback_in(lines: list[str]) -> str:
-    """The last traceback of a log, up to the line that names the error; "" where there is none."""
-    begins = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK)]
-    if not begins:
-        return ""
-    end = next((n for n in range(begins[-1] + 1, len(lines)) if lines[n][:1] not in (" ", "")), len(lines) - 1)
-    return "\n".join(lines[begins[-1] : end + 1])
+def logs(run: Path, status: Status) -> str:
+    """The ends of run.log and, of a run in a process of its own, of what it printed; open where it broke off."""
+    shown = []
+    for path in dict.fromkeys((run / "run.log", Path(status.log))):
+        if last := tail_lines(path, LOG_BYTES)[-MOST_LINES:]:
+            content = verbatim("\n".join(last))
+            shown.append(folded(f"the last {len(last)} lines of {path.name}", content, status.state in BROKEN_OFF))
+    return "".join(shown) or "<p>It said nothing: there is no log.</p>"
 
 
 def configuration(run: Path) -> str:

@@ -1,7 +1,6 @@
 """A run in a process of its own: close the notebook, and come back to it.
 
-`cogumi.runs.launch` starts a run, and `cogumi.telemetry.status` says how it stands. Neither this module nor what it
-imports loads torch. So reading a run takes milliseconds, and no memory of the GPU that the run trains on.
+Nothing here loads torch. So reading a run takes milliseconds, and no memory of the GPU that the run trains on.
 """
 
 import logging
@@ -21,15 +20,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds, sleep_and_answer
 from cogumi.core.redact import VisibleFormatter
-from cogumi.core.run_directory import (
-    CHECKPOINT,
-    PAUSE,
-    PAUSED,
-    START,
-    is_running,
-    read_jsonl,
-    same_process,
-)
+from cogumi.core.run_directory import CHECKPOINT, PAUSE, PAUSED, START, is_running, read_jsonl, same_process
+from cogumi.core.worker import kill_with_children
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
@@ -42,7 +34,7 @@ from cogumi.telemetry.status import (
 )
 
 if TYPE_CHECKING:
-    from cogumi.notebook.chat import Answers
+    from cogumi.notebook.chat_panel import Answers
 
 log = logging.getLogger("cogumi")
 POLL_SECONDS = 0.25
@@ -72,11 +64,8 @@ class Run:
         return read_jsonl(self.run_dir / "metrics.jsonl")
 
     def dashboard(self) -> None:
-        """Show the run: in a notebook a panel that follows it, with buttons; elsewhere one screen of text.
-
-        Plots with what was red marked, time and money, machine and disk, the newest samples, checkpoints. It reads the
-        run's directory, so it shows any run, one that has ended too.
-        """
+        """Show the run: in a notebook a panel that follows it, with buttons; elsewhere one screen of text. It reads the
+        run's directory, so it shows any run, one that has ended too."""
         from cogumi.notebook.panel import show_panel
 
         show_panel(self)
@@ -94,7 +83,7 @@ class Run:
         base, and merged or else the adapter. temperature: 0 is greedy; None and max_new_tokens None are the run's own.
         Raises UsageError where the run has saved nothing yet.
         """
-        from cogumi.notebook.chat import chat_with
+        from cogumi.notebook.chat_panel import chat_with
 
         return chat_with(self.run_dir, message, only, temperature, max_new_tokens)
 
@@ -128,7 +117,6 @@ class Run:
     def wait(self, timeout: float | None = None) -> Status:
         """Wait until the run has ended, and show how far it is. An interrupt ends the waiting, never the run.
 
-        In a notebook the panel can be used meanwhile, also after a reload of the page.
         timeout: in seconds; raises TimeoutError where the run is still at work after them.
         """
         from tqdm.auto import tqdm
@@ -160,9 +148,8 @@ class Run:
     def stop(self, kill_after: float | None = None) -> Status:
         """Ask the run to finish its step, save a checkpoint and end (SIGTERM); wait until it has, and say what was saved.
 
-        A run that is asked twice ends at once, without saving, as after a second Ctrl-C. kill_after: end it with SIGKILL
-        if it takes longer, in seconds. Raises UsageError if it is not certain which process that is, or if it is on another
-        machine: nothing else is ever sent a signal.
+        A run that is asked twice ends at once, without saving. kill_after: end it with SIGKILL if it takes longer, in
+        seconds. Raises UsageError if it is not certain which process that is, or if it is on another machine.
         """
         status = self.status()
         with show_log():
@@ -173,7 +160,7 @@ class Run:
             log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
             if not wait_for_end(status, kill_after):
                 log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
-                kill_with_children(process)
+                kill_with_children(process.pid)
                 wait_for_end(status, None)
             status = self.status()
             log.info("%s", format_sentence(status))
@@ -188,11 +175,8 @@ class Run:
         self._request(CHECKPOINT)
 
     def pause(self) -> None:
-        """Ask the run to save after the step that it is at, and to wait until `unpause()`. Raises UsageError where it has
-        ended, or is paused already.
-
-        It keeps its memory and its machine, which costs what training costs; `stop()` gives both back.
-        """
+        """Ask the run to save after the step that it is at, and to wait until `unpause()`, with all that it holds of the
+        machine. Raises UsageError where it has ended, or is paused already."""
         self._request(PAUSE)
 
     def unpause(self) -> None:
@@ -206,8 +190,7 @@ class Run:
     def _request(self, name: str) -> None:
         status = self._status_at_work()
         if (self.run_dir / PAUSED).exists():
-            fix = "it waits already, with a checkpoint: `cogumi unpause` ends the pause"
-            raise UsageError(format_headline(status), fix=fix)
+            raise UsageError(format_headline(status), fix="it waits already: `cogumi unpause` ends the pause")
         (self.run_dir / name).touch()
 
     def _status_at_work(self) -> Status:
@@ -255,13 +238,6 @@ def wait_for_end(status: Status, seconds: float | None) -> bool:
             break
         sleep_and_answer(POLL_SECONDS / 5)
     return True
-
-
-def kill_with_children(process: psutil.Process) -> None:
-    with suppress(psutil.NoSuchProcess):
-        for each in (*process.children(recursive=True), process):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
 
 
 @contextmanager

@@ -9,15 +9,14 @@ import os
 import pickle
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -27,9 +26,10 @@ import psutil
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import last_line
 from cogumi.core.notices import show_seconds, sleep_and_answer
-from cogumi.core.run_directory import START, same_process, write_atomic
+from cogumi.core.run_directory import START, is_empty, same_process
+from cogumi.core.worker import kill_with_children
 from cogumi.runs import refuse_mistakes
-from cogumi.runs.handle import ENDING_SECONDS, POLL_SECONDS, Run, kill_with_children, show_log, wait_for_end
+from cogumi.runs.handle import ENDING_SECONDS, POLL_SECONDS, Run, show_log, wait_for_end
 from cogumi.stack.gpus import without_chosen_gpu
 from cogumi.telemetry.status import format_headline, format_sentence, read_json_or_empty, relative_path
 
@@ -37,7 +37,6 @@ log = logging.getLogger("cogumi")
 # How long a start waits for the first step, once the configuration is found good: most of what a library refuses shows by
 # then, and a long download is not waited for.
 PATIENCE_SECONDS = 20.0
-TELLING = ("status.json", "heartbeat.json", START)  # how a run stands
 
 
 @show_seconds("start: the run is being prepared in a process of its own")
@@ -47,7 +46,7 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     config, overrides: as for `cogumi.train`; COGUMI_* of the environment hold as well. Returns when the first step is done,
     or some seconds after the configuration was found good. A run that is under way already is attached to, and one that
     has finished is left as it is; both are said. An unfinished one is resumed from its last good checkpoint. An interrupt
-    (Ctrl-C) before it returns cancels the start: its processes are ended, and the directory is as it was before.
+    (Ctrl-C) before it returns cancels the start: its processes are ended, and a directory that it made is removed.
     Raises UsageError for what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
     """
     refuse_mistakes(config, overrides, trains=True)  # at once; what libraries and data say, on the other side
@@ -55,7 +54,9 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     with show_log(), TemporaryFile() as output, ours, theirs:
         log.info("configuration and data are being checked, in the process that will train")
         try:
-            launch(theirs, (dict(config) if isinstance(config, Mapping) else config, overrides), output, begun)
+            what = dict(config) if isinstance(config, Mapping) else config, overrides
+            with ThreadPoolExecutor(1) as pool:  # which no interrupt reaches: it comes when the session is known
+                pool.submit(launch, theirs, what, output, begun).result()
             theirs.close()
             while (word := receive_word(ours, begun)) is None or "begins" in word:
                 if word is None:
@@ -78,40 +79,26 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
 
 @dataclass
 class StartAttempt:
-    """What a start has begun, so that it can be undone: a session of processes, and a directory."""
+    """What a start has begun, so that it can be undone: a session of processes, and a directory that was not there."""
 
     session: int | None = None
-    run_dir: Path | None = None
-    before: dict[str, bytes] = field(default_factory=dict)
-    """What the files of the directory that tell how a run stands held before."""
-
-    def begins(self, run_dir: Path) -> None:
-        """Called before the trainer writes there."""
-        self.before = {name: (run_dir / name).read_bytes() for name in TELLING if (run_dir / name).exists()}
-        self.run_dir = run_dir
+    made: Path | None = None
 
     def undo(self) -> str:
-        """End the processes, and leave the directory as it was. Returns what was done with it, in words."""
+        """End the processes, and remove the directory. Returns what was done with it, in words."""
         left = session_processes(self.session)
-        started = {} if self.run_dir is None else read_json_or_empty(self.run_dir / START)
+        started = {} if self.made is None else read_json_or_empty(self.made / START)
         is_its_own = any(each.pid == started.get("pid") for each in left)  # not of another start, at the same time
         until = time.monotonic() + ENDING_SECONDS
         while left and time.monotonic() < until:
             for process in left:
-                kill_with_children(process)
+                kill_with_children(process.pid)
             psutil.wait_procs(left, POLL_SECONDS)
             left = session_processes(self.session)
-        if self.run_dir is None or not is_its_own:
-            return "nothing was written"
-        where = relative_path(str(self.run_dir))
-        if "status.json" not in self.before:
-            shutil.rmtree(self.run_dir)
-            return f"{where} is removed"
-        for name, content in self.before.items():
-            write_atomic(self.run_dir / name, content.decode())
-        if START not in self.before:
-            (self.run_dir / START).unlink()
-        return f"{where} is as it was before"
+        if self.made is None or not is_its_own:
+            return "nothing is removed"
+        shutil.rmtree(self.made)
+        return f"{relative_path(str(self.made))} is removed"
 
 
 def session_processes(session: int | None) -> list[psutil.Process]:
@@ -126,36 +113,19 @@ def session_processes(session: int | None) -> list[psutil.Process]:
 
 def launch(theirs: socket.socket, what: Any, output: Any, begun: StartAttempt) -> None:
     """Leave a trainer behind, in a session of its own. what: pickled, on its standard input, so that no file holds it."""
-    with defer_interrupt():  # not before the number of the process is known
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "cogumi.runs.supervisor", str(theirs.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            pass_fds=(theirs.fileno(),),
-            # A progress bar that goes to a file is a line for each of its refreshes.
-            env={"TQDM_DISABLE": "1", **without_chosen_gpu(os.environ), "PYTHONUNBUFFERED": "1"},
-        )
-        begun.session = launcher.pid
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "cogumi.runs.supervisor", str(theirs.fileno())],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        pass_fds=(theirs.fileno(),),
+        # A progress bar that goes to a file is a line for each of its refreshes.
+        env={"TQDM_DISABLE": "1", **without_chosen_gpu(os.environ), "PYTHONUNBUFFERED": "1"},
+    )
+    begun.session = launcher.pid
     with launcher:
         launcher.communicate(pickle.dumps(what))  # one that cannot begin at all says so in its output
-
-
-@contextmanager
-def defer_interrupt() -> Iterator[None]:
-    """An interrupt that comes while in the block is raised at its end."""
-    if threading.current_thread() is not threading.main_thread():  # no other is interrupted
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            raise KeyboardInterrupt
 
 
 def receive_word(ours: socket.socket, begun: StartAttempt) -> dict[str, str] | None:
@@ -164,8 +134,8 @@ def receive_word(ours: socket.socket, begun: StartAttempt) -> dict[str, str] | N
         return None
     line = ours.recv(65536)
     word: dict[str, str] = json.loads(line or "{}")
-    if "begins" in word:
-        begun.begins(Path(word["begins"]))
+    if "begins" in word and is_empty(Path(word["begins"])):  # before the trainer writes there
+        begun.made = Path(word["begins"])
     with suppress(BrokenPipeError):  # it has been ended since it spoke
         ours.sendall(b"1")  # heard
     return word

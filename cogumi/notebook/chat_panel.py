@@ -1,6 +1,6 @@
 """Talking to what a run trained: which models its directory holds, the conversation in a terminal, the panel in a notebook.
 
-Reading a directory loads no torch, so that a wrong one is refused at once. `cogumi.models.chat` makes the answers.
+Reading a directory loads no torch, so that a wrong one is refused at once. `cogumi.notebook.conversation` makes the answers.
 """
 
 import threading
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cogumi.checkpoints.retention import last_good_checkpoint
 from cogumi.core.errors import UsageError
@@ -19,21 +19,29 @@ from cogumi.core.notices import is_notebook, show_import
 from cogumi.core.output import print_text, show_waiting
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, read_jsonl, read_section
 from cogumi.notebook.completions import render_completion
+from cogumi.notebook.conversation import (
+    ADAPTER,
+    BASE,
+    MERGED,
+    MODEL,
+    NEW_TOKENS,
+    Answer,
+    Chat,
+    ChatSetup,
+    LoadedModels,
+    ModelFiles,
+)
 from cogumi.notebook.html_components import describe_blank, escape_text, inline_styles, table, verbatim
 from cogumi.notebook.panel import WIDGET, add_style, render_message, wrap_piece
 from cogumi.notebook.report import config_of
 from cogumi.stack.gpus import use_one_gpu
-from cogumi.telemetry.status import hint_of_runs, is_run, status_of
+from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
 
-if TYPE_CHECKING:
-    from cogumi.models.chat import Answer, Chat, ChatSetup, LoadedModels, ModelFiles
-
-NEW_TOKENS = 256  # TRL's default for completions, and for the runs that have no setting for it
 # How GRPOConfig reshapes what is sampled, with TRL's defaults.
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 DRAWN_SECONDS = 0.1  # between two pictures of an answer in the panel
 COMMANDS = "/reset forgets what was said; /exit or Ctrl-D ends; a line that ends in \\ continues on the next one"
-loaded: list["LoadedModels"] = []
+loaded: list[LoadedModels] = []
 """The models of this process's last chat, which the next one takes if they are of the same files."""
 
 
@@ -42,7 +50,7 @@ loaded: list["LoadedModels"] = []
 
 def read_setup(
     place: Path, only: Sequence[str] = (), temperature: float | None = None, max_new_tokens: int | None = None
-) -> "ChatSetup":
+) -> ChatSetup:
     """What there is to talk to in the directory of a run, an adapter or a model.
 
     only: the columns, by default the base and what was trained, merged if it is there. temperature: 0 is greedy; None, like
@@ -51,27 +59,24 @@ def read_setup(
     if not place.is_dir():
         what = "it is a file, not a directory" if place.exists() else "there is no such directory"
         raise UsageError(f"{what}{hint_of_runs(place)}", place=place)
-    whole, adapted, run = (place / "config.json").is_file(), (place / "adapter_config.json").is_file(), is_run(place)
-    if not (whole or adapted or run):
+    if is_run(place):
+        setup = setup_of_run(place)
+    elif (place / "adapter_config.json").is_file():
+        setup = setup_of_adapter(place)
+    elif (place / "config.json").is_file():
+        setup = ChatSetup(place, ModelFiles(merged=place, stamp=stamp_of(place)), (MODEL,), str(place))
+    else:
         what = f"it holds no run, no model (config.json) and no adapter (adapter_config.json){hint_of_runs(place)}"
         raise UsageError(what, place=place)
-    saved = saved_in(place) if run else None
-    with show_import():
-        use_one_gpu()
-        from cogumi.models.chat import MERGED, MODEL
-
-    setup = setup_of_run(place, *saved) if saved else setup_of_model(place, adapted)
-    files, default = setup.files, setup.columns
-    there = [MODEL] if default == (MODEL,) else [each for each in ("base", "adapter", MERGED) if getattr(files, each)]
-    for each in only:
-        if each not in there:
-            known = ", ".join(there)
-            raise UsageError(f"there is no {each!r} here", place=place, key="--only", fix=f"there is {known}")
+    there = [each for each in (BASE, ADAPTER, MERGED) if getattr(setup.files, each)]
+    there = list(setup.columns) if setup.columns == (MODEL,) else there
+    if unknown := [each for each in only if each not in there]:
+        fix = f"there is {', '.join(there)}"
+        raise UsageError(f"there is no {unknown[0]!r} here", place=place, key="--only", fix=fix)
+    sampling = setup.sampling
     if temperature is not None:
-        sampling = {"do_sample": True, **SAMPLING, **setup.sampling, "temperature": temperature} if temperature else {}
-    else:
-        sampling = setup.sampling
-    columns = tuple(each for each in there if each in (only or default))
+        sampling = {"do_sample": True, **SAMPLING, **sampling, "temperature": temperature} if temperature else {}
+    columns = tuple(each for each in there if each in (only or setup.columns))
     return replace(setup, columns=columns, sampling=sampling, max_new_tokens=max_new_tokens or setup.max_new_tokens)
 
 
@@ -84,112 +89,92 @@ def saved_in(run: Path) -> tuple[Path | None, Path | None, str]:
     merged = run / "merged" if (run / "merged" / "config.json").is_file() else None
     if adapter or merged:
         return adapter, merged, ""
-    if inside := sorted(each.parent for name in ("adapter", "merged") for each in run.glob(f"*/{name}")):
-        raise UsageError(
-            "it holds runs, and has no model of its own", place=run, fix=f"give one of them, such as {inside[0]}"
-        )
     status, point = status_of(run), last_good_checkpoint(run / "checkpoints")
     state = status.state + (f", step {status.step}" if status.step else "")
     if point is None:
         fix = "`cogumi status` says how it stands" if status.ended else f"`cogumi checkpoint {run}` has it save one"
-        raise UsageError(f"the run has saved nothing yet ({state})", place=run, fix=fix)
+        below = "".join(f"; below it there is {each}" for each in runs_below(run)[:1])
+        raise UsageError(f"the run has saved nothing yet ({state}){below}", place=run, fix=fix)
     note = f"the run is {state}: this is {point.name}, its last good checkpoint"
-    if (point / "adapter_config.json").is_file():
-        return point, None, note
-    return None, point, note
+    return (point, None, note) if (point / "adapter_config.json").is_file() else (None, point, note)
 
 
-def setup_of_run(run: Path, adapter: Path | None, merged: Path | None, note: str) -> "ChatSetup":
+def setup_of_run(run: Path) -> ChatSetup:
     """A chat as the run's own files have it: its base, template, thinking setting, sampling, stops and length."""
-    import torch
-
-    from cogumi.models.chat import ADAPTER, BASE, MERGED, ChatSetup
-
+    adapter, merged, note = saved_in(run)
     config = config_of(run)
     if not config:
         raise UsageError("the run has no config.yaml", place=run, fix=f"name its {(merged or adapter)} instead")
+    with show_import():
+        use_one_gpu()
+        import torch
     model, data, train, ours = (config.get(each) or {} for each in ("model", "data", "train", "cogumi"))
     known = read_section(run / DECISIONS, "base")
-    revision = known["commit"] if known.get("name") == model.get("name") else model.get("revision")
     on_cpu = torch.cuda.is_available() and not status_of(run).ended
     if on_cpu:
         note = "; ".join(filter(None, (note, "the models answer on the CPU, as the run has the GPU")))
-    sampling: dict[str, Any] = {}
-    kwargs: dict[str, Any] = {}
-    if ours.get("method") == "gspo":
-        given = train | (train.get("generation_kwargs") or {})
-        sampling = {
-            "do_sample": True,
-            **SAMPLING,
-            **{key: given[key] for key in SAMPLING if given.get(key) is not None},
-        }
-        kwargs = train.get("chat_template_kwargs") or {}
-    mix = data.get("mix") or [{}]
+    files = ModelFiles(
+        base=model.get("name"),
+        revision=known["commit"] if known.get("name") == model.get("name") else model.get("revision"),
+        adapter=adapter,
+        merged=merged,
+        dtype=model.get("dtype") or "auto",
+        quantization=model.get("quantization_config"),
+        attention=model.get("attn_implementation"),
+        stamp=stamp_of(adapter, merged),
+        on_cpu=on_cpu,
+    )
+    is_rl, mix = ours.get("method") == "gspo", data.get("mix") or [{}]
+    given = train | (train.get("generation_kwargs") or {})
+    sampled = SAMPLING | {key: given[key] for key in SAMPLING if given.get(key) is not None}
     samples = read_jsonl(run / SAMPLES_FILE)
     return ChatSetup(
         place=run,
-        files=files_of(
-            model.get("name"),
-            revision,
-            adapter,
-            merged,
-            dtype=model.get("dtype") or "auto",
-            quantization=model.get("quantization_config"),
-            attention=model.get("attn_implementation"),
-            on_cpu=on_cpu,
-        ),
+        files=files,
         columns=(BASE, MERGED if merged else ADAPTER),
-        tokenizer=str(next((each for each in (adapter, merged) if each and has_tokenizer(each)), model.get("name"))),
+        tokenizer=str(next((each for each in (adapter, merged) if has_tokenizer(each)), model.get("name"))),
         format=mix[0].get("format") or data.get("format") or "fim",
         sample=samples[0]["prompt"] if samples else None,
         thinking=ours.get("thinking"),
         today=read_section(run / DECISIONS, "data").get("today"),
-        template_kwargs=kwargs,
+        template_kwargs=(train.get("chat_template_kwargs") if is_rl else None) or {},
         stops=tuple(ours.get("stop") or ()),
         max_new_tokens=train.get("max_completion_length") or NEW_TOKENS,
-        sampling=sampling,
+        sampling={"do_sample": True, **sampled} if is_rl else {},
         note=note,
     )
 
 
-def setup_of_model(place: Path, adapted: bool) -> "ChatSetup":
-    """A chat with a model alone, or with an adapter and the base that it names."""
+def setup_of_adapter(place: Path) -> ChatSetup:
+    """A chat with an adapter and the base that it names."""
     from cogumi.merge.adapter_files import read_base_record, read_json
-    from cogumi.models.chat import ADAPTER, BASE, MODEL, ChatSetup
 
-    if not adapted:
-        return ChatSetup(place, files_of(None, None, None, place), (MODEL,), str(place))
     record, peft = read_base_record(place), read_json(place / "adapter_config.json")
     base = record.name if record else peft.get("base_model_name_or_path")
     if not base:
         fix = "write it into its adapter_config.json as base_model_name_or_path"
         raise UsageError("the adapter does not record its base", place=place, fix=fix)
     revision = (record.commit or record.revision) if record else peft.get("revision")
-    tokenizer = str(place) if has_tokenizer(place) else base
-    return ChatSetup(place, files_of(base, revision, place, None), (BASE, ADAPTER), tokenizer)
+    files = ModelFiles(base, revision, adapter=place, stamp=stamp_of(place))
+    return ChatSetup(place, files, (BASE, ADAPTER), str(place) if has_tokenizer(place) else base)
 
 
-def files_of(
-    base: str | None, revision: str | None, adapter: Path | None, merged: Path | None, **how: Any
-) -> "ModelFiles":
-    from cogumi.models.chat import ModelFiles
-
-    weights = [path for each in (adapter, merged) if each for path in each.glob("*.safetensors")]
-    stamp = max((path.stat().st_mtime_ns for path in weights), default=0)
-    return ModelFiles(base, revision, adapter, merged, stamp=stamp, **how)
+def stamp_of(*directories: Path | None) -> int:
+    weights = (path for each in directories if each for path in each.glob("*.safetensors"))
+    return max((path.stat().st_mtime_ns for path in weights), default=0)
 
 
-def has_tokenizer(directory: Path) -> bool:
-    return (directory / "tokenizer_config.json").is_file()
+def has_tokenizer(directory: Path | None) -> bool:
+    return directory is not None and (directory / "tokenizer_config.json").is_file()
 
 
-def open_chat(setup: "ChatSetup") -> "Chat":
+def open_chat(setup: ChatSetup) -> Chat:
     """A chat of a setup; models that are in memory already are taken, others of an earlier chat are let go."""
-    from cogumi.models.chat import Chat, LoadedModels
-
     if not loaded or loaded[0].files != setup.files:
         loaded[:] = [LoadedModels(setup.files)]
-    return Chat(setup, loaded[0])
+    with show_import():
+        use_one_gpu()
+        return Chat(setup, loaded[0])
 
 
 # ---------------------------------------------------------------------------------------------- one message; a terminal
@@ -200,32 +185,28 @@ class Answers:
     """What the columns of a chat answered to one message: `texts` by column. A notebook shows them side by side."""
 
     message: str
-    answers: "dict[str, Answer]"
+    answers: dict[str, Answer]
 
     @property
     def texts(self) -> dict[str, str]:
         return {column: answer.text for column, answer in self.answers.items()}
 
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{column}:\n{describe_blank(text) if not text.strip() else text}" for column, text in self.texts.items()
-        )
-
     def __repr__(self) -> str:  # as the last word of a cell, or at a prompt
-        return str(self)
+        said = {column: text if text.strip() else describe_blank(text) for column, text in self.texts.items()}
+        return "\n".join(f"{column}:\n{text}" for column, text in said.items())
 
     def _repr_html_(self) -> str:
         return inline_styles(render_talk(list(self.answers), [(self.message, self.texts)]))
 
 
-def answer_once(chat: "Chat", message: str) -> Answers:
+def answer_once(chat: Chat, message: str) -> Answers:
     """Raises UsageError for a message of nothing, and as `Chat.answer` does."""
     if not message.strip():
         raise UsageError("the message is empty")
     return Answers(message, {column: chat.answer(column, message, lambda _: None) for column in chat.setup.columns})
 
 
-def print_answers(chat: "Chat", message: str, labelled: bool = True) -> Answers:
+def print_answers(chat: Chat, message: str, labelled: bool = True) -> None:
     """Print every column's name, and its answer while it is written. An interrupt ends it, and the message is forgotten."""
     answers = {}
     for column in chat.setup.columns:
@@ -236,14 +217,13 @@ def print_answers(chat: "Chat", message: str, labelled: bool = True) -> Answers:
         if not answer.ended:
             print_text(f"[{describe_cut(chat)}]", to_error=not labelled)
     chat.remember(message, answers)
-    return Answers(message, answers)
 
 
-def describe_cut(chat: "Chat") -> str:
+def describe_cut(chat: Chat) -> str:
     return f"cut before its end: {chat.setup.max_new_tokens} tokens, or what the context left"
 
 
-def talk_in_terminal(chat: "Chat") -> None:
+def talk_in_terminal(chat: Chat) -> None:
     """Answer line after line until /exit, the end of the input, or an interrupt; one during an answer ends the answer."""
     with suppress(ImportError):  # for input: editing a line, and the lines before it
         import readline  # noqa: F401
@@ -252,22 +232,18 @@ def talk_in_terminal(chat: "Chat") -> None:
             chat.load()
         print_text(COMMANDS)
         while (message := read_message().strip()) != "/exit":
-            if message == "/reset":
-                chat.reset()
-                print_text("what was said is forgotten")
-            elif message:
-                answer_or_say_why(chat, message)
+            try:
+                if message == "/reset":
+                    chat.reset()
+                    print_text("what was said is forgotten")
+                elif message:
+                    print_answers(chat, message)
+            except KeyboardInterrupt:
+                print_text("\n[interrupted; Ctrl-C again ends the chat]")
+            except UsageError as error:
+                print_text(f"cogumi: {error}", to_error=True)
     except (EOFError, KeyboardInterrupt):
         print_text()
-
-
-def answer_or_say_why(chat: "Chat", message: str) -> None:
-    try:
-        print_answers(chat, message)
-    except KeyboardInterrupt:
-        print_text("\n[interrupted; Ctrl-C again ends the chat]")
-    except UsageError as error:
-        print_text(f"cogumi: {error}", to_error=True)
 
 
 def read_message() -> str:
@@ -290,8 +266,7 @@ def chat_with(
     max_new_tokens: int | None = None,
 ) -> Answers | None:
     """`run.chat`: answer the message; without one show a panel in a notebook, and talk in the terminal elsewhere."""
-    setup = read_setup(place, (only,) if isinstance(only, str) else only, temperature, max_new_tokens)
-    chat = open_chat(setup)
+    chat = open_chat(read_setup(place, (only,) if isinstance(only, str) else only, temperature, max_new_tokens))
     if message is not None:
         return answer_once(chat, message)
     if is_notebook() and find_spec("ipywidgets") is not None:
@@ -305,7 +280,7 @@ def chat_with(
     return None
 
 
-def print_head(chat: "Chat", to_error: bool = False) -> None:
+def print_head(chat: Chat, to_error: bool = False) -> None:
     for line in filter(None, (chat.describe(), chat.setup.note)):
         print_text(line, to_error=to_error)
 
@@ -317,23 +292,19 @@ class Stopped(Exception):
 class ChatPanel:
     """The widgets of a conversation. Answers are made in a thread of their own, so that the kernel is free meanwhile."""
 
-    def __init__(self, chat: "Chat") -> None:
+    def __init__(self, chat: Chat) -> None:
         from ipywidgets import HTML, Button, HBox, Textarea, VBox
 
         self.chat, self.said = chat, list[tuple[str, dict[str, str]]]()
         self.stopping, self.drawn, self.thread = False, 0.0, threading.Thread()
-        self.head, self.talk, self.state = HTML(), HTML(), HTML()
-        self.message = Textarea(placeholder="a message", rows=3)
-        self.message.layout.width = "100%"
-        self.send, self.stop, self.clear = (Button(description=each) for each in ("Send", "Stop", "Reset"))
-        self.stop.disabled = True
+        lines = "<br>".join(map(escape_text, filter(None, (chat.describe(), chat.setup.note))))
+        self.head, self.talk, self.state = HTML(add_style(lines)), HTML(), HTML()
+        self.message = Textarea(placeholder="a message", rows=3, layout={"width": "100%"})
+        self.send, self.stop = Button(description="Send"), Button(description="Stop", disabled=True)
         self.send.on_click(self.on_send)
         self.stop.on_click(self.on_stop)
-        self.clear.on_click(self.on_reset)
-        self.box = VBox([self.head, self.talk, self.message, HBox([self.send, self.stop, self.clear, self.state])])
+        self.box = VBox([self.head, self.talk, self.message, HBox([self.send, self.stop, self.state])])
         self.box.add_class("cogumi-panel")
-        lines = filter(None, (chat.describe(), chat.setup.note))
-        self.head.value = add_style("<br>".join(map(escape_text, lines)))
 
     def on_send(self, _: Any) -> None:
         message = self.message.value.strip()
@@ -347,25 +318,19 @@ class ChatPanel:
     def on_stop(self, _: Any) -> None:
         self.stopping = True
 
-    def on_reset(self, _: Any) -> None:
-        self.chat.reset()
-        self.said.clear()
-        self.draw(True)
-
     def reply(self, message: str) -> None:
         """Answer in every column. What goes wrong is said in the panel; what is no mistake of the user is raised as well."""
         texts, word = dict.fromkeys(self.chat.setup.columns, ""), ""
         self.said.append((message, texts))
-        self.draw(True)
+        self.draw()
         try:
             self.chat.load()
             answers = {}
             for column in texts:
                 self.set_busy(True, f"{column} answers")
-                answers[column] = self.chat.answer(column, message, partial(self.take, texts, column))
-                texts[column] = answers[column].text
-                if not answers[column].ended:
-                    word = f"{column} is {describe_cut(self.chat)}"
+                answer = answers[column] = self.chat.answer(column, message, partial(self.take, texts, column))
+                texts[column] = answer.text
+                word = word if answer.ended else f"{column} is {describe_cut(self.chat)}"
             self.chat.remember(message, answers)
         except Stopped:
             word = "stopped; what was said is not part of the conversation"
@@ -375,7 +340,7 @@ class ChatPanel:
             word = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self.draw(True)
+            self.draw()
             self.set_busy(False, word)
 
     def take(self, texts: dict[str, str], column: str, piece: str) -> None:
@@ -383,15 +348,15 @@ class ChatPanel:
         if self.stopping:
             raise Stopped
         texts[column] += piece
-        self.draw()
+        if time.monotonic() - self.drawn >= DRAWN_SECONDS:
+            self.draw()
 
-    def draw(self, at_once: bool = False) -> None:
-        if at_once or time.monotonic() - self.drawn >= DRAWN_SECONDS:
-            content = render_talk(self.chat.setup.columns, self.said) if self.said else ""
-            self.talk.value, self.drawn = wrap_piece(content), time.monotonic()
+    def draw(self) -> None:
+        self.talk.value = wrap_piece(render_talk(self.chat.setup.columns, self.said))
+        self.drawn = time.monotonic()
 
     def set_busy(self, busy: bool, word: str) -> None:
-        self.send.disabled = self.clear.disabled = busy
+        self.send.disabled = busy
         self.stop.disabled = not busy
         self.state.value = render_message(word)
 
