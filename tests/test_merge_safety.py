@@ -359,7 +359,7 @@ def test_a_partial_that_another_merge_took_is_refused(
     os.close(held[0])
 
 
-@pytest.mark.parametrize("during", ["stream.write_run", "stream.verify_run", "write_side_files", "write_description"])
+@pytest.mark.parametrize("during", ["stream.write_run", "stream.verify_run", "write_side_files", "write_manifest"])
 def test_ctrl_c_stops_the_workers_and_leaves_nothing(
     during: str, inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -602,13 +602,13 @@ def test_out_that_appears_during_the_merge_is_not_touched(
 ) -> None:
     base, adapter = plain
     out = tmp_path / "merged"
-    original = cogumi.merge.write_description
+    original = cogumi.merge.write_manifest
 
     def appear(*arguments: Any) -> None:
         original(*arguments)
         make_something(out, appears)
 
-    monkeypatch.setattr(cogumi.merge, "write_description", appear)
+    monkeypatch.setattr(cogumi.merge, "write_manifest", appear)
     with golden.raises("merge", message=f"out {out} exists"):
         merge_adapter(adapter, out, base=base, progress=False)
     assert is_still(out, appears)

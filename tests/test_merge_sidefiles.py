@@ -1,21 +1,17 @@
-"""Which files end up beside the merged weights, judged by what transformers makes of them; config.json; the card."""
+"""Which files end up beside the merged weights, judged by what transformers makes of them; and config.json."""
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from golden import Golden
-from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Gemma3Config, LlamaConfig
 from transformers import Gemma3ForConditionalGeneration as Gemma3
 
-from cogumi.merge import LogitCheck
-from cogumi.merge.merge_manifest import model_card, read_licence
-from cogumi.merge.side_files import has_tokenizer, output_config, side_files
+from cogumi.merge.output_directory import has_tokenizer, output_config, side_files
 
 BASE_TEMPLATE = "base: {{ messages[0]['content'] }}"
 OWN_TEMPLATE = "own: {{ messages[0]['content'] }}"
@@ -299,97 +295,3 @@ def test_a_multimodal_config_changes_in_its_language_model(recorded: bool, tmp_p
         model = Gemma3(AutoConfig.from_pretrained(write_config(out, tmp_path / "out")))
     assert not model.all_tied_weights_keys
     assert model.lm_head.weight.shape == (264, 32)
-
-
-# -------------------------------------------------------------------------------------------------------------- card
-
-
-def card(licence: dict[str, str] | None = None, **changes: Any) -> str:
-    manifest: dict[str, Any] = {
-        "base": {
-            "name": "org/model",
-            "path": f"/cache/models--org--model/snapshots/{'c' * 40}",
-            "commit": "c" * 40,
-            "sha256": {"config.json": "b" * 64},
-        },
-        "adapters": [adapter_entry("/somewhere/style", "a")],
-        "dtype": "keep",
-        "base_mode": "full",
-        "q_over_delta": None,
-        "logits": None,
-        "tensors_merged": 14,
-        "tensors_copied": 7,
-        "elements": 1234567,
-        "not_nearest": 89,
-        "largest_error": 0.5,
-    }
-    return model_card(manifest | changes, licence or {})
-
-
-def adapter_entry(path: str, digit: str, weight: float = 1.0) -> dict[str, Any]:
-    return {"path": path, "weight": weight, "sha256": {"adapter_model.safetensors": digit * 64}}
-
-
-def test_the_card_says_base_commit_adapter_and_checks(base: Path) -> None:
-    (base / "README.md").write_text(
-        "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]\n---\n# Model\n\n---\nlicense: mit\n---\n"
-    )
-    logits = LogitCheck(1e-3, 2e-3, 1e-3, 3e-3, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
-    text = card(read_licence(base), q_over_delta=5.7, logits=asdict(logits))
-    parsed = ModelCard(text)
-    assert parsed.data.to_dict() == {
-        "base_model": "org/model",
-        "base_model_relation": "finetune",
-        "library_name": "transformers",
-        "license": "other",
-        "license_name": "mine",
-        "license_link": "LICENSE",
-        "tags": ["cogumi", "merged"],
-    }
-    for fact in (
-        "c" * 40,
-        "a" * 64,
-        "1,234,567",
-        "for 89 that",
-        "14 tensors",
-        "7 are the bytes",
-        "5.7 times",
-    ):
-        assert fact in parsed.text
-    assert str(logits) in parsed.text
-    assert "times 0.5" not in text
-
-
-def test_the_card_admits_what_was_not_checked() -> None:
-    text = card(largest_error=None, dtype="bfloat16")
-    assert "not compared with base and adapter" in text
-    assert "float64" not in text
-    assert "Logits were not compared" in text
-
-
-def test_a_local_base_leaves_no_path_in_the_card(tmp_path: Path) -> None:
-    home = tmp_path / "my-base"
-    home.mkdir()
-    text = card(
-        base={"name": str(home), "path": str(home), "commit": None, "sha256": {}},
-        adapters=[adapter_entry(f"{tmp_path}/a", "1", 0.5), adapter_entry(f"{tmp_path}/b", "2")],
-    )
-    assert str(tmp_path) not in text
-    assert "my-base, a local directory" in text
-    assert "base_model" not in ModelCard(text).data.to_dict()
-    assert "Adapter a, times 0.5" in text
-    assert "2 adapters merged" in text
-
-
-def test_a_base_in_the_hubs_cache_has_its_hub_name(tmp_path: Path) -> None:
-    snapshot = str(tmp_path / "models--org--the--model" / "snapshots" / ("0" * 40))
-    text = card(base={"name": snapshot, "path": snapshot, "commit": "0" * 40, "sha256": {}})
-    assert ModelCard(text).data.to_dict()["base_model"] == "org/the--model"
-    assert str(tmp_path) not in text
-
-
-@pytest.mark.parametrize("readme", ["no front matter\nlicense: mit\n", "---\na: [\n---\n", "---\n- list\n---\n"])
-def test_a_readme_without_a_readable_licence_yields_none(readme: str, tmp_path: Path) -> None:
-    assert read_licence(tmp_path) == {}
-    (tmp_path / "README.md").write_text(readme)
-    assert read_licence(tmp_path) == {}

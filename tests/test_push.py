@@ -19,7 +19,7 @@ from golden import Golden
 from hub_server import HubServer, hub_server
 
 from cogumi.core.errors import UsageError
-from cogumi.hub import model_card, upload
+from cogumi.hub import upload
 
 Push = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -69,7 +69,7 @@ def test_a_run_arrives_whole_with_its_card_in_one_commit(run: Path, hub: HubServ
     card = files["README.md"].decode()
     verdict = json.loads((run / "verdict.json").read_text())
     for check in verdict["checks"]:
-        assert f"| {model_card.cell(check['name'])} | {model_card.cell(check['figure'])} |" in card
+        assert f"| {upload.cell(check['name'])} | {upload.cell(check['figure'])} |" in card
     losses = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "eval_loss" in row]
     assert f"| held-out loss | {losses[0]['eval_loss']:.4g} (step {losses[0]['step']}) |" in card
     front = yaml.safe_load(card.split("---\n")[1])
@@ -80,6 +80,8 @@ def test_a_run_arrives_whole_with_its_card_in_one_commit(run: Path, hub: HubServ
     assert str(tmp_path) not in card
     assert str(run.parents[1]) not in card
     assert "learning_rate: 0.01" in card
+    manifest = json.loads((run / "merged" / "cogumi-merge.json").read_text())
+    assert f"- All {manifest['elements']:,} computed elements were read back and compared in float64." in card
 
 
 def test_the_adapter_alone_and_weights_of_an_earlier_upload_leave(run: Path, hub: HubServer, push: Push) -> None:
@@ -145,7 +147,7 @@ def test_a_red_run_is_refused_unless_it_is_wanted(run: Path, hub: HubServer, pus
     verdict["checks"][0]["passed"] = False
     (run / "verdict.json").write_text(json.dumps(verdict))
     for source in (run, run / "merged"):  # its directory is the run's, too
-        with golden.raises("push", message=f"a check failed ({verdict['checks'][0]['name']})"):
+        with golden.raises("push", message=f"failed checks: {verdict['checks'][0]['name']}"):
             upload.push_model(source, "someone/tuned")
     assert push(run, "someone/tuned", "--anyway").returncode == 0
     assert "**no**" in arrived(hub, "someone/tuned")["README.md"].decode()
@@ -155,7 +157,7 @@ def test_a_red_flag_and_a_missing_verdict_are_refused(run: Path) -> None:
     verdict = json.loads((run / "verdict.json").read_text())
     verdict["flags"] = [{"name": "loss", "level": "red", "cause": "it diverged", "evidence": "nan", "knob": ""}]
     (run / "verdict.json").write_text(json.dumps(verdict))
-    with pytest.raises(UsageError, match="red: loss"):
+    with pytest.raises(UsageError, match="red flags: loss"):
         upload.push_model(run, "someone/tuned")
     (run / "verdict.json").unlink()
     with pytest.raises(UsageError, match="the run has no verdict"):
@@ -164,11 +166,58 @@ def test_a_red_flag_and_a_missing_verdict_are_refused(run: Path) -> None:
 
 def test_there_has_to_be_a_model(tmp_path: Path, run: Path, golden: Golden) -> None:
     shutil.rmtree(run / "merged")
-    with golden.raises("push", message="this run has no merged"):
+    with golden.raises("push", message="there is no merged model there"):
         upload.push_model(run, "someone/tuned", "merged")
-    with golden.raises("push", message="there is no model in it"):
+    with golden.raises("push", message="there is no model there"):
         upload.push_model(tmp_path, "someone/tuned")
-    with golden.raises("push", message="no such directory"):
+    with golden.raises("push", message="there is no model there"):
         upload.push_model(tmp_path / "gone", "someone/tuned")
     with golden.raises("push", key="--what"):
         upload.push_model(run, "someone/tuned", "both")
+
+
+@pytest.mark.parametrize("readme", ["no front matter\nlicense: mit\n", "---\na: [\n---\n", "---\n- list\n---\n"])
+def test_a_readme_without_a_readable_licence_yields_none(readme: str, tmp_path: Path) -> None:
+    assert upload.read_licence(str(tmp_path)) == {}
+    (tmp_path / "README.md").write_text(readme)
+    assert upload.read_licence(str(tmp_path)) == {}
+
+
+def test_the_licence_of_a_local_base_is_its_cards(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\ntags: [x]\n---\n# Model\n\n---\nlicense: mit\n---\n"
+    )
+    found = {"license": "other", "license_name": "mine", "license_link": "LICENSE"}
+    assert upload.read_licence(str(tmp_path)) == found
+
+
+def test_a_base_has_its_name_on_the_hub_and_a_directory_has_none(tmp_path: Path) -> None:
+    assert upload.hub_id(str(tmp_path / "models--org--the--model" / "snapshots" / ("0" * 40))) == "org/the--model"
+    assert upload.hub_id("org/model") == "org/model"
+    assert upload.hub_id(str(tmp_path)) is None
+    assert upload.hub_id(None) is None
+
+
+def test_the_card_of_a_merge_in_a_directory(tmp_path: Path) -> None:
+    """Of adapter and base of another machine: no path, and what was not checked is said."""
+    manifest = {
+        "base": {"name": "/home/me/my-base", "path": "/home/me/my-base", "commit": None},
+        "tensors_merged": 14,
+        "tensors_copied": 7,
+        "elements": 1234567,
+        "largest_error": None,
+        "base_mode": "full",
+        "q_over_delta": 5.7,
+    }
+    (tmp_path / "cogumi-merge.json").write_text(json.dumps(manifest))
+    text, licence = upload.write_card("tuned", tmp_path, "merged", None)
+    assert licence is None
+    assert "Trained from my-base, a model that is not on the hub." in text
+    assert "/home" not in text
+    assert "base_model" not in yaml.safe_load(text.split("---\n")[1])
+    for fact in ("14 tensors", "7 are the bytes", "were not compared", "5.7 times"):
+        assert fact in text
+    (tmp_path / "cogumi-merge.json").write_text(json.dumps(manifest | {"largest_error": 0.5, "base_mode": "dequant"}))
+    text, _ = upload.write_card("tuned", tmp_path, "merged", None)
+    assert "All 1,234,567 computed elements" in text
+    assert "dequantized again" in text

@@ -1,7 +1,7 @@
 """Models and data sets of the Hugging Face hub: which commit, which files, is there room; then their download.
 
-huggingface_hub downloads into its cache. It begins a file anew that a kill broke off (its pull request 4228), so that two
-at a time bound what is lost.
+huggingface_hub downloads into its cache, and tries again where a connection breaks. It begins a file anew that a kill
+broke off (its pull request 4228), so that two at a time bound what is lost.
 """
 
 import difflib
@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -41,12 +41,10 @@ from cogumi.core.run_directory import write_json
 log = logging.getLogger("cogumi")
 
 AT_ONCE = 2  # files
-WAITS = (1, 2, 4, 8)  # seconds before a download that broke off is tried again
 KEYS = {"model": "model.name", "dataset": "data.source"}
 NAMES = {"model": "model", "dataset": "data set"}
-NO_MODEL = "an adapter is started from with model.adapter, and a GGUF file has a full-precision original to name"
+NO_MODEL = "for an adapter use model.adapter, for a GGUF file name its full-precision original"
 MORE_ROOM = "make room, or set HF_HOME to a directory on another disk"
-BUSY = (None, 408, 429, 500, 502, 503, 504)  # None: a connection that broke
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS)  # what the disk of the cache says
 
 
@@ -77,21 +75,21 @@ class Download:
         return sum(self.sizes.values())
 
     @property
-    def here(self) -> int:
-        return self.total - sum(self.sizes[path] for path in self.missing)
+    def to_fetch(self) -> int:
+        """Bytes."""
+        return sum(self.sizes[path] for path in self.missing)
 
     def __str__(self) -> str:
         said = f"{self.name} at {self.commit[:7]}: {len(self.sizes)} files, {format_bytes(self.total)}"
-        to_fetch = f"{format_bytes(self.total - self.here)} to fetch into" if self.missing else "all in"
-        return f"{said}; {to_fetch} {hub_cache()}"
+        return f"{said}; {format_bytes(self.to_fetch)} to fetch into {hub_cache()}"
 
     def refuse_no_room(self) -> None:
         """Raise UsageError where the filesystem of the cache does not have room for what is missing."""
         if not self.missing:  # the cache may be another user's, and not to be written to
             return
         remove_leftovers(self)
-        missing = self.total - self.here
-        (disk,) = group_needs([Need(self.kind, hub_cache(), missing, missing, 2 * len(self.missing))], ask=True)
+        missing = self.to_fetch
+        (disk,) = group_needs([Need(self.kind, hub_cache(), missing, missing)])
         if disk.refusal:
             free = f"{disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free"
             raise UsageError(f"{self}; {free}: {disk.refusal}", key=KEYS[self.kind], fix=MORE_ROOM)
@@ -101,50 +99,38 @@ def fetch(download: Download, told: Callable[[int, int], None] = lambda here, to
     """Download what is missing and return the snapshot's directory. Files that an earlier download finished stay.
 
     told: called with the bytes that are here and the bytes there will be, first and then once a second. Raises
-    UsageError when the hub does not answer any more or the disk is full.
+    UsageError when the hub does not answer, or the disk is full.
     """
     log.info("download: %s", download)
     if not download.missing:
         return download.snapshot
-    began, before = time.monotonic(), download.here
-    told(before, download.total)
-    for wait in (*WAITS, None):
-        try:
-            hf.snapshot_download(
-                download.name,
-                repo_type=download.kind,
-                revision=download.commit,
-                allow_patterns=[glob.escape(path) for path in download.sizes],
-                max_workers=AT_ONCE,
-                tqdm_class=bar_for(download, told),
-            )
-            break
-        except (OSError, httpx.TransportError) as error:
-            if getattr(error, "errno", None) in UNWRITABLE or status_of(error) not in BUSY:
-                raise describe_hub_error(download.name, download.commit, error, download.kind) from None
-            said = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
-            if wait is None:
-                so_far = f"{format_bytes(download.here)} of {format_bytes(download.total)} are here and stay"
-                fix = "start again with the same words"
-                raise UsageError(f"{said}; {so_far}", key=KEYS[download.kind], fix=fix) from None
-            log.warning("%s; next try in %d s", said, wait)
-            time.sleep(wait)
-    seconds, fetched = time.monotonic() - began, download.total - before
-    speed = format_bytes(fetched / max(seconds, 1e-9))
-    log.info("download: %s in %.1f s (%s/s)", format_bytes(fetched), seconds, speed)
+    told(download.total - download.to_fetch, download.total)
+    try:
+        hf.snapshot_download(
+            download.name,
+            repo_type=download.kind,
+            revision=download.commit,
+            allow_patterns=[glob.escape(path) for path in download.sizes],
+            max_workers=AT_ONCE,
+            tqdm_class=bar_for(download, told),
+        )
+    except (OSError, httpx.TransportError) as error:
+        if getattr(error, "errno", None) in UNWRITABLE:
+            raise describe_hub_error(download.name, download.commit, error, download.kind) from None
+        said = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
+        said += f"; {format_bytes(download.to_fetch)} of {format_bytes(download.total)} are missing"
+        fix = "start again with the same words: whole files stay"
+        raise UsageError(said, key=KEYS[download.kind], fix=fix) from None
     return download.snapshot
 
 
 def remove_leftovers(download: Download) -> None:
-    """Remove the parts of files that a killed download left: huggingface_hub does not take them up, or remove them."""
+    """Remove the parts of files that a killed download left: huggingface_hub neither continues nor removes them."""
     locks = hub_cache() / ".locks" / download.storage.name
     locks.mkdir(parents=True, exist_ok=True)
     for part in (download.storage / "blobs").glob("*.incomplete"):
-        try:
-            with FileLock(locks / f"{part.name.partition('.')[0]}.lock", timeout=0):  # huggingface_hub's own
-                part.unlink(missing_ok=True)
-        except Timeout:
-            log.info("download: another process downloads a file of %s", download.name)
+        with suppress(Timeout), FileLock(locks / f"{part.name.partition('.')[0]}.lock", timeout=0):  # huggingface_hub's
+            part.unlink(missing_ok=True)
 
 
 def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
@@ -153,7 +139,7 @@ def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             self.of_bytes = options.get("name") == "huggingface_hub.snapshot_download"
-            self.arrived, self.told_at = download.here, 0.0
+            self.arrived, self.told_at = download.total - download.to_fetch, 0.0
             super().__init__(*args, **options)
 
         def update(self, n: float | None = 1) -> bool | None:
@@ -174,8 +160,7 @@ BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additi
 
 def find_commit(name: str, revision: str | None = None) -> str | None:
     """The commit that a model's hub id means now, or None for what is no hub id: a directory, or an impossible name.
-    Without a network it is the one that the cache knows. Raises UsageError, with the fix, where there is no such
-    model, revision or permission, or the hub does not answer."""
+    Without a network it is the one that the cache knows. Raises UsageError where the hub does not give the model."""
     if Path(name).exists():
         return None
     try:
@@ -193,9 +178,8 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
 
 
 def plan_download(name: str, commit: str | None) -> Download | None:
-    """What is to be fetched for a model at a commit, checked against the disk of the cache; None for a directory.
-    Raises UsageError where the repository has no weights that transformers loads, or the disk has no room for what is
-    missing. Raises it too where weights are missing and the hub does not answer."""
+    """What is to be fetched for a model at a commit; None for a directory. Raises UsageError where the repository has no
+    weights that transformers loads, or the disk has no room. Without a network the cache must have all weights."""
     if commit is None or Path(name).exists():
         return None
     answered = True
@@ -208,9 +192,8 @@ def plan_download(name: str, commit: str | None) -> Download | None:
             files = [path for path in snapshot.rglob("*") if path.is_file()]
             sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}
         weights = weight_files(name, commit, sizes)
-    absent = [path for path in weights if path not in sizes]
-    if absent or not weights:
-        missing = absent[0] if absent else " or ".join(WEIGHTS[::2])
+    missing = next((path for path in weights if path not in sizes), None if weights else " or ".join(WEIGHTS[::2]))
+    if missing is not None:
         what, fix = f"{name} has no {missing}, so transformers cannot load it", NO_MODEL
         if not answered:
             what = f"{hub_cache()} has {name} without {missing}, and {hf.constants.ENDPOINT} does not answer"
@@ -239,9 +222,8 @@ def is_beside_weights(path: str) -> bool:
 def dataset_files(name: str, revision: str | None, split: str | None, subset: str | None) -> tuple[str, list[str]]:
     """(the commit, the files there) of one split of a data set: "train", or the only one, by default.
 
-    `datasets` says which files. What it said of a commit never changes, and is kept, so that a pinned data set needs
-    no network once it is there. Raises UsageError when the hub has no such data set, revision, subset or split, does
-    not let this token read it, or cannot be reached.
+    What `datasets` said of a commit is kept, so that a pinned data set needs no network once it is there. Raises
+    UsageError when the hub has no such data set, revision, subset or split, or does not let this token read it.
     """
     with hub_errors_refused(name, revision, "dataset"):
         commit = str(hf.HfApi().resolve_revision(name, revision=revision, repo_type="dataset").resolved)
@@ -312,30 +294,26 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
     """What the hub's error means for the config, in one line."""
     endpoint, token, key = hf.constants.ENDPOINT, hf.get_token() is not None, KEYS[kind]
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
-    fix, status = "", status_of(error)
+    what, status, said = NAMES[kind], status_of(error), f"{name}: {one_line(error)[:300]}"
     if isinstance(error, GatedRepoError):
-        text = f"{name} is gated, and " + (
-            "the account of HF_TOKEN has no access yet" if token else "no HF_TOKEN is set"
-        )
+        text = f"{name} is gated, and {'the account of HF_TOKEN has no access yet' if token else 'no HF_TOKEN is set'}"
         fix = f"accept its licence at {page}, and set HF_TOKEN to a token of that account"
     elif isinstance(error, RevisionNotFoundError):
         text = f"{name} has no revision {revision!r}"
         fix = f"see {page}/commits/main, or drop {key.partition('.')[0]}.revision"
     elif isinstance(error, RepositoryNotFoundError):
         how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
-        text, fix = f"no {NAMES[kind]} at {name!r} on the hub, or {how}", nearest(name, kind)
+        text, fix = f"no {what} at {name!r} on the hub, or {how}", nearest(name, kind)
     elif status is not None:
         text = f"{endpoint} answers {status} about {name}"
         fix = "unset HF_TOKEN, or set it to a valid one" if status == 401 else "try again later"
     elif getattr(error, "errno", None) in UNWRITABLE:
-        text, fix = f"{name}: {one_line(error)[:300]}", MORE_ROOM
+        text, fix = said, MORE_ROOM
     elif isinstance(error, ValueError | RuntimeError) or type(error).__module__.startswith("datasets"):
-        text = f"{name}: {one_line(error)[:300]}"
-        if kind == "dataset" and isinstance(error, ValueError):
-            fix = "data.subset names one of several"
+        text, fix = said, "data.subset names one of several" if isinstance(error, ValueError) else ""
     else:
         here = f"there is no such file or directory (looked from {Path.cwd()})"
-        text = f"no {NAMES[kind]} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
+        text = f"no {what} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
         fix = "give a directory, connect, or unset HF_HUB_OFFLINE"
     return UsageError(text, key=key, fix=fix)
 

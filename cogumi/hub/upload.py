@@ -1,6 +1,11 @@
-"""A run's model to the Hugging Face hub: one commit with its card, or nothing."""
+"""A run's model to the Hugging Face hub: one commit with its card, or nothing.
+
+The card is made of the run directory and the merge's manifest: base, licence, verdict, metrics, configuration. It holds
+no secrets and no paths of this machine.
+"""
 
 import logging
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -8,14 +13,15 @@ from typing import Any
 
 import httpx
 import huggingface_hub as hf
+import yaml
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.repocard import metadata_load
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes, one_line
-from cogumi.core.run_directory import read_json
+from cogumi.core.redact import redact_text
+from cogumi.core.run_directory import DECISIONS, read_json, read_jsonl, read_section
 from cogumi.hub.downloads import status_of
-from cogumi.hub.model_card import Base, describe_base, run_base, write_card
 
 log = logging.getLogger("cogumi")
 
@@ -29,6 +35,11 @@ UPLOADED = (
 # fmt: on
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 LICENCE_KEYS = ("license", "license_name", "license_link")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/[0-9a-f]{40}$")
+SECTIONS = ("model", "lora", "data", "train")  # of config.yaml
+# Of metrics.jsonl: what is worth a row where it was logged, at its first and its last step.
+FIGURES = {"eval_loss": "held-out loss", "loss": "training loss", "reward": "mean reward"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,6 @@ class Pushed:
     removed: tuple[str, ...]
     licence: str | None
 
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self)
-
     def __str__(self) -> str:
         said = f"{self.name}: {self.kind}, {self.files} files, {format_bytes(self.bytes)}, and {CARD}\n{self.url}"
         if self.removed:
@@ -59,21 +67,16 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
     """Upload the merged model or the adapter of a run, or a directory, to the repository `name`, which is made if need be.
 
     what: "merged" or "adapter"; by default merged, where there is one. anyway: also a run that failed a check, has a red flag
-    or no verdict.
-
-    Raises UsageError, with nothing uploaded, for such a run, where there is no such model, no token, no permission, or the hub
-    does not answer.
+    or no verdict. Raises UsageError, with nothing uploaded, for such a run, without such a model, or if the hub refuses.
     """
     run, directory, kind = find_model(source, what)
     if run is not None and not anyway and (wrong := why_not(run)):
         raise UsageError(wrong, place=run, fix="train again, or push it --anyway: the card says so")
     if hf.get_token() is None:
-        raise UsageError(
-            "there is no token for the hub", fix="hf auth login, or set HF_TOKEN to a token that may write"
-        )
+        fix = "hf auth login, or set HF_TOKEN to a token that may write"
+        raise UsageError("there is no token for the hub", fix=fix)
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and is_uploaded(path, directory)]
-    base = run_base(run) if run is not None else recorded_base(directory)
-    card, licence = describe(name.rpartition("/")[2], directory, kind, base, run)
+    card, licence = write_card(name.rpartition("/")[2], directory, kind, run)
     api = hf.HfApi()
     adds = [hf.CommitOperationAdd(path.relative_to(directory).as_posix(), str(path)) for path in paths]
     names = {each.path_in_repo for each in adds}
@@ -81,24 +84,14 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
         repository = api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.repo_info(name).private:
             raise UsageError(f"{name} is there, and public", key="--private", fix="choose another name")
-        stale = [
-            path
-            for path in api.list_repo_files(name)
-            if path not in names and any(fnmatch(path, pattern) for pattern in WEIGHTS)
-        ]
-        done = api.create_commit(
-            name,
-            [
-                *adds,
-                hf.CommitOperationAdd(CARD, card.encode()),
-                *(hf.CommitOperationDelete(path) for path in stale),
-            ],
-            commit_message=f"Upload {kind} model with cogumi",
-        )
+        stale = [path for path in api.list_repo_files(name) if path not in names and matches(path, WEIGHTS)]
+        adds.append(hf.CommitOperationAdd(CARD, card.encode()))
+        deletes = [hf.CommitOperationDelete(path) for path in stale]
+        done = api.create_commit(name, [*adds, *deletes], commit_message=f"Upload {kind} model with cogumi")
     except (HFValidationError, OSError, httpx.HTTPError) as error:
         raise describe_refusal(name, error) from error
-    size = sum(path.stat().st_size for path in paths)
     log.info("push: %s to %s", directory, repository)
+    size = sum(path.stat().st_size for path in paths)
     return Pushed(name, kind, len(paths), size, str(done.commit_url), tuple(stale), licence)
 
 
@@ -106,22 +99,15 @@ def find_model(source: Path, what: str | None) -> tuple[Path | None, Path, str]:
     """(its run or None, the directory to upload, "merged" or "adapter"). Raises UsageError where there is none."""
     if what not in (None, "merged", "adapter"):
         raise UsageError(f"{what!r} is not one of merged, adapter", key="--what")
-    if not source.is_dir():
-        raise UsageError("no such directory", place=source, fix="name a run, a merged directory or an adapter's")
-    if (source / "status.json").exists():
-        kinds = (what,) if what else ("merged", "adapter")
-        for kind in kinds:
-            if list((source / kind).glob("*.safetensors")):
-                return source, source / kind, kind
-        raise UsageError(
-            f"this run has no {' and no '.join(kinds)}", place=source, fix="finish it, or merge its adapter"
-        )
-    kind = "adapter" if (source / "adapter_config.json").exists() else "merged"
-    if not [*source.glob("*.safetensors"), *source.glob("*.gguf")] or what not in (None, kind):
-        raise UsageError(f"there is no {what or 'model'} in it", place=source, fix="name a run, or a model's directory")
-    above = source.absolute().parent
-    run = above if source.name in ("merged", "adapter") and (above / "status.json").exists() else None
-    return run, source, kind
+    for directory in (source / "merged", source / "adapter", source):
+        kind = "adapter" if (directory / "adapter_config.json").exists() else "merged"
+        if what in (None, kind) and (list(directory.glob("*.safetensors")) or list(directory.glob("*.gguf"))):
+            above = directory.absolute().parent
+            is_run = directory.name in ("merged", "adapter") and (above / "status.json").exists()
+            return above if is_run else None, directory, kind
+    wanted = {None: "model", "merged": "merged model"}.get(what, what)
+    fix = "name a run that has one, a merged directory or an adapter's"
+    raise UsageError(f"there is no {wanted} there", place=source, fix=fix)
 
 
 def why_not(run: Path) -> str:
@@ -131,45 +117,143 @@ def why_not(run: Path) -> str:
     verdict = read_json(run / "verdict.json")
     wrong = [check["name"] for check in verdict["checks"] if not check["passed"]]
     red = [flag["name"] for flag in verdict["flags"] if flag["level"] == "red"]
-    said = [f"{'a check' if len(wrong) == 1 else 'checks'} failed ({', '.join(wrong)})"] if wrong else []
-    return "; ".join([*said, *([f"red: {', '.join(red)}"] if red else [])])
+    said = {"failed checks": wrong, "red flags": red}
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names)
 
 
 def is_uploaded(path: Path, directory: Path) -> bool:
     parts = path.relative_to(directory).parts
-    return not any(part.startswith(".") for part in parts) and any(fnmatch(parts[-1], pattern) for pattern in UPLOADED)
+    return not any(part.startswith(".") for part in parts) and matches(parts[-1], UPLOADED)
 
 
-def recorded_base(directory: Path) -> Base | None:
-    """The base that an adapter or a merged directory names, None where it names none."""
-    adapter, manifest = directory / "adapter_config.json", directory / "cogumi-merge.json"
-    if adapter.exists():
-        name = read_json(adapter).get("base_model_name_or_path")
-        return describe_base(name) if name else None
-    return describe_base(read_json(manifest)["base"]["name"]) if manifest.exists() else None
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def describe(title: str, directory: Path, kind: str, base: Base | None, run: Path | None) -> tuple[str, str | None]:
-    """(the card, the licence or None). A merged directory's own card has the facts of the merge."""
-    text = (directory / CARD).read_text(encoding="utf-8") if (directory / CARD).exists() and kind == "merged" else ""
-    data = (metadata_load(directory / CARD) or {}) if text else {}
-    if "license" not in data and base is not None and base.on_hub:
-        data |= hub_licence(base.name)
-    licence = {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
-    facts = (
-        "\n".join(line for line in text.splitlines() if line.startswith("- "))
-        if "merged" in data.get("tags", [])
-        else ""
-    )
-    return write_card(title, kind, base, licence, run, facts), licence.get("license")
+def find_base(directory: Path, run: Path | None) -> tuple[str | None, str | None]:
+    """(name or directory, commit) of the base that a model was made from, each None where nothing records it."""
+    if run is not None:
+        return run_config(run)["model"]["name"], read_section(run / DECISIONS, "base").get("commit")
+    if (directory / "cogumi-merge.json").exists():
+        base = read_json(directory / "cogumi-merge.json")["base"]
+        return hub_id(base["path"]) or base["name"], base["commit"]
+    if (directory / "adapter_config.json").exists():
+        return read_json(directory / "adapter_config.json").get("base_model_name_or_path"), None
+    return None, None
 
 
-def hub_licence(base: str) -> dict[str, Any]:
-    """What the base's own card on the hub says; {} where the hub does not tell."""
-    try:
-        return dict(metadata_load(hf.hf_hub_download(base, CARD)) or {})
-    except (OSError, httpx.HTTPError, ValueError):
+def run_config(run: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+
+
+def hub_id(base: str | None) -> str | None:
+    """The name on the hub of a base, which may be a directory of the hub's cache; None for another directory."""
+    if base is None:
+        return None
+    if cached := HUB_SNAPSHOT.search(base):
+        return cached[1].replace("--", "/", 1)
+    return base if HUB_ID.fullmatch(base) and not Path(base).exists() else None
+
+
+def read_licence(base: str | None) -> dict[str, str]:
+    """license, license_name and license_link of the base's own card, as far as there is one that says them."""
+    if base is None:
         return {}
+    on_hub = hub_id(base)
+    try:
+        data = metadata_load(hf.hf_hub_download(on_hub, CARD) if on_hub else Path(base) / CARD) or {}
+    except (OSError, httpx.HTTPError, ValueError, yaml.YAMLError):
+        return {}
+    return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
+
+
+def write_card(title: str, directory: Path, kind: str, run: Path | None) -> tuple[str, str | None]:
+    """(Markdown with YAML front matter (https://huggingface.co/docs/hub/model-cards), the licence or None)."""
+    base, commit = find_base(directory, run)
+    on_hub, licence = hub_id(base), read_licence(base)
+    method = None if run is None else str(run_config(run)["cogumi"]["method"])
+    # Of a merged model `finetune`: on the hub, `merge` means several models made into one.
+    relation = "adapter" if kind == "adapter" else "finetune"
+    metadata = hf.ModelCardData(
+        base_model=on_hub,
+        base_model_relation=relation if on_hub else None,
+        library_name="peft" if kind == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        tags=["cogumi", kind, *([] if method is None else ["trl", method])],
+        **licence,  # type: ignore[arg-type]
+    )
+    parts = [f"# {title}"]
+    if base is not None:
+        at = f", commit `{commit}`" if on_hub and commit else "" if on_hub else ", a model that is not on the hub"
+        by = "" if method is None else f" by {method.upper()} with [TRL](https://github.com/huggingface/trl) and cogumi"
+        made = "A LoRA adapter for" if kind == "adapter" else "Trained from"
+        parts.append(f"{made} {on_hub or Path(base).name}{at}{by}.")
+    if run is not None:
+        parts += [describe_verdict(run), describe_metrics(run)]
+    if (directory / "cogumi-merge.json").exists():
+        parts.append(describe_merge(read_json(directory / "cogumi-merge.json")))
+    if run is not None:
+        config = {name: without_places(value) for name, value in run_config(run).items() if name in SECTIONS}
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        parts.append(f"## Configuration\n\n```yaml\n{text}```")
+    parts.append("What the model is good for beyond these figures was not measured.")
+    text = f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+    return redact_text(text), licence.get("license")
+
+
+def describe_verdict(run: Path) -> str:
+    if not (run / "verdict.json").exists():
+        return "## Verdict\n\nThe run has no verdict: it has not come to its end."
+    verdict = read_json(run / "verdict.json")
+    checks = verdict["checks"]
+    lines = [f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed.", ""]
+    lines += ["| check | figure | required | passed |", "|---|---|---|---|"]
+    for check in checks:
+        cells = [cell(check[key]) for key in ("name", "figure", "requirement")]
+        lines.append(f"| {' | '.join(cells)} | {'yes' if check['passed'] else '**no**'} |")
+    for flag in verdict["flags"]:
+        if flag["level"] in ("yellow", "red"):
+            lines += ["", f"- {flag['name']} was {flag['level']} at the end: {flag['cause']} ({flag['evidence']})"]
+    return "\n".join(["## Verdict", "", *lines])
+
+
+def describe_metrics(run: Path) -> str:
+    logged, rows = read_jsonl(run / "metrics.jsonl"), []
+    for key, words in FIGURES.items():
+        values = [(row["step"], row[key]) for row in logged if isinstance(row.get(key), float)]
+        if values:
+            (first, start), (last, end) = values[0], values[-1]
+            rows.append(f"| {words} | {start:.4g} (step {first}) | {end:.4g} (step {last}) |")
+    return "\n".join(["## Metrics", "", "| | first | last |", "|---|---|---|", *rows]) if rows else ""
+
+
+def describe_merge(manifest: dict[str, Any]) -> str:
+    """What was merged and how it was checked, from cogumi-merge.json."""
+    merged, copied = manifest["tensors_merged"], manifest["tensors_copied"]
+    checked = "**The written files were not compared with base and adapter.**"
+    if manifest["largest_error"] is not None:
+        checked = f"All {manifest['elements']:,} computed elements were read back and compared in float64."
+    facts = [f"{merged} tensors hold base + update, rounded once. {copied} are the bytes of the base.", checked]
+    if manifest["base_mode"] == "dequant":
+        facts.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
+    elif manifest["q_over_delta"] is not None:
+        noise = f"whose error is {manifest['q_over_delta']:.2g} times as large as the update"
+        facts.append(f"The adapter was trained on a quantized base, {noise}. This model is without that error.")
+    return "## Merge\n\n" + "\n".join(f"- {fact}" for fact in facts)
+
+
+def without_places(value: Any) -> Any:
+    """A value of a config with paths of this machine cut to their last part."""
+    if isinstance(value, dict):
+        return {key: without_places(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_places(each) for each in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
+
+
+def cell(text: object) -> str:
+    """Text in a table of Markdown."""
+    return str(text).replace("|", "\\|").replace("\n", " ")
 
 
 def describe_refusal(name: str, error: Exception) -> UsageError:
@@ -180,9 +264,7 @@ def describe_refusal(name: str, error: Exception) -> UsageError:
     if status == 401:
         return UsageError(f"{endpoint} does not know this token", fix="hf auth login, or set HF_TOKEN to a valid one")
     if status == 403 or isinstance(error, RepositoryNotFoundError):
-        return UsageError(
-            f"this token may not write to {name}", fix="use a token with write access, of an account that owns the name"
-        )
-    if status is not None:
-        return UsageError(f"{endpoint} answers {status}: {one_line(error)[:200]}", fix="try again later")
-    return UsageError(f"the upload to {endpoint} broke off: {one_line(error)[:200]}", fix="connect, and push again")
+        fix = "use a token with write access, of an account that owns the name"
+        return UsageError(f"this token may not write to {name}", fix=fix)
+    said = "broke off" if status is None else f"was answered with {status}"
+    return UsageError(f"the upload to {endpoint} {said}: {one_line(error)[:200]}", fix="push again")

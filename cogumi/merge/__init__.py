@@ -1,8 +1,7 @@
 """Merging LoRA adapters into their full-precision base, exactly and checked.
 
-The steps are resolve -> plan -> allocate -> write and verify -> manifest -> commit. The first two refuse wrong inputs
-before the first byte is written. The others write and check a directory next to the output, under another name. The
-last one renames it, so the output directory is either absent or complete.
+The steps are resolve -> plan -> allocate -> write and verify -> manifest -> commit. The first two refuse wrong inputs.
+The others write and check a directory beside the output, which the last one renames: it is absent or complete.
 """
 
 import logging
@@ -19,10 +18,9 @@ from cogumi.core.notices import show_seconds
 from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.logits import LogitCheck, check_directory, check_logits
-from cogumi.merge.merge_manifest import build_manifest, check_merged, totals, write_description, write_side_files
-from cogumi.merge.output_directory import check_target, commit_output, partial_directory, remove_stale
+from cogumi.merge.merge_manifest import build_manifest, check_merged, totals, write_manifest, write_side_files
+from cogumi.merge.output_directory import check_target, commit_output, has_tokenizer, partial_directory, remove_stale
 from cogumi.merge.plan import OUTPUT_DTYPES, build_plan
-from cogumi.merge.side_files import has_tokenizer
 from cogumi.merge.stream import available_cores, progress_bar, write_and_verify
 
 __all__ = [
@@ -52,9 +50,8 @@ class MergeReport:
 
     elements: how many were read back from disk and compared with W + delta. not_nearest: how many of these are not the
     nearest value of their dtype. largest_error: the largest |out - (W + delta)| of these, over the error that float32
-    arithmetic and one rounding allow. It is None with verify="none". q_over_delta: the quantization error in training
-    over the update (median over tensors). It is None where there was none or it is unknown. logits: set with
-    verify="logits".
+    arithmetic and one rounding allow. q_over_delta: the quantization error in training over the update (median over
+    tensors). It is None where there was none or it is unknown. logits: set with verify="logits".
     """
 
     out: Path
@@ -69,7 +66,7 @@ class MergeReport:
     delta_retained: float | None
     elements: int
     not_nearest: int
-    largest_error: float | None
+    largest_error: float
     q_over_delta: float | None
     logits: LogitCheck | None
     seconds: float
@@ -77,13 +74,11 @@ class MergeReport:
     def __str__(self) -> str:
         others = {"replaced": self.tensors_replaced, "converted": self.tensors_converted, "copied": self.tensors_copied}
         rest = "".join(f", {count} {what}" for what, count in others.items() if count)
-        checked = "not verified"
-        if self.largest_error is not None:
-            checked = f"{self.elements:,} computed elements checked on disk, {self.not_nearest:,} of them next to a tie"
         return (
             f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
             f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
-            f"{checked}; largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
+            f"{self.elements:,} computed elements checked on disk, {self.not_nearest:,} of them next to a tie; "
+            f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
             + (f"\nq/delta {self.q_over_delta:.2f}: docs/merging.md says what that means" if self.q_over_delta else "")
             + (f"\n{self.logits}" if self.logits else "")
         )
@@ -104,17 +99,16 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
 
-    The merge computes W + scaling * B @ A in float32 and rounds once. Shards, names and (with dtype="keep") dtypes are
-    the base's. A tensor without an update keeps the base's bytes. A head that no longer equals the embedding it was
-    tied to gets its own tensor. Memory holds one layer's factors and a few megabytes of blocks for each worker.
+    The merge computes W + scaling * B @ A in float32 and rounds once. Every tensor is read back and compared with W + delta
+    in float64. Shards, names and (with dtype="keep") dtypes are the base's. A head that no longer equals the embedding it
+    was tied to gets its own tensor. Memory holds one layer's factors and a few megabytes of blocks for each worker.
 
     adapter: a directory from PEFT's save_pretrained, or (directory, weight) pairs, whose updates are added.
     base: a directory, or a hub id in the local cache. The default is the base and the commit that the adapter records.
     base_mode: "full" merges into full-precision weights. Where the base is quantized, it finds the full-precision model
     by name and proves that it is the original. "dequant" merges into the quantized base's dequantized weights.
     dtype: "keep", "bfloat16", "float16" or "float32".
-    verify: "elements" re-reads every output tensor and compares it with W + delta in float64. "logits" also runs
-    base + adapter and the merged model, each in float32 in memory. "none" does neither.
+    verify: "elements", or "logits", which also runs base + adapter and the merged model, each in float32 in memory.
     workers: the number of threads, by default one for each core. progress: show a bar in a terminal or notebook.
 
     Raises UsageError when the adapter or base cannot be merged exactly, they do not fit together, or `out` exists or is
@@ -124,7 +118,7 @@ def merge_adapter(
     started = time.monotonic()
     check_choice("base_mode", base_mode, ("full", "dequant"))
     check_choice("dtype", dtype, ("keep", *OUTPUT_DTYPES))
-    check_choice("verify", verify, ("elements", "logits", "none"))
+    check_choice("verify", verify, ("elements", "logits"))
     if base_mode == "dequant" and verify == "logits":
         fix = "with base_mode='dequant' use verify='elements'"
         raise UsageError("verify='logits' runs the full-precision base", fix=fix)
@@ -135,16 +129,16 @@ def merge_adapter(
     found = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
     plan = build_plan(adapters, found, dtype)
     remove_stale(target)
-    with partial_directory(plan, target) as partial:
+    with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
         with progress_bar(progress, "merging", plan.shard_bytes) as merged:
-            outcome = write_and_verify(plan, partial, workers or available_cores(), verify != "none", merged)
+            outcome = write_and_verify(plan, partial, workers or available_cores(), merged)
         write_side_files(plan, partial)
         logits = check_directory(pairs, partial, found.path) if verify == "logits" else None
         if logits is not None and not logits.passed:
             raise MergeError(f"{logits}; nothing was committed")
         options = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
         manifest = build_manifest(plan, outcome, options, logits)
-        write_description(plan, partial, manifest)
+        write_manifest(partial, manifest)
         commit_output(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
@@ -158,7 +152,7 @@ def merge_adapter(
         q_over_delta=manifest["q_over_delta"],
         logits=logits,
         seconds=time.monotonic() - started,
-        **totals(plan, outcome, verify != "none"),
+        **totals(plan, outcome),
     )
 
 

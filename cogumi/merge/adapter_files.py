@@ -1,7 +1,6 @@
 """What an adapter's directory holds: weights that are fit for an exact merge, and a record of the base it was trained on.
 
-adapter_config.json has the base's name, a `revision` that is usually null, and nothing of quantization. The record,
-cogumi-base.json, is written while the model is in memory: afterwards the commit can only be guessed.
+The record, cogumi-base.json, is written while the model is in memory: afterwards the commit can only be guessed.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.wei
 # Initialisations that leave the base weights as they are and train an ordinary LoRA pair.
 PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 # adapter_config.json entries of the kinds that are merged, or that do not change what a trained adapter computes. Any other
-# entry that is set to something is refused: a LoRA variant this module has never heard of must not merge as plain LoRA.
+# entry that is set is refused: a LoRA variant that is unknown here must not merge as plain LoRA.
 # fmt: off
 KNOWN_ENTRIES = frozenset([
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules",
@@ -59,13 +58,13 @@ class Adapter:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UsageError for anything else."""
+    again = "save or download it again"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one too
-        raise UsageError(f"{path} is not valid JSON: {error}", fix="save or download it again") from error
+        raise UsageError(f"{path} is not valid JSON: {error}", fix=again) from error
     if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise UsageError(f"{path} should hold a JSON object, not a {kind}", fix="save or download it again")
+        raise UsageError(f"{path} should hold a JSON object, not a {type(value).__name__}", fix=again)
     return value
 
 
@@ -87,21 +86,20 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     """Raise UsageError unless the config describes LoRA of a kind that is known here: anything else would merge wrongly."""
     init = config.get("init_lora_weights", True)
     unknown = sorted(entry for entry in config.keys() - KNOWN_ENTRIES if config[entry])
-    reason = ""
     if config.get("peft_type") != "LORA":
         reason = f"it is a {config.get('peft_type')} adapter and only LORA is supported"
     elif init not in PLAIN_INITS:
         reason = f"init_lora_weights={init!r}: only {PLAIN_INITS} are proven to leave the base as it is"
     elif unknown:
         reason = f"adapter_config.json sets {unknown[0]}={config[unknown[0]]!r}, which this merge does not know"
-    if reason:
-        raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=WITH_PEFT)
+    else:
+        return
+    raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=WITH_PEFT)
 
 
 def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
-    """The tensors of an adapter's file. Raises UsageError for names that PEFT does not write, half a pair, NaN and
-    infinity, and for an adapter that changes nothing. A single zero module is allowed: a layer that never receives
-    gradient keeps its B at zero."""
+    """The tensors of an adapter's file. Raises UsageError for one that PEFT does not write so, and for an adapter that
+    changes nothing. A single zero module is allowed: a layer that never receives gradient keeps its B at zero."""
     spans = read_shard(path / ADAPTER_WEIGHTS).spans
     names = {span.name for span in spans}
     pairs, zero = set(), set()
@@ -168,9 +166,7 @@ class BaseRecord:
 
 def write_base_record(adapter: Path, model: Any, revision: str | None = None) -> BaseRecord:
     """Write cogumi-base.json into the adapter's directory, from the model that was trained (PEFT's or the base itself).
-
-    revision: what the model was loaded with. Raises ValueError when the model does not know what it was loaded from.
-    """
+    revision: what the model was loaded with. Raises ValueError when the model does not know what it was loaded from."""
     config = model.config
     if not config.name_or_path:
         raise ValueError("the model does not know its base: it was not loaded with from_pretrained")
@@ -184,10 +180,7 @@ def write_base_record(adapter: Path, model: Any, revision: str | None = None) ->
 
 def weights_sample(name: str) -> str | None:
     """SHA-256 of what tells one model's safetensors files from another's; None where there are none in a directory.
-
-    Of each file: name, size, header, and 16 blocks of 64 KiB. A model that was trained further differs everywhere; a few
-    altered elements can be missed.
-    """
+    Of each file: name, size, header, and 16 blocks of 64 KiB. A few altered elements can be missed."""
     files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
     digest = hashlib.sha256()
     for path in files:

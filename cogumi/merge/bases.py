@@ -1,8 +1,8 @@
 """Which base: found, read, and, where the adapter was trained on a quantized one, proven to be what that was made from.
 
-A name proves nothing: repositories change, and base and instruct models have the same shapes. Two things do prove it. What
-the quantizer left alone (embeddings, norms, heads, router weights) must be the candidate's, bit for bit. And quantization is
-deterministic: quantizing the candidate's weights must give the codes that are stored, which a fine-tuned sibling's do not.
+A name proves nothing: base and instruct models have the same shapes. Two things do prove it. What the quantizer left alone
+(embeddings, norms, heads, router weights) must be the candidate's, bit for bit. And quantizing the candidate's weights must
+give the codes that are stored, which a fine-tuned sibling's do not.
 """
 
 import logging
@@ -41,9 +41,9 @@ IDENTITY = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_v
 class BaseProof:
     """Why the full-precision base is the right one.
 
-    tensors_equal: those that the quantized checkpoint holds unquantized, all equal to the full ones. sampled_tensors:
-    bitsandbytes' 4 bits only, else 0, and then the rest is None. nf4_error: |dequantized - W| / |W| in Frobenius norms
-    over the sample, in NF4 or FP4. codes_differing: share of the sampled codes that are not what quantizing W gives.
+    tensors_equal: those that the quantized checkpoint holds unquantized. The rest is of bitsandbytes' 4 bits, else 0 or
+    None. nf4_error: |dequantized - W| / |W| in Frobenius norms over the sample, in NF4 or FP4. codes_differing: share of
+    the sampled codes that are not what quantizing W gives.
     """
 
     tensors_equal: int
@@ -57,8 +57,8 @@ class Base:
     """A model on disk. `name` is the name it was requested by. `indexed`: whether an index names its shards.
 
     quantized: stored tensors that are dequantized before the update (base_mode="dequant"). trained_on: the quantized
-    model that the adapter was trained on, if it is another one and on this machine. proof: why trained_on was quantized
-    from this model. trained_in: how the base was quantized in memory during training (such as "nf4").
+    model that the adapter was trained on, and proof: why it was quantized from this one. trained_in: how the base was
+    quantized in memory during training (such as "nf4").
     """
 
     name: str
@@ -88,8 +88,7 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
 
     Without `base`, the adapter names it: in cogumi-base.json, with the commit it was trained on, else in its config.
     Where the base is quantized, base_mode="full" finds the full-precision model by name and proves that it is the
-    original. "dequant" returns the quantized base, to be read as dequantized weights. Raises UsageError when there is
-    no base, it is incomplete or not in safetensors, or the proof fails.
+    original. Raises UsageError when there is no base, it is incomplete or not in safetensors, or the proof fails.
     """
     record = read_base_record(adapter.path)
     recorded = record.name if record else adapter.config.get("base_model_name_or_path")
@@ -102,8 +101,9 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
     found = read_model(name, revision)
     if base_mode == "dequant":
         return dequantized_base(found)
-    kind = quantization(found.config)
-    return find_full_precision(found, kind) if kind else compare_with_recorded(found, record, recorded, trained_at)
+    if kind := quantization(found.config):
+        return find_full_precision(found, kind)
+    return compare_with_recorded(found, record, recorded, trained_at)
 
 
 def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str | None, revision: str | None) -> Base:
@@ -119,10 +119,9 @@ def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str 
         try:
             return replace(found, trained_on=trained_on, proof=compare_models(trained_on, found))
         except Mismatch as mismatch:
-            raise UsageError(
-                f"base {found.name} is not what {trained_on.name} ({kind}) was quantized from: {mismatch}",
-                fix=f"pass base=<the full-precision model that it was>{dequant_hint(kind)}",
-            ) from mismatch
+            what = f"base {found.name} is not what {trained_on.name} ({kind}) was quantized from: {mismatch}"
+            fix = f"pass base=<the full-precision model that it was>{dequant_hint(kind)}"
+            raise UsageError(what, fix=fix) from mismatch
     if trained_on.path.resolve() != found.path.resolve():
         log.warning("the adapter was trained on %s: not proven that %s is the same model", recorded, found.name)
     in_memory = record and record.quantization
@@ -130,7 +129,7 @@ def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str 
 
 
 def find_full_precision(found: Base, kind: str) -> Base:
-    """The full-precision model of a quantized base: the first that its name leads to, that is here, and that is proven."""
+    """The full-precision model of a quantized base: the first that its name leads to, that is here and proven."""
     names = full_precision_names(found.name, kind)
     refused = []
     for name in filter(is_local, names):
@@ -149,11 +148,9 @@ def find_full_precision(found: Base, kind: str) -> Base:
     why = f" ({'; '.join(refused)})" if refused else ""
     hub = next((name for name in names if is_hub_id(name) and not is_local(name)), None)
     fetch = f"run: hf download {hub}; or " if hub else ""
-    raise UsageError(
-        f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the update; "
-        f"its full-precision model is not here{why}",
-        fix=f"{fetch}pass base=<the full-precision model>{dequant_hint(kind)}",
-    )
+    what = f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the update"
+    fix = f"{fetch}pass base=<the full-precision model>{dequant_hint(kind)}"
+    raise UsageError(f"{what}; its full-precision model is not here{why}", fix=fix)
 
 
 def dequant_hint(kind: str) -> str:
@@ -214,7 +211,7 @@ def snapshot_commit(path: Path) -> str | None:
 
 def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
     """Every weight file of the base in `path`, and whether an index names them. Same precedence as transformers."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    single, index, again = path / "model.safetensors", path / "model.safetensors.index.json", "download the base again"
     if single.is_file():
         return (read_shard(single),), False
     if not index.is_file():
@@ -222,28 +219,24 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
         raise UsageError(what, fix="download all of it, as safetensors: nothing else is merged")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UsageError(f"{index} has no weight_map", fix="download the base again")
+        raise UsageError(f"{index} has no weight_map", fix=again)
     files = sorted(set(weight_map.values()))
-    missing = [file for file in files if not (path / file).is_file()]
-    if missing:
-        what = f"base {name} lacks {missing[0]} ({len(missing)} of {len(files)} shards)"
-        raise UsageError(what, fix="download it again")
+    if missing := [file for file in files if not (path / file).is_file()]:
+        raise UsageError(f"base {name} lacks {missing[0]} ({len(missing)} of {len(files)} shards)", fix=again)
     shards = tuple(read_shard(path / file) for file in files)
     held = sorted((span.name, span.path.name) for shard in shards for span in shard.spans)
     if held != sorted(weight_map.items()):
         other = min(set(held) ^ set(weight_map.items()), default=("a tensor", ""))[0]
-        what = f"{index} and the shards differ in where {other} is, or hold it twice"
-        raise UsageError(what, fix="download the base again")
+        raise UsageError(f"{index} and the shards differ in where {other} is, or hold it twice", fix=again)
     return shards, True
 
 
 def compare_models(quantized: Base, full: Base) -> BaseProof:
     """Prove that a quantized checkpoint was made from a full-precision one. Raises Mismatch where it was not.
 
-    It compares the configs' identity fields and every tensor that both hold in a float dtype. The full tensor must be
-    equal after rounding to the other's dtype. For SCALES_FOLDED methods (AWQ and others) this excludes vectors. For
-    bitsandbytes' 4 bits it also compares the tensors' names and a sample of the codes. Other methods leave only
-    embeddings, heads, norms and biases to compare. A sibling that was trained with these frozen would pass.
+    It compares the configs' identity fields and every tensor that both hold in a float dtype, rounded to the quantized
+    one's. For bitsandbytes' 4 bits it also compares the tensors' names and a sample of the codes. With other methods, a
+    sibling that was trained with embeddings, head and norms frozen would pass.
     """
     kind = quantization(quantized.config)
     if own := quantization(full.config):
@@ -257,13 +250,12 @@ def compare_models(quantized: Base, full: Base) -> BaseProof:
         {name: span for name, span in model.tensors.items() if span.dtype in FLOAT_DTYPES}
         for model in (replace(quantized, quantized=packed), full)
     )
-    if packed:
-        modules = {name.rpartition(".")[0] for name in stored}
-        for name in sorted(stored.keys() ^ wanted.keys()):
-            if name in stored:
-                raise Mismatch(f"it has no {name}")
-            if name.rpartition(".")[0] in modules:  # a bias, which the quantized model would not have computed with
-                raise Mismatch(f"it has {name}, which the quantized one lacks")
+    modules = {name.rpartition(".")[0] for name in stored}
+    for name in sorted(stored.keys() ^ wanted.keys()) if packed else ():
+        if name in stored:
+            raise Mismatch(f"it has no {name}")
+        if name.rpartition(".")[0] in modules:  # a bias, which the quantized model would not have computed with
+            raise Mismatch(f"it has {name}, which the quantized one lacks")
     both = [(span, wanted[name]) for name, span in stored.items() if name in wanted]
     for span, other in both:
         if span.shape != other.shape:

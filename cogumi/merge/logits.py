@@ -321,13 +321,11 @@ def check_directory(
     revision: str | None = None,
     input_ids: torch.Tensor | None = None,
 ) -> LogitCheck:
-    """check_logits for a merged directory: base + adapter as PEFT runs them, on the CPU, one model in memory at a
-    time.
+    """check_logits for a merged directory: base + adapter as PEFT runs them, on the CPU, one model in memory at a time.
 
-    adapter: a PEFT directory, or several with their weights, which are added. base: the full-precision base, as a
-    directory or as a hub id in the local cache at `revision`. input_ids: int64 [batch, sequence]; by default see
-    prompt_tokens. Raises UsageError before loading when the machine has less memory available than memory_needed
-    counts.
+    adapter: a PEFT directory, or several with their weights. base: the full-precision base, a directory or a hub id in
+    the local cache at `revision`. input_ids: int64 [batch, sequence], by default prompt_tokens. Raises UsageError before
+    loading when less memory is available than memory_needed counts.
     """
     from transformers import AutoConfig
 
@@ -353,11 +351,8 @@ def check_directory(
 
 
 def memory_needed(adapters: list[Path], merged: list[Span], logits: int) -> int:
-    """The most bytes that check_directory allocates, from the tensors' headers. `logits`: the number of logits.
-
-    This counts a model twice, in float32, or in float64 if it is float32. That covers the model, one weight with its
-    update and their sum, and what the allocator keeps. bfloat16 models took 5.4 to 8.0 bytes a parameter; it counts 8.
-    """
+    """The most bytes that check_directory allocates. It counts a model twice, in float32, or in float64 if it is float32.
+    That covers weights, update, sum and allocator: bfloat16 models took 5.4 to 8.0 bytes a parameter. logits: their number."""
     parameters = sum(element_count(span.shape) for span in merged)
     wide = sum(element_count(span.shape) for span in merged if span.dtype == "F32")
     itemsize = 8 if wide > parameters / 100 else 4  # many bfloat16 models keep a few small vectors in float32

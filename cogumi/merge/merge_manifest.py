@@ -1,17 +1,12 @@
-"""What stands beside merged weights: cogumi-merge.json, a model card, and later the check that the directory is still that."""
+"""cogumi-merge.json beside merged weights, and later the check that the directory is still what it says."""
 
 import json
-import re
 import statistics
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import yaml
-from huggingface_hub import ModelCardData
-from huggingface_hub.repocard import metadata_load
 
 from cogumi.core.durability import drop_from_memory, sha256_file, write_synced
 from cogumi.core.errors import MergeError, UsageError
@@ -26,9 +21,6 @@ from cogumi.merge.quantized import quantized_tensors, rms_error
 from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_bar, thread_pool, verify_shards
 
 MANIFEST_NAME = "cogumi-merge.json"
-CARD_NAME = "README.md"
-LICENCE_KEYS = ("license", "license_name", "license_link")
-HUB_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
 def write_side_files(plan: MergePlan, partial: Path) -> None:
@@ -41,15 +33,10 @@ def write_side_files(plan: MergePlan, partial: Path) -> None:
         write_synced(partial / name, source.read_bytes())
 
 
-def write_description(plan: MergePlan, partial: Path, manifest: dict[str, Any]) -> None:
-    """Write the model card and, last of all files, the manifest."""
-    write_synced(partial / CARD_NAME, model_card(manifest, read_licence(plan.base.path)).encode())
-    manifest["files"] = {
-        path.relative_to(partial).as_posix(): sha256_file(path)
-        for path in sorted(partial.rglob("*"))
-        # The card is there to be edited.
-        if path.is_file() and path.suffix != ".safetensors" and path.name != CARD_NAME
-    }
+def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, with the hashes of what stands beside the shards, last of all files."""
+    beside = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != ".safetensors"]
+    manifest["files"] = {path.relative_to(partial).as_posix(): sha256_file(path) for path in beside}
     write_synced(partial / MANIFEST_NAME, (json.dumps(manifest, indent=2) + "\n").encode())
 
 
@@ -84,14 +71,17 @@ def build_manifest(
         "logits": asdict(logits) if logits else None,
         "q_over_delta": statistics.median(noise.values()) if noise else None,
         "shards": {shard.name: {"bytes": shard.bytes, "sha256": outcome.digests[shard.name]} for shard in plan.shards},
-        **totals(plan, outcome, verified=options["verify"] != "none"),
+        **totals(plan, outcome),
         "tensors": {tensor.target.name: tensor_entry(tensor, outcome, noise) for tensor in changed},
     }
 
 
-def totals(plan: MergePlan, outcome: Outcome, verified: bool) -> dict[str, Any]:
+def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:
     """The figures of a MergeReport."""
     stats, checks = outcome.stats.values(), outcome.checks.values()
+    everything = DeltaStats()
+    for stat in stats:
+        everything.add(stat)
     return {
         "tensors_merged": sum(tensor.updated for tensor in plan.tensors),
         "tensors_replaced": sum(tensor.replaced for tensor in plan.tensors),
@@ -100,10 +90,10 @@ def totals(plan: MergePlan, outcome: Outcome, verified: bool) -> dict[str, Any]:
         "bytes": plan.shard_bytes,
         "max_delta": max((stat.max_abs_delta for stat in stats), default=0.0),
         "max_delta_ratio": max((stat.ratio or 0.0 for stat in stats), default=0.0),
-        "delta_retained": DeltaStats.sum(stats).retained,
+        "delta_retained": everything.retained,
         "elements": sum(check.elements for check in checks),
         "not_nearest": sum(check.not_nearest for check in checks),
-        "largest_error": max((check.largest_error for check in checks), default=0.0) if verified else None,
+        "largest_error": max((check.largest_error for check in checks), default=0.0),
     }
 
 
@@ -122,10 +112,10 @@ def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) 
 
 
 def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, float]:
-    """The quantization error in training relative to the update: rms of the error over rms of the update, by tensor.
+    """rms of the quantization error in training over rms of the update, by tensor (docs/merging.md).
 
     The quantized weights are those of the checkpoint that the adapter was trained on. For a base that was quantized in
-    memory, they are what NF4 makes of it. Without either, the result is empty. docs/merging.md explains the ratio.
+    memory, they are what NF4 makes of it. Without either, the result is empty.
     """
     base = plan.base
     packed = quantized_tensors(base.trained_on.shards, base.trained_on.config) if base.trained_on else {}
@@ -136,75 +126,17 @@ def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, flo
         if not tensor.updated or tensor.replaced or not isinstance(source, Span) or not stats[name].delta_rms:
             continue
         # load_in_4bit leaves embeddings, heads and stacked experts as they are.
-        linear = (
-            len(source.shape) == 2 and source.shape[0] != vocabulary and all(term.count == 1 for term in tensor.terms)
-        )
-        on_load = base.trained_in == "nf4" and linear
+        linear = len(source.shape) == 2 and source.shape[0] != vocabulary
+        on_load = base.trained_in == "nf4" and linear and all(term.count == 1 for term in tensor.terms)
         if on_load or name in packed:
             ratios[name] = rms_error(source, packed.get(name)) / stats[name].delta_rms
     return ratios
 
 
-def model_card(manifest: dict[str, Any], licence: dict[str, str]) -> str:
-    """Markdown with YAML front matter, in the words of https://huggingface.co/docs/hub/model-cards.
-
-    Of a base in a directory only the last part of its path appears, as people publish their cards. The relation is
-    `finetune`: on the hub, `merge` means several models made into one.
-    """
-    base, adapters, logits = manifest["base"], manifest["adapters"], manifest["logits"]
-    cached = HUB_SNAPSHOT.search(base["path"])
-    hub_id = cached[1].replace("--", "/", 1) if cached else None
-    name = hub_id or Path(base["name"]).name
-    metadata = ModelCardData(
-        base_model=hub_id,
-        base_model_relation="finetune" if hub_id else None,
-        library_name="transformers",
-        tags=["cogumi", "merged"],
-        **licence,  # type: ignore[arg-type]
-    )
-    commit = f"commit `{base['commit']}`" if hub_id else "a local directory"
-    facts = [f"Base: {name}, {commit}."]
-    for adapter in adapters:
-        weight = "" if adapter["weight"] == 1 else f", times {adapter['weight']:g}"
-        digest = adapter["sha256"][ADAPTER_WEIGHTS]
-        facts.append(f"Adapter {Path(adapter['path']).name}{weight} (sha256 `{digest}`).")
-    facts.append(
-        f"{manifest['tensors_merged']} tensors hold base + update, computed in float32 and rounded once. "
-        f"{manifest['tensors_copied']} are the bytes of the base."
-    )
-    if manifest["largest_error"] is None:
-        facts.append("**The written files were not compared with base and adapter.**")
-    else:
-        facts.append(
-            f"All {manifest['elements']:,} computed elements were read back from disk and compared with base + update in "
-            f"float64: each is the nearest value that can be stored, but for {manifest['not_nearest']:,} that lie between "
-            "two as closely as float32 can tell."
-        )
-    if manifest["base_mode"] == "dequant":
-        facts.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
-    elif manifest["q_over_delta"] is not None:
-        noise = f"whose error is {manifest['q_over_delta']:.2g} times as large as the update"
-        facts.append(f"The adapter was trained on a quantized base, {noise}. This model is without that error.")
-    facts.append(str(LogitCheck(**logits)) if logits else "Logits were not compared with the adapter's.")
-    facts.append("What the model is good for was not measured here.")
-    facts.append(f"`cogumi merge --check <this directory>` checks it again, by the hashes in `{MANIFEST_NAME}`.")
-    title = f"# {name} with {'an adapter' if len(adapters) == 1 else f'{len(adapters)} adapters'} merged in"
-    return f"---\n{metadata.to_yaml()}\n---\n\n{title}\n\n" + "".join(f"- {fact}\n" for fact in facts)
-
-
-def read_licence(base: Path) -> dict[str, str]:
-    """license, license_name and license_link from the front matter of the base's README.md, as far as they are there."""
-    try:
-        data = metadata_load(base / CARD_NAME) or {}
-    except (OSError, ValueError, yaml.YAMLError):  # none, or one that says nothing that could be repeated
-        return {}
-    return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
-
-
 @dataclass(frozen=True)
 class CheckReport:
-    """files: compared with the manifest's hashes. elements: compared with base + adapter again, None where these are
-    not where the manifest says, or have changed; `missing` then names what and why."""
+    """files: compared with the manifest's hashes. elements: compared with base + adapter again, None where one of these
+    is gone or has changed; `missing` then names it."""
 
     directory: Path
     files: int
@@ -223,8 +155,7 @@ class CheckReport:
 def check_merged(directory: Path, workers: int | None = None, *, progress: bool = True) -> CheckReport:
     """Re-read a merged directory: every hash, and every element where base and adapter are still at hand.
 
-    Raises UsageError when the directory holds no manifest; MergeError naming the first file or tensor that is not what it
-    was.
+    Raises UsageError without a manifest. Raises MergeError naming the first file or tensor that is not what it was.
     """
     workers = workers or available_cores()
     path = directory / MANIFEST_NAME

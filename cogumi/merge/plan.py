@@ -24,9 +24,9 @@ from cogumi.core.safetensors_file import (
 from cogumi.merge.adapter_files import Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
+from cogumi.merge.output_directory import output_config, side_files
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit
-from cogumi.merge.side_files import output_config, side_files
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())
@@ -125,6 +125,13 @@ class MergePlan:
     @property
     def shard_bytes(self) -> int:
         return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def small_bytes(self) -> int:
+        """At most, of the other files. Manifest and index take some 600 bytes a tensor; blocks have up to 4 KiB."""
+        return (
+            64 * 1024 + 600 * len(self.tensors) + sum(path.stat().st_size + 4096 for path in self.side_files.values())
+        )
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:

@@ -130,34 +130,33 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
     """The weight that a quant state in the file describes."""
     state_span = spans[state_name]
     name, _, kind = state_name.partition(QUANT_STATE)
-    fix = "download the quantized base again, or pass base=<the full-precision model>"
+    auxiliary = [state_name]
+
+    def refused(what: str) -> UsageError:
+        fix = "download the quantized base again, or pass base=<the full-precision model>"
+        return UsageError(what, place=state_span.path, fix=fix)
+
+    def part(suffix: str, stored_as: str, elements: int) -> Span:
+        span = spans.get(f"{name}.{suffix}")
+        if span is None or (span.dtype, element_count(span.shape)) != (stored_as, elements):
+            raise refused(f"{name}.{suffix} is missing, or is not {elements} x {stored_as}")
+        auxiliary.append(span.name)
+        return span
+
     try:
         state = json.loads(bytes(read_stored(state_span, torch.uint8, 0, state_span.end - state_span.start).tolist()))
         shape, dtype, blocksize = tuple(state["shape"]), state["dtype"], state["blocksize"]
         nested_blocksize, nested_offset = state.get("nested_blocksize", 1), float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{state_name} is not a bitsandbytes quant state ({error})"
-        raise UsageError(what, place=state_span.path, fix=fix) from error
+        raise refused(f"{state_name} is not a bitsandbytes quant state ({error})") from error
     dtypes = {str(known).removeprefix("torch."): known for known in FLOAT_DTYPES.values()}
     if dtype not in dtypes or blocksize % 2:
-        what = f"{state_name} has dtype {dtype} and blocksize {blocksize}, which is not known here"
-        raise UsageError(what, place=state_span.path, fix=fix)
-    auxiliary = [state_name]
-
-    def part(suffix: str, stored_as: str, elements: int) -> Span:
-        span = spans.get(f"{name}.{suffix}")
-        if span is None or (span.dtype, element_count(span.shape)) != (stored_as, elements):
-            what = f"{name}.{suffix} is missing, or is not {elements} x {stored_as}"
-            raise UsageError(what, place=state_span.path, fix=fix)
-        auxiliary.append(span.name)
-        return span
-
+        raise refused(f"{state_name} has dtype {dtype} and blocksize {blocksize}, which is not known here")
     elements = element_count(shape)
     weight = spans.get(name)
     # The bytes may be stored under another dtype (bnb_4bit_quant_storage), so only their number counts.
     if weight is None or weight.end - weight.start != (elements + 1) // 2:
-        what = f"{name} is missing, or does not hold {elements} 4-bit elements"
-        raise UsageError(what, place=state_span.path, fix=fix)
+        raise refused(f"{name} is missing, or does not hold {elements} 4-bit elements")
     levels = read_stored(part("quant_map", "F32", 16), torch.float32, 0, 16)
     if kind == "fp4":
         levels[8] = -0.0  # sign bit alone: the kernels keep it, the stored map does not
@@ -180,8 +179,7 @@ def read_stored(span: Span, dtype: torch.dtype, first: int, count: int) -> torch
 
 
 def dequantize_rows(tensor: Bnb4bit, first_row: int, last_row: int) -> torch.Tensor:
-    """Rows first_row..last_row-1 in the dtype that was quantized, [rows, columns]: bitsandbytes' dequantize_4bit, bit
-    for bit."""
+    """Rows in the dtype that was quantized, [rows, columns]: bitsandbytes' dequantize_4bit, bit for bit."""
     columns = tensor.shape[-1]
     return dequantize_elements(tensor, first_row * columns, (last_row - first_row) * columns).view(-1, columns)
 

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,9 +77,8 @@ def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 @dataclass
 class DeltaStats:
-    """What the updates of one tensor did, over all its runs. max_abs_delta: the largest change before rounding.
-    The others come from a sample, the first block of each run. They are the number of elements, the sums of squares of
-    delta and W, and along_delta, the sum of rounding error times delta."""
+    """What the updates of one tensor did, over all its runs. max_abs_delta: the largest change before rounding. The others
+    come from a sample, the first block of each run. along_delta: the sum of rounding error times delta."""
 
     max_abs_delta: float = 0.0
     elements: int = 0
@@ -93,14 +92,6 @@ class DeltaStats:
         self.delta_squares += other.delta_squares
         self.weight_squares += other.weight_squares
         self.along_delta += other.along_delta
-
-    @classmethod
-    def sum(cls, stats: Iterable["DeltaStats"]) -> "DeltaStats":
-        """Of several tensors together."""
-        total = cls()
-        for stat in stats:
-            total.add(stat)
-        return total
 
     @property
     def ratio(self) -> float | None:
@@ -127,18 +118,18 @@ class Outcome:
     digests: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, stats: DeltaStats | None, check: ElementCheck | None) -> None:
+    def add(self, name: str, stats: DeltaStats | None, check: ElementCheck) -> None:
         if stats is not None:
             self.stats.setdefault(name, DeltaStats()).add(stats)
-        if check is not None and check.elements:
+        if check.elements:
             self.checks.setdefault(name, ElementCheck()).add(check)
 
 
-# What a run gives: statistics where it updates, a check where it was verified.
-Merged = tuple[DeltaStats | None, ElementCheck | None]
+# What a run gives: statistics where it updates, and its check.
+Merged = tuple[DeltaStats | None, ElementCheck]
 
 
-def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: bool, advance: Advance) -> Outcome:
+def write_and_verify(plan: MergePlan, directory: Path, workers: int, advance: Advance) -> Outcome:
     """Write, check, hash and sync every shard into `directory`, where the files exist in full size. advance: called
     with the bytes just done, from any thread."""
     outcome = Outcome()
@@ -154,7 +145,7 @@ def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: boo
 
         def merge(run: RowRange) -> Merged:
             stats = write_run(run, directory, weights)
-            check = verify_run(run, directory, weights) if verify else None
+            check = verify_run(run, directory, weights)
             advance(run.bytes)
             return stats, check
 
@@ -169,8 +160,7 @@ def write_and_verify(plan: MergePlan, directory: Path, workers: int, verify: boo
             outcome.add(run.tensor.target.name, *merged.result())
         for shard, hashed in hashing:
             outcome.digests[shard.name], outcome.inputs[shard.name] = hashed.result()
-            if verify:
-                verify_header(shard, directory)
+            verify_header(shard, directory)
     return outcome
 
 
