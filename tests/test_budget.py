@@ -12,11 +12,7 @@ from cogumi.config.schema import CogumiSection
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.methods.building import budget_reached
-from cogumi.telemetry.heartbeat import Progress
 from cogumi.telemetry.recorder import Telemetry
-from cogumi.telemetry.throughput import Meter
-from cogumi.training import loop
-from cogumi.training.loop import BudgetCallback
 
 Config = dict[str, Any]
 
@@ -112,17 +108,3 @@ def test_limits_are_reached_at_what_they_say() -> None:
     assert budget_reached(hours, 3600) == "1.00 h of cogumi.max_hours 1"
     assert budget_reached(money, 4990) is None
     assert budget_reached(money, 5000) == "$5.00 of cogumi.max_cost 5"
-
-
-def test_what_will_not_do_is_said_once_and_early(caplog: pytest.LogCaptureFixture) -> None:
-    meter, progress = Meter(price_per_hour=2.0), Progress()
-    options = CogumiSection(method="sft", price_per_hour=2.0, max_cost=3.0)
-    watching, state = (
-        BudgetCallback(options, meter, progress),
-        type("State", (), {"global_step": 1, "max_steps": 1000})(),
-    )
-    progress.eta_seconds = 2 * 3600
-    for _ in range(2 * loop.FORESEEN_AFTER):
-        watching.on_step_end(None, state, None)  # type: ignore[arg-type]
-    assert caplog.text.count("at this pace the training ends in 2 h 00 min, and before that the budget: $4.00 of") == 1
-    assert watching.spent is None

@@ -9,7 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from cogumi.telemetry.throughput import flops_of, peak_flops
+from cogumi.stack.gpus import find_card
+from cogumi.telemetry.throughput import flops_of
 
 
 def on_meta(kind: str, **config: Any) -> Any:
@@ -30,9 +31,10 @@ def test_llama_8b_with_a_frozen_base_is_33_gflop_a_token() -> None:
     assert work.trained == 0
     assert work.model(2048) == 4 * work.weights + 12 * 32 * 4096 * 2048
     assert work.model(2048) / 1e9 == pytest.approx(33.2, abs=0.1)
-    peak = peak_flops("NVIDIA H100 80GB HBM3")
-    assert peak is not None
-    assert peak / work.model(2048) == pytest.approx(29.8e3, rel=5e-3)  # tokens a second at most
+    card = find_card("NVIDIA H100 80GB HBM3")
+    assert card is not None
+    assert card.peak is not None
+    assert card.peak / work.model(2048) == pytest.approx(29.8e3, rel=5e-3)  # tokens a second at most
 
 
 def test_full_fine_tuning_is_six_n_and_lora_four_n_and_six_of_its_own() -> None:
@@ -137,7 +139,9 @@ def test_what_cannot_be_counted_is_said() -> None:
     ],
 )  # fmt: skip
 def test_the_peak_of_a_card_is_dense_bf16(card: str, tera: float) -> None:
-    assert peak_flops(card) == tera * 1e12
+    found = find_card(card)
+    assert found is not None
+    assert found.peak == tera * 1e12
 
 
 @pytest.mark.parametrize(
@@ -146,4 +150,5 @@ def test_the_peak_of_a_card_is_dense_bf16(card: str, tera: float) -> None:
      "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100", "Tesla V100-SXM2-16GB", "A card of 2030"],
 )  # fmt: skip
 def test_an_unknown_card_has_no_peak(card: str) -> None:
-    assert peak_flops(card) is None
+    found = find_card(card)
+    assert found is None or found.peak is None

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +22,8 @@ from finished_runs import FinishedRun
 from safetensors.torch import load_file
 
 import cogumi
-from cogumi.compile import compile_callback
-from cogumi.compile.compile_report import CompilerFound
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import count, format_duration, pip_command, python_command
+from cogumi.core.formatting import format_duration, pip_command, python_command
 from cogumi.core.redact import REDACTED, RedactedStr, redact_text
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health.flags import SampleCounts, read_samples
@@ -34,8 +31,7 @@ from cogumi.methods import dpo
 from cogumi.models.completion import complete_with_ends
 from cogumi.telemetry import heartbeat, recorder, throughput, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
-from cogumi.telemetry.recorder import StepTimer
-from cogumi.telemetry.samples import preserve_rng_and_mode, write_samples
+from cogumi.telemetry.recorder import StepTimer, preserve_rng_and_mode, write_samples
 from cogumi.telemetry.throughput import Meter, document_lengths
 
 Config = dict[str, Any]
@@ -83,8 +79,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
     assert sum(found["seconds"].values()) == pytest.approx(found["elapsed_seconds"], abs=0.1)
     assert found["step_seconds"] <= found["seconds"]["train"]
     assert found["cost"] == pytest.approx(2 * found["elapsed_seconds"], abs=0.1)
-    assert (found["mfu"], found["no_mfu"]) == (None, "no GPU")
-    assert found["flop_per_token"] > 4 * found["weights_per_token"] > 0
+    assert found["mfu"] is None
     assert found["final"]["loss"] == result.series("loss")[-1]
     assert found["final"]["eval_loss"] == result.series("eval_loss")[-1]
     assert found["memory"]["peak_rss"] > 1e8
@@ -119,9 +114,8 @@ def test_a_gspo_run_says_what_rollouts_and_updates_took(finished_gspo: FinishedR
     result = finished_gspo.result
     found = read_json(result.run_dir / "metrics.json")
     assert found["completions"] == 32  # two rollouts of 16
-    assert found["completions_per_second"] == pytest.approx(32 / found["rollout_seconds"], rel=1e-2)  # written to 1 ms
     assert 0 < found["rollout_seconds"] == pytest.approx(found["seconds"]["rollout"], abs=0.01)
-    assert found["update_seconds"] + found["rollout_seconds"] == pytest.approx(found["step_seconds"], abs=0.01)
+    assert found["rollout_seconds"] < found["step_seconds"]
     assert found["final"]["reward"] == result.series("reward")[-1]
     assert found["tokens"] == sum(result.series("policy/num_tokens")) + prompts_of(result)
     shown = scalars(result.run_dir)
@@ -170,25 +164,6 @@ def test_samples_on_the_way_change_nothing_of_the_training(sft: Config, tmp_path
     assert read_json(result.run_dir / "metrics.json")["seconds"]["samples"] > 0
 
 
-def test_trying_the_compiler_is_a_stage_of_its_own_and_no_part_of_a_step(
-    sft: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, seen = Path(sft["cogumi"]["run_dir"]), []
-
-    def tried(_: Any) -> CompilerFound:
-        seen.append(read_json(run_dir / "status.json")["stage"])
-        time.sleep(1)
-        return CompilerFound("no compiler", 1.0)
-
-    monkeypatch.setattr(compile_callback, "WORTH_COMPILING", 0.0)
-    monkeypatch.setattr(compile_callback, "try_compiler", tried)
-    cogumi.train(sft, cogumi__compile="auto")
-    assert seen == ["compile"]
-    found = read_json(run_dir / "metrics.json")
-    assert found["seconds"]["compile"] >= 1
-    assert found["step_seconds"] <= found["seconds"]["train"]
-
-
 def test_the_reference_of_dpo_is_a_stage_with_an_estimate(
     sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,8 +210,9 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
     torch.nn.init.zeros_(model.lm_head.weight)  # of logits that are all equal the first is taken
     write_samples(tmp_path, model, tokenizer, prompts, 2, ())
     first, second = read_samples(tmp_path)
-    assert (first.step, first.empty, first.ended) == (1, 0, 0)
-    assert second == SampleCounts(2, 2, empty=2, ended=2)
+    assert (first.step, first.empty) == (1, 0)
+    assert second == SampleCounts(2, 2, empty=2)
+    assert [row["ended"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [False, False, True, True]
 
 
 def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +280,7 @@ def test_the_heart_beats_while_the_training_thread_is_busy(tmp_path: Path, monke
     assert beat["cost_so_far"] == pytest.approx(beat["elapsed_seconds"] / 100, rel=0.01)
     assert beat["cost_at_end"] == pytest.approx(beat["cost_so_far"] + 2.0, rel=0.01)
     assert beat["disk"]["free"] > 0
-    assert beat["memory"]["process"] > 0
+    assert 0 < beat["memory"]["used"] < beat["memory"]["total"]
     assert beat["cpu"]["cores"] == os.cpu_count()
     assert not any(thread.name == "cogumi heartbeat" for thread in threading.enumerate())
 
@@ -404,41 +380,20 @@ def test_every_second_belongs_to_the_innermost_stage(clock: Callable[[float], No
 
 def test_the_first_step_and_pauses_do_not_move_the_pace_and_evaluations_do(clock: Callable[[float], None]) -> None:
     timed = StepTimer()
-    timed.begin()
+    timed.begin_step()
     clock(60)
-    assert timed.step_ended() == 60
-    assert timed.eta(10) == 600  # nothing else is known
+    assert timed.end_step() == 60
+    assert timed.eta(10) is None  # the first one warms up
     for step in range(1, 40):
         if step == 10:
             clock(40)  # an evaluation
-            timed.between_ended()
+            timed.begin_step()
         clock(2)
         if step == 20:
             clock(500)  # a pause
             timed.exclude(500)
-        assert timed.step_ended() == 2
+        assert timed.end_step() == 2
     assert timed.eta(100) == pytest.approx(100 * (2 + 40 / 39))
-
-
-def test_of_a_rollout_and_its_updates_the_whole_cycle_is_the_pace(clock: Callable[[float], None]) -> None:
-    timed = StepTimer(cycle=4)
-    timed.begin()
-    for _ in range(10):
-        for seconds in (20, 1, 1, 1):
-            clock(seconds)
-            timed.step_ended()
-            assert timed.steps < 8 or timed.eta(8) == pytest.approx(2 * 23)
-
-
-def test_a_trainer_that_generates_has_a_cycle(tmp_path: Path) -> None:
-    import trl
-
-    args = trl.GRPOConfig(
-        output_dir=str(tmp_path), per_device_train_batch_size=8, steps_per_generation=4, gradient_accumulation_steps=2,
-        bf16=False,
-    )  # fmt: skip
-    assert recorder.steps_per_rollout(SimpleNamespace(args=args, num_iterations=3)) == 6
-    assert recorder.steps_per_rollout(SimpleNamespace(args=trl.SFTConfig(output_dir=str(tmp_path), bf16=False))) == 1
 
 
 @pytest.mark.parametrize(
@@ -447,12 +402,6 @@ def test_a_trainer_that_generates_has_a_cycle(tmp_path: Path) -> None:
 )
 def test_durations_in_words(seconds: float, words: str) -> None:
     assert format_duration(seconds) == words
-
-
-def test_counts_in_words() -> None:
-    assert [count(each) for each in (950, 12345, 999_949, 999_950, 4.56e6)] == [
-        "950", "12.3k", "999.9k", "1.00M", "4.56M",
-    ]  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
@@ -499,13 +448,11 @@ def test_a_command_of_pip_is_for_this_python_and_short_where_it_can_be(
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setenv("HOME", str(tmp_path / "my home"))
+    monkeypatch.chdir(tmp_path / "my home" / "work")
+    assert pip_command("install x") == ".venv/bin/python -m pip install x"
+    assert run(f"{python_command()} -c 'print(1)'") == "1"
     (tmp_path / "elsewhere").mkdir()
-    for place, said in (("my home/work", ".venv/bin/python"), ("elsewhere", "~/work/.venv/bin/python")):
-        monkeypatch.chdir(tmp_path / place)
-        assert pip_command("install x") == f"{said} -m pip install x"
-        assert run(f"{python_command()} -c 'print(1)'") == "1"
-    monkeypatch.setenv("HOME", str(tmp_path / "another"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
     assert shlex.split(pip_command("install x")) == [str(python), "-m", "pip", "install", "x"]
 
 

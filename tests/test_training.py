@@ -270,8 +270,9 @@ def test_a_run_in_which_no_reward_was_scored_fails(gspo: Config, monkeypatch: py
 
     monkeypatch.setitem(named_rewards.BUILTIN_REWARDS, "parses", undecided)
     result = cogumi.train(gspo, cogumi__rewards=["parses"], cogumi__merge=False)
-    failed = {check.name: check.figure for check in result.verdict.checks if not check.passed}
-    assert "no completion was ever scored" in failed["rewards"]
+    failed = {check.name: str(check) for check in result.verdict.checks if not check.passed}
+    assert "0 of 2 batches scored" in failed["rewards"]
+    assert "change cogumi.rewards" in failed["rewards"]
     assert not (result.run_dir / "DONE").exists()
 
 

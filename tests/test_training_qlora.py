@@ -10,10 +10,9 @@ from qlora_runs import Config, check, four_bit_copy, four_bit_layers, qlora, wat
 from test_training_unfinished import logged, the_same
 
 import cogumi
-from cogumi.checkpoints.disk_forecast import checkpoint_bytes
 from cogumi.checkpoints.verify import bytes_of
 from cogumi.config.schema import load_config
-from cogumi.forecast.disk_lines import plan_trainer
+from cogumi.forecast.disk_forecast import checkpoint_bytes, plan_trainer
 from cogumi.merge.adapter_files import BaseRecord, Quantization, read_base_record, weights_sample
 from cogumi.telemetry.recorder import Telemetry
 

@@ -10,11 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 import cogumi
-from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health import sentinel as module
-from cogumi.methods.building import count_logged_rows, refuse_blind_check
 
 Config = dict[str, Any]
 
@@ -127,52 +125,6 @@ def test_a_check_of_a_broken_run_says_no_and_why(sft: Config) -> None:
     assert "safe to scale: no" in read_json(result.run_dir / "status.json")["reason"]
 
 
-@pytest.mark.parametrize(
-    ("sanity", "train", "said"),
-    [
-        (
-            12,
-            {"logging_steps": 10},
-            r"cogumi\.sanity: 12 would log 2 rows, and 8 are needed to judge; raise it .*train\.logging_steps: 1$",
-        ),
-        (7, {}, "would log 7 rows"),
-        (5, {"logging_steps": 2}, "would log 3 rows"),
-        (12, {"max_steps": 6}, "would log 6 rows"),
-        (12, {"logging_strategy": "no"}, "would log 0 rows"),
-        (12, {"logging_steps": 0.5, "max_steps": 12}, "would log 3 rows"),
-    ],
-)
-def test_a_check_that_would_see_nothing_is_refused(
-    sft: Config, sanity: int, train: Config, said: str, tmp_path: Path
-) -> None:
-    """By the training and by its preflight, in the same words."""
-    config = sft | {"train": sft["train"] | train, "cogumi": sft["cogumi"] | {"sanity": sanity}}
-    words = []
-    for call in (cogumi.train, cogumi.preflight):
-        with pytest.raises(UsageError, match=said) as refused:
-            call(config)
-        words.append(str(refused.value))
-    assert words[0] == words[1]
-    assert not Path(sft["cogumi"]["run_dir"]).exists()
-
-
-@pytest.mark.parametrize(("rollout", "needed"), [(1, 8), (2, 15), (4, 29)])
-def test_a_check_of_rollouts_needs_as_many_steps_as_sample_enough(gspo: Config, rollout: int, needed: int) -> None:
-    given = {"train__generation_batch_size": 8 * rollout, "train__max_steps": 50}
-    refuse_blind_check(load_config(gspo, cogumi__sanity=needed, **given))
-    with pytest.raises(UsageError, match="would log 7 rollouts"):
-        refuse_blind_check(load_config(gspo, cogumi__sanity=needed - 1, **given))
-
-
-@pytest.mark.parametrize(("steps", "train"), [(8, {}), (14, {"logging_steps": 2}), (9, {"logging_first_step": False})])
-def test_the_rows_that_are_foreseen_are_those_that_are_logged(sft: Config, steps: int, train: Config) -> None:
-    run = load_config(sft | {"train": sft["train"] | train}, cogumi__sanity=steps)
-    result = cogumi.train(sft | {"train": sft["train"] | train}, cogumi__sanity=steps)
-    assert count_logged_rows(run, steps) == len(result.series("loss"))
-    assert result.verdict.safe_to_scale is not None
-    assert "too few to tell" not in str(result.verdict)
-
-
 def test_a_check_as_long_as_the_run_is_the_run(sft: Config) -> None:
     result = cogumi.train(sft, cogumi__sanity=14)
     assert result.verdict.safe_to_scale == "not shown"
@@ -268,7 +220,6 @@ def test_watching_changes_nothing_that_is_learned(asked: Config, watched: Any, m
         "begin",
         "on_train_begin",
         "on_step_begin",
-        "on_optimizer_step",
         "on_step_end",
         "on_log",
         "on_train_end",

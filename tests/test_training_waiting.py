@@ -109,7 +109,7 @@ def test_what_is_asked_too_late_or_of_another_part_is_forgotten(
         cogumi.attach(home).unpause()
     (home / "PAUSED").touch()
     for ask in ("checkpoint", "pause"):
-        with pytest.raises(UsageError, match="it waits already, with a checkpoint: `cogumi unpause` ends the pause"):
+        with pytest.raises(UsageError, match="it waits already: `cogumi unpause` ends the pause"):
             getattr(cogumi.attach(home), ask)()
 
 
@@ -158,7 +158,7 @@ def test_rollouts_are_what_the_trainer_was_rewarded_for(sft: Config, tmp_path: P
 
 
 def test_a_completion_that_nobody_scored_has_no_reward() -> None:
-    from cogumi.telemetry.samples import spread_by_reward, text_of, weighted_sum
+    from cogumi.telemetry.recorder import spread_by_reward, text_of, weighted_sum
 
     nan = float("nan")
     assert weighted_sum((0.5, nan), [2.0, 1.0]) == 1.0
@@ -172,11 +172,11 @@ def test_a_completion_that_nobody_scored_has_no_reward() -> None:
 
 def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> None:
     from cogumi.core.run_directory import ROLLOUTS
-    from cogumi.telemetry.samples import drop_later_rows
+    from cogumi.telemetry.recorder import drop_later_rows
 
     path = tmp_path / ROLLOUTS
     path.write_text("".join(json.dumps({"step": step, "reward": []}) + "\n" for step in (1, 5, 9)))
-    drop_later_rows(tmp_path, 5, ROLLOUTS)
+    drop_later_rows(path, 5)
     assert [row["step"] for row in read_jsonl(path)] == [1, 5]
 
 

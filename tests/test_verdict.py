@@ -30,9 +30,7 @@ from cogumi.telemetry.status import format_screen, format_sentence, status_of
 SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
 DPO = replace(SFT, method="dpo", loss="sigmoid")
 GSPO = replace(SFT, method="gspo", rollout=16)
-BATCHES = BatchStatistics(
-    examples=64, masked=0, learned=640, pads_learned=0, pads_in_text=0, ends=64, pad_is_end=False, entropy=5.0
-)
+BATCHES = BatchStatistics(examples=64, masked=0, learned=640, pads_learned=0, ends=64, pad_is_end=False, entropy=5.0)
 
 
 def run_of(losses: list[float], setting: RunSettings = SFT, every: int = 1, **more: Any) -> RunHistory:
@@ -116,7 +114,7 @@ def test_a_flag_of_what_is_learned_withholds_a_yes_and_one_of_the_machine_does_n
     falls = noisy(2.5, 1.9, 100, 0.02)
     found, why = answer(run_of(falls, grad_norm=20.0))
     assert (found, "gradient norm is yellow" in why) == ("not shown", True)
-    assert answer(run_of(falls, **{"seen/memory": 0.95}))[0] == "yes"
+    assert answer(run_of(falls, **{"seen/seconds": 0.1, "seen/wait": 0.03}))[0] == "yes"
     assert answer(run_of(falls, grad_norm=200.0))[0] == "no"
 
 
@@ -188,19 +186,6 @@ def test_completions_of_the_first_half_have_time_to_come_and_those_of_the_base_a
     early = written(tmp_path, (20, [""] * 4))
     assert flag_of(replace(run, written=early), "held-out completions").level == "yellow"
     assert answer(replace(run, written=early))[0] == "not shown"
-
-
-def test_samples_that_never_reach_the_end_token_are_a_flag() -> None:
-    run = run_of(noisy(2.5, 1.9, 100, 0.02), every=2)
-    never, once = SampleCounts(200, 4, ended=0), SampleCounts(200, 4, ended=1)
-    assert flag_of(replace(run, written=[once]), "samples end").level == "green"
-    short = flag_of(replace(run, written=[never]), "samples end")
-    assert (short.level, "one learned token in 10 is the end token" in short.cause) == ("yellow", True)
-    long = replace(BATCHES, learned=64 * 300)  # answers of 300 tokens are longer than a sample
-    assert flag_of(replace(run, written=[never], batches=long), "samples end").level == "green"
-    none = replace(run, written=[never], batches=replace(BATCHES, ends=0))
-    (red,) = red_flags(judge(none))
-    assert (red.name, "no learned token is the end token" in red.cause) == ("samples end", True)
 
 
 # ---------------------------------------------------------------------------------------------------- rates, rewards, versions
@@ -324,11 +309,6 @@ def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) ->
         assert "raise train.learning_rate" in said
         assert "is not told" not in said
     assert headline(status)[1] == "FAIL (finished, checks failed): merged logits"
-    found = read_json(tmp_path / "verdict.json")
-    for each in found["checks"]:
-        del each["fix"]
-    write_json(tmp_path / "verdict.json", found)  # as versions before have written it
-    assert "; FAIL merged logits: rms 4.4e-03" in format_sentence(status)
 
 
 # ---------------------------------------------------------------------------------------------------------------- a real run

@@ -20,7 +20,7 @@ def cases(all_of_them: tuple[Case, ...]) -> list[object]:
 @pytest.mark.parametrize("case", cases((*BROKEN, *(case for case in HELD_OUT if case.broken))))
 def test_a_broken_run_is_stopped_for_its_own_cause(case: Case, tmp_path: Path) -> None:
     found = judged(case, tmp_path, "stop")
-    assert found.reds, f"{case.name}: nothing was red, yellow was {found.yellow}"
+    assert found.reds, f"{case.name}: nothing was red, yellow was {found.was_yellow}"
     step, flag = found.reds[0]
     assert case.explained_by(flag), str(flag)
     assert flag.knob

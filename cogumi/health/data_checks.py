@@ -7,7 +7,7 @@ model, so it separates a weak model from shuffled rows. `measure_pairs` is the o
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from cogumi.data.packing import padding_mask
 from cogumi.health.flags import AnswerOverlap, BatchStatistics, PairLosses, WordOverlap, students_t
 from cogumi.models.completion import end_ids
 from cogumi.patches.trl_internals import logged_metrics, prepared_inputs
-from cogumi.telemetry.samples import preserve_rng_and_mode
+from cogumi.telemetry.recorder import preserve_rng_and_mode
 
 OTHERS = 16  # prompts of other examples that each completion is held against
 EXAMPLES = 256
@@ -42,7 +42,7 @@ def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> WordOverlap | No
     # The share of the pieces' tokens that completions use too: a few labels or digits use next to none of them.
     words = set[int]().union(*pieces)
     alike = len(words & set[int]().union(*completions)) / len(words) if words else 0.0
-    t, t_within = overlap_with_own_prompt(prompts, completions), overlap_with_own_prompt(others, pieces)
+    t, t_within = students_t(gains(prompts, completions)), students_t(gains(others, pieces))
     return WordOverlap(len(documents), t, t_within, alike)
 
 
@@ -51,14 +51,12 @@ def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> Ans
     if len(documents) < 2 * OTHERS:
         return None
     prompts, chosen, rejected = ([set(each) for each in column] for column in zip(*documents, strict=True))
-    weight = weights([*zip(prompts, chosen, rejected, strict=True)])
-    right, wrong = gains(prompts, chosen, weight), gains(prompts, rejected, weight)
-    vary = len(set(right)) > 1 and len(set(wrong)) > 1
+    right, wrong = (gains(prompts, each, [chosen, rejected]) for each in (chosen, rejected))
     return AnswerOverlap(
         pairs=len(documents),
         t=students_t([a - b for a, b in zip(right, wrong, strict=True)]),
         t_either=students_t([a + b for a, b in zip(right, wrong, strict=True)]),
-        together=statistics.correlation(right, wrong) if vary else 1.0,
+        together=statistics.correlation(right, wrong) if len(set(right)) > 1 and len(set(wrong)) > 1 else 1.0,
     )
 
 
@@ -69,21 +67,19 @@ def middle_and_rest(prompt: Tokens, length: int) -> tuple[set[int], set[int]]:
     return set(prompt[at : at + length]), {*prompt[:at], *prompt[at + length :]}
 
 
-def overlap_with_own_prompt(prompts: Sequence[set[int]], completions: Sequence[set[int]]) -> float:
-    """Student's t of what completions share with their own prompt beyond what they share with others'."""
-    return students_t(gains(prompts, completions, weights([*zip(prompts, completions, strict=True)])))
+def gains(
+    prompts: Sequence[set[int]], answers: Sequence[set[int]], beside: Sequence[Sequence[set[int]]] = ()
+) -> list[float]:
+    """For each example: what the answer shares with its own prompt, less what it shares with the next OTHERS on average.
 
-
-def weights(examples: Sequence[tuple[set[int], ...]]) -> dict[int, float]:
-    """What a shared token counts: log(n / examples that hold it), its inverse document frequency (Sparck Jones 1972,
-    doi:10.1108/eb026526). What every example holds, as a chat template's words, counts nothing."""
-    holds = Counter(token for parts in examples for token in set[int]().union(*parts))
-    return {token: math.log(len(examples) / count) for token, count in holds.items()}
-
-
-def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict[int, float]) -> list[float]:
-    """For each example: what the answer shares with its own prompt, less what it shares with the next OTHERS on average."""
+    A shared token counts log(n / examples that hold it), its inverse document frequency (Sparck Jones 1972,
+    doi:10.1108/eb026526). What every example holds, as a chat template's words, counts nothing. beside: all answers.
+    """
     n = len(prompts)
+    holds = Counter(
+        token for parts in zip(prompts, *(beside or [answers]), strict=True) for token in set[int]().union(*parts)
+    )
+    weight = {token: math.log(n / count) for token, count in holds.items()}
 
     def share(i: int, j: int) -> float:
         return sum(weight[token] for token in prompts[i] & answers[j])
@@ -91,35 +87,27 @@ def gains(prompts: Sequence[set[int]], answers: Sequence[set[int]], weight: dict
     return [share(j, j) - statistics.fmean(share((j + k) % n, j) for k in range(1, OTHERS + 1)) for j in range(n)]
 
 
-def examine_batches(trainer: Any) -> BatchStatistics | None:
-    """What the collator makes of examples spread over the training data.
-    None where they cannot be read one by one (a stream), or are not tokens (prompts of a policy trainer)."""
+def examine_batches(trainer: Any) -> BatchStatistics:
+    """What the collator of an SFT or DPO trainer makes of examples spread over the training data."""
     dataset = trainer.train_dataset
-    if not hasattr(dataset, "__len__") or not len(dataset):
-        return None
     examples = [dataset[i] for i in spread(len(dataset), EXAMPLES)]
     with torch.random.fork_rng(devices=[]):  # a collator may draw, and the training is to be the one without this look
         batch = trainer.data_collator(examples)
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        return None
-    ids, labels = batch["input_ids"].cpu(), labels_of(batch)
-    if labels is None:
-        return None
-    tokenizer, ends = trainer.processing_class, end_ids(trainer.model, trainer.processing_class)
-    pad = getattr(tokenizer, "pad_token_id", None)
+    if "labels" in batch:
+        labels = batch["labels"].cpu()
+    else:  # preference pairs: the ids that the completion mask leaves
+        labels = torch.where(batch["completion_mask"].cpu().bool(), batch["input_ids"].cpu(), IGNORED)
+    ends = end_ids(trainer.model, trainer.processing_class)
     packed = "attention_mask" not in batch
     inside = ~padding_mask(batch["position_ids"].cpu()) if packed else batch["attention_mask"].cpu().bool()
     learned = labels != IGNORED
-    longest = getattr(trainer.args, "max_length", None)
     return BatchStatistics(
         examples=len(examples),
         masked=0 if packed else int((~learned.any(-1)).sum()),
         learned=int(learned.sum()),
         pads_learned=int((learned & ~inside).sum()),
-        pads_in_text=0 if pad is None else int(((ids == pad) & inside).sum()),
         ends=int(torch.isin(labels[learned], torch.tensor(sorted(ends), dtype=labels.dtype)).sum()) if ends else 0,
-        pad_is_end=pad in ends,
-        cut=0 if packed or longest is None else count_cut_rows(ids, inside, longest, ends),
+        pad_is_end=getattr(trainer.processing_class, "pad_token_id", None) in ends,
         entropy=entropy_of(labels[learned]),
     )
 
@@ -127,20 +115,6 @@ def examine_batches(trainer: Any) -> BatchStatistics | None:
 def spread(length: int, wanted: int) -> list[int]:
     """At most `wanted` indices, evenly over all: the first rows of a file are often alike."""
     return sorted({int(i) for i in np.linspace(0, length - 1, min(length, wanted))})
-
-
-def labels_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """Labels, or for preference pairs the ids that the completion mask leaves."""
-    if "labels" in batch:
-        return batch["labels"].cpu()
-    if "completion_mask" not in batch:
-        return None
-    return torch.where(batch["completion_mask"].cpu().bool(), batch["input_ids"].cpu(), IGNORED)
-
-
-def count_cut_rows(ids: Tensor, inside: Tensor, longest: int, ends: set[int]) -> int:
-    texts = [row[mask] for row, mask in zip(ids, inside, strict=True)]
-    return sum(len(text) >= longest and int(text[-1]) not in ends for text in texts)
 
 
 def entropy_of(tokens: Tensor) -> float:
@@ -168,7 +142,6 @@ def prompts_and_completions(trainer: Any, examples: int) -> list[tuple[list[int]
 
 
 def shared_words_of(trainer: Any) -> WordOverlap | None:
-    """What prompts share with the learned tokens of their completions."""
     pieces = prompts_and_completions(trainer, EXAMPLES)
     some = [pieces[i] for i in spread(len(pieces), DOCUMENTS)] if pieces else []
     return shared_words([(prompt, [each for each in labels if each != IGNORED]) for prompt, _, labels in some])

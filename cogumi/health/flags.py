@@ -1,8 +1,7 @@
 """What a flag is, what it is read from, and the statistics it is judged by: rows -> flags, without a trainer or state.
 
-A row is what the trainer logged at a step, with what the sentinel saw beside it under `seen/...`. Every rule gives a
-flag with its evidence and threshold, whatever its level. A flag that is not green says in one sentence its likely cause,
-the figures, and the key of the configuration to change.
+A row is what the trainer logged at a step, with what the sentinel saw beside it under `seen/...`. A flag that is not green
+says in one sentence its likely cause, the figures, and the key of the configuration to change.
 """
 
 import math
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cogumi.config.subsections import Thresholds
+from cogumi.config.schema import Thresholds
 from cogumi.core.formatting import flag_sentence
 from cogumi.core.run_directory import SAMPLES_FILE, read_jsonl
 
@@ -44,20 +43,14 @@ class Flag:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the run was told, of what the rules need.
-
-    max_grad_norm: 0 where gradients are not clipped. loss: train.loss_type, several joined by a comma. hidden_size: width of
-    the base model, 0 where it is not known. lora_rank: of the trained adapter, 0 where there is none; lora_scale: what its
-    product is multiplied by. rollout: completions that gspo samples at a time.
-    """
+    """What the run was told. loss: train.loss_type, several joined by a comma. hidden_size, lora_rank: 0 where there is none.
+    lora_scale: what the adapter's product is multiplied by. rollout: completions that gspo samples at a time."""
 
     method: str
     learning_rate: float
     max_steps: int
     examples_per_step: int
     warmup_steps: int = 0
-    max_grad_norm: float = 1.0
-    beta: float = 0.0
     loss: str = ""
     vocabulary: int = 0
     fp16: bool = False
@@ -82,9 +75,9 @@ class PairLosses:
 
 @dataclass(frozen=True)
 class WordOverlap:
-    """Whether completions share words with their own prompts rather than with others'. Student's t of paired differences;
-    `t_within` is of pieces of the prompts and the rest of each, which are known to belong together. `alike`: share of the
-    distinct tokens of those pieces that the completions use too."""
+    """Whether completions share words with their own prompts rather than with others': Student's t of paired differences.
+    `t_within`: of pieces of the prompts and the rest of each, which do belong together. `alike`: share of the distinct
+    tokens of those pieces that the completions use too."""
 
     examples: int
     t: float
@@ -94,9 +87,8 @@ class WordOverlap:
 
 @dataclass(frozen=True)
 class AnswerOverlap:
-    """Words that the answers of preference pairs share with their own prompt, beyond those shared with other prompts.
-    `t`: Student's t of the chosen answers' share less the rejected ones'. `t_either`: Student's t of the sum of both.
-    `together`: how far the two rise and fall together (Pearson's correlation)."""
+    """Words that answers of preference pairs share with their own prompt, beyond those shared with others. `t`: Student's t
+    of the chosen answers' share less the rejected ones'. `t_either`: of the sum of both. `together`: their correlation."""
 
     pairs: int
     t: float
@@ -108,20 +100,17 @@ class AnswerOverlap:
 class BatchStatistics:
     """What the collator makes of some examples before the first step. Counts are of tokens or examples.
 
-    masked: examples without one learned token. pads_learned: places that the attention mask leaves out, with a label.
-    pads_in_text: places inside the text that hold the padding token. ends: learned tokens that end a text. cut: examples as
-    long as train.max_length that do not end with an end token. entropy: of the learned tokens' frequencies, nats. pairs: what
-    the base makes of prompts and completions; pairs_now: the model when it was asked again.
+    masked: examples without one learned token. pads_learned: labelled places that the attention mask leaves out. ends:
+    learned tokens that end a text. entropy: of the learned tokens' frequencies, nats. pairs_now: the model when it was
+    asked again.
     """
 
     examples: int
     masked: int
     learned: int
     pads_learned: int
-    pads_in_text: int
     ends: int
     pad_is_end: bool
-    cut: int = 0
     entropy: float = 0.0
     pairs: PairLosses | None = None
     pairs_now: PairLosses | None = None
@@ -131,14 +120,13 @@ class BatchStatistics:
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Completions of held-out prompts after a step: how many in all, how many are empty, blank, loop, reached the end."""
+    """Completions of held-out prompts after a step: how many in all, how many are empty, blank, a loop."""
 
     step: int
     count: int
     empty: int = 0
     blank: int = 0
     loops: int = 0
-    ended: int = 0
 
     @property
     def unusable(self) -> int:
@@ -147,8 +135,8 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """All that the rules read: `first` rows of the run and its `latest` ones once it has settled, both bounded and in order.
-    Where few steps are logged the two overlap. written: of held-out prompts, by step; that of step 0 is of the base."""
+    """All that the rules read: `first` rows of the run and its `latest` ones once it has settled, both bounded. In a short run
+    the two overlap. written: of held-out prompts, by step; that of step 0 is of the base."""
 
     setting: RunSettings
     first: Sequence[Row]
@@ -168,7 +156,6 @@ class RunHistory:
         return int(rows[-1]["step"]) if rows else 0
 
     def series(self, key: str, rows: Sequence[Row] | None = None) -> tuple[list[int], list[float]]:
-        """(steps, values) of a metric's finite values."""
         found = [(int(row["step"]), number(row, key)) for row in (self.rows if rows is None else rows)]
         return [step for step, value in found if value is not None], [each for _, each in found if each is not None]
 
@@ -176,7 +163,7 @@ class RunHistory:
 Rule = Callable[[RunHistory], Flag | None]
 
 # A red flag explains others: those are told as its consequences, so that one cause is named for one fault. In this order.
-TEXT = "gradient norm, loss trend, loss noise, token frequencies, end tokens, held-out completions, samples end"
+TEXT = "gradient norm, loss trend, loss noise, token frequencies, end tokens, held-out completions"
 FOLLOWS = {
     "finite numbers": "*",
     "learned tokens": f"adapter moves, {TEXT}",
@@ -184,8 +171,6 @@ FOLLOWS = {
     "learning-rate schedule": "adapter moves, gradient norm, loss trend, preferences, reward trend",
     "adapter moves": "gradient norm, loss trend, loss noise, token frequencies, preferences, reward trend",
     "loss trend": "gradient norm, loss noise, token frequencies, prompt and completion, preferences",
-    "held-out completions": "samples end",
-    "samples end": "end tokens",
     "prompt and completion": "gradient norm, loss noise, token frequencies",
     "token frequencies": "loss noise",
     "preferences": "gradient norm",
@@ -193,7 +178,6 @@ FOLLOWS = {
     "entropy": "gradient norm, clip fraction, completions end, reward trend, reward varies",
     "reward varies": "gradient norm, adapter moves, clip fraction, reward trend",
     "completions end": "gradient norm, adapter moves, clip fraction, reward trend",
-    "waiting for data": "tokens per second",
 }
 
 
@@ -230,7 +214,6 @@ def number(row: Row, key: str) -> float | None:
 
 
 def read_samples(run_dir: Path) -> list[SampleCounts]:
-    """What samples.jsonl holds, by step."""
     steps: dict[int, list[dict[str, Any]]] = {}
     for row in read_jsonl(run_dir / SAMPLES_FILE):
         steps.setdefault(int(row["step"]), []).append(row)
@@ -241,7 +224,6 @@ def read_samples(run_dir: Path) -> list[SampleCounts]:
             empty=sum(not row["completion"] for row in rows),
             blank=sum(row["completion"].isspace() for row in rows),
             loops=sum(is_loop(row["completion"]) for row in rows),
-            ended=sum(row.get("ended", True) for row in rows),
         )
         for step, rows in sorted(steps.items())
     ]
@@ -272,17 +254,13 @@ class Trend:
     z: float
 
     def change(self, x: Sequence[float]) -> float:
-        """What the slope amounts to from the first to the last x."""
         return self.slope * (x[-1] - x[0])
 
 
 def trend(x: Sequence[float], y: Sequence[float]) -> Trend:
-    """Theil and Sen's slope, and Mann and Kendall's test of the order of the values.
-
-    The slope is the median over all pairs (Sen 1968, doi:10.1080/01621459.1968.10480934). The test's S is the number of
-    rising minus falling pairs, with variance n(n-1)(2n+5)/18 less what ties take away. A spike is one of n values,
-    however high. O(n^2): for windows of some hundred. x increasing. Fewer than three values have no trend.
-    """
+    """The median slope over all pairs (Sen 1968, doi:10.1080/01621459.1968.10480934), and Mann and Kendall's test of the
+    order. Its S is the number of rising minus falling pairs, of variance n(n-1)(2n+5)/18 less what ties take away. O(n^2).
+    x increasing. Fewer than three values have no trend."""
     n = len(y)
     if n < 3:
         return Trend(0.0, 0.0)
@@ -299,10 +277,8 @@ def trend(x: Sequence[float], y: Sequence[float]) -> Trend:
 
 
 def noise(y: Sequence[float]) -> float:
-    """The scatter of one value about a smooth curve: the median absolute difference of neighbours as a standard deviation.
-
-    For a normal scatter |difference| has the median 0.6745 * sqrt(2) * sigma. Jumps and trends hardly count.
-    """
+    """The standard deviation of one value about a smooth curve. Of a normal scatter the median absolute difference of
+    neighbours is 0.6745 * sqrt(2) * sigma. Jumps and trends hardly count."""
     if len(y) < 3:
         return 0.0
     return float(np.median(np.abs(np.diff(np.asarray(y, dtype=np.float64))))) / (0.6744897501960817 * math.sqrt(2))
@@ -328,9 +304,8 @@ def fall(y: Sequence[float]) -> Fall:
     """The median of the first three values against that of the last fifth, held against the scatter of neighbours.
 
     z is of these, or of the first and last tenth or quarter where they show more: a slow fall is in all values. The
-    median of n normal values has the standard deviation `1.2533 sigma / sqrt(n)`. Neighbours differ on average by
-    `2 sigma / sqrt(pi)`. With few values this mean says more than the median difference, and a steep fall only raises
-    it. A fall that the order of the values does not show (`trend`) has z = 0. y: at least one value.
+    median of n normal values has the standard deviation `1.2533 sigma / sqrt(n)`; neighbours differ on average by
+    `2 sigma / sqrt(pi)`. A fall that the order of the values does not show (`trend`) has z = 0. y: at least one value.
     """
     sigma = float(np.abs(np.diff(y)).mean()) * math.sqrt(math.pi) / 2 if len(y) > 1 else 0.0
     compared = [

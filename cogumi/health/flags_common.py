@@ -1,4 +1,4 @@
-"""Rules for every method: finite numbers, steps, rates, gradients, the adapter, completions, versions, speed, memory."""
+"""Rules for every method: finite numbers, rates, gradients, the adapter, completions, waiting for data."""
 
 import math
 import statistics
@@ -8,18 +8,11 @@ from cogumi.health.flags import Flag, Rule, RunHistory, fall, level_above, noise
 
 SETTLED_STEPS = 10  # before these a gradient norm is of a model that has not begun to move, or of a warm-up
 NO_RATE = 0.1  # Adam moves each weight by about the rate in a step, and weights are some hundredths
-SPEED_ROWS = 10  # that a stretch of the run's own speed is the median of
 WAIT_ROWS = 20
 LOSS_RISE = 0.1  # share of its start that a loss is to climb by, which benchmarks/verdict.py was read off
 LOWEST_NORM = {"sft": 0.1, "dpo": 0.1, "gspo": 0.001}  # axolotl's training-stability page
-CLIPPED_AWAY = 100.0  # times max_grad_norm: a loss with the wrong divisor
 WAITING = 0.2, 0.5  # yellow and red share of the time that is spent in waiting for the next batch
-SLOWER = 2.0, 4.0  # yellow and red: one part in so many of the run's own best speed
-MEMORY_YELLOW = 0.92
-SKIPPED = 0.1  # share of steps that fp16's loss scaling skips: it halves its scale, so some at the start are usual
 UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
-SPIKE = 100.0  # times the median norm before it: a single step of a policy that is of another kind
-ENOUGH_NORMS = 8  # before a median means something
 LEARNED = 0.5  # share of its start that a loss fell by, from which small gradients are of examples that are learned
 LOST = 2.0**-9  # half the spacing of bfloat16 numbers beside a number: a smaller change is rounded away
 LORA_INIT = 3.0**-0.5  # standard deviation of PEFT's lora_A times the root of its columns (kaiming_uniform, a = sqrt 5)
@@ -42,9 +35,10 @@ def finite_numbers(run: RunHistory) -> Flag:
         what = " and ".join(bad) or "a weight"
         evidence = f"step {row['step']}: {what} is not finite" + (f"; so is {broken}" if broken else "")
         cause, knob = "one step's numbers overflowed", "train.learning_rate"
+        before = run.series("loss", [each for each in run.rows if each["step"] < row["step"]])[1]
         if broken.startswith("frozen "):
             cause, knob = "the base model's weights are broken", "model.name"
-        elif has_climbed(run, int(row["step"])):
+        elif len(before) >= 3 and max(before) > before[0] + max(5 * noise(before), LOSS_RISE * before[0]):
             cause = "the learning rate is too high, as the loss climbed before it broke"
         elif run.setting.learning_rate >= NO_RATE:
             cause = f"the learning rate is too high, at {run.setting.learning_rate:g}"
@@ -59,40 +53,20 @@ def is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def has_climbed(run: RunHistory, before: int) -> bool:
-    """Whether the loss had left the range of its start by then."""
-    values = run.series("loss", [row for row in run.rows if int(row["step"]) < before])[1]
-    return len(values) >= 3 and max(values) > values[0] + max(5 * noise(values), LOSS_RISE * values[0])
-
-
-def steps_complete(run: RunHistory) -> Flag | None:
-    """Optimizer steps that fp16's loss scaling skipped."""
-    seen = sum(run.series("seen/steps", run.latest)[1])
-    if not seen:
-        return None
-    skipped = sum(run.series("seen/skipped", run.latest)[1])
-    level = level_above(skipped / seen, SKIPPED / 5, SKIPPED)
-    evidence = f"{seen:.0f} steps to step {run.step}, {skipped:.0f} of them skipped"
-    threshold = f"<= {SKIPPED:.0%} skipped"
-    why = "gradients overflow fp16 however small the loss scale", "train.bf16: true, instead of train.fp16"
-    return Flag("steps complete", "yellow" if level == "red" and skipped < 5 else level, evidence, threshold, *why)
-
-
 def learning_rate(run: RunHistory) -> Flag | None:
     """A rate that is zero, a warm-up that outlasts the run, a schedule that has ended before the run has."""
     steps, rates = run.series("learning_rate")
-    setting = run.setting
+    warmup, longest = run.setting.warmup_steps, run.setting.max_steps
     if not rates:
         return None
     name, threshold = "learning-rate schedule", "above 0 until the last steps, its peak within the run"
-    if setting.max_steps > 1 and setting.warmup_steps >= setting.max_steps:
-        evidence = f"{setting.warmup_steps} steps of warm-up in a run of {setting.max_steps}"
+    if 1 < longest <= warmup:
+        evidence = f"{warmup} steps of warm-up in a run of {longest}"
         return Flag(name, "red", evidence, threshold, "the rate never reaches its peak", "train.warmup_steps")
     idle = [step for step, rate in zip(steps, rates, strict=True) if rate == 0 and step > 1]
-    left = setting.max_steps - run.step
-    if len(idle) >= 3 and idle[-1] == steps[-1] and left > 0:
+    if len(idle) >= 3 and idle[-1] == steps[-1] and run.step < longest:
         last_moving = max((i for i, rate in enumerate(rates) if rate > 0), default=-1)
-        evidence = f"the rate is 0 since step {steps[last_moving + 1]}, with {left} steps to go"
+        evidence = f"the rate is 0 since step {steps[last_moving + 1]}, with {longest - run.step} steps to go"
         why = "the schedule ends before the run does", "train.lr_scheduler_type"
         return Flag(name, "red", evidence, threshold, *why)
     return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}", threshold)
@@ -106,19 +80,19 @@ def lora_rate(run: RunHistory) -> Flag | None:
     `in_features^-1/2`. Below LOST the merged model in bfloat16 is the base. Such a rate usually comes from full
     fine-tuning. LoRA's is about ten times as high (trl#2872: 5e-7 at rank 8).
     """
-    setting = run.setting
-    if not setting.lora_rank or "adam" not in setting.optimizer or setting.learning_rate <= 0 or setting.max_steps < 1:
+    setting, rate, steps = run.setting, run.setting.learning_rate, run.setting.max_steps
+    if not setting.lora_rank or "adam" not in setting.optimizer or rate <= 0 or steps < 1:
         return None
     least, most, by_width = USUAL_RATES[setting.method]
-    rate, steps, width = setting.learning_rate, setting.max_steps, setting.hidden_size
     change = setting.lora_scale * setting.lora_rank**0.5 * LORA_INIT * rate * steps / 2
     name, threshold = "LoRA learning rate", f"{least:g} to {most:g} is usual"
     if rate < least and 0 < change < LOST:
         evidence = f"{rate:g} for {steps} steps changes weights by {change:.1e}, and bfloat16 rounds {LOST:.1e} away"
         cause = "the LoRA learning rate is too low to move the weights"
         return Flag(name, "yellow", evidence, threshold, cause, "train.learning_rate, ten times as high")
-    if rate > most and rate * width > by_width:
-        evidence = f"{rate:g} in a model {width} wide, where {by_width / width:.1g} is too high already"
+    if rate > most and rate * setting.hidden_size > by_width:
+        too_high = by_width / setting.hidden_size
+        evidence = f"{rate:g} in a model {setting.hidden_size} wide, where {too_high:.1g} is too high already"
         cause = "the LoRA learning rate is known to diverge"
         return Flag(name, "yellow", evidence, threshold, cause, "train.learning_rate, to a tenth")
     return Flag(name, "green", f"{rate:g} at rank {setting.lora_rank} for {steps} steps", threshold)
@@ -130,38 +104,21 @@ def gradient_norm(run: RunHistory) -> Flag | None:
     low = LOWEST_NORM[run.setting.method]
     high = run.thresholds.rl_grad_norm_high if rl else run.thresholds.grad_norm_high
     steps, norms = run.series("grad_norm", run.latest)
-    threshold = f"{low:g} to {high:g}"
     if len(norms) < 3:
-        return check_clipping(run, threshold) if rl else None
-    far = 100 if rl else 10  # an RL loss's scale depends on its normaliser, so only orders of magnitude mean something
+        return None
     median = statistics.median(norms[-20:])
-    evidence = f"median {median:.3g} of steps {steps[-20:][0]} to {steps[-1]}"
+    evidence, threshold = f"median {median:.3g} of steps {steps[-20:][0]} to {steps[-1]}", f"{low:g} to {high:g}"
     if median == 0:
         return Flag(name, "red", evidence, "> 0", "no gradient reaches a trainable weight", "lora.target_modules")
     if median > high:
+        far = 100 if rl else 10  # an RL loss's scale depends on its normaliser
         level = level_above(median, high, far * high)
         return Flag(name, level, evidence, threshold, "updates are too large", "train.learning_rate, lower")
     if median < low and (rl or not fall(run.series("loss")[1] or [0.0]).is_by(LEARNED)):
         level = "red" if median < low / 100 else "yellow"
         cause = "little is left to learn from these examples"
         return Flag(name, level, evidence, threshold, cause, "train.learning_rate, higher")
-    at = norms.index(max(norms))
-    before = statistics.median(norms[:at][-20:]) if at >= ENOUGH_NORMS else 0.0
-    if rl and norms[at] > SPIKE * before > 0:
-        evidence = f"{norms[at]:.3g} at step {steps[at]}, {norms[at] / before:.0f} times the median before it"
-        cause = "one rollout differs from the others by orders of magnitude"
-        return Flag(name, "yellow", evidence, f"single steps below {SPIKE:g} times the median", cause, "data.source")
     return Flag(name, "green", evidence, threshold)
-
-
-def check_clipping(run: RunHistory, threshold: str) -> Flag | None:
-    """The first gradients of a policy, where clipping divides them by orders of magnitude."""
-    limit, norms = run.setting.max_grad_norm, [norm for norm in run.series("grad_norm", run.first)[1] if norm][:3]
-    if not limit or not norms or max(norms) <= CLIPPED_AWAY * limit:
-        return None
-    evidence = f"{max(norms):.3g} in the first rows, and clipping at train.max_grad_norm {limit:g} divides it"
-    why = "the loss may have the wrong divisor", "train.loss_type"
-    return Flag("gradient norm", "yellow", evidence, threshold, *why)
 
 
 def adapter_moves(run: RunHistory) -> Flag | None:
@@ -219,7 +176,6 @@ def is_untrained(run: RunHistory) -> bool:
 
 
 def waiting_for_data(run: RunHistory) -> Flag | None:
-    """The share of the time spent in waiting for the loader."""
     rows = [row for row in run.latest if int(row["step"]) > 2][-WAIT_ROWS:]  # the first batches start the workers
     seconds, waited = run.series("seen/seconds", rows)[1], run.series("seen/wait", rows)[1]
     if len(seconds) < 5 or not sum(seconds):
@@ -231,31 +187,5 @@ def waiting_for_data(run: RunHistory) -> Flag | None:
     return Flag("waiting for data", level_above(part, *WAITING), evidence, threshold, *why)
 
 
-def tokens_per_second(run: RunHistory) -> Flag | None:
-    """The latest rows' speed against the best stretch that is still remembered."""
-    steps, speeds = run.series("perf/tokens_per_second")
-    if len(speeds) < 3 * SPEED_ROWS:
-        return None
-    begins = range(0, len(speeds) - SPEED_ROWS + 1, SPEED_ROWS)
-    best = max(statistics.median(speeds[begin : begin + SPEED_ROWS]) for begin in begins)
-    now = statistics.median(speeds[-2 * SPEED_ROWS :])
-    evidence = f"{now:,.0f} in steps {steps[-2 * SPEED_ROWS]} to {steps[-1]}, at best {best:,.0f}"
-    threshold = f"slower by at most {SLOWER[0]:g}, red by {SLOWER[1]:g}"
-    why = "the machine has become slower", "the machine's other processes"
-    return Flag("tokens per second", level_above(best / now, *SLOWER), evidence, threshold, *why)
-
-
-def memory(run: RunHistory) -> Flag | None:
-    """The share of memory in use, at its highest since the row before."""
-    steps, used = run.series("seen/memory", run.latest)
-    if not used:
-        return None
-    most, red = max(used), run.thresholds.memory_red
-    evidence = f"{most:.0%} at step {steps[used.index(most)]}"
-    threshold = f"<= {MEMORY_YELLOW:.0%}, red > {red:.0%}"
-    why = "a longer batch than those so far will not fit", "train.per_device_train_batch_size, lower"
-    return Flag("memory", level_above(most, MEMORY_YELLOW, red), evidence, threshold, *why)
-
-
-OF_UPDATES = (finite_numbers, steps_complete, learning_rate, lora_rate, gradient_norm, adapter_moves)
-COMMON: tuple[Rule, ...] = (*OF_UPDATES, held_out_completions, waiting_for_data, tokens_per_second, memory)
+OF_UPDATES = (finite_numbers, learning_rate, lora_rate, gradient_norm, adapter_moves)
+COMMON: tuple[Rule, ...] = (*OF_UPDATES, held_out_completions, waiting_for_data)

@@ -20,14 +20,13 @@ from cogumi.health.flags import (
     resolve_consequences,
     trend,
 )
+from cogumi.health.flags_by_method import DPO, ENOUGH_ROWS, RL, SFT, TREND_STEPS, TREND_Z, rollouts
 from cogumi.health.flags_common import COMMON
-from cogumi.health.flags_rl import RL, rollouts
-from cogumi.health.flags_sft import DPO, ENOUGH_ROWS, SFT, TREND_STEPS, TREND_Z
 from cogumi.rl.watch import RECORD
 
 RULES: dict[str, tuple[Rule, ...]] = {"sft": (*COMMON, *SFT), "dpo": (*COMMON, *DPO), "gspo": (*COMMON, *RL)}
-# Flags of the machine: yellow ones cost time, and say nothing of what is learned.
-OF_THE_MACHINE = {"waiting for data", "tokens per second", "memory"}
+# A flag of the machine: a yellow one costs time, and says nothing of what is learned.
+OF_THE_MACHINE = {"waiting for data"}
 
 
 class Scale(StrEnum):
@@ -170,38 +169,24 @@ def count_finite(values: Sequence[Any]) -> int:
 
 def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     """What GSPO adds: completions were scored, the loss that was asked for ran, and every ratio is a number."""
-    rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
+    # TRL 1.15 logs None for a rollout in which every reward function returned None for every completion.
+    rewards = [number(row, "reward") for row in metrics if "reward" in row]
+    scored = sum(reward is not None for reward in rewards)
+    fix = "change cogumi.rewards, so that one scores these completions: every advantage was 0, and nothing was learned"
     ratios = [row[key] for row in metrics for key in ("policy/min_ratio", "policy/max_ratio") if key in row]
     clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
     finite, all_of_them = count_finite(ratios + clipped), len(ratios + clipped)
     span = f"{finite} of {all_of_them} values finite"
     if finite == all_of_them > 0:
         span = f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
-    scored = describe_unscored(metrics) or f"{len(rewards)} batches scored"
-    fix = "change cogumi.rewards, so that one scores these completions"
     return [
-        Check("rewards", scored, "at least one", bool(rewards), fix),
+        Check("rewards", f"{scored} of {len(rewards)} batches scored", "at least one", scored > 0, fix),
         judge_loss_record(run_dir),
         Check("ratio and clip fraction", span, "all finite", finite == all_of_them > 0, "lower train.learning_rate"),
     ]
 
 
-def describe_unscored(rows: Iterable[dict[str, Any]]) -> str | None:
-    """Why a run with these logged rows is a failure: not one completion was scored. None where one was.
-
-    TRL 1.15 logs `reward: None` for a rollout in which every reward function returned None for every completion.
-    """
-    scored = [number(row, "reward") is not None for row in rows if "reward" in row]
-    if any(scored):
-        return None
-    return (
-        f"no completion was ever scored: every reward function returned None or NaN in all {len(scored)} logged rollouts. "
-        "Every advantage was 0, and nothing was learned"
-    )
-
-
 def judge_loss_record(run_dir: Path) -> Check:
-    """The first steps' loss as `cogumi.rl.loss_check` recorded it."""
     name, path, required = "loss that ran", run_dir / RECORD, "the formula's value and gradient"
     if not path.exists():
         return Check(name, "no step was made", required, False, "raise train.max_steps")

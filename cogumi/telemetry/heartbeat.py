@@ -18,7 +18,7 @@ import torch
 
 from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import RefusedAtSetup
-from cogumi.core.formatting import one_line, pip_command
+from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
 from cogumi.telemetry.throughput import HEARTBEAT, Meter, Throughput
 
@@ -26,63 +26,6 @@ log = logging.getLogger("cogumi")
 HEARTBEAT_SECONDS = 1.0
 SUMMARY = "metrics.json"
 FINAL = ("loss", "eval_loss", "reward")
-
-
-class MachineUse:
-    """Reads what the machine is doing, about a millisecond a time. Utilization, temperature and power come from NVML
-    (nvidia-ml-py). Where it is not installed or does not answer, they are left out, and one line of log says so."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.process = psutil.Process()
-        self.process.cpu_percent()  # the first call starts the interval of the next
-        psutil.cpu_percent()
-        self.nvml = torch.cuda.is_available() and has_nvml()
-
-    def now(self) -> dict[str, Any]:
-        """Bytes are bytes, percentages 0 to 100; `cpu.process_percent` is of one core, so 8 busy cores are 800."""
-        cpu, process = psutil.cpu_percent(), self.process.cpu_percent()
-        memory, disk, rss = psutil.virtual_memory(), shutil.disk_usage(self.directory), self.process.memory_info().rss
-        return {
-            "gpu": self.gpu(),
-            "cpu": {"percent": cpu, "process_percent": process, "cores": psutil.cpu_count()},
-            "memory": {"used": memory.total - memory.available, "total": memory.total, "process": rss},
-            "disk": {"free": disk.free, "total": disk.total},
-        }
-
-    def gpu(self) -> dict[str, Any] | None:
-        """None without one. `used` is everybody's, the peaks are of this process."""
-        if not torch.cuda.is_available():
-            return None
-        free, total = torch.cuda.mem_get_info()
-        found = {"name": torch.cuda.get_device_name(), "used": total - free, "total": total, **gpu_peaks()}
-        if self.nvml:
-            found["utilization_percent"] = torch.cuda.utilization()
-            found["temperature_celsius"] = torch.cuda.temperature()
-            found["power_watts"] = torch.cuda.power_draw() / 1000
-        return found
-
-
-def has_nvml() -> bool:
-    try:
-        import pynvml
-
-        torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw()
-    except ImportError:
-        why = f"nvidia-ml-py is not installed ({pip_command('install nvidia-ml-py')})"
-    except (pynvml.NVMLError, RuntimeError) as error:
-        why = f"NVML does not answer: {error}"
-    else:
-        return True
-    log.info("no GPU utilization in heartbeat.json: %s", why)
-    return False
-
-
-def gpu_peaks() -> dict[str, int]:
-    """Bytes that torch has held at most since the run began; {} without a GPU."""
-    if not torch.cuda.is_available():
-        return {}
-    return {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
 
 
 @dataclass
@@ -116,7 +59,8 @@ class Heartbeat:
         self.stalled: Callable[[], str] = str  # what a mirror says that falls behind, "" where it does not
         self.failing = False
         self.over = threading.Event()
-        self.use = MachineUse(run_dir)
+        self.has_nvml = torch.cuda.is_available() and has_nvml()
+        psutil.cpu_percent()  # the first call starts the interval of the next
         self.thread = threading.Thread(target=self.run, name="cogumi heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
@@ -145,8 +89,10 @@ class Heartbeat:
             self.failing = False
 
     def now(self) -> dict[str, Any]:
+        """Bytes are bytes, percentages 0 to 100. `used` memory of a GPU is everybody's."""
         progress, meter = self.progress, self.meter
         left = progress.eta_seconds
+        memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.run_dir)
         return {
             "stage": meter.stage,
             "step": progress.step,
@@ -163,11 +109,34 @@ class Heartbeat:
             "seconds": meter.seconds(),
             "counts": meter.counts,
             "stalled": self.stalled() or None,
-            **self.use.now(),
+            "gpu": self.gpu(),
+            "cpu": {"percent": psutil.cpu_percent(), "cores": psutil.cpu_count()},
+            "memory": {"used": memory.total - memory.available, "total": memory.total},
+            "disk": {"free": disk.free, "total": disk.total},
         }
 
+    def gpu(self) -> dict[str, Any] | None:
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        utilization = torch.cuda.utilization() if self.has_nvml else None
+        name = torch.cuda.get_device_name()
+        return {"name": name, "used": total - free, "total": total, "utilization_percent": utilization}
 
-# -------------------------------------------------------------------------------------------------------- metrics.json
+
+def has_nvml() -> bool:
+    why: Exception
+    try:
+        import pynvml
+
+        torch.cuda.utilization()
+        return True
+    except ImportError as error:
+        why = error
+    except (pynvml.NVMLError, RuntimeError) as error:
+        why = error
+    log.info("no GPU utilization in heartbeat.json: %s", one_line(why))
+    return False
 
 
 @contextmanager
@@ -191,7 +160,7 @@ def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
 
 
 def write_summary(heart: Heartbeat) -> None:
-    found = summary(heart)
+    found = summarize(heart)
     peak, forecast = (found["memory"].get(key) for key in ("gpu_peak_allocated", "gpu_peak_forecast"))
     if peak and forecast:
         more = 100 * (forecast / peak - 1)
@@ -202,55 +171,37 @@ def write_summary(heart: Heartbeat) -> None:
         log.error("%s could not be written: %s", heart.run_dir / SUMMARY, error.strerror)
 
 
-def summary(heart: Heartbeat) -> dict[str, Any]:
-    """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process.
-
-    `gpu_peak_forecast` is what the preflight said that `gpu_peak_allocated` would be; `peak_rss` is of the whole process.
-    """
-    meter, progress, throughput = heart.meter, heart.progress, heart.throughput
+def summarize(heart: Heartbeat) -> dict[str, Any]:
+    """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process."""
+    meter, throughput = heart.meter, heart.throughput
     found: dict[str, Any] = {
-        "steps": progress.step,
-        "max_steps": progress.steps,
+        "steps": heart.progress.step,
+        "max_steps": heart.progress.steps,
         "elapsed_seconds": round(meter.elapsed(), 3),
         "seconds": {stage: round(seconds, 3) for stage, seconds in meter.seconds().items()},
-        "price_per_hour": meter.price_per_hour,
         "cost": meter.cost(),
     }
     if throughput is not None:
-        found |= rates(throughput)
+        done = throughput.total
+        found |= {
+            "tokens": int(done.tokens),
+            "tokens_with_padding": int(done.padded_tokens),
+            "tokens_per_second": throughput.tokens_per_second(done),
+            "mean_context": done.squared / done.tokens if done.tokens else None,
+            "step_seconds": round(done.step_seconds, 3),
+            "rollout_seconds": round(done.rollout_seconds, 3),
+            "completions": int(done.completions),
+            "mfu": throughput.mfu(done),
+        }
     rows = read_jsonl(heart.run_dir / "metrics.jsonl")
     found["final"] = {key: next((row[key] for row in rows[::-1] if row.get(key) is not None), None) for key in FINAL}
     # getrusage(2): kilobytes on Linux, bytes on macOS
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    found["memory"] = {"peak_rss": rss, **{f"gpu_{key}": value for key, value in gpu_peaks().items()}}
+    memory = found["memory"] = {"peak_rss": rss}
+    if torch.cuda.is_available():
+        memory["gpu_peak_allocated"] = torch.cuda.max_memory_allocated()
+        memory["gpu_peak_reserved"] = torch.cuda.max_memory_reserved()
     forecast = read_section(heart.run_dir / FORECAST, "preflight").get("figures", {}).get("memory")
     if forecast is not None:
-        found["memory"] |= {"gpu_peak_forecast": forecast["tensors"] + forecast["workspace"]}
-    return found
-
-
-def rates(throughput: Throughput) -> dict[str, Any]:
-    done = throughput.total
-    found: dict[str, Any] = {
-        "tokens": int(done.tokens),
-        "tokens_with_padding": int(done.padded_tokens),
-        "tokens_per_second": throughput.tokens_per_second(done),
-        "step_seconds": round(done.step_seconds, 3),
-    }
-    if throughput.work is not None and done.tokens:
-        context = done.squared / done.tokens
-        found |= {
-            "mean_context": round(context, 1),
-            "flop_per_token": throughput.work.model(context),
-            "weights_per_token": throughput.work.weights,
-            "trained_weights_per_token": throughput.work.trained,
-        }
-    found |= {"peak_flops": throughput.peak, "mfu": throughput.mfu(done)}
-    if throughput.no_mfu:
-        found["no_mfu"] = throughput.no_mfu
-    if done.rollout_seconds:
-        found["rollout_seconds"] = round(done.rollout_seconds, 3)
-        found["update_seconds"] = round(done.step_seconds - done.rollout_seconds, 3)
-        found["completions"] = int(done.completions)
-        found["completions_per_second"] = done.completions / done.rollout_seconds
+        memory["gpu_peak_forecast"] = forecast["tensors"] + forecast["workspace"]
     return found

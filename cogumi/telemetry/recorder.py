@@ -1,75 +1,89 @@
-"""What a training shows: metrics.jsonl, one progress bar, and a line in run.log every so often; run.log and status.json."""
+"""What a training shows: metrics.jsonl, one progress bar, a line in run.log every so often; what the model writes; the run's
+log and status."""
 
 import logging
+import math
+import random
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from datasets import Dataset
+from torch import nn
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import FINISHED_AND_SAVED, RefusedAtSetup
-from cogumi.core.formatting import count, format_duration
+from cogumi.core.formatting import format_duration
 from cogumi.core.redact import RedactingFormatter, VisibleFormatter, redact_text
-from cogumi.core.run_directory import append_jsonl, json_line, read_jsonl, this_process, write_atomic, write_json
+from cogumi.core.run_directory import (
+    ROLLOUTS,
+    SAMPLES_FILE,
+    append_jsonl,
+    json_line,
+    read_jsonl,
+    this_process,
+    write_atomic,
+    write_json,
+)
+from cogumi.models.completion import complete_with_ends
+from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import read_json_or_empty
 from cogumi.telemetry.throughput import Throughput
 
 log = logging.getLogger("cogumi")
 LINE_SECONDS = 30.0
+# Of what is logged, what the bar and the log show.
+WORDS = {
+    "loss": "loss {:.3g}",
+    "eval_loss": "eval_loss {:.3g}",
+    "reward": "reward {:.3g}",
+    "grad_norm": "grad {:.3g}",
+    "learning_rate": "lr {:.3g}",
+    "perf/tokens_per_second": "{:,.0f} tokens/s",
+    "perf/mfu": "MFU {:.0%}",
+    "perf/gpu_memory_gb": "{:.0f} GB",
+    "perf/cost": "${:.2f}",
+}
 
 
 class StepTimer:
-    """Measures the seconds of a step, and estimates the seconds to the end of the training.
+    """The seconds of a step, with reading its data and without saving or evaluation; and those to the end, with both."""
 
-    A step includes reading its data, but not what lies between steps (saving, evaluation). The estimate includes both.
-    cycle: after how many steps the work repeats. In GSPO one of several steps makes the rollout that all train on.
-    """
-
-    def __init__(self, cycle: int = 1) -> None:
-        self.cycle, self.steps, self.excluded = cycle, 0, 0.0
-        self.mark = self.began = 0.0
-        self.cycles: list[float] = []  # when the first one ended, and the last
+    def __init__(self) -> None:
+        self.steps, self.excluded = 0, 0.0
+        self.mark = self.first = 0.0  # when the last step ended or its data began to be read; when the first one ended
 
     def clock(self) -> float:
         return time.monotonic() - self.excluded
 
-    def begin(self) -> None:
-        self.mark = self.began = self.clock()
+    def begin_step(self) -> None:
+        self.mark = self.clock()
 
-    def step_ended(self) -> float:
-        """The seconds that the step took."""
+    def end_step(self) -> float:
         now = self.clock()
         seconds, self.mark = now - self.mark, now
         self.steps += 1
-        if self.steps % self.cycle == 0:
-            self.cycles = [*self.cycles[:1], now]
+        self.first = now if self.steps == 1 else self.first
         return seconds
-
-    def between_ended(self) -> None:
-        self.mark = self.clock()
 
     def exclude(self, seconds: float) -> None:
         """The training has waited for so long, and it counts as no time at all."""
         self.excluded += seconds
 
     def eta(self, steps_left: int) -> float | None:
-        """At the pace of the whole cycles after the first, which warms up; None before the first step."""
-        if not self.steps:
-            return None
-        later = self.steps // self.cycle * self.cycle - self.cycle
-        if later > 0:
-            return steps_left * (self.cycles[-1] - self.cycles[0]) / later
-        return steps_left * (self.mark - self.began) / self.steps
+        """At the mean pace since the first step, which warms up; None before the second."""
+        return steps_left * (self.mark - self.first) / (self.steps - 1) if self.steps > 1 else None
 
 
 class Telemetry(TrainerCallback):
@@ -79,73 +93,70 @@ class Telemetry(TrainerCallback):
     perf/mfu is a share. perf/gpu_memory_gb is the most that was reserved, in 10^9 bytes. perf/cost is the cost so far.
     """
 
-    SHOWN = ("loss", "eval_loss", "reward", "grad_norm")
-
     def __init__(self, trainer: Any, heart: Heartbeat, name: str) -> None:
         self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
         self.bar: tqdm | None = None
-        self.pace = StepTimer(steps_per_rollout(trainer))
+        self.pace = StepTimer()
         self.throughput = heart.throughput = Throughput(trainer, heart.meter)
         if self.throughput.no_mfu:
             log.info("no MFU: %s", self.throughput.no_mfu)
         self.last_line = 0.0
-        self.shown: dict[str, str] = {}
         self.unwritten: list[dict[str, Any]] = []
         self.full = False
-        trainer.evaluate = self.timed_stage("eval")(trainer.evaluate)
+        trainer.evaluate = self.stage_beside("eval")(trainer.evaluate)
         # In place of transformers' own progress output, and before the reporters, which then read a row that is whole.
         trainer.pop_callback(ProgressCallback)
         trainer.pop_callback(PrinterCallback)
         trainer.callback_handler.callbacks.insert(0, self)
 
     @contextmanager
-    def timed_stage(self, stage: str) -> Iterator[None]:
-        """Work between two steps that is no part of either."""
-        with self.meter.stage_inside(stage):
-            yield
-        self.pace.between_ended()
-
-    @contextmanager
-    def untimed_stage(self, stage: str) -> Iterator[None]:
-        """A pause, or work that the rest of the run will not have again: no part of a step, and nothing that is to go."""
+    def stage_beside(self, stage: str, counts: bool = True) -> Iterator[None]:
+        """Work between two steps that is no part of either. counts: whether the rest of the run will have it again, so that
+        it belongs to the pace; not so a pause."""
         began = time.monotonic()
         with self.meter.stage_inside(stage):
             yield
-        self.pace.exclude(time.monotonic() - began)
+        if counts:
+            self.pace.begin_step()
+        else:
+            self.pace.exclude(time.monotonic() - began)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         truncate_metrics(self.run_dir, state)
+        for name in (SAMPLES_FILE, ROLLOUTS):
+            drop_later_rows(self.run_dir / name, state.global_step)
         self.heart.progress.step, self.heart.progress.steps = state.global_step, state.max_steps
-        self.pace.begin()
+        self.pace.begin_step()
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.throughput.total.step_seconds += self.pace.step_ended()
+        self.throughput.total.step_seconds += self.pace.end_step()
         progress = self.heart.progress
         progress.step, progress.steps, progress.step_time = state.global_step, state.max_steps, time.time()
         progress.eta_seconds = self.pace.eta(state.max_steps - state.global_step)
         assert self.bar is not None
         self.bar.update(state.global_step - self.bar.n)
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.pace.between_ended()
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.pace.begin_step()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in logs:
             logs |= self.performance()
         self.unwritten.append({"step": state.global_step, "time": time.time(), **logs})
         self.write_unless_full(self.write_rows)
-        self.shown |= {k: f"{float(logs[k]):.4g}" for k in self.SHOWN if logs.get(k) is not None}
+        said = ", ".join(words.format(logs[key]) for key, words in WORDS.items() if logs.get(key) is not None)
         if self.bar is not None:
-            self.bar.set_postfix(self.shown, refresh=False)
-        now = time.monotonic()
-        if "loss" in logs and (now - self.last_line >= LINE_SECONDS or state.global_step >= state.max_steps):
-            log.info("%s", self.line(state, logs))
+            self.bar.set_postfix_str(said, refresh=False)
+        now, left = time.monotonic(), state.max_steps - state.global_step
+        if "loss" in logs and (now - self.last_line >= LINE_SECONDS or left <= 0):
+            seconds = self.heart.progress.eta_seconds
+            to_go = f", {format_duration(seconds)} to go" if seconds and left > 0 else ""
+            log.info("step %d/%d, %s%s", state.global_step, state.max_steps, said, to_go)
             self.last_line = now
-        self.pace.between_ended()
+        self.pace.begin_step()
 
     def performance(self) -> dict[str, float]:
-        """What the steps since the last such row came to."""
         done, progress = self.throughput.window(), self.heart.progress
         progress.tokens_per_second, progress.mfu = self.throughput.tokens_per_second(done), self.throughput.mfu(done)
         found = {"perf/tokens_per_second": progress.tokens_per_second, "perf/mfu": progress.mfu}
@@ -156,27 +167,6 @@ class Telemetry(TrainerCallback):
             found["perf/gpu_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
         return {key: value for key, value in found.items() if value is not None}
 
-    def line(self, state: TrainerState, logs: dict[str, Any]) -> str:
-        """`step 120/1000, loss 1.23, grad 0.8, lr 1e-04, 12.3k tok/s, MFU 41 %, mem 61/80 GB, eta 1 h 12 min, $3.10 of $8.90`"""
-        words: dict[str, Callable[[Any], str]] = {
-            "loss": lambda value: f"loss {float(value):.3g}",
-            "reward": lambda value: f"reward {float(value):.3g}",
-            "grad_norm": lambda value: f"grad {float(value):.3g}",
-            "learning_rate": lambda value: f"lr {float(value):.3g}",
-            "perf/tokens_per_second": lambda value: f"{count(value)} tok/s",
-            "perf/mfu": lambda value: f"MFU {value:.0%}",
-            "perf/gpu_memory_gb": lambda value: f"mem {value:.0f}/{torch.cuda.mem_get_info()[1] / 1e9:.0f} GB",
-        }
-        said = [f"step {state.global_step}/{state.max_steps}"]
-        said += [say(logs[key]) for key, say in words.items() if logs.get(key) is not None]
-        left = self.heart.progress.eta_seconds
-        if left is not None and state.global_step < state.max_steps:
-            said.append(f"eta {format_duration(left)}")
-        if "perf/cost" in logs:
-            at_end = f" of ${self.meter.cost(left):.2f}" if left else ""
-            said.append(f"${logs['perf/cost']:.2f}{at_end}")
-        return ", ".join(said)
-
     def write_rows(self) -> None:
         while self.unwritten:
             append_jsonl(self.run_dir / "metrics.jsonl", self.unwritten[0])
@@ -186,19 +176,138 @@ class Telemetry(TrainerCallback):
         """Write, or on a full disk leave it for later: a training does not end for want of a line about it."""
         try:
             write()
+            self.full = False
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
             if not self.full:
                 log.error("metrics wait in memory until there is space again: %s", error)
             self.full = True
-        else:
-            self.full = False
 
     def close(self) -> None:
         self.write_unless_full(self.write_rows)
         if self.bar is not None:
             self.bar.close()
+
+
+# -------------------------------------------------------------------------------------------------- completions
+
+SHOWN = 4  # completions of a rollout
+MOST_CHARACTERS = 4000  # of a prompt, its end; of a completion, its beginning
+SAMPLES = 4  # held-out prompts
+# Where the config does not say: so often on the way, and not more often than every so many steps.
+TIMES, FEWEST = 10, 50
+SHARE = 0.02  # of the training's time, at most, for those
+
+
+def record_rollouts(trainer: Any, telemetry: Telemetry) -> None:
+    """Have each rollout of a trainer written down. What TRL keeps for its table of completions is read, not computed."""
+
+    def record(make: Callable[[Any], Any], inputs: Any) -> Any:
+        found = make(inputs)
+        if trainer.model.training:
+            row = {"step": trainer.state.global_step + 1, **rollout_row(trainer)}
+            telemetry.write_unless_full(lambda: append_jsonl(telemetry.run_dir / ROLLOUTS, row))
+        return found
+
+    observe_rollouts(trainer, record)
+
+
+def rollout_row(trainer: Any) -> dict[str, Any]:
+    """Of the rollout that a trainer has just made, which is what its logs hold. NaN where no function scored a completion."""
+    logs, weights = logged_completions(trainer), trainer.reward_weights.tolist()
+    rewards = {name: [round(value, 6) for value in values] for name, values in logs["rewards"].items()}
+    total = [weighted_sum(each, weights) for each in zip(*rewards.values(), strict=True)]
+    prompts, completions = map(text_of, logs["prompt"]), map(text_of, logs["completion"])
+    rows = [
+        {"prompt": prompt[-MOST_CHARACTERS:], "completion": completion[:MOST_CHARACTERS], "reward": reward}
+        for prompt, completion, reward in zip(prompts, completions, total, strict=True)
+    ]
+    return {"reward": total, "rewards": rewards, "shown": [rows[n] for n in spread_by_reward(total)]}
+
+
+def weighted_sum(rewards: tuple[float, ...], weights: list[float]) -> float:
+    """As TRL adds them up: those that are numbers, and NaN where none is."""
+    scored = [reward * weight for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
+    return round(math.fsum(scored), 6) if scored else math.nan
+
+
+def spread_by_reward(rewards: list[float]) -> list[int]:
+    """The places of a few rewards, from the lowest to the highest."""
+    ranked = sorted((n for n, reward in enumerate(rewards) if not math.isnan(reward)), key=rewards.__getitem__)
+    if len(ranked) <= SHOWN:
+        return ranked
+    return [ranked[round((len(ranked) - 1) * n / (SHOWN - 1))] for n in range(SHOWN)]
+
+
+def text_of(said: Any) -> str:
+    if isinstance(said, str):
+        return said
+    return "\n".join(f"{each['role']}: {each.get('content') or each.get('tool_calls', '')}" for each in said)
+
+
+class Samples(TrainerCallback):
+    """Writes samples after every `every` steps of a training.
+    None writes after each tenth of the steps, at least FEWEST apart, while this takes at most SHARE of the time."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Dataset,
+        every: int | None,
+        stops: Sequence[str] = (),
+    ) -> None:
+        self.telemetry, self.tokenizer, self.prompts, self.stops = telemetry, tokenizer, prompts, stops
+        self.every, self.limited = every or 0, every is None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.limited:
+            self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
+        on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
+        limit = f", at most {SHARE:.0%} of the time" if on_the_way and self.limited else ""
+        said = f"before the first step, {on_the_way}and at the end{limit} (cogumi.samples_every)"
+        log.info("samples: %d held-out prompts %s", min(SAMPLES, len(self.prompts)), said)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
+        run_dir, step, spent = self.telemetry.run_dir, state.global_step, self.telemetry.meter.seconds()
+        too_much = self.limited and spent.get("samples", 0.0) > SHARE * spent.get("train", 0.0)
+        if step % self.every == 0 and step < state.max_steps and not too_much:
+            with self.telemetry.stage_beside("samples"):
+                write_samples(run_dir, model, self.tokenizer, self.prompts, step, self.stops)
+
+
+def write_samples(
+    run_dir: Path, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset, step: int, stops: Sequence[str]
+) -> None:
+    """Add completions of the first prompts to samples.jsonl: rows of step, the prompt's columns, completion.
+
+    prompts: `prompt` (text), `prompt_ids`, and what would be the answer. Rows of this step and of later ones are replaced.
+    """
+    drop_later_rows(run_dir / SAMPLES_FILE, step - 1)
+    examples = prompts.select(range(min(SAMPLES, len(prompts))))
+    with preserve_rng_and_mode(model):
+        written = complete_with_ends(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
+    for example, (completion, ended) in zip(examples.remove_columns("prompt_ids"), written, strict=True):
+        append_jsonl(run_dir / SAMPLES_FILE, {"step": step, **example, "completion": completion, "ended": ended})
+
+
+@contextmanager
+def preserve_rng_and_mode(model: nn.Module) -> Iterator[None]:
+    """Put back, after the block, what it may have moved: every random state, and which modules were in training mode."""
+    modes = {module: module.training for module in model.modules()}
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        for module, training in modes.items():
+            module.training = training
+
+
+# ------------------------------------------------------------------------------------------ run.log and status.json
 
 
 class RunLog(logging.FileHandler):
@@ -261,21 +370,9 @@ def requested_by(error: BaseException) -> str:
     return asked.get(error.code, "") if isinstance(error, SystemExit) else ""  # type: ignore[arg-type]
 
 
-def steps_per_rollout(trainer: Any) -> int:
-    """After how many optimizer steps a trainer generates again; 1 for one that never does."""
-    args = trainer.args
-    if getattr(args, "steps_per_generation", None) is None:  # a key of GRPOConfig
-        return 1
-    return max(1, args.steps_per_generation * trainer.num_iterations // args.gradient_accumulation_steps)
-
-
 def terminal_loggers() -> list[logging.Logger]:
-    """The loggers of ours that print on a terminal."""
-    return [logger for logger in (logging.root, log) if any(map(is_terminal, logger.handlers))]
-
-
-def is_terminal(handler: logging.Handler) -> bool:
-    return isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr)
+    streams = sys.stdout, sys.stderr
+    return [each for each in (logging.root, log) if any(getattr(h, "stream", None) in streams for h in each.handlers)]
 
 
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
@@ -301,3 +398,11 @@ def truncate_metrics(run_dir: Path, state: Any) -> None:
     text = "".join(map(json_line, kept))
     if text and not (path.exists() and text == path.read_text(encoding="utf-8")):
         write_atomic(path, text)
+
+
+def drop_later_rows(path: Path, step: int) -> None:
+    """Drop the rows of steps after this one: they are of a training that is made again from here."""
+    rows = read_jsonl(path)
+    kept = [row for row in rows if row["step"] <= step]
+    if len(kept) < len(rows):
+        write_atomic(path, "".join(map(json_line, kept)))

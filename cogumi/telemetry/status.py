@@ -41,12 +41,10 @@ NAMED = 3  # of the runs that a hint could name
 class Status:
     """One look at a run. Times are seconds since 1970; what the run does not say (yet) is None.
 
-    state: as in status.json (starting, running, finished, failed, stopped ...), or died or refused. died: status.json
-    says it is at work, and the process is gone. refused: a mistake in the configuration ended the start, and there is
-    no run. reason: why it ended as it did, and what to do. alive: None where this machine cannot say. began: when the
-    process did. last_sign: when the run last wrote its status or heartbeat. checkpoint: the newest one. heartbeat:
-    heartbeat.json as it is. latest, latest_steps: the last value of each metric among the last logged rows, and its
-    step. log: the file with the run's messages.
+    state: as in status.json, or died (that says it is at work, and its process is gone), or refused (its start; there is no
+    run). reason: why it ended, and what to do. alive: None where this machine cannot say. began: when the process did.
+    last_sign: when the run last wrote its status or heartbeat. latest, latest_steps: the last value of each metric among the
+    last logged rows, and its step. log: the file with the run's messages.
     """
 
     run_dir: str
@@ -75,7 +73,6 @@ class Status:
 
     @property
     def process(self) -> dict[str, Any]:
-        """The record of its process, as in `cogumi.core.run_directory`."""
         return {"pid": self.pid, "host": self.host, "began": self.began}
 
     @property
@@ -89,13 +86,11 @@ class Status:
         return self.ended and self.state not in (*BROKEN_OFF, "refused") and verdict.get("passed") is True
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, with `ended` and `passed`."""
         values: dict[str, Any] = jsonable_numbers({**asdict(self), "ended": self.ended, "passed": self.passed})
         return values
 
 
 def status_of(run_dir: Path) -> Status:
-    """How the run in a directory stands. Raises UsageError where there is none."""
     said, started = read_json_or_empty(run_dir / "status.json"), read_json_or_empty(run_dir / START)
     if not said and not started:
         if not is_run(run_dir):
@@ -228,14 +223,12 @@ def hint_of_runs(run_dir: Path) -> str:
     if below := runs_below(run_dir):
         return f"; below it there is {', '.join(map(str, below[:NAMED]))}"
     beside = {path.name: path for path in runs_below(run_dir.parent) if path.parent == run_dir.parent}
-    misspelled = [] if run_dir.exists() else difflib.get_close_matches(run_dir.name, beside, n=1)
-    found = [str(beside[name]) for name in misspelled or beside]
-    return f"; there is {', '.join(found[:NAMED])}" if found else ""
+    found = ([] if run_dir.exists() else difflib.get_close_matches(run_dir.name, beside, n=1)) or list(beside)
+    return f"; there is {', '.join(str(beside[name]) for name in found[:NAMED])}" if found else ""
 
 
 # -------------------------------------------------------------------------------------------------------------- in words
 
-BAR_WIDTH = 40
 LOG_LINES = 8
 # Of what trainers log, in this order; the rest is in metrics.jsonl.
 RESULTS = ("loss", "eval_loss", "reward", "reward_std", "rewards/margins", "rewards/accuracies")
@@ -243,7 +236,6 @@ SHOWN = (*RESULTS, "grad_norm", "learning_rate", "entropy", "kl")
 
 
 def format_headline(status: Status) -> str:
-    """One line: where, what, how far."""
     said = [f"{relative_path(status.run_dir)}: {format_state(status)}"]
     if status.step is not None and status.steps is not None:
         said.append(f"step {status.step}/{status.steps}")
@@ -267,7 +259,7 @@ def format_sentence(status: Status) -> str:
         describe_resume(status) if status.state in BROKEN_OFF else "",
         f"the merged model is {relative_path(str(merged))}" if status.ended and merged.is_dir() else "",
     ]
-    return escape_controls("; ".join(each for each in said if each))
+    return escape_controls("; ".join(filter(None, said)))
 
 
 def describe_resume(status: Status) -> str:
@@ -278,26 +270,24 @@ def describe_resume(status: Status) -> str:
 
 def format_screen(status: Status) -> str:
     """Everything worth a look, as plain text of some twenty lines."""
-    lines = [format_headline(status)]
-    if status.step is not None and status.steps:
-        done = min(1.0, status.step / status.steps)
-        lines.append(f"[{'#' * round(done * BAR_WIDTH):.<{BAR_WIDTH}}] {done:.0%}")
-    lines += format_facts(status)
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
-    return escape_controls("\n".join([*lines, *([f"--- {relative_path(status.log)}", *log] if log else [])]))
+    end = [f"--- {relative_path(status.log)}", *log] if log else []
+    return escape_controls("\n".join([format_headline(status), *format_facts(status), *end]))
 
 
 def format_facts(status: Status) -> list[str]:
-    """What a screen says below the first line: reason, figures, flags, checkpoint, failed checks."""
     signed = status.last_sign is not None and not status.ended
-    raised = [flag for flag in flags(status) if flag["level"] != "green"]
     lines = [
         " ".join((status.reason or "").split()),
         f"last sign of life {format_duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
         format_metrics(status),
         format_machine(status.heartbeat),
         str(status.heartbeat.get("stalled") or ""),
-        *(f"{flag['level']}: {flag['name']}: {flag_sentence(flag)}" for flag in raised),
+        *(
+            f"{flag['level']}: {flag['name']}: {flag_sentence(flag)}"
+            for flag in flags(status)
+            if flag["level"] != "green"
+        ),
         describe_resume(status) if status.state in BROKEN_OFF else "",
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
         *(f"FAIL  {format_failed_check(each)}" for each in failed_checks(checks(status))),
@@ -336,12 +326,10 @@ def format_machine(heartbeat: dict[str, Any]) -> str:
 
 
 def flags(status: Status) -> list[dict[str, Any]]:
-    """What the verdict has raised so far."""
     return list(read_json_or_empty(Path(status.run_dir) / "flags.json").get("flags", []))
 
 
 def reds(status: Status) -> list[str]:
-    """The names of the flags that are red now."""
     return [str(each["name"]) for each in flags(status) if each["level"] == "red"]
 
 
@@ -353,7 +341,6 @@ def count_flags(status: Status) -> str:
 
 
 def checks(status: Status) -> list[dict[str, Any]]:
-    """What was checked of an ended run."""
     return list(read_json_or_empty(Path(status.run_dir) / "verdict.json").get("checks", [])) if status.ended else []
 
 
@@ -362,14 +349,12 @@ def failed_checks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def format_missed_check(check: dict[str, Any]) -> str:
-    """A check that was missed in one clause: its name and its fix; its figure, of a run whose verdict names no fix."""
+    """A check that was missed in one clause: its name and its fix, or the figure where nothing is to be done."""
     return f"FAIL {check['name']}: {check.get('fix') or check['figure']}"
 
 
 def format_failed_check(check: dict[str, Any]) -> str:
-    """A check that was missed: its name, the figure, the fix."""
-    fix = check.get("fix")
-    return f"{check['name']}: {check['figure']}" + (f"; {fix}" if fix else "")
+    return "; ".join(filter(None, (f"{check['name']}: {check['figure']}", check.get("fix"))))
 
 
 def format_checks(status: Status) -> str:

@@ -2,23 +2,15 @@
 
 FLOP per token = 4 N + 2 N_trained + 12 L d_attn T
 
-N counts the weights that a token is multiplied with: all matrices with the LM head (tied or not), without the embedding
-table. Of a mixture of experts it counts the share that a token is routed to. The forward pass takes 2 N, the gradient
-of the inputs 2 N, and that of the weights 2 N_trained. So full fine-tuning is 6 N, and LoRA 4 N plus 6 of the adapter's
-own. Attention takes 12 L d_attn T, for L layers, d_attn = heads x head_dim, and T tokens attended to. It is not halved
-for causality, as in PaLM. T is the mean length of the documents weighted by tokens, sum n^2 / sum n. A layer with a
-sliding window sees min(T, window). A layer without attention (Mamba, linear attention) counts none.
+N counts the weights that a token is multiplied with: all matrices with the LM head, without the embedding table. Of a
+mixture of experts it counts the share that a token is routed to. The forward pass takes 2 N, the gradient of the inputs 2 N, and
+that of the weights 2 N_trained (Kaplan et al. 2020, arXiv:2001.08361; Hu et al. 2021, arXiv:2106.09685). Attention takes
+12 L d_attn T, for L layers, d_attn = heads x head_dim, and T tokens attended to (PaLM, arXiv:2204.02311, appendix B). It
+is not halved for causality. T is sum n^2 / sum n over the documents, or the window of a layer where that is less.
 
-Sources: Kaplan et al. 2020, arXiv:2001.08361, section 2.1 (2 N forward, 6 N in all); Chowdhery et al. 2022 (PaLM),
-arXiv:2204.02311, appendix B (12 L H Q T, MFU); Hu et al. 2021, arXiv:2106.09685 (what is frozen has no gradient).
-
-MFU counts what the model needs. Gradient checkpointing repeats the forward pass, so with it a perfect machine shows an
-MFU of 67 % with LoRA and 75 % without. MFU leaves out norms, softmax, the optimizer, dequantizing and the reference
-model. TRL's chunked losses multiply the LM head only with tokens that are learned. There MFU is an upper bound in the
-head's share.
-
-Tokens are counted each time that the loss is computed on their batch. A step that is made again after a kill counts
-again, and so do its seconds.
+MFU counts what the model needs: with gradient checkpointing a perfect machine shows 67 % with LoRA and 75 % without. TRL's
+chunked losses multiply the LM head only with learned tokens. There MFU is an upper bound in the head's share.
+A step that is made again after a kill counts again, tokens and seconds.
 """
 
 import functools
@@ -38,6 +30,7 @@ from cogumi.data.packing import padding_mask
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts
 from cogumi.stack.gpus import find_card
 
+HEARTBEAT, ROLLOUT = "heartbeat.json", "rollout"
 NOT_MULTIPLIED = {"original_module", "lora_embedding_A", "lora_embedding_B"}  # PEFT's: replaced by a copy, looked up
 EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -45,20 +38,18 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """What a token costs. `weights` and `trained` are N and N_trained.
-    `attention`: the (d_attn, window) of each layer that attends. The window is math.inf where it sees everything."""
+    """`weights`, `trained`: N, N_trained. `attention`: the (d_attn, window) of each layer that attends; math.inf sees all."""
 
     weights: float
     trained: float
     attention: tuple[tuple[float, float], ...]
 
     def model(self, context: float) -> float:
-        """FLOP of a token in training, forward and backward, as the formula above has it."""
         attending = sum(12 * width * min(context, window) for width, window in self.attention)
         return 4 * self.weights + 2 * self.trained + attending
 
     def forward(self, context: float) -> float:
-        """FLOP of a token's forward pass among `context` tokens, which gradient checkpointing repeats: 2 N + 4 L d_attn T."""
+        """FLOP of a token's forward pass, which gradient checkpointing repeats."""
         return 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
 
     def hardware(self, context: float, recomputed: bool) -> float:
@@ -66,11 +57,8 @@ class TokenFlops:
 
 
 def flops_of(model: nn.Module) -> TokenFlops:
-    """What a token of a loaded model costs in training, adapters included.
-
-    Raises ValueError, naming it, for an expert layer whose routing the configuration does not give. Raises it too for
-    weights stored with another number of elements than their matrix has.
-    """
+    """What a token costs in the training of a loaded model, adapters included.
+    Raises ValueError for experts without a known routing, and for packed weights that are no nn.Linear."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     weights = trained = 0.0
     counted = set()  # a tied head counts once, as the head
@@ -90,7 +78,7 @@ def flops_of(model: nn.Module) -> TokenFlops:
 
 
 def count_elements(module: nn.Module, name: str, parameter: nn.Parameter) -> float:
-    """The elements of the matrix that a parameter stands for; a 4-bit one is stored packed, two to a byte."""
+    """The elements of the matrix that a parameter stands for; a 4-bit one is stored packed."""
     if isinstance(module, nn.Linear):
         return float(module.in_features * module.out_features)
     if not parameter.is_floating_point():
@@ -99,8 +87,10 @@ def count_elements(module: nn.Module, name: str, parameter: nn.Parameter) -> flo
 
 
 def routed_share(config: Any, name: str) -> float:
-    routed = next((getattr(config, key) for key in EXPERTS_ROUTED if getattr(config, key, None)), None)
-    among = next((getattr(config, key) for key in EXPERTS if getattr(config, key, None)), None)
+    routed, among = (
+        next((getattr(config, key) for key in keys if getattr(config, key, None)), None)
+        for keys in (EXPERTS_ROUTED, EXPERTS)
+    )
     if not isinstance(routed, int) or not isinstance(among, int):
         raise ValueError(f"{name} is a mixture of experts, and its config does not say how many of them a token meets")
     return routed / among
@@ -124,48 +114,27 @@ def attention_of(config: Any) -> tuple[tuple[float, float], ...]:
     return tuple((width, limit) for limit in attending)
 
 
-def peak_flops(card: str) -> float | None:
-    """Dense bf16 FLOP/s of a card by torch's name of it; None for one that is not known, or that has no bf16."""
-    known = find_card(card)
-    return None if known is None else known.peak
-
-
-# ---------------------------------------------------------------------------------------------------------------- meter
-
-HEARTBEAT = "heartbeat.json"
-
-
 class Meter:
     """Counts seconds from the moment it is made. Every second belongs to one stage, the innermost.
-
-    price_per_hour: what the machine costs while it is held, in whatever currency; None if it was not given.
-    """
+    price_per_hour: what the machine costs while it is held; None if it was not given."""
 
     def __init__(self, price_per_hour: float | None = None, stage: str = "data") -> None:
-        self.price_per_hour = price_per_hour
-        self.started = time.time()
-        self.earlier = 0.0
-        self.stage = stage
+        self.price_per_hour, self.stage = price_per_hour, stage
+        self.started, self.earlier = time.time(), 0.0
         self.spent: dict[str, float] = {}
         self.counts: dict[str, float] = {}
         self.began = self.since = time.monotonic()
 
     def resume_from(self, run_dir: Path) -> None:
         """Count on from where the earlier parts of the run in this directory ended: their heartbeat is the record."""
-        path = run_dir / HEARTBEAT
-        if path.exists():
-            beat = read_json(path)
-            self.earlier += beat.get("elapsed_seconds", 0.0)
-            self.started = beat.get("started", self.started)
-            self.counts = beat.get("counts", {})
-            for stage, seconds in beat.get("seconds", {}).items():
+        if (run_dir / HEARTBEAT).exists():
+            beat = read_json(run_dir / HEARTBEAT)
+            self.earlier, self.started, self.counts = beat["elapsed_seconds"], beat["started"], beat["counts"]
+            for stage, seconds in beat["seconds"].items():
                 self.spent[stage] = self.spent.get(stage, 0.0) + seconds
 
     def enter(self, stage: str) -> None:
-        """From now on the run is in this stage, until the next."""
-        now = time.monotonic()
-        self.spent[self.stage] = self.spent.get(self.stage, 0.0) + now - self.since
-        self.stage, self.since = stage, now
+        self.spent, self.stage, self.since = self.seconds(), stage, time.monotonic()
 
     @contextmanager
     def stage_inside(self, stage: str) -> Iterator[None]:
@@ -184,15 +153,11 @@ class Meter:
         return spent
 
     def elapsed(self) -> float:
-        """Seconds of this part and of those before it."""
         return self.earlier + time.monotonic() - self.began
 
     def cost(self, more_seconds: float = 0.0) -> float | None:
         """What the run has cost, or will have after so many seconds more; None without a price."""
         return None if self.price_per_hour is None else (self.elapsed() + more_seconds) / 3600 * self.price_per_hour
-
-
-ROLLOUT = "rollout"
 
 
 @dataclass
@@ -213,21 +178,13 @@ class TokenCounts:
 
 class Throughput:
     """Counts what one trainer's loss is computed on, by looking at the batches that its `compute_loss` is given.
-
-    Sums stay on the device until `read`, which waits for it: call it where the trainer has just waited for a loss.
-    """
+    Sums stay on the device until `read`, which waits for it: call it where the trainer has just waited for a loss."""
 
     def __init__(self, trainer: Any, meter: Meter) -> None:
-        self.meter = meter
-        self.total = TokenCounts(**meter.counts)
-        self.last = TokenCounts(**meter.counts)
+        self.trainer, self.meter = trainer, meter
+        self.total, self.last = TokenCounts(**meter.counts), TokenCounts(**meter.counts)
         self.on_device: Tensor | None = None
         self.work, self.peak, self.no_mfu = flops_and_peak(trainer.model)
-        self.count_tokens(trainer)
-        if makes_rollouts(trainer):
-            self.time_rollouts(trainer)
-
-    def count_tokens(self, trainer: Any) -> None:
         compute_loss = trainer.compute_loss
 
         @functools.wraps(compute_loss)
@@ -237,21 +194,19 @@ class Throughput:
             return compute_loss(model, inputs, *args, **kwargs)
 
         trainer.compute_loss = counting
+        if makes_rollouts(trainer):
+            observe_rollouts(trainer, self.time_rollout)
 
-    def time_rollouts(self, trainer: Any) -> None:
+    def time_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         """A rollout ends in texts and rewards, on the host: its seconds are the clock's."""
-
-        def timed(make: Callable[[Any], Any], inputs: Any) -> Any:
-            if not trainer.model.training:  # of an evaluation
-                return make(inputs)
-            before = self.meter.seconds().get(ROLLOUT, 0.0)
-            with self.meter.stage_inside(ROLLOUT):
-                batch = make(inputs)
-            self.total.rollout_seconds += self.meter.seconds()[ROLLOUT] - before
-            self.total.completions += len(batch["completion_ids"])
-            return batch
-
-        observe_rollouts(trainer, timed)
+        if not self.trainer.model.training:  # of an evaluation
+            return make(inputs)
+        before = self.meter.seconds().get(ROLLOUT, 0.0)
+        with self.meter.stage_inside(ROLLOUT):
+            batch = make(inputs)
+        self.total.rollout_seconds += self.meter.seconds()[ROLLOUT] - before
+        self.total.completions += len(batch["completion_ids"])
+        return batch
 
     def add(self, inputs: dict[str, Any]) -> None:
         lengths_squared, tokens, padded = document_lengths(inputs)
@@ -269,14 +224,11 @@ class Throughput:
         self.meter.counts = asdict(self.total)
 
     def window(self) -> TokenCounts:
-        """What was done since this was last asked."""
         self.read()
-        done = self.total.since(self.last)
-        self.last = replace(self.total)
+        done, self.last = self.total.since(self.last), replace(self.total)
         return done
 
     def tokens_per_second(self, done: TokenCounts) -> float | None:
-        """Tokens without padding, over steps and the rollouts in them."""
         return done.tokens / done.step_seconds if done.tokens and done.step_seconds > 0 else None
 
     def mfu(self, done: TokenCounts) -> float | None:
@@ -288,24 +240,24 @@ class Throughput:
 
 
 def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | None]:
-    """(what a token costs, the card's peak in FLOP/s, why there is no MFU)."""
+    """(what a token costs, the card's peak in dense bf16 FLOP/s, why there is no MFU)."""
     try:
         work = flops_of(model)
     except ValueError as error:
         return None, None, f"{error}"
     if not torch.cuda.is_available():
         return work, None, "no GPU"
-    card = torch.cuda.get_device_name()
-    peak = peak_flops(card)
-    return work, peak, None if peak else f"the peak of {card} is not in cogumi's table (cogumi/telemetry/throughput.py)"
+    name = torch.cuda.get_device_name()
+    card = find_card(name)
+    peak = card.peak if card else None
+    return work, peak, None if peak else f"the peak of {name} is not known"
 
 
 def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
     """(sum of the squared lengths of the documents, tokens, tokens with padding) of a batch, the first two on its device.
 
     inputs: of TRL's trainers. GRPO has prompt and completion apart, and SFT and DPO rows with an attention mask. With
-    packing the positions of a row start anew at each document, and rows are padded. Over the positions p of a document
-    the sum of 2 p + 1 is n^2.
+    packing the positions of a row start anew at each document: over a document the sum of 2 p + 1 is n^2.
     """
     if "completion_ids" in inputs:
         lengths = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)

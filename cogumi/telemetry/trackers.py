@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.core.formatting import pip_command
+from cogumi.core.formatting import one_line, pip_command
 from cogumi.core.redact import redact_text
 
 log = logging.getLogger("cogumi")
@@ -47,8 +48,7 @@ def refuse_wandb_without_key() -> None:
     """Raise UsageError unless W&B has a key that its server takes, or writes to the disk alone (WANDB_MODE=offline)."""
     import wandb
 
-    settings = wandb.setup().settings
-    if settings.mode in ("offline", "dryrun", "disabled"):
+    if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
         return
     # Older releases have no such switch, and ask for a key where there is a terminal.
     quietly = {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
@@ -57,41 +57,27 @@ def refuse_wandb_without_key() -> None:
             return
         reason = "there is no API key"
     except wandb.errors.Error as error:
-        reason = one_line(error)
+        reason = quote_error(error)
     raise UsageError(f"wandb: {reason}", key="train.report_to", fix=WITHOUT_WANDB)
 
 
 def refuse_no_upload(repository: str | None, token: str | None) -> None:
-    """Raise UsageError unless the hub answers, and takes the token for one that may write."""
-    import httpx
-    from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.errors import HfHubHTTPError
+    """Raise UsageError where there is no name or no token for what is uploaded; the hub itself is asked by the trainer."""
+    from huggingface_hub import constants, get_token
 
-    def refuse(problem: str, fix: str) -> UsageError:
-        return UsageError(problem, key="train.push_to_hub", fix=fix)
-
-    hub, token = constants.ENDPOINT, token or get_token()
-    another = f"make one that may write at {hub}/settings/tokens"
+    problem, fix = "", ""
     if repository is None:
-        raise refuse("train.hub_model_id is missing, and TRL would call the repository `checkpoints`", "set it")
-    if constants.is_offline_mode():
-        raise refuse("HF_HUB_OFFLINE is set, so nothing can be uploaded", "unset it, or drop train.push_to_hub")
-    if token is None:
-        raise refuse(f"there is no token to write to {hub} with", "run `hf auth login`, or set HF_TOKEN")
-    try:
-        role = HfApi(token=token).whoami().get("auth", {}).get("accessToken", {}).get("role")
-    except HfHubHTTPError as error:
-        if error.response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise refuse(f"{hub} refuses the token", another) from error
-        return  # busy; the upload is some minutes or hours away
-    except httpx.TransportError as error:
-        raise refuse(f"{hub} cannot be reached ({one_line(error)})", "connect, or drop train.push_to_hub") from error
-    if role == "read":
-        raise refuse("the token may only read", another)
+        problem, fix = "train.hub_model_id is missing, and TRL would call the repository `checkpoints`", "set it"
+    elif constants.is_offline_mode():
+        problem, fix = "HF_HUB_OFFLINE is set, so nothing can be uploaded", "unset it, or drop train.push_to_hub"
+    elif (token or get_token()) is None:
+        problem, fix = "there is no token to write to the hub with", "run `hf auth login`, or set HF_TOKEN"
+    if problem:
+        raise UsageError(problem, key="train.push_to_hub", fix=fix)
 
 
-def one_line(error: Exception) -> str:
-    return redact_text(" ".join(f"{error}".split()).rstrip(".") or type(error).__name__)[:300]
+def quote_error(error: Exception) -> str:
+    return redact_text(one_line(error).rstrip("."))[:300]
 
 
 def default_reporter() -> str:
@@ -114,29 +100,24 @@ def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
 
 
 def survive_full_disk(board: TensorBoardCallback) -> None:
-    """Have a training continue where TensorBoard's file does not fit on the disk; metrics.jsonl has the same rows.
-
-    A writer that failed fails at each call, so the next row is given a new one, whose file begins there.
-    """
+    """Have a training continue where TensorBoard's file does not fit on the disk; metrics.jsonl has the same rows."""
     told = False
 
-    def guard(act: Callable[..., None]) -> Callable[..., None]:
-        def guarded(*given: Any, **more: Any) -> None:
-            nonlocal told
-            try:
-                act(*given, **more)
-            except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                board.tb_writer = None
-                if not told:
-                    log.warning("TensorBoard's file does not fit on the disk; training continues without it")
-                told = True
-
-        return guarded
+    @contextmanager
+    def unless_full() -> Iterator[None]:
+        nonlocal told
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            board.tb_writer = None  # one that failed fails at each call; the next row is given a new one
+            if not told:
+                log.warning("TensorBoard's file does not fit on the disk; training continues without it")
+            told = True
 
     for event in ("on_train_begin", "on_log", "on_train_end"):
-        setattr(board, event, guard(getattr(board, event)))
+        setattr(board, event, unless_full()(getattr(board, event)))
 
 
 def begin_wandb(trainer: Any) -> None:
@@ -148,7 +129,7 @@ def begin_wandb(trainer: Any) -> None:
         try:
             each.setup(trainer.args, trainer.state, trainer.model)
         except wandb.errors.Error as error:
-            raise RefusedAtSetup(f"wandb: {one_line(error)}", key="train.report_to", fix=WITHOUT_WANDB) from error
+            raise RefusedAtSetup(f"wandb: {quote_error(error)}", key="train.report_to", fix=WITHOUT_WANDB) from error
 
 
 def close_tensorboard(trainer: Any) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from cogumi.checkpoints.manifest import differences
-from cogumi.config.schema import RunConfig, dump_config
-from cogumi.config.subsections import Thresholds
+from cogumi.config.schema import RunConfig, Thresholds, dump_config
 from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import is_empty, read_json, read_jsonl, refuse_occupied, unwritable_error
@@ -20,16 +19,15 @@ RESUME_HINTS = {
     STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
     BUDGET_SPENT: "the same command with a larger budget continues from here",
 }
-# Where a run stopped that can go on. "running" is one that was killed: a living one holds the directory's lock.
+# "running" is one that was killed: a living one holds the directory's lock.
 UNFINISHED = (*AT_WORK, "interrupted", "failed", "stopped", STOPPED, SANITY_CHECKED, BUDGET_SPENT)
-# What may differ when a run goes on: where it is, what is kept of it and shown of it; nothing that shapes what is learned.
-COGUMI = ("run_dir", "resume", "merge", "compile", "preflight", "mirror", "sanity", "on_red", "on_full", "on_hung")
-LIMITS = ("price_per_hour", "max_hours", "max_cost", "samples_every", "fallback")
-TRAIN = ("save_steps", "save_strategy", "save_total_limit", "report_to", "run_name")
+# What may differ when a run resumes: where it is, what is kept and shown of it; nothing that shapes what is learned.
+COGUMI = "run_dir resume merge compile preflight mirror sanity on_red on_full on_hung price_per_hour max_hours max_cost"
+TRAIN = "save_steps save_strategy save_total_limit report_to run_name"
 MUTABLE_KEYS = {
-    *(f"cogumi.{key}" for key in (*COGUMI, *LIMITS)),
+    *(f"cogumi.{key}" for key in (*COGUMI.split(), "samples_every")),
     *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
-    *(f"train.{key}" for key in TRAIN),
+    *(f"train.{key}" for key in TRAIN.split()),
 }
 
 
@@ -39,6 +37,9 @@ def is_resuming(run: RunConfig) -> bool:
     Raises UsageError for anything else: a finished run, one that is under way, one of another configuration, other files.
     """
     if is_empty(run.run_dir):
+        above = next(each for each in (run.run_dir, *run.run_dir.absolute().parents) if each.is_dir())
+        if error := write_error(above):
+            raise unwritable_error(run.run_dir, error)
         return False
     with lock_run(run.run_dir):
         refuse_unless_unfinished(run)
@@ -53,10 +54,6 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
     there = read_json(status) if config.exists() and status.exists() and status.stat().st_size else {}
     if run.cogumi.resume == "never" or there.get("state") not in UNFINISHED:
         refuse_occupied(run.run_dir)
-    if any((run.run_dir / name).exists() for name in ("data.json", "base.json", "choices.json")):
-        problem = "an older cogumi began this run, and its decisions are in files that this one does not read"
-        fix = "resume it with that version, or set cogumi.run_dir to a new directory"
-        raise UsageError(problem, place=run.run_dir, fix=fix)
     if other := describe_differences(run):
         problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
         raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to resume that run")
@@ -82,13 +79,12 @@ def lock_run(run_dir: Path) -> Iterator[None]:
 
 def describe_differences(run: RunConfig) -> str:
     """What of the run in the directory is not as it was asked for, in words; "" where only MUTABLE_KEYS is."""
-    there = flatten(yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8")))
-    here = flatten(yaml.safe_load(dump_config(run)))
+    before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
+    there, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
     return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -96,5 +92,4 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def was_evaluated(run_dir: Path, step: int) -> bool:
-    """Whether the held-out loss after a step is in the metrics already."""
     return any("eval_loss" in row and row["step"] == step for row in read_jsonl(run_dir / "metrics.jsonl"))

@@ -15,14 +15,13 @@ from transformers import AutoConfig
 
 from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.config.presets import describe_lora
 from cogumi.config.schema import RunConfig, dump_config, load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.output import survive_closed_terminal
-from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_json
-from cogumi.health.verdict import Check, Scale, Verdict
+from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic
+from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.methods import auto_settings, building, gspo
@@ -34,18 +33,16 @@ from cogumi.notebook.report import write_report
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
 from cogumi.telemetry.heartbeat import measure_run
-from cogumi.telemetry.recorder import record_run, set_status
-from cogumi.telemetry.samples import write_samples
+from cogumi.telemetry.recorder import record_run, set_status, write_samples
 from cogumi.telemetry.status import SANITY_CHECKED
 from cogumi.telemetry.throughput import Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import stages
-from cogumi.training.loop import TrainingOutcome, fit, forget_requests
-from cogumi.training.resumption import RESUME_HINTS, is_resuming, lock_run
+from cogumi.training.loop import fit, forget_requests
+from cogumi.training.resumption import is_resuming, lock_run
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
-SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     meter = Meter(run.cogumi.price_per_hour)
     one_gpu = use_one_gpu()
     refuse_several_gpus(torch.cuda.device_count())
-    before_start = [*auto_settings.set_allocator(run)]
-    if one_gpu:
-        before_start.insert(0, auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason))
+    before_start = [auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []
+    before_start += auto_settings.set_allocator(run)
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
     args = building.trl_arguments(run)
     refuse_early(run)
@@ -124,11 +120,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         write_atomic(run_dir / "config.yaml", written)
         examples.record(run_dir)
         if again:
-            log.info("%s resumes where it stopped (cogumi.resume: never refuses that)", run_dir)
+            log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
         for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
             log.info(line)
-        if run.cogumi.lora_preset is not None:
-            log.info(describe_lora(run.cogumi.lora_preset, run.lora))
         if said := describe_overlong(run, examples, of_base):
             log.warning(said)
         chosen = auto_settings.apply_choices(run, base)
@@ -146,7 +140,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         except building.BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
         if examples.prompts is not None and not (run_dir / SAMPLES_FILE).exists():
-            enter("samples")  # of what is trained, to be read beside those at the end
+            enter("samples")  # to be read beside those at the end
             write_samples(run_dir, trainer.model, tokenizer, examples.prompts, 0, run.cogumi.stop)
         enter("train")
         fitted = fit(run, trainer, tokenizer, examples, heart)
@@ -167,7 +161,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
             merged, of_merge = stages.try_merge(run, run_dir, adapter, base, trainer.model, tokens)
             checks += of_merge
-        verdict = conclude(run_dir, fitted)
+        verdict = stages.conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory
     gc.collect()
     return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
@@ -176,7 +170,6 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
 def refuse_early(run: RunConfig) -> None:
     """Refuse what can be seen to go wrong before there is anything to lose."""
     building.refuse_impossible(run.cogumi)
-    building.refuse_blind_check(run)
     if run.cogumi.mirror is not None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
@@ -209,48 +202,3 @@ def write_report_at_end(run_dir: Path) -> Iterator[None]:
                 write_report(run_dir)
         except UsageError as error:
             log.error("%s", error)
-
-
-def conclude(run_dir: Path, fitted: TrainingOutcome) -> Verdict:
-    """The verdict on the steps done, written and said, and how the run stands: finished, or to be resumed later."""
-    verdict = make_verdict(fitted)
-    write_json(run_dir / "verdict.json", verdict.as_dict())
-    for check in verdict.checks:
-        log.info("%s", check)
-    for flag in verdict.flags:
-        if flag.level != "green":
-            log.info("%s", flag)
-    log.info("flags: %d of %d green", sum(flag.level == "green" for flag in verdict.flags), len(verdict.flags))
-    still = {flag.name for flag in verdict.flags if flag.level == "red"}
-    for step, flag in verdict.was_red:
-        if flag.name not in still:
-            log.warning("was red at step %d: %s", step, flag)
-    if fitted.ended is None:
-        set_status(run_dir, "finished" if verdict.passed else "finished, checks failed")
-        if verdict.passed:
-            write_atomic(run_dir / "DONE", "")
-        return verdict
-    answer = [f"{check.name}: {check.figure}" for check in verdict.checks if check.name == SAFE_TO_SCALE]
-    then = RESUME_HINTS[fitted.ended.state]
-    if verdict.safe_to_scale is Scale.NO:
-        then = "change what failed, and start again in another cogumi.run_dir"
-    reason = "; ".join([fitted.ended.reason, *answer, then])
-    log.info("%s: %s", fitted.ended.state, reason)
-    set_status(run_dir, fitted.ended.state, reason=reason)
-    return verdict
-
-
-def make_verdict(fitted: TrainingOutcome) -> Verdict:
-    sentinel, ended, checks = fitted.sentinel, fitted.ended, list(fitted.checks)
-    safe: Scale | None = None
-    if ended is not None and ended.state != SANITY_CHECKED:
-        checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
-    if sentinel.sanity is not None:
-        safe, why = sentinel.answer()
-        missed = [check.name for check in checks if not check.passed]
-        if safe and missed:
-            safe, why = Scale.NO, f"{' and '.join(missed)} failed"
-        what = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
-        required = f"{what} beyond its noise, and no flag of what is learned is red or yellow"
-        checks.append(Check(SAFE_TO_SCALE, f"{safe}: {why}", required, bool(safe)))
-    return Verdict(tuple(checks), tuple(sentinel.flags), tuple(sentinel.was_red.values()), safe)

@@ -1,4 +1,4 @@
-"""The stages of a run beside its training: the preflight, the download, and what is saved, merged and checked."""
+"""The stages of a run beside its training: the preflight, the download, what is saved, merged and checked, the verdict."""
 
 import logging
 import shlex
@@ -12,29 +12,34 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cogumi.checkpoints.commit import remove_if_there, write_aside
-from cogumi.checkpoints.saving import REMIND_SECONDS, RETRY_SECONDS
+from cogumi.checkpoints.saving import RETRY_SECONDS
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_section
+from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_atomic, write_json, write_section
 from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
 from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.forecast.run_forecast import ForecastRequest, describe_stack, forecast_in_worker
-from cogumi.health.verdict import Check
+from cogumi.health.flags import red_flags
+from cogumi.health.verdict import Check, Scale, Verdict
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
 from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.logits import check_directory
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.telemetry.recorder import set_status, terminal_loggers
+from cogumi.telemetry.status import SANITY_CHECKED
+from cogumi.training.loop import TrainingOutcome
+from cogumi.training.resumption import RESUME_HINTS
 
 log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
 # Of an update. Measured with the small base in bfloat16: 82 % after two steps of GSPO, 96 % after six, 99.8 % after 36.
 WELL_RETAINED = 0.98
+SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
 
 
 def wants_preflight(run: RunConfig) -> bool:
@@ -70,7 +75,6 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
 
 
 def fetch_into(run_dir: Path, download: Download) -> None:
-    """The download stage of a run: which commit, how much of it is here."""
     write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
 
     def report_progress(here: int, total: int) -> None:
@@ -88,8 +92,7 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
         tokenizer.save_pretrained(unfinished)
         write_base_record(unfinished, model, revision)
     remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
-    unfinished.rename(adapter)
-    return adapter
+    return unfinished.rename(adapter)
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dtype: torch.dtype) -> Path:
@@ -100,8 +103,7 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dt
     with write_aside(unfinished):
         model.to(dtype).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-    unfinished.rename(whole)
-    return whole
+    return unfinished.rename(whole)
 
 
 def judge_saved(model: Any, saved: Path) -> Check:
@@ -116,9 +118,7 @@ def judge_saved(model: Any, saved: Path) -> Check:
 
 def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
     """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull.
-
-    It waits until the disk has the space by its own numbers; where these say so already, as with a quota, for a while.
-    """
+    Where the disk's own numbers say that there is room, as with a quota, it tries again after a while."""
     while True:
         try:
             return act(*given)
@@ -127,9 +127,8 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *giv
                 raise
             log.error("%s waits: %s", stage, full)
             set_status(run.run_dir, "running", stage=stage, reason=f"{stage} waits for space: {full}")
-            until = time.monotonic() + REMIND_SECONDS
             time.sleep(RETRY_SECONDS)
-            while full.needed and space_of(Path(full.place)).free < full.needed and time.monotonic() < until:
+            while full.needed and space_of(Path(full.place)).free < full.needed:
                 time.sleep(RETRY_SECONDS)
         set_status(run.run_dir, "running", stage=stage)
 
@@ -152,22 +151,21 @@ def merge_and_check(
     """Merge into the full-precision base, load the result, and compare its logits with the live adapter's."""
     remove_if_there(run_dir / "merged")
     report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=run.model.revision)
-    assert report.largest_error is not None  # the merge above verifies
     for line in str(report).splitlines():
         log.info("%s", line)
     figure = f"{report.elements:,} elements in {report.tensors_merged} tensors, {report.not_nearest:,} of them next to "
     figure += f"a tie, the worst at {report.largest_error:.2f} of what rounding allows"
     weights = Check("merged weights", figure, "<= 1", report.largest_error <= 1, merge_command(adapter))
-    if quantization_of(live.config) is not None:
+    if (trained_on := quantization_of(live.config)) is not None:
         revision = run.model.revision if report.base == base else None
-        return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens)]
+        return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens, trained_on)]
     merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
     logits = check_logits(live, merged, tokens)
     return report.out, [weights, *judge_logits(logits, "the live adapter's", report, adapter)]
 
 
 def compare_unquantized(
-    live: Any, adapter: Path, report: MergeReport, revision: str | None, tokens: torch.Tensor
+    live: Any, adapter: Path, report: MergeReport, revision: str | None, tokens: torch.Tensor, trained_on: Any
 ) -> list[Check]:
     """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one, whose own logits
     are of quantized weights."""
@@ -179,8 +177,6 @@ def compare_unquantized(
     except UsageError as error:  # too little memory, say; the merge is there all the same
         required, fix = "compared with the adapter on the base", merge_command(adapter, "--verify logits")
         return [saved, Check("merged logits", one_line(error), required, False, fix)]
-    trained_on = quantization_of(live.config)
-    assert trained_on is not None
     kind = trained_on.type or trained_on.method
     kind += "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
     beside = f"those of the adapter on the full-precision base (it was trained on {kind})"
@@ -207,3 +203,45 @@ def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: 
         Check("merged differs from the base", apart, rounding, logits.base_distance > logits.bound, fix),
         Check("merged logits", figure, bounds, logits.passed, fix),
     ]
+
+
+def conclude(run_dir: Path, fitted: TrainingOutcome) -> Verdict:
+    """The verdict on the steps done, written and said, and how the run stands: finished, or to be resumed later."""
+    verdict, ended = make_verdict(fitted), fitted.ended
+    write_json(run_dir / "verdict.json", verdict.as_dict())
+    for said in (*verdict.checks, *(flag for flag in verdict.flags if flag.level != "green")):
+        log.info("%s", said)
+    log.info("flags: %d of %d green", sum(flag.level == "green" for flag in verdict.flags), len(verdict.flags))
+    still = {flag.name for flag in red_flags(verdict.flags)}
+    for step, flag in verdict.was_red:
+        if flag.name not in still:
+            log.warning("was red at step %d: %s", step, flag)
+    if ended is None:
+        set_status(run_dir, "finished" if verdict.passed else "finished, checks failed")
+        if verdict.passed:
+            write_atomic(run_dir / "DONE", "")
+        return verdict
+    answer = [f"{check.name}: {check.figure}" for check in verdict.checks if check.name == SAFE_TO_SCALE]
+    then = RESUME_HINTS[ended.state]
+    if verdict.safe_to_scale is Scale.NO:
+        then = "change what failed, and start again in another cogumi.run_dir"
+    reason = "; ".join([ended.reason, *answer, then])
+    log.info("%s: %s", ended.state, reason)
+    set_status(run_dir, ended.state, reason=reason)
+    return verdict
+
+
+def make_verdict(fitted: TrainingOutcome) -> Verdict:
+    sentinel, ended, checks = fitted.sentinel, fitted.ended, list(fitted.checks)
+    safe: Scale | None = None
+    if ended is not None and ended.state != SANITY_CHECKED:
+        checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
+    if sentinel.sanity is not None:
+        safe, why = sentinel.answer()
+        missed = [check.name for check in checks if not check.passed]
+        if safe and missed:
+            safe, why = Scale.NO, f"{' and '.join(missed)} failed"
+        what = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
+        required = f"{what} beyond its noise, and no flag of what is learned is red or yellow"
+        checks.append(Check(SAFE_TO_SCALE, f"{safe}: {why}", required, bool(safe)))
+    return Verdict(tuple(checks), tuple(sentinel.flags), tuple(sentinel.was_red.values()), safe)
