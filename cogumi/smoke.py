@@ -95,21 +95,21 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
     started = time.monotonic()
     report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick)
-    create_run_dir(report.run_dir)
+    status = create_run_dir(report.run_dir) / "status.json"
     report.on_gpu = torch.cuda.is_available()
     threads = f"no GPU, {torch.get_num_threads()} CPU threads"
     report.machine = torch.cuda.get_device_name() if report.on_gpu else threads
-    write_json(report.run_dir / "status.json", {"state": "running"})
+    write_json(status, {"state": "running"})
     try:
         run_stages(report, model)
     except StageFailed:
         pass  # its row is in the report; the stages after it need what it made
     except BaseException as error:
-        write_json(report.run_dir / "status.json", {"state": "stopped", "reason": f"{type(error).__name__}: {error}"})
+        write_json(status, {"state": "stopped", "reason": f"{type(error).__name__}: {error}"})
         raise
     report.seconds = time.monotonic() - started
     write_json(report.run_dir / "smoke.json", report.as_dict())
-    write_json(report.run_dir / "status.json", {"state": "finished" if report.passed else "finished, checks failed"})
+    write_json(status, {"state": "finished" if report.passed else "finished, checks failed"})
     return report
 
 
@@ -117,17 +117,18 @@ def run_stages(report: Report, model: str | None) -> None:
     for name, check in (("doctor", check_environment), ("stack", check_stack), ("data", check_data)):
         with stage(report, name):
             check(report)
+    models = {"base": model or ""}
     if model is None:
         with stage(report, "base"):
-            model = check_base(report)
+            models["base"] = check_base(report)
     with stage(report, "preflight"):
-        check_fits(report, model)
+        check_fits(report, models["base"])
     with stage(report, "sft"):
-        sft = check_sft(report, model)
+        models["SFT"] = check_sft(report, models["base"])
     with stage(report, "gspo"):
-        rl = check_gspo(report, str(sft.merged))
+        models["GSPO"] = check_gspo(report, models["SFT"])
     with stage(report, "compare"):
-        compare(report, {"base": model, "SFT": str(sft.merged), "GSPO": str(rl.merged)})
+        compare(report, models)
 
 
 class StageFailed(Exception):
@@ -183,25 +184,23 @@ def check_stack(report: Report) -> None:
     from cogumi.patches import fused_head
     from cogumi.rl.patching import patch
 
-    patches = {status.name: status for status in patch().patches}
+    head = next(status for status in patch().patches if status.name == "fused_head")
     config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False)
     became = f"{config.loss_type}, {config.importance_sampling_level}, {config.epsilon:g}/{config.epsilon_high:g}"
     report.add("stack", "GRPOConfig(loss_type='gspo')", became, became == "grpo, sequence, 0.0003/0.0004")
-    works = patches["fused_head"].applied or fused_head.triton_device() is not None
-    report.add("stack", "TRL's losses run here", patches["fused_head"].reason, works)
+    report.add("stack", "TRL's losses run here", head.reason, head.applied or fused_head.triton_device() is not None)
 
 
 def check_data(report: Report) -> None:
     import polars as pl
 
-    from cogumi.data.stdlib_sample import noisy_chat_path, tasks_path
+    from cogumi.data.stdlib_sample import sample_path
 
-    chats, tasks = pl.read_parquet(noisy_chat_path()), pl.read_parquet(tasks_path())
+    chats, tasks = (pl.read_parquet(sample_path(f"cogumi:stdlib-{kind}")) for kind in ("chat-noisy", "tasks"))
     shared = chats.join(tasks, on="prompt").height
     figure = f"{len(chats):,} conversations for SFT, {len(tasks):,} tasks for GSPO, {shared} in both"
-    report.add(
-        "data", "renamings in the standard library", figure, len(chats) > 500 and len(tasks) > 300 and not shared
-    )
+    enough = len(chats) > 500 and len(tasks) > 300 and not shared
+    report.add("data", "renamings in the standard library", figure, enough)
 
 
 def check_base(report: Report) -> str:
@@ -248,17 +247,17 @@ def run_config(report: Report, method: str, model: str) -> Any:
     return result
 
 
-def check_sft(report: Report, model: str) -> Any:
-    """The held-out loss must fall by a tenth."""
+def check_sft(report: Report, model: str) -> str:
+    """The held-out loss must fall by a tenth. Returns the merged model."""
     result = run_config(report, "sft", model)
     before, *_, after = result.series("eval_loss")
     figure = f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})"
     report.add("sft", "held-out loss falls by >= 10 %", figure, after <= 0.9 * before)
-    return result
+    return str(result.merged)
 
 
-def check_gspo(report: Report, model: str) -> Any:
-    """The reward must rise from the first quarter of the rollouts to the last."""
+def check_gspo(report: Report, model: str) -> str:
+    """The reward must rise from the first quarter of the rollouts to the last. Returns the merged model."""
     result = run_config(report, "gspo", model)
     rewards = result.series("reward")
     quarter = max(1, len(rewards) // 4)
@@ -268,13 +267,13 @@ def check_gspo(report: Report, model: str) -> Any:
         report.add("gspo", "rewards are not all alike", figure, max(result.series("reward_std")) > 0)
     else:
         report.add("gspo", "reward, last quarter above first", figure, last > first)
-    return result
+    return str(result.merged)
 
 
 def compare(report: Report, models: dict[str, str]) -> None:
     """Greedy completions of held-out prompts by each model. A stage after which fewer are exactly right fails."""
     from cogumi.data.stdlib_sample import careless_answer
-    from cogumi.methods.comparison import compare_models
+    from cogumi.methods.preview import compare_models
 
     found = compare_models(models, GSPO, COMPARED)
     report.exact = {name: found.exact(name) for name in models}
@@ -318,9 +317,8 @@ def show(report: Report, console: Console) -> None:
     said = f"are met in {report.seconds:.0f} s, with RED flags: {red}" if red else f"passed in {report.seconds:.0f} s"
     console.print(f"{passed} of {len(report.rows)} checks {said}; details in {report.run_dir}/smoke.json")
     if report.samples:
-        console.print(
-            f"next: cogumi chat {report.run_dir}/gspo, or the quickstart in a notebook (make lab)", soft_wrap=True
-        )
+        said = f"next: cogumi chat {report.run_dir}/gspo, or the quickstart in a notebook (make lab)"
+        console.print(said, soft_wrap=True)
 
 
 def main(

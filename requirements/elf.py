@@ -21,10 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from elf_reader import cuda_major, needed_libraries
 from lock import uv
 from package_file import ROOT, pins, requirements_of, table
-
-from cogumi.stack.installed import cuda_major, needed_libraries
 
 RESULT = Path(__file__).parent / "elf.json"
 MEMBER_BYTES = 64 * 2**20  # compressed. Larger ones are libtorch_cpu, libtorch_cuda, flash attention's: named, not read

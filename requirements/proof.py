@@ -7,7 +7,7 @@ from typing import Any
 
 # benchmarks.harness.LIBRARIES records no version of it, so that no result can tell that it was there.
 UNRECORDED = ("vllm",)
-# Of cogumi.stack.probes; a probe of a package counts where the lane pins the package.
+# Of cogumi.stack.probes and benchmarks.gpu; a probe of a package counts where the lane pins the package.
 PROBES = ("torch", "matmul", "sdpa", "triton", "torchvision", "bitsandbytes", "xformers", "unsloth")
 
 

@@ -120,39 +120,21 @@ NO_CUDA_LIBRARY = {
         cuda: Optional[str] = '13.0'
         """,
 }
-# A management library of a driver: nvmlInit_v2 answers ANSWER, the driver is VERSION and runs CUDA up to CUDA.
-NVML = """
-#include <string.h>
-int nvmlInit_v2(void) { return ANSWER; }
-const char *nvmlErrorString(int code) { return code == 18 ? "Driver/library version mismatch" : "Driver Not Loaded"; }
-int nvmlSystemGetDriverVersion(char *text, unsigned length) { strncpy(text, VERSION, length); return 0; }
-int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = CUDA; return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = (void *)1; return 0; }
-int nvmlDeviceGetName(void *device, char *text, unsigned length) { strncpy(text, "NVIDIA H100 80GB HBM3", length); return 0; }
-int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *memory) { memory[0] = 85520809984ULL; return 0; }
-int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
-"""
+NO_DRIVER = (
+    "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
+    "Make sure that the latest NVIDIA driver is installed and running."
+)
 
 
-def fake_nvml(place: Path, answer: int = 0, version: str = "580.95.05", cuda: int = 13000) -> dict[str, str]:
-    """A libnvidia-ml.so.1 in `place`, compiled; the variable by which it is found."""
+def nvidia_smi(place: Path, said: str, status: int = 0) -> dict[str, str]:
+    """An nvidia-smi that says this and ends with this status; the PATH on which it is found first."""
     place.mkdir()
-    (place / "nvml.c").write_text(NVML)
-    meaning = [f"-DANSWER={answer}", f'-DVERSION="{version}"', f"-DCUDA={cuda}"]
-    library = place / "libnvidia-ml.so.1"
-    subprocess.run(["gcc", "-shared", "-fPIC", *meaning, str(place / "nvml.c"), "-o", str(library)], check=True)
-    return {"LD_LIBRARY_PATH": str(place)}
+    tool = place / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\necho "{said}"\nexit {status}\n')
+    tool.chmod(0o755)
+    return {"PATH": f"{place}{os.pathsep}{os.environ['PATH']}"}
 
 
 def failing_nvidia_smi(place: Path) -> dict[str, str]:
-    """An nvidia-smi that says what the real one says without a driver; the PATH on which it is found first."""
-    place.mkdir()
-    tool = place / "nvidia-smi"
-    said = (
-        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
-        "Make sure that the latest NVIDIA driver is installed and running."
-    )
-    tool.write_text(f'#!/bin/sh\necho "{said}"\nexit 9\n')
-    tool.chmod(0o755)
-    return {"PATH": f"{place}{os.pathsep}{os.environ['PATH']}"}
+    """What the real one says without a driver."""
+    return nvidia_smi(place, NO_DRIVER, 9)

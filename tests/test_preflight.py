@@ -1,6 +1,7 @@
 """`cogumi preflight`: what it says of real configs, what is red and what makes it green, and what it leaves alone."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip_command
 from cogumi.forecast import memory_forecast
 from cogumi.forecast.data_sample import describe_data, sample_data
-from cogumi.forecast.disk_lines import forecast_disks
+from cogumi.forecast.disk_forecast import forecast_disks
 from cogumi.forecast.memory_forecast import (
     MemoryForecast,
     StepForecast,
@@ -33,13 +34,15 @@ from cogumi.forecast.memory_forecast import (
 )
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.run_forecast import (
+    MeasuredSteps,
+    TimeForecast,
     describe_stack,
-    fit_config,
+    describe_time,
+    extrapolate_time,
     forecast_in_process,
     forecast_run,
-    write_fitted_config,
+    steps_of,
 )
-from cogumi.forecast.throughput_probe import MeasuredSteps, TimeForecast, describe_time, extrapolate_time, steps_of
 from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
 from cogumi.methods.building import load_run_tokenizer
 from cogumi.models.loading import load_tokenizer, meta_model, resolve_model, use_chat_template
@@ -152,7 +155,7 @@ def test_a_config_json_alone_is_planned_for(wide: Path, tmp_path: Path) -> None:
     assert "train.optim: adamw_torch_fused" in memory.figure
     assert time.figure.startswith("10 steps, about 40,960 tokens: ")
     report = preflight(config_of(base, tmp_path, train={"max_steps": -1, "max_length": 512}), "H200")
-    assert line(report, "time").figure.startswith("how many steps are in the data is not known; cost: not known")
+    assert line(report, "time").figure.startswith("how many steps are in the data is not known")
 
 
 def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None:
@@ -175,19 +178,15 @@ def test_what_does_not_fit_is_red_and_the_fix_fits(wide: Path, tmp_path: Path) -
     config = config_of(wide, tmp_path, train={"per_device_train_batch_size": 512, "max_length": 1024})
     red = preflight(config, "T4")
     assert line(red, "memory").state == "red"
-    assert line(red, "memory").changes
     assert not red.fits
-    report, changes = fit_config(config, "T4")
+    rows, steps = re.fullmatch(
+        r"set train.per_device_train_batch_size: (\d+) and train.gradient_accumulation_steps: (\d+); the same step in .*",
+        line(red, "memory").fix,
+    ).groups()  # type: ignore[union-attr]
+    assert int(rows) * int(steps) == 512 * 2
+    config["train"] |= {"per_device_train_batch_size": int(rows), "gradient_accumulation_steps": int(steps)}
+    report = preflight(config, "T4")
     assert report.fits, str(report)
-    documents = changes["train.per_device_train_batch_size"] * changes["train.gradient_accumulation_steps"]
-    assert documents == 512 * 2
-    source, out = tmp_path / "run.yaml", tmp_path / "fits.yaml"
-    source.write_text(yaml.safe_dump(config) + "# a word to myself\n")
-    write_fitted_config(source, out, changes, {})
-    assert out.read_text().endswith("# a word to myself\n")
-    assert load_config(out).train["per_device_train_batch_size"] == changes["train.per_device_train_batch_size"]
-    with pytest.raises(UsageError, match="there is such a file already"):
-        write_fitted_config(source, out, changes, {})
 
 
 def test_more_memory_is_needed_for_more(wide: Path, tmp_path: Path) -> None:
@@ -236,25 +235,25 @@ def test_what_is_not_known_is_not_called_fitting() -> None:
 
 def test_a_budget_that_ends_the_run_is_red() -> None:
     run = load_config(SMOKE / "sft.yaml", cogumi__price_per_hour=2.0, cogumi__max_cost=1.0)
-    (said,) = describe_time(TimeForecast(1000, 10_000, 3600.0, 10), run, find_target(None))
+    said = describe_time(TimeForecast(1000, 10_000, 3600.0, 10), run, find_target(None))
     assert said.state == "red"
-    assert said.changes == {"train.max_steps": 500}
+    assert said.fix == "set train.max_steps: 500, or raise cogumi.max_cost"
     assert "$2.00 at $2 an hour" in said.figure
-    (said,) = describe_time(TimeForecast(400, 10_000, 1440.0, 10), run, find_target(None))
+    said = describe_time(TimeForecast(400, 10_000, 1440.0, 10), run, find_target(None))
     assert said.state == "green"
-    (said,) = describe_time(TimeForecast(8, 200, 16.0, 8), run, find_target(None))
+    said = describe_time(TimeForecast(8, 200, 16.0, 8), run, find_target(None))
     assert "by 8 steps made here" in said.figure
-    (said,) = describe_time(TimeForecast(400, 10_000, None), run, find_target(None))
+    said = describe_time(TimeForecast(400, 10_000, None), run, find_target(None))
     assert (said.state, "--probe" in said.fix) == ("unknown", True)
     assert "nor what cogumi.max_cost allows" in said.figure
-    (said,) = describe_time(TimeForecast(400, 10_000, None), run, find_target("T4"))
+    said = describe_time(TimeForecast(400, 10_000, None), run, find_target("T4"))
     assert (said.state, said.fix) == ("unknown", "")  # ten steps made here say nothing of it
-    (said,) = describe_time(TimeForecast(1, 10, 2.0, 1), run, find_target(None))
+    said = describe_time(TimeForecast(1, 10, 2.0, 1), run, find_target(None))
     assert "less than a cent at $2 an hour (by 1 step made here)" in said.figure
-    (said,) = describe_time(TimeForecast(16, 200, 3600.0, 10, whole=1000), run, find_target(None))
-    assert said.changes == {"cogumi.sanity": 8}  # a check of fewer is refused
-    (said,) = describe_time(TimeForecast(14, 200, 3600.0, 10, whole=1000), run, find_target(None))
-    assert (said.state, said.fix, said.changes) == ("red", "raise cogumi.max_cost", {})
+    said = describe_time(TimeForecast(16, 200, 3600.0, 10, whole=1000), run, find_target(None))
+    assert said.fix == "set cogumi.sanity: 8, or raise cogumi.max_cost"  # a check of fewer is refused
+    said = describe_time(TimeForecast(14, 200, 3600.0, 10, whole=1000), run, find_target(None))
+    assert (said.state, said.fix) == ("red", "raise cogumi.max_cost")
 
 
 @pytest.mark.slow("several forecasts; another one is in the first tier")
@@ -306,10 +305,11 @@ def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: P
     assert planned(sanity=2000).figures["time"] == whole.figures["time"]  # never more than there are
     red = line(planned(sanity=100, max_cost=seconds[1] / 2), "time")
     assert red.state == "red"
-    assert red.changes.keys() == {"cogumi.sanity"}
-    assert red.changes["cogumi.sanity"] == pytest.approx(50, abs=1)
+    fewer = re.fullmatch(r"set cogumi.sanity: (\d+), or raise cogumi.max_cost", red.fix)
+    assert fewer is not None
+    assert int(fewer[1]) == pytest.approx(50, abs=1)
     few = line(planned(sanity=100, max_cost=seconds[1] / 25), "time")
-    assert (few.state, few.fix, few.changes) == ("red", "raise cogumi.max_cost", {})  # four steps are no check
+    assert (few.state, few.fix) == ("red", "raise cogumi.max_cost")  # four steps are no check
 
 
 def test_a_cost_that_is_not_known_is_said_with_the_key_that_sets_its_price(wide: Path, tmp_path: Path) -> None:
@@ -319,12 +319,12 @@ def test_a_cost_that_is_not_known_is_said_with_the_key_that_sets_its_price(wide:
     priced = config | {"cogumi": config["cogumi"] | {"price_per_hour": 2.0}}
     assert said not in line(preflight(priced, "H100 SXM"), "time").figure
     for given, expected in ((config, True), (priced, False)):
-        (forecast_line,) = describe_time(TimeForecast(20, 1000, None), load_config(given), find_target(None))
+        forecast_line = describe_time(TimeForecast(20, 1000, None), load_config(given), find_target(None))
         assert (said in forecast_line.figure) is expected
 
 
 @pytest.mark.slow("several forecasts; another one is in the first tier")
-def test_the_time_of_dpo_has_the_pass_for_its_reference_in_it(wide: Path, tmp_path: Path) -> None:
+def test_the_time_of_dpo_has_its_reference_in_it(wide: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"question {n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "fim": None}
@@ -334,13 +334,15 @@ def test_the_time_of_dpo_has_the_pass_for_its_reference_in_it(wide: Path, tmp_pa
         del config["data"]["fim"]
         report = preflight(config, "H100 SXM")
         assert line(report, "memory").state == "green"
-        assert ("for the reference before the first step" in line(report, "time").figure) is bool(train)
         return report.figures["time"]
 
-    inside, before = time_of(), time_of(precompute_ref_log_probs=True)
-    assert inside["reference"] == 0.0 < before["reference"] < before["seconds"]
-    # 10 steps of 8 pairs have the reference in them once more often than 40 pairs do.
-    assert inside["seconds"] - before["seconds"] == pytest.approx(before["reference"])
+    assert time_of()["seconds"] == pytest.approx(time_of(precompute_ref_log_probs=True)["seconds"])
+
+
+def test_a_measured_time_has_the_pass_before_the_steps_in_it() -> None:
+    run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
+    found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
+    assert extrapolate_time(run, StepShape("sft", 16, 128), found, MeasuredSteps(10, 20.0, 7.0)).seconds == 207.0
 
 
 def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
@@ -392,13 +394,11 @@ def test_cards_are_found_by_what_people_say_and_by_torchs_name() -> None:
 def test_a_rollout_that_does_not_fit_is_made_smaller_under_the_key_that_says_its_size() -> None:
     planned = load_config(SMOKE / "gspo.yaml", cogumi__docs_per_step=16)
     work = StepShape("gspo", 4, 64, 64, rollout=64, micro_batches=4)
-    assert smaller_rollout(planned, work, 16) == ("train.generation_batch_size", 32)
+    assert smaller_rollout(planned, work, 16) == "train.generation_batch_size: 32"
     planned.cogumi.docs_per_step = None
-    assert smaller_rollout(planned, work, 16) == ("train.steps_per_generation", 8)
-    assert smaller_rollout(planned, replace(work, rollout=16), 16) == (
-        "train.steps_per_generation",
-        4,
-    )  # never less than a step
+    assert smaller_rollout(planned, work, 16) == "train.steps_per_generation: 8"
+    less = smaller_rollout(planned, replace(work, rollout=16), 16)
+    assert less == "train.steps_per_generation: 4"  # never less than a step
 
 
 def test_vllm_beside_the_step_takes_its_share() -> None:
@@ -449,7 +449,7 @@ def test_the_command_prints_json_and_its_status_is_whether_it_fits(
 
 
 @pytest.mark.slow("several forecasts; another one is in the first tier")
-def test_what_no_change_can_mend_is_said_and_nothing_is_written(
+def test_what_no_change_can_mend_is_said(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: CommandLine
 ) -> None:
     config = config_of(wide, tmp_path, cogumi={"max_cost": 1.0, "price_per_hour": 2.0}, train={"vllm_mode": "colocate"})
@@ -457,11 +457,10 @@ def test_what_no_change_can_mend_is_said_and_nothing_is_written(
     config["train"] |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.99, "num_generations": 2}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
-    status, said, error = command_line("preflight", "run.yaml", "--card", "t4", "--fix", "fits.yaml")
+    status, said, _ = command_line("preflight", "run.yaml", "--card", "t4")
     assert status == 1, said
     assert "vLLM 14.8 GiB" in said  # 0.99 of 15
-    assert "fits.yaml is not written" in error
-    assert not (tmp_path / "fits.yaml").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
 def test_a_setting_that_peft_refuses_is_a_mistake(wide: Path, tmp_path: Path) -> None:
@@ -477,9 +476,6 @@ def test_a_setting_that_peft_refuses_is_a_mistake(wide: Path, tmp_path: Path) ->
         (("gone.yaml",), "gone.yaml"),
         (("run.yaml", "--card", "hal"), "card 'hal' is not known"),
         (("run.yaml", "train.max_stepz=5"), "max_steps"),
-        (("run.yaml", "--fix", "run.yaml"), "--fix run.yaml: there is such a file already"),
-        (("run.yaml", "--fix", "new.yaml", "--probe"), "--fix and --probe"),
-        (("run.yaml", "--fix", "nowhere/new.yaml"), "no such directory as nowhere"),
         (("run.yaml", "--card", "t4", "--probe"), "--card and --probe"),
         (("run.yaml", "cogumi.max_cost=5"), "set cogumi.price_per_hour as well"),
         (("strange.yaml",), "model type `martian`"),
@@ -501,4 +497,3 @@ def test_a_mistake_is_one_line(
     assert status == 2
     assert len(lines) == 1
     assert said in lines[0]
-    assert not (tmp_path / "new.yaml").exists()

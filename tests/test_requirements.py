@@ -11,12 +11,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from cogumi.stack import lanes as package_lanes
-from cogumi.stack.installed import cuda_major
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "requirements"))
 import package_file  # noqa: E402
 import proof  # noqa: E402
+from elf_reader import cuda_major  # noqa: E402
 
 STABLE = ROOT / "requirements-stable-precompiled.txt"
 LANES = [STABLE, *sorted((ROOT / "requirements").glob("*.txt"))]

@@ -22,13 +22,14 @@ from broken_environments import (
     WRONG_TORCHVISION,
     Environment,
     failing_nvidia_smi,
-    fake_nvml,
     make_environment,
+    nvidia_smi,
 )
 from disk_mounts import fill, mounting
 
+from cogumi.stack.host import check_driver, find_gpu_sign
+
 DOC = ROOT / "docs" / "doctor.md"
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 
 
 @pytest.fixture
@@ -79,7 +80,6 @@ def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Envir
         "work directory",
         "driver",
         "lane",
-        "CUDA majors",
         "torch",
         "matmul",
     ]
@@ -87,7 +87,6 @@ def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Envir
         "data libraries",
         "training libraries",
         "bitsandbytes",
-        "attention",
         "torch.compile",
         "4-bit layers",
         "compiler",
@@ -96,7 +95,6 @@ def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Envir
     assert not [each for each in report["findings"] if each["state"] == "fatal"]
     assert "TORCHDYNAMO_DISABLE=1: torch compiles nothing" in of(report, "torch.compile", "warning")["figure"]
     assert "nothing is compiled, because of TORCHDYNAMO_DISABLE=1" in of(report, "compiler", "warning")["figure"]
-    assert report["compiling"]["compiler"]["error"]
     assert not report["passed"]
     for each in report["findings"]:
         assert f"{each['state']:8} {each['what']}" in said["text"]
@@ -114,7 +112,7 @@ def test_a_good_environment_is_found_good_in_time(environment: Environment) -> N
     wrong = [each for each in report["findings"] if each["state"] in ("warning", "fatal")]
     assert (wrong, status, report["passed"]) == ([], 0, True)
     assert of(report, "compiler", "ok")
-    assert report["compiling"]["strategy"]
+    assert of(report, "4-bit layers", "ok")["figure"].startswith("branchless: ")
     # Two processes of it at once: 15 s of two cores. The time on the wall depends on who else is at work.
     used = (ended.children_user + ended.children_system) - (began.children_user + began.children_system)
     assert used < 40, f"{used:.0f} s of processor time"
@@ -156,14 +154,6 @@ def missing_driver(_: Environment, tmp_path: Path) -> dict[str, str]:
     return failing_nvidia_smi(tmp_path / "bin")
 
 
-def other_kernel(_: Environment, tmp_path: Path) -> dict[str, str]:
-    kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
-    kernel.parent.mkdir(parents=True)
-    argv = ["/opt/other/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    kernel.write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
-    return {"JUPYTER_PATH": str(tmp_path / "jupyter"), **failing_nvidia_smi(tmp_path / "bin")}
-
-
 Break = Callable[[Environment, Path], dict[str, str]]
 # Heading of the doc, what breaks the environment, and the finding that says so: what, state, words of figure, cause and fix.
 BROKEN: list[tuple[str, Break, tuple[str, str, str, str, str]]] = [
@@ -197,18 +187,7 @@ BROKEN: list[tuple[str, Break, tuple[str, str, str, str, str]]] = [
     (
         "A driver without its libraries",
         missing_driver,
-        ("driver", "fatal", "no libnvidia-ml.so.1", "nvidia-smi is there", "--gpus all"),
-    ),
-    (
-        "A notebook kernel of another Python",
-        other_kernel,
-        (
-            "notebook kernel",
-            "warning",
-            "python3 starts /opt/other/bin/python",
-            "does not run in this",
-            "ipykernel install",
-        ),
+        ("driver", "fatal", "communicate with the NVIDIA driver", "nvidia-smi is there", "--gpus all"),
     ),
 ]
 
@@ -331,8 +310,9 @@ def test_a_crash_takes_only_its_own_step_along(environment: Environment) -> None
     environment.put(CRASHING)
     code = """if True:
         import json, os
-        from cogumi.diagnostics.import_checks import run_steps
-        steps = run_steps(["torchvision", "data"], 60, dict(os.environ))
+        from threading import Event
+        from cogumi.diagnostics.checkup import run_steps
+        steps = run_steps(["torchvision", "data"], 60, dict(os.environ), Event())
         print(json.dumps([[step.name, step.error, step.said] for step in steps]))
     """
     done = environment.run("-c", code)
@@ -361,7 +341,7 @@ def test_packages_that_are_missing(tmp_path: Path) -> None:
 def test_everything_cogumi_imports_is_asked_for() -> None:
     import tomllib
 
-    from cogumi.stack.installed import NEEDED
+    from cogumi.stack.lanes import NEEDED
 
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert sorted(NEEDED) == sorted(re.split(r"[<>=]", each)[0] for each in wanted)
@@ -373,14 +353,12 @@ def test_an_installation_that_was_cut_short(environment: Environment) -> None:
     )
     (environment.packages / "torch" / "lib" / "libtorch_cpu.so").write_text("0123")
     (environment.packages / "torch" / "_C.so").unlink()
-    (environment.packages / "~orch").mkdir()
     report, status = examine(environment)
     assert status == 1
     finding = of(report, "installed", "fatal")
     assert finding["figure"] == "torch: _C.so missing; libtorch_cpu.so (4 B of 10 B) not whole"
     python = shlex.quote(str(environment.python))
     assert finding["fix"] == f"{python} -m pip install --force-reinstall --no-deps torch==2.13.0"
-    assert "~orch" in of(report, "installed", "note")["figure"]
     assert names(report)[-1] == "not checked"
 
 
@@ -406,71 +384,59 @@ def test_torch_without_metadata(environment: Environment) -> None:
 # ----------------------------------------------------------------------------------------------------------------- drivers
 
 
-@needs_gcc
 @pytest.mark.parametrize(
-    ("answer", "state", "figure", "cause"),
+    ("said", "what", "state", "cause"),
     [
-        (18, "fatal", "NVML: Driver/library version mismatch", "upgraded without a restart"),
-        (9, "warning", "NVML: Driver Not Loaded", "no NVIDIA kernel module"),
+        ("Failed to initialize NVML: Driver/library version mismatch", "driver", "fatal", "upgraded without a restart"),
+        ("No devices were found", "GPU", "warning", "this container was given no GPU"),
     ],
 )
 def test_a_driver_that_refuses(
-    environment: Environment, tmp_path: Path, answer: int, state: str, figure: str, cause: str
+    said: str, what: str, state: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cogumi.stack.driver import check_driver, find_gpu_sign
-
-    if find_gpu_sign() and answer == 9:
-        pytest.skip("this machine has a GPU")
-    (found,) = check_driver(asked(environment, fake_nvml(tmp_path / "driver", answer)), "", None)
-    assert (found.state, found.figure) == (state, figure)
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", said, 18)["PATH"])
+    (found,) = check_driver("13.0", 60)
+    assert (found.what, found.state) == (what, state)
     assert cause in found.cause
 
 
-def asked(environment: Environment, variables: dict[str, str]) -> dict[str, Any]:
-    """What NVML answers a process with these variables: the linker reads LD_LIBRARY_PATH when a process starts."""
-    code = "import json; from cogumi.stack.driver import ask_nvml; print(json.dumps(ask_nvml()))"
-    done = environment.run("-c", code, **variables)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+H100 = "580.95.05, 81559, NVIDIA H100 80GB HBM3"
 
 
-@needs_gcc
-def test_a_driver_and_its_card(environment: Environment, tmp_path: Path) -> None:
-    from cogumi.stack.driver import check_driver
-
-    answer = asked(environment, fake_nvml(tmp_path / "driver"))
-    driver, card = check_driver(answer, "", "13.0")
-    assert (driver.state, driver.figure) == ("ok", "580.95.05, runs CUDA up to 13.0")
-    assert (card.state, card.figure) == ("ok", "NVIDIA H100 80GB HBM3, 79.6 GiB, sm_90")
+def test_a_driver_and_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", H100)["PATH"])
+    driver, card = check_driver("13.0", 60)
+    assert (driver.state, driver.figure) == ("ok", "580.95.05")
+    assert (card.what, card.state, card.figure) == ("GPU 0", "ok", "NVIDIA H100 80GB HBM3, 79.6 GiB")
 
 
-@needs_gcc
+def test_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", "", 0)["PATH"])
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (silent,) = check_driver("13.0", 0.2)
+    assert (silent.state, silent.figure) == ("fatal", "nvidia-smi: no answer in 0.2 s")
+
+
 def test_a_driver_too_old_for_torch(environment: Environment, tmp_path: Path) -> None:
     """Nothing native of that torch is loaded, and nothing after it."""
     environment.install("torch", "2.11.0", NO_CUDA_LIBRARY)
-    report, status = examine(environment, **fake_nvml(tmp_path / "driver", version="550.127.05", cuda=12040))
+    report, status = examine(environment, **nvidia_smi(tmp_path / "bin", H100.replace("580.95", "550.127")))
     assert status == 1
     finding = of(report, "driver", "fatal")
-    assert finding["figure"] == "550.127.05, runs CUDA up to 12.4"
+    assert finding["figure"] == "550.127.05"
     assert finding["cause"] == "torch here is built for CUDA 13.0, and this driver is too old for that"
     assert "stable-cu128" in finding["fix"]
     assert names(report)[-1] == "not checked"
 
 
-def test_no_gpu_at_all_is_a_note(environment: Environment) -> None:
-    from cogumi.stack.driver import check_driver, find_gpu_sign
-
+def test_no_gpu_at_all_is_a_note() -> None:
     if find_gpu_sign() or shutil.which("nvidia-smi"):
         pytest.skip("this machine has a GPU, or its tools")
-    answer = asked(environment, {})
-    assert "libnvidia-ml.so.1" in answer["missing"]
-    (found,) = check_driver(answer, "", None)
+    (found,) = check_driver(None, 60)
     assert (found.state, found.figure) == ("note", "no NVIDIA GPU; everything runs on the CPU")
 
 
 def test_a_gpu_that_the_kernel_shows(tmp_path: Path) -> None:
-    from cogumi.stack.driver import find_gpu_sign
-
     assert find_gpu_sign(tmp_path) == ""
     device = tmp_path / "sys" / "bus" / "pci" / "devices" / "0000:01:00.0"
     device.mkdir(parents=True)
@@ -496,7 +462,7 @@ def test_a_full_disk_for_temporary_files(environment: Environment, tmp_path: Pat
     assert told.returncode == 1
     finding = of(report, "temporary files", "warning")
     assert finding["cause"].startswith(f"TMPDIR={disk} cannot be written to")
-    assert finding["cause"].endswith("its disk is full")
+    assert "it is full" in finding["cause"]
 
 
 def test_no_disk_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:

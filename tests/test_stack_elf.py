@@ -4,12 +4,14 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from cogumi.stack.installed import cuda_major, needed_libraries
+sys.path.insert(0, str(Path(__file__).parents[1] / "requirements"))
+from elf_reader import cuda_major, needed_libraries
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 # Large and small, patched by auditwheel and not, linked by GNU ld and by lld.

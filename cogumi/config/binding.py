@@ -161,8 +161,7 @@ def hints_of_defaults(defaults: Mapping[str, Any]) -> Hints:
 def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints:
     """Type by key without importing the library, unless its source has the class in another place.
 
-    `Any` stands for what only the library itself can tell. asked: keys that are wanted; those that unsloth may add to a class
-    of TRL are among the result.
+    `Any` stands for what only the library can tell. asked: keys that are wanted, also those that unsloth may add.
     """
     try:
         module, definition = find_class(HOMES[name], name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cogumi.config.binding import (
     Hints,
@@ -27,9 +27,8 @@ from cogumi.config.binding import (
     reject_unknown,
     reporters_in_source,
 )
-from cogumi.config.presets import LORA_PRESETS, PRESETS
+from cogumi.config.presets import PRESETS
 from cogumi.config.source import SECTIONS, Origins, not_a_section, parse_scalar, read_source, set_value
-from cogumi.config.subsections import FimConfig, Thresholds
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
@@ -47,6 +46,12 @@ FIXED_LORA_KEYS = {
     "revision": "the base's is model.revision",
     "auto_mapping": "PEFT writes it",
     "peft_version": "PEFT writes it",
+}
+# Keys of the `cogumi:` section that were dropped, and what to set instead.
+DROPPED_KEYS = {
+    "cogumi.lora_preset": "set lora.r, lora.lora_alpha, lora.lora_dropout and lora.use_rslora",
+    "cogumi.fallback": "drop it: cogumi.mirror keeps copies in another place, and cogumi.on_full says what a full disk does",
+    "cogumi.loraplus_lr_ratio": "drop it: lora: has PEFT's own keys (lora.r, lora.lora_alpha, lora.use_rslora)",
 }
 # Values of lora.init_lora_weights that stand for a pass over the data, or over gradients, which a run does not make.
 PREPARED_INITS = ("eva", "corda")
@@ -95,6 +100,32 @@ class ModelSection(Section):
 
 
 Format = Literal["fim", "chat", "prompt_completion", "preference"]
+
+
+class FimConfig(Section):
+    """How rows become fill-in-the-middle examples."""
+
+    model_config = ConfigDict(frozen=True)
+
+    fim_rate: float = Field(default=1.0, ge=0, le=1)
+    """Share of rows turned into FIM examples; the others stay left-to-right text, all of it learned."""
+    spm_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of FIM examples in suffix-prefix-middle order. Only families trained on both orders use it."""
+    middle_chars: tuple[int, int] = (8, 128)
+    """Shortest and longest middle in characters; the length is drawn uniformly, then the position."""
+    max_length: int = Field(default=512, ge=1)
+    """Budget in tokens for a whole example, control and end tokens included."""
+    seed: int = Field(default=0, ge=0)
+    """With the row's index it decides order, length and position of the cut."""
+    overlong: Literal["drop", "trim"] = "drop"
+    """Examples over the budget: drop them, or trim the prefix's start and the suffix's end (plain rows are dropped)."""
+
+    @model_validator(mode="after")
+    def _check_middle(self) -> "FimConfig":
+        low, high = self.middle_chars
+        if not 1 <= low <= high:
+            raise ValueError(f"middle_chars: [{low}, {high}] must be 1 <= shortest <= longest")
+        return self
 
 
 class MixEntry(Section):
@@ -151,6 +182,24 @@ def on_or_off(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+class Thresholds(Section):
+    """The limits of flags that a run may move. The others are constants beside their rules, in cogumi/health."""
+
+    model_config = ConfigDict(frozen=True)
+
+    grad_norm_high: float = Field(default=10.0, gt=0)
+    """sft, dpo: yellow where the median gradient norm is above; red above ten times it."""
+    rl_grad_norm_high: float = Field(default=1.0, gt=0)
+    """gspo: likewise. Red above a hundred times it: the norm is before clipping, and losses differ in scale."""
+    zero_variance: float = Field(default=0.8, gt=0, le=1)
+    """gspo: red above this share of groups in which all rewards are the same; yellow above three quarters of it."""
+    truncated_red: float = Field(default=0.8, gt=0, le=1)
+    """gspo: red above this share of completions that were cut at their longest; yellow above 0.3, and 1 raises neither."""
+    kl_red: float = Field(default=1.0, gt=0)
+    """gspo: red above this KL (nats per token) between the policy and the one that wrote the completions; yellow above a
+    tenth of it."""
+
+
 class CogumiSection(Section):
     method: Literal["sft", "dpo", "gspo"]
     tuning: Literal["lora", "full"] = "lora"
@@ -184,8 +233,6 @@ class CogumiSection(Section):
     """When a flag turns red: say so, wait with a checkpoint until PAUSED is removed, or end the run with a checkpoint."""
     flags: Thresholds = Thresholds()
     """From where on a flag is yellow or red; every number of the verdict."""
-    fallback: Path | None = None
-    """A directory on another disk, for checkpoints that do not fit."""
     mirror: str | None = None
     """Where checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or hf://user/repository."""
     price_per_hour: float | None = Field(default=None, gt=0)
@@ -199,12 +246,8 @@ class CogumiSection(Section):
     By default at each tenth of a long run, as long as it takes at most 2 % of the time."""
     preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """Forecast the memory first, and refuse a run that cannot fit. auto: where there is a GPU."""
-    compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(on_or_off)] = "auto"
-    """torch.compile, layer by layer. auto: where a few measured steps show that the rest of the run repays it."""
-    lora_preset: Literal["rl", "large", "qlora", "rslora"] | None = None
-    """Rank and scale of the adapter by name (`cogumi.config.presets` says why); any key of `lora:` goes over it."""
-    loraplus_lr_ratio: float | None = Field(default=None, ge=1)
-    """LoRA+: B learns this many times as fast as A, 16 in the paper, with the optimizer of `train.optim`."""
+    compile: Annotated[Literal["off", "layers"], BeforeValidator(on_or_off)] = "off"
+    """layers: torch.compile, layer by layer, from the first step."""
     merge: bool = True
     """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
 
@@ -229,10 +272,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     Raises UsageError with one line that names the key, where it was set, and the nearest valid name.
     """
     run, origins = read_config(config, overrides)
-    run = bind_sections(run, hints_imported, origins)
-    if run.cogumi.lora_preset is not None:
-        run.lora = LORA_PRESETS[run.cogumi.lora_preset][0] | run.lora
-    return run
+    return bind_sections(run, hints_imported, origins)
 
 
 def read_config(
@@ -395,6 +435,8 @@ def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
         # The place of the key itself, or of the nearest section above it that is there.
         above = (".".join(path[:length]) for length in range(len(path), 0, -1))
         at = next((key for key in above if key in origins), "")
+        if dotted in DROPPED_KEYS:
+            raise origins.error(f"unknown key `{dotted}`", dotted, DROPPED_KEYS[dotted]) from None
         if problem["type"] == "extra_forbidden":
             section: Any = RunConfig
             for part in path[:-1]:

@@ -59,13 +59,8 @@ def diff_values(old: Mapping[str, Any], new: Mapping[str, Any], above: Way = ())
 
 def equal_values(a: Any, b: Any) -> bool:
     """Equal, and of one type all the way down: 1 is neither 1.0 nor true."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal_values, a, b))
-    return bool(a == b) or (a != a and b != b)  # nan
+    one, other = (json.dumps(value, sort_keys=True, default=repr) for value in (a, b))
+    return one == other
 
 
 def drop_empty(value: Any) -> Any:
@@ -80,14 +75,18 @@ def drop_empty(value: Any) -> Any:
 
 
 def apply_change(text: str, path: Way, value: Any, values: Mapping[str, Any]) -> str:
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    assert isinstance(root, yaml.MappingNode)
-    way = find_entries(root, path)
-    for depth, (key, node) in enumerate(way, 1):
+    root = node = yaml.compose(text, Loader=yaml.SafeLoader)
+    way: list[tuple[yaml.Node, yaml.Node]] = []  # the entries that lead there, as far as there are any
+    for depth, name in enumerate(path, 1):
+        entries = node.value if isinstance(node, yaml.MappingNode) else []
+        found = next((entry for entry in entries if entry[0].value == name), None)
+        if found is None:
+            break
+        way.append(found)
+        node = found[1]
         if depth < len(path) and isinstance(node, yaml.MappingNode) and node.flow_style:  # written anew, on its line
-            return replace_value(
-                text, key, node, dump_flow(reduce(lambda inner, name: inner[name], path[:depth], values))
-            )
+            whole = reduce(lambda inner, key: inner[key], path[:depth], values)
+            return replace_value(text, *way[-1], dump_flow(whole))
     if value is ABSENT:
         while len(way) > 1 and len(way[-2][1].value) == 1:  # the last key takes its mapping along
             way.pop()
@@ -103,19 +102,6 @@ def apply_change(text: str, path: Way, value: Any, values: Mapping[str, Any]) ->
     if isinstance(above, yaml.MappingNode):
         return insert_key(text, above, rest[0], value)
     return replace_value(text, *way[-1], dump_flow({rest[0]: value}))  # `lora:` with nothing in it
-
-
-def find_entries(root: yaml.Node, path: Way) -> list[tuple[yaml.Node, yaml.Node]]:
-    """The entries that lead to `path`, as far as there are any."""
-    way: list[tuple[yaml.Node, yaml.Node]] = []
-    for name in path:
-        entries = root.value if isinstance(root, yaml.MappingNode) else []
-        found = next((entry for entry in entries if entry[0].value == name), None)
-        if found is None:
-            break
-        way.append(found)
-        root = found[1]
-    return way
 
 
 def end_of(text: str, node: yaml.Node) -> int:

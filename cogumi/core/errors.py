@@ -52,7 +52,7 @@ class MergeError(Exception):
 
 
 # What KeyboardInterrupt says when a training was ended in good order. (A subclass would not give exit status 130.)
-FINISHED_AND_SAVED = "the step was finished, and saved if the disk took it"
+FINISHED_AND_SAVED = "the step was finished; the lines above say what was saved"
 
 
 State = Literal["ok", "note", "warning", "fatal", "skipped"]

@@ -1,10 +1,10 @@
 """Figures, flags and text as a person reads them in a line of log."""
 
-import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,11 @@ def escape_controls(text: str) -> str:
 
 
 def python_command() -> str:
-    """This environment's Python as a shell takes it: below the current directory, below home, or as a whole path."""
+    """This environment's Python as a shell takes it: below the current directory, or as a whole path."""
     python = Path(sys.executable or "python")
-    try:
-        here = os.getcwd()
-    except OSError:  # it was removed
-        here = ""
-    for above, short in ((here, ""), (os.path.expanduser("~"), "~/")):
-        if len(above) > 1 and python.is_relative_to(above):
-            return short + shlex.quote(str(python.relative_to(above)))
+    with suppress(OSError):  # the current directory was removed
+        if python.is_relative_to(Path.cwd()):
+            return shlex.quote(str(python.relative_to(Path.cwd())))
     return shlex.quote(str(python))
 
 
@@ -45,13 +41,6 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def count(number: float) -> str:
-    """`950`, `12.3k`, `4.56M`."""
-    if number < 1000:
-        return f"{number:.0f}"
-    return f"{number / 1000:.1f}k" if number < 999_950 else f"{number / 1e6:.2f}M"
 
 
 def format_bytes(count: float) -> str:

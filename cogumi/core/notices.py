@@ -1,5 +1,4 @@
-"""What a notebook sees while a function works: a line that says for how long, and widgets that answer. A terminal has lines
-of its own."""
+"""What a notebook sees while a function works: a line that says what it does, and widgets that answer."""
 
 import inspect
 import sys
@@ -9,32 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-TICK_SECONDS = 1.0
 at_work = threading.Lock()  # a function that calls another one has said enough
 
 
 @contextmanager
 def show_seconds(what: str) -> Iterator[None]:
-    """Show `what` and the seconds so far in the cell's output, at once and until the block, or decorated function, ends."""
+    """Show `what` in the cell's output at once, and how long it took when the block, or decorated function, has ended."""
     if not is_notebook() or not at_work.acquire(blocking=False):
         yield
         return
     from IPython.display import display
 
-    began, over = time.monotonic(), threading.Event()
-    line = display({"text/plain": f"{what} ..."}, raw=True, display_id=True)
-
-    def tick() -> None:
-        while not over.wait(TICK_SECONDS):
-            line.update({"text/plain": f"{what} ... {time.monotonic() - began:.0f} s"}, raw=True)
-
-    ticking = threading.Thread(target=tick, name="cogumi working", daemon=True)
-    ticking.start()
+    began, line = time.monotonic(), display({"text/plain": f"{what} ..."}, raw=True, display_id=True)
     try:
         yield
     finally:
-        over.set()
-        ticking.join()
         line.update({"text/plain": f"{what}: {time.monotonic() - began:.0f} s"}, raw=True)
         at_work.release()
 

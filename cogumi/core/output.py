@@ -5,13 +5,10 @@ import json
 import logging
 import os
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial, wraps
-from shutil import get_terminal_size
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, TextIO
 
 import typer
@@ -30,9 +27,6 @@ AFTER_INTERRUPT = {
 }
 BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
 STOP_CODES = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
-
-DRAWN_SECONDS = 0.25  # between two pictures of the status line
-QUIET_SECONDS = 1.0  # without other output before it is shown
 
 
 def print_text(text: object = "", end: str = "\n", to_error: bool = False) -> None:
@@ -65,69 +59,14 @@ def failures_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def show_waiting(what: str) -> Iterator[None]:
-    """Where standard error is a terminal: while nothing else is printed, say there what takes its time, and for how long."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    line = StatusLine(escape_controls(what))
-    with ExitStack() as undo:
-        for stream in (sys.stdout, sys.stderr):
-            if stream.isatty():
-                undo.callback(restore, stream, "write", vars(stream).get("write"))
-                setattr(stream, "write", partial(line.make_way, stream.write))  # noqa: B010  mypy refuses the other way
-        undo.callback(line.end)
-        line.thread.start()
-        yield
+    """For a block that takes its time: say what it does, on standard error where that is a terminal."""
+    if sys.stderr.isatty():
+        print_text(f"{what} ...", to_error=True)
+    yield
 
 
-class StatusLine:
-    """The last line of a terminal, which makes way for all that is printed, and waits until a progress bar has ended its line."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.write, self.began = what, sys.stderr.write, time.monotonic()
-        self.lock, self.over = threading.RLock(), threading.Event()
-        self.drawn, self.free, self.printed = 0, True, self.began
-        self.thread = threading.Thread(target=self.draw, name="cogumi waiting", daemon=True)
-
-    def make_way(self, write: Callable[[str], int], text: str) -> int:
-        """In place of `write` of a stream."""
-        with self.lock:
-            self.clear()
-            if text:
-                self.free, self.printed = text.endswith("\n"), time.monotonic()
-            return write(text)
-
-    def draw(self) -> None:
-        while not self.over.wait(DRAWN_SECONDS):
-            with self.lock:
-                now = time.monotonic()
-                if self.free and now - self.printed >= QUIET_SECONDS and not self.over.is_set():
-                    said = f"{self.what}, {now - self.began:.0f} s"[: get_terminal_size().columns - 1]
-                    self.clear()
-                    self.put(said)
-                    self.drawn = len(said)
-
-    def clear(self) -> None:
-        if self.drawn:
-            self.put(f"\r{' ' * self.drawn}\r")
-            self.drawn = 0
-
-    def put(self, text: str) -> None:
-        with suppress(OSError):  # the terminal is closed, which what the command itself prints will meet
-            self.write(text)
-            sys.stderr.flush()
-
-    def end(self) -> None:
-        self.over.set()
-        with self.lock:
-            self.clear()
-
-
-def print_table(
-    title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]], whole: Collection[str] = ()
-) -> None:
-    """A table as wide as the terminal, 80 columns elsewhere. A column named >name is aligned to the right, and the values
-    of those in `whole` are not broken."""
+def print_table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
+    """A table as wide as the terminal, 80 columns elsewhere. A column named >name is aligned to the right."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -136,9 +75,7 @@ def print_table(
     for name in columns:
         right = name.startswith(">")
         # Words are not broken, but for paths and reasons, which may be of any length.
-        table.add_column(
-            name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right or name in whole
-        )
+        table.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
     for row in rows:
         table.add_row(*map(escape_controls, row))
     Console(markup=False, highlight=False, emoji=False).print(table)

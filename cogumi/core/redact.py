@@ -19,15 +19,10 @@ SHORTEST = 8  # characters: what is shorter occurs in ordinary text, and would b
 
 def redact_text(text: str) -> str:
     """The text without the secrets in it, those of the environment included."""
-    for secret in environment_secrets():
+    found = {value for name, value in os.environ.items() if HOLDS_SECRET.search(name) and len(value) >= SHORTEST}
+    for secret in sorted(found, key=len, reverse=True):  # one may be a part of another
         text = text.replace(secret, REDACTED)
     return LOOKS_SECRET.sub(REDACTED, text)
-
-
-def environment_secrets() -> list[str]:
-    """The longest first: one may be a part of another."""
-    found = {value for name, value in os.environ.items() if HOLDS_SECRET.search(name) and len(value) >= SHORTEST}
-    return sorted(found, key=len, reverse=True)
 
 
 class VisibleFormatter(logging.Formatter):

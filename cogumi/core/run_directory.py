@@ -54,10 +54,7 @@ def unwritable_error(path: Path, error: OSError) -> UsageError:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether there is nothing at `path`, or a directory with nothing in it but what a detached process keeps there.
-
-    Raises UsageError where there is a file.
-    """
+    """Whether nothing is there, or only what a detached process keeps there. Raises UsageError for a file."""
     if os.path.lexists(path) and not path.is_dir():
         raise UsageError(f"{path} is a file, not a directory", fix="set cogumi.run_dir to a new directory")
     return not path.is_dir() or all(each.name in (CONSOLE, START) for each in path.iterdir())
@@ -161,8 +158,7 @@ def this_process() -> dict[str, Any]:
 def is_running(record: Mapping[str, Any]) -> bool | None:
     """Whether the process of a record is running. A zombie is not.
 
-    Returns None for a record of another machine or without a pid. Returns None, too, when the process with that pid
-    began at another time: the pid was reused, or the clock was set.
+    None for a record of another machine or without a pid, and where the process with that pid began at another time.
     """
     if record.get("pid") is None or record.get("host") != hostname():
         return None

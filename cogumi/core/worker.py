@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import pickle
-import secrets
 import select
 import signal
 import subprocess
@@ -22,27 +21,23 @@ from cogumi.core.formatting import last_line
 # This cogumi, and not another one that is installed; and only cogumi from here, everything else from where it would come.
 BEGIN = "import sys; sys.path.insert(0, sys.argv[1]); from cogumi.core import worker; del sys.path[0]; worker.main()"
 POLL = 0.1  # seconds between two looks at the clock
-# Looks at what is left of a worker, and seconds between two: a process that waits for a dead disk cannot be killed.
-LOOKS, BETWEEN = 200, 0.02
-# The variable by which what a worker started is known, also outside its process group. COGUMI_* are keys of a config.
-TOKEN = "WORKER_OF_COGUMI"
 
 
 class Worker:
     """A Python process that runs functions of importable modules, one call after another, and keeps what it prints.
 
-    name: what messages call it. It leads a process group: an interrupt of this process spares it, `stop` ends all of it.
+    name: what messages call it. It leads a process group, so that an interrupt of this process spares it.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
-        self.name, self.token = name, secrets.token_hex(16)
+        self.name = name
         self.printed = TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         self.process = subprocess.Popen(
             [sys.executable, "-c", BEGIN, str(Path(__file__).parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.printed,
-            env={**environment, TOKEN: self.token},
+            env=environment,
             start_new_session=True,
         )
 
@@ -80,14 +75,12 @@ class Worker:
         return os.pread(self.printed.fileno(), size - start, start)
 
     def stop(self) -> None:
-        with suppress(ProcessLookupError):  # it had ended
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the process, which must not be asked again, and all that it started."""
+        kill_with_children(self.process.pid)
 
     def close(self) -> None:
-        """End the process, which must not be asked again, and all that it started."""
         self.stop()
         self.process.communicate()
-        kill_marked(f"{TOKEN}={self.token}".encode())
         self.printed.close()
 
 
@@ -100,23 +93,15 @@ def call(
         return worker.receive(timeout)
 
 
-def kill_marked(mark: bytes) -> None:
-    """Kill every process that has the mark in its environment, which a child inherits, and wait until none is left.
+def kill_with_children(pid: int) -> None:
+    """Kill a process and all that it started, in whatever process group that is. Nothing happens if it has ended."""
+    import psutil  # here, as the doctor imports this module where packages are missing
 
-    Linux alone tells (/proc). A process shows no environment while it becomes another program, so one look is not enough.
-    """
-    empty = 0
-    for _ in range(LOOKS):
-        empty += 1
-        for place in Path("/proc").glob("[0-9]*/environ"):
-            # It ended, or is another user's.
-            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                if mark in place.read_bytes().split(b"\0"):
-                    empty = 0
-                    os.kill(int(place.parent.name), signal.SIGKILL)
-        if empty == 2:
-            return
-        time.sleep(BETWEEN)
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (*process.children(recursive=True), process):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """What a traceback or a log says went wrong, if it is one of the failures of signatures.toml: the cause and the fix."""
 
-from __future__ import annotations
-
 import functools
 import re
 import tomllib

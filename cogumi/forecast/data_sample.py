@@ -13,12 +13,11 @@ from datasets import Dataset
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.cache import Data, Source
-from cogumi.data.cache_files import Lengths, token_lengths
 from cogumi.data.packing import pack, rows_per_step, with_labels
+from cogumi.data.rows import Lengths, token_lengths
 from cogumi.data.selection import held_out_rows
-from cogumi.data.source_files import entries_of
 from cogumi.forecast.preflight_report import Line
-from cogumi.methods.examples import date_of, longest_example, options_of, room_for_prompts, source_of
+from cogumi.methods.examples import longest_example, sources_of
 from cogumi.methods.gspo import prompt_ids
 
 ROWS = 1000  # that are read, in all
@@ -60,10 +59,8 @@ class DataSample:
         return self.lengths.mean
 
     def as_dict(self) -> dict[str, Any]:
-        counts = {
-            name: getattr(self, name) for name in ("rows", "looked_at", "examples", "trained", "truncated", "longest")
-        }
-        return counts | {"dropped": dict(self.dropped), "mean_tokens": self.mean}
+        names = ("rows", "looked_at", "examples", "trained", "truncated", "longest")
+        return {name: getattr(self, name) for name in names} | {"dropped": dict(self.dropped), "mean_tokens": self.mean}
 
 
 def has_no_tokenizer(base: str) -> bool:
@@ -79,16 +76,13 @@ def assume_longest(run: RunConfig) -> DataSample:
 
 def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSample:
     """Make examples of the first rows of each source. Raises UsageError as the run would, for what cannot be read."""
-    today = date_of(run, tokenizer)
     looked_at = examples = truncated = rows = 0
     dropped: Counter[str] = Counter()
     lengths: list[int] = []
     tables = []
-    entries, room = entries_of(run.data), room_for_prompts(run, of_base)
-    for entry in entries:
-        options = options_of(run, entry, today, room)
-        source = source_of(entry, options, tokenizer)
-        first = first_rows(source, ROWS // len(entries))
+    sources = sources_of(run, tokenizer, of_base)
+    for source, _ in sources:
+        first = first_rows(source, ROWS // len(sources))
         chunk = source.tokenize(first, 0)
         looked_at += first.height
         examples += chunk.table.num_rows
@@ -97,7 +91,7 @@ def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSamp
         if run.cogumi.method == "gspo":
             lengths += prompt_lengths(chunk.table["prompt"].to_pylist(), tokenizer)
         else:
-            lengths += token_lengths(chunk.table).tolist()
+            lengths += token_lengths(chunk.table)
         tables.append(chunk.table)
         rows += sum(map(count_rows, source.files))
     if not examples:

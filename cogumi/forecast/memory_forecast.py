@@ -7,7 +7,6 @@ adapter and optimizer. None of the three has been compared with a card here.
 """
 
 import bisect
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,11 +35,9 @@ FULL_TILE = 4096
 MOST_ROWS, LONGEST, HIGHEST_RANK = 2**16, 2**17, 1024  # where looking for the largest ends
 STAYING = ("weights", "adapter", "optimizer")
 VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
-BATCH = "train.per_device_train_batch_size"
+# (work, rank, layers or None for all) -> the peaks of the stages; a number of rows, tokens or ranks -> (work, rank) with it
 Measure = Callable[[StepShape, int, int | None], tuple[StagePeak, ...]]
-"""Of a step: (work, rank, layers or None for all) -> the peaks of its stages."""
 Change = Callable[[int], tuple[StepShape, int]]
-"""A number of rows, tokens or ranks -> (work, rank) with it."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +108,15 @@ class MemoryForecast:
         return dict(sorted(((kind, size) for kind, size in parts.items() if size), key=lambda item: -item[1]))
 
     @property
-    def tensors(self) -> int:
-        """What torch.cuda.max_memory_allocated() is to say, but for the workspaces."""
-        return self.peak_moment.total
-
-    @property
     def peak(self) -> int:
         return sum(self.breakdown.values())
 
     def as_dict(self) -> dict[str, Any]:
-        figures = {name: getattr(self, name) for name in ("peak", "tensors", "workspace", "breakdown")}
-        return figures | {"stage": self.peak_moment.stage, "stages": {each.stage: each.total for each in self.moments}}
+        """tensors: what torch.cuda.max_memory_allocated() is to say, but for the workspaces."""
+        full = self.peak_moment
+        stages = {each.stage: each.total for each in self.moments}
+        figures = {"peak": self.peak, "tensors": full.total, "workspace": self.workspace, "breakdown": self.breakdown}
+        return figures | {"stage": full.stage, "stages": stages}
 
 
 @dataclass(frozen=True)
@@ -138,8 +133,8 @@ class Steps:
 
     A stage's peak grows by a fixed amount per repeated layer, per row and per rank. It grows with the length as a
     polynomial of degree two, because of masks and the scores of eager attention. period: after how many layers their
-    shapes repeat. None measures the whole model, where layers do not repeat or in full fine-tuning with one micro-batch
-    a step. There gradients appear while activations are freed, so the stage of the peak depends on the depth.
+    shapes repeat; None measures the whole model. In full fine-tuning with one micro-batch a step gradients appear while
+    activations are freed, so the stage of the peak depends on the depth.
     """
 
     def __init__(self, measure: Measure, layers: int, period: int | None) -> None:
@@ -300,49 +295,47 @@ def describe_memory(step: StepForecast, run: RunConfig, chosen: Sequence[Choice]
     if chosen:
         said += "; with " + ", ".join(f"{each.key}: {each.value}" for each in chosen) + ", which the run chooses"
     if not step.fits:
-        return Line("memory", said, "red", *suggest_fix(step, run))
+        return Line("memory", said, "red", suggest_fix(step, run))
     alone = {"{:,} rows": largest.rows, "{:,} tokens": largest.length, "rank {:,}": largest.rank}
     further = ", or ".join(words.format(number) for words, number in alone.items() if number)
     return Line("memory", f"{said}; alone, up to {further} would fit")
 
 
-def suggest_fix(step: StepForecast, run: RunConfig) -> tuple[str, dict[str, Any]]:
+def suggest_fix(step: StepForecast, run: RunConfig) -> str:
     """The change that makes a step fit, the mildest first: layers computed twice, a smaller micro-batch, 4 bits."""
     work, largest = step.work, step.largest
     documents = work.rows * work.micro_batches
-    changes: dict[str, Any] = {}
     if run.train.get("gradient_checkpointing") is False:  # TRL's default is on
-        changes, effect = {"train.gradient_checkpointing": True}, "layers are computed twice instead of kept"
-    elif step.forecast.peak_moment.stage == ROLLOUT and work.rollout > documents:
-        key, number = smaller_rollout(run, work, documents)
-        changes, effect = {key: number}, "fewer completions are sampled at once"
-    elif largest.rows:
-        changes, effect = split_step(run, work, largest.rows), "the same step in smaller pieces"
-    elif run.cogumi.tuning == "full":
-        changes, effect = {"cogumi.tuning": "lora"}, "LoRA instead of every weight"
-    elif run.model.quantization_config is None:
-        quantized = {"model.quantization_config": {"load_in_4bit": True}}
-        changes, effect = quantized | split_step(run, work, 1), "QLoRA"
-    elif largest.length:
+        return "set train.gradient_checkpointing: true; layers are computed twice instead of kept"
+    if step.forecast.peak_moment.stage == ROLLOUT and work.rollout > documents:
+        return f"set {smaller_rollout(run, work, documents)}; fewer completions are sampled at once"
+    if largest.rows:
+        return f"set {split_step(run, work, largest.rows)}; the same step in smaller pieces"
+    if run.cogumi.tuning == "full":
+        return "set cogumi.tuning: lora; LoRA instead of every weight"
+    if run.model.quantization_config is None:
+        quantized = 'model.quantization_config: {"load_in_4bit": true}'
+        return f"set {quantized} and {split_step(run, work, 1)}; QLoRA"
+    if largest.length:
         key = "train.max_completion_length" if work.completion else "train.max_length"
         length = largest.length - (work.prompt if work.completion else 0)
-        changes, effect = {key: length}, "longer examples are dropped, and counted"
-    if not changes:
-        return "take a card with more memory, or a smaller model", {}
-    said = " and ".join(f"{key}: {json.dumps(value)}" for key, value in changes.items())
-    return f"set {said}; {effect}", changes
+        return f"set {key}: {length}; longer examples are dropped, and counted"
+    return "take a card with more memory, or a smaller model"
 
 
-def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> tuple[str, int]:
+def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> str:
     """Half of a rollout's completions, in whole steps, under the key that says how many they are."""
     steps = max(1, work.rollout // documents // 2)
     if gspo.is_planned(run) or run.train.get("generation_batch_size"):
-        return "train.generation_batch_size", steps * documents
-    return "train.steps_per_generation", steps * work.micro_batches
+        return f"train.generation_batch_size: {steps * documents}"
+    return f"train.steps_per_generation: {steps * work.micro_batches}"
 
 
-def split_step(run: RunConfig, work: StepShape, most: int) -> dict[str, Any]:
+def split_step(run: RunConfig, work: StepShape, most: int) -> str:
     """The same step in micro-batches of at most so many; what GSPO's planner decides by itself is left to it."""
     documents = work.rows * work.micro_batches
     rows = max(n for n in range(1, min(most, documents) + 1) if documents % n == 0)
-    return {BATCH: rows} | ({} if gspo.is_planned(run) else {"train.gradient_accumulation_steps": documents // rows})
+    smaller = f"train.per_device_train_batch_size: {rows}"
+    if gspo.is_planned(run):
+        return smaller
+    return f"{smaller} and train.gradient_accumulation_steps: {documents // rows}"

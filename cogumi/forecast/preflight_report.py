@@ -1,7 +1,7 @@
 """What a preflight says: a line for each thing that was checked, with the change that would make a red one green."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 State = Literal["green", "yellow", "red", "unknown"]
@@ -10,16 +10,12 @@ MARKS = {"green": "ok", "yellow": "note", "red": "RED", "unknown": "?"}
 
 @dataclass(frozen=True)
 class Line:
-    """figure: what was found, in words with numbers. fix: what to do, "" where nothing is to be done.
-
-    changes: dotted keys of the config with the values that make it green, for `--fix`; empty where no key does.
-    """
+    """figure: what was found, in words with numbers. fix: what to do, "" where nothing is to be done."""
 
     stage: str
     figure: str
     state: State = "green"
     fix: str = ""
-    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,18 +30,9 @@ class PreflightReport:
     def fits(self) -> bool:
         return all(line.state != "red" for line in self.lines)
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        """The changes of all red lines: the whole of what `--fix` writes."""
-        return {key: value for line in self.lines if line.state == "red" for key, value in line.changes.items()}
-
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "fits": self.fits,
-            "target": self.target,
-            "lines": [asdict(line) for line in self.lines],
-            "figures": dict(self.figures),
-        }
+        lines = [asdict(line) for line in self.lines]
+        return {"fits": self.fits, "target": self.target, "lines": lines, "figures": dict(self.figures)}
 
     def __str__(self) -> str:
         width = max(len(line.stage) for line in self.lines)

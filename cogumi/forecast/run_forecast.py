@@ -1,8 +1,17 @@
-"""The preflight of a run: stack, data, memory, time and money, disk; and the config that fits."""
+"""The preflight of a run: stack, data, memory, time and money, disk.
 
+The time comes from ten steps made here (`--probe`), or else it is estimated. The estimate divides the FLOP of a token
+by REACHED of the card's peak. A rollout by transformers reads all weights once for every token that it adds to its
+documents. The estimate takes the card's full bandwidth for that.
+"""
+
+import json
+import logging
+import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +19,45 @@ import torch
 from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig, load_config
-from cogumi.config.yaml_text import edit_yaml, parse_sections
 from cogumi.core import worker
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import one_line
+from cogumi.core.formatting import format_duration, one_line
 from cogumi.core.notices import show_seconds
-from cogumi.core.run_directory import write_atomic
-from cogumi.forecast import data_sample, disk_lines, memory_forecast, throughput_probe
+from cogumi.forecast import data_sample, disk_forecast, memory_forecast
+from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.memory_forecast import Target, find_target, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.training_step import StepShape, planned_trainer
+from cogumi.health.flags_by_method import ENOUGH_ROWS
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of, with_values
-from cogumi.methods.building import load_run_tokenizer, refuse_blind_check, refuse_impossible
+from cogumi.methods.building import load_run_tokenizer, refuse_impossible
+from cogumi.methods.dpo import ReferencePass
 from cogumi.models import warm_start
 from cogumi.models.adapters import refuse_unmatched
 from cogumi.models.loading import refuse_quantized_already, resolve_model
 from cogumi.rl.patching import patch
-from cogumi.stack.installed import check_lane, distributions
-from cogumi.telemetry.throughput import flops_of
+from cogumi.stack.lanes import check_lane
+from cogumi.telemetry.throughput import TokenFlops, flops_of
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
 REFUSALS = (ValueError, ImportError, RuntimeError)
 LIMIT = 600.0  # seconds; a model of which every layer is run takes minutes
-ROUNDS = 6  # of changing a config that does not fit
+REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:2204.02311, appendix B: 46 to 58 % there)
+PROBED = 10  # steps
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 ForecastLines = tuple[list[Line], dict[str, Any]]
 """The lines on memory, time and disk, and the figures behind them."""
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Steps that were made, the seconds they took in all, and those before them, of dpo's reference."""
+
+    steps: int
+    seconds: float
+    before: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +67,9 @@ class ForecastRequest:
     run: RunConfig
     base: str
     of_base: Any
-    found: data_sample.DataSample
+    found: DataSample
     target: Target
-    probe: throughput_probe.MeasuredSteps | None = None
+    probe: MeasuredSteps | None = None
 
 
 @show_seconds("preflight: data, memory, time and disk of the run are being worked out")
@@ -70,7 +90,6 @@ def forecast_run(
     """`preflight`, with `forecast_lines` in this process or apart. train: `cogumi.train`, where ten steps are to be made."""
     run, target = load_config(config, **overrides), find_target(card)
     refuse_impossible(run.cogumi)
-    refuse_blind_check(run)
     if train is not None and card is not None:
         raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
     if run.model.adapter is not None:
@@ -85,7 +104,7 @@ def forecast_run(
         found = data_sample.assume_longest(run)
     else:
         found = data_sample.sample_data(run, load_run_tokenizer(run, base), of_base)
-    tried = throughput_probe.measure_steps(run, train, config, overrides) if train is not None else None
+    tried = measure_steps(run, train, config, overrides) if train is not None else None
     first = [] if card is not None else [describe_stack()]
     lines, figures = ahead(ForecastRequest(run, base, of_base, found, target, tried))
     return PreflightReport(
@@ -95,7 +114,7 @@ def forecast_run(
 
 def describe_stack() -> Line:
     """Is what is installed what was tried together? The doctor's finding on the lane."""
-    (found,) = check_lane(distributions())
+    found = check_lane()
     figure = f"{found.figure}; {found.cause}" if found.cause else found.figure
     return Line("stack", figure, "green" if found.state == "ok" else "yellow", found.fix)
 
@@ -104,8 +123,7 @@ def forecast_in_worker(asked: ForecastRequest) -> ForecastLines:
     """`forecast_lines` in another process, which sees no GPU and leaves nothing behind in this one.
 
     Libraries cache tensors, which would be fake ones, and accelerate keeps settings for the whole process. Beside a GPU
-    the trainer would be unsloth's, whose kernels take no fake tensors. A later training in this process must meet none
-    of it. Raises the UsageError of `forecast_lines`, and RuntimeError for a process that broke or took too long.
+    the trainer would be unsloth's. Raises RuntimeError for a process that broke or took too long.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     found: ForecastLines = worker.call("the forecast", forecast_lines, asked, environment=environment, timeout=LIMIT)
@@ -127,25 +145,37 @@ def forecast_lines(asked: ForecastRequest) -> ForecastLines:
     try:
         free = target.free - load.weights - MOMENTS * load.trained
         run, work = plan_work(chosen_run, of_base, found, target, free)
-        step = memory_forecast.forecast_step(run, of_base, work, target)
+        memory = memory_forecast.forecast_step(run, of_base, work, target)
     except UsageError as error:
         lines.append(Line("memory", str(error), "red"))
     except REFUSALS as error:
         lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
     else:
-        lines.append(memory_forecast.describe_memory(step, chosen_run, chosen))  # its keys are those of the YAML
-        figures["memory"] = step.as_dict()
+        lines.append(memory_forecast.describe_memory(memory, chosen_run, chosen))  # its keys are those of the YAML
+        figures["memory"] = memory.as_dict()
+        if not (found.looked_at or configured_steps(run)):
+            said = "how many steps are in the data is not known"
+            return [
+                *lines,
+                Line("time", said, "unknown", "set train.max_steps to plan with"),
+                *disk_lines(asked.run),
+            ], figures
         if asked.probe is not None:
-            how_long = throughput_probe.extrapolate_time(run, work, found, asked.probe)
+            how_long = extrapolate_time(run, work, found, asked.probe)
         else:
             dtype = weights_dtype(target, run.model.dtype)
             model = planned_trainer(run, of_base, dtype, run.model.attn_implementation).model
             weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize
-            how_long = throughput_probe.estimate_time(run, work, found, flops_of(model), target, weights)
-        lines += throughput_probe.describe_time(how_long, run, target)
+            step = estimate_step(run, work, found, flops_of(model), target, weights)
+            how_long = forecast_time(run, work, found, step)
+        lines.append(describe_time(how_long, run, target))
         figures["time"] = vars(how_long)
+    return lines + disk_lines(asked.run), figures
+
+
+def disk_lines(run: RunConfig) -> list[Line]:
     try:
-        return lines + disk_lines.describe_disks(disk_lines.forecast_disks(asked.run)), figures
+        return disk_forecast.describe_disks(disk_forecast.forecast_disks(run))
     except (ValueError, ImportError) as error:  # of a setting that the libraries look at when it is first used
         raise UsageError(one_line(error), key="train") from error
 
@@ -160,15 +190,13 @@ def choose_for_target(run: RunConfig, base: str, target: Target) -> tuple[RunCon
     return with_values(run, choices), load, choices
 
 
-def plan_work(
-    run: RunConfig, config: Any, found: data_sample.DataSample, target: Target, free: int
-) -> tuple[RunConfig, StepShape]:
+def plan_work(run: RunConfig, config: Any, found: DataSample, target: Target, free: int) -> tuple[RunConfig, StepShape]:
     """What goes through at once, GSPO's batch planned as the run plans it. free: bytes left for activations."""
     longest = found.longest
     if run.cogumi.method == "gspo":
         if gspo.is_planned(run):
-            batch = gspo.batch_for(run, config, weights_dtype(target, run.model.dtype).itemsize, longest, free)
-            run = gspo.with_batch(run, batch.arguments)
+            batch, _ = gspo.batch_for(run, config, weights_dtype(target, run.model.dtype).itemsize, longest, free)
+            run = gspo.with_batch(run, batch)
         return run, memory_forecast.planned_work(run, longest)
     limit = run.train.get("max_length")
     packed = found.packed.at_once if found.packed and limit else None
@@ -176,37 +204,128 @@ def plan_work(
     return run, memory_forecast.planned_work(run, int(limit or longest), packed)
 
 
-def fit_config(config: Config, card: str | None = None, **overrides: Any) -> tuple[PreflightReport, dict[str, Any]]:
-    """(the last report, the dotted keys that were changed): the red lines' changes made until nothing is left to change."""
-    changes: dict[str, Any] = {}
-    report = forecast_run(config, card, None, overrides, forecast_in_process)
-    for _ in range(ROUNDS):
-        more = {key: value for key, value in report.changes.items() if changes.get(key) != value}
-        if report.fits or not more:
-            break
-        changes |= more
-        words = {key.replace(".", "__"): value for key, value in changes.items()}
-        report = forecast_run(config, card, None, {**overrides, **words}, forecast_in_process)
-    return report, changes
+# --------------------------------------------------------------------------------------------------------- time and money
 
 
-def write_fitted_config(source: Path, out: Path, changes: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """The YAML of `source` with the changes, its comments kept, at `out`. Raises UsageError for a file that is there."""
-    if out.exists():
-        raise UsageError("there is such a file already", key=f"--fix {out}", fix="name another, or remove it")
-    text = source.read_text(encoding="utf-8")
-    document = parse_sections(text)
-    given = {key.replace("__", "."): value for key, value in overrides.items()}
-    for key, value in {**given, **changes}.items():
-        section = document
-        *above, name = key.split(".")
-        for each in above:
-            section = section.setdefault(each, {})
-        section[name] = value
-    changed = "".join(f"#   {key}: {value}\n" for key, value in changes.items())
-    head = f"# {source.name}, changed by cogumi preflight --fix:\n{changed}"
-    try:
-        write_atomic(out, head + edit_yaml(text, document)[0])
-    except OSError as error:
-        reason = f"cannot be written ({error.strerror})"
-        raise UsageError(reason, key=f"--fix {out}", fix="name another place") from None
+@dataclass(frozen=True)
+class TimeForecast:
+    """steps: optimizer steps. tokens: of all of them, without padding. seconds: None where nothing says how fast.
+
+    measured: steps that were made to know, 0 where it is an estimate. whole: the steps of the whole training, where
+    `cogumi.sanity` ends it earlier; None where it does not.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float | None
+    measured: int = 0
+    whole: int | None = None
+
+
+def configured_steps(run: RunConfig) -> int:
+    """`train.max_steps`, 0 where it is left to the epochs."""
+    return max(0, int(run.train.get("max_steps") or 0))
+
+
+def steps_of(run: RunConfig, work: StepShape, found: DataSample) -> int:
+    """Optimizer steps: `train.max_steps`, or those of the epochs (transformers' 3 by default; TRL's GRPO has 3 too)."""
+    if said := configured_steps(run):
+        return said
+    epochs = float(run.train.get("num_train_epochs") or 3)
+    rows = found.trained / (found.packed.examples_per_row if found.packed else 1)
+    if run.cogumi.method == "gspo":
+        rows *= int(run.train.get("num_generations") or 8)
+    return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches)))
+
+
+def forecast_time(run: RunConfig, work: StepShape, found: DataSample, step: float | None) -> TimeForecast:
+    """The time of all steps from that of one in seconds, None where it is not known."""
+    steps, whole = steps_of(run, work, found), None
+    if run.cogumi.sanity is not None and run.cogumi.sanity < steps:
+        steps, whole = run.cogumi.sanity, steps
+    tokens = round(steps * tokens_of_a_step(run, work, found))
+    return TimeForecast(steps, tokens, None if step is None else steps * step, whole=whole)
+
+
+def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> float:
+    """Of the mean example; of a rollout with completions as long as they may be."""
+    rows = work.rows * work.micro_batches
+    if run.cogumi.method == "gspo":
+        return rows * (found.mean + work.completion)
+    examples = found.packed.examples_per_row if found.packed else 2 if run.cogumi.method == "dpo" else 1
+    return rows * examples * found.mean
+
+
+def estimate_step(
+    run: RunConfig, work: StepShape, found: DataSample, arithmetic: TokenFlops, target: Target, weights: int
+) -> float | None:
+    """Seconds of a step, dpo's reference included. weights: bytes of the base as it is loaded."""
+    card = target.card
+    if card is None or card.peak is None:
+        return None
+    context = found.mean + work.completion
+    passes = arithmetic.hardware(context, recomputed=run.train.get("gradient_checkpointing") is not False)
+    if run.cogumi.method == "dpo":
+        passes += arithmetic.forward(context)
+    seconds = tokens_of_a_step(run, work, found) * passes / (REACHED * card.peak)
+    if work.rollout:
+        documents = work.rows * work.micro_batches
+        seconds += documents / work.rollout * work.completion * weights / card.bandwidth
+    return seconds
+
+
+def extrapolate_time(run: RunConfig, work: StepShape, found: DataSample, probe: MeasuredSteps) -> TimeForecast:
+    time = forecast_time(run, work, found, probe.seconds / probe.steps)
+    return replace(time, seconds=(time.seconds or 0.0) + probe.before, measured=probe.steps)
+
+
+def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> MeasuredSteps:
+    """Ten steps of the run itself in a directory that is removed; downloads and loads the model."""
+    log = logging.getLogger("cogumi")
+    level = log.level
+    with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
+        place = Path(scratch) / "run"
+        ten = {"train__max_steps": min(PROBED, configured_steps(run) or PROBED), "cogumi__run_dir": str(place)}
+        ten |= {"train__save_strategy": "no", "train__eval_strategy": "no", "cogumi__preflight": "off"}
+        ten |= {"cogumi__merge": False, "cogumi__samples_every": 0}
+        ten |= dict.fromkeys(("cogumi__max_cost", "cogumi__max_hours", "cogumi__sanity"))
+        log.setLevel(logging.WARNING)  # the directory that it would speak of will be gone
+        try:
+            train(config, **{**overrides, **ten})
+        finally:
+            log.setLevel(level)
+        figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
+    return MeasuredSteps(figures["steps"], figures["step_seconds"], figures["seconds"].get(ReferencePass.STAGE, 0.0))
+
+
+def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
+    """The line on time and cost; red where the budget ends the run before its steps do."""
+    asked, price = run.cogumi, run.cogumi.price_per_hour
+    unpriced = "; cost: not known (set cogumi.price_per_hour)" if price is None else ""
+    ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
+    said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
+    limits = {"cogumi.max_hours": asked.max_hours, "cogumi.max_cost": asked.max_cost}
+    budgets = {key: limit for key, limit in limits.items() if limit is not None}
+    if pace.seconds is None:
+        unjudged = "".join(f", nor what {key} allows" for key in budgets)
+        said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
+        return Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")
+    said += f": {format_duration(pace.seconds)} of training"
+    if price is not None:
+        cost = pace.seconds / 3600 * price
+        said += f", {f'${cost:,.2f}' if cost >= 0.01 else 'less than a cent'} at ${price:g} an hour"
+    how = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
+    if pace.measured:
+        how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here"
+    said += f" ({how}){unpriced}"
+    # In seconds. Without a price a limit on the cost is refused before.
+    allowed = {key: 3600 * each / ((price or 1) if key == "cogumi.max_cost" else 1) for key, each in budgets.items()}
+    limit = min(allowed, key=lambda key: allowed[key], default="")
+    if not limit or allowed[limit] >= pace.seconds:
+        return Line("time", said)
+    steps = max(1, int(allowed[limit] / pace.seconds * pace.steps))
+    said += f"; {limit} ends it at about step {steps:,}"
+    if pace.whole is not None and steps < ENOUGH_ROWS:  # a check of so few steps is refused
+        return Line("time", said, "red", f"raise {limit}")
+    key = "train.max_steps" if pace.whole is None else "cogumi.sanity"
+    return Line("time", said, "red", f"set {key}: {steps}, or raise {limit}")

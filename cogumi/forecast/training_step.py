@@ -8,13 +8,12 @@ one for the last token.
 import copy
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -71,7 +70,8 @@ def planned_trainer(
         run.train.pop(key, None)
     run.train |= {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
     method, args = run.cogumi.method, copy.copy(trl_arguments(run))
-    with tempfile.TemporaryDirectory(prefix="cogumi-preflight-") as scratch, silence_preparation():
+    disable_progress_bars()  # of two rows that are prepared; this process only forecasts
+    with tempfile.TemporaryDirectory(prefix="cogumi-preflight-") as scratch, warnings.catch_warnings(action="ignore"):
         args.output_dir, args.eval_strategy = scratch, type(args.eval_strategy)("no")
         precomputed = method == "dpo" and args.precompute_ref_log_probs
         if precomputed:  # a model of shapes has none; what is different is set on the trainer below
@@ -94,19 +94,6 @@ def planned_trainer(
         trainer.precompute_ref_logps, trainer.ref_model = True, None
     keep_float32(trainer.model)
     return trainer
-
-
-@contextmanager
-def silence_preparation() -> Iterator[None]:
-    """Without the bars and warnings of two rows being prepared."""
-    bars = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        if not bars:
-            enable_progress_bars()
 
 
 def keep_on_meta(trainer: Any) -> Any:

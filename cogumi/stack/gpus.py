@@ -1,15 +1,12 @@
 """GPUs: what is known of each card that people rent, and which one of several a run takes.
 
 Peaks are dense bf16 FLOP/s with float32 accumulation. NVIDIA's data sheets print most with sparsity, which is twice
-these. They print 1,979 TFLOP/s for H100 and H200 SXM, 1,671 for H100 and H200 NVL, and 1,513 for H100 PCIe. They print
-242 for L4, 728.5 for RTX 6000 Ada, 309.7 for A6000, and 36 PFLOP/s for HGX B200, over 8 cards. Dense as printed: A100
-and A800 312, A40 149.7, A30 165, A10 125, L40S 362, L40 181. GeForce from the white papers of the architectures ("FP16
-Tensor TFLOPS with FP32 Accumulate", dense): Ada (4090) 165.2, GA102 (3090) 71, Blackwell (5090) 209.5. T4 and V100 have
-no bf16. Bandwidth is from the same sheets. Memory is what nvidia-smi calls the total, in MiB. The driver and the CUDA
-context keep some of it for themselves.
+these; dense are those of A100, A800, A40, A30, A10, L40S and L40. GeForce is from the white papers of the architectures
+("FP16 Tensor TFLOPS with FP32 Accumulate", dense). T4 and V100 have no bf16. Bandwidth is from the same sheets. Memory
+is what nvidia-smi calls the total, in MiB, of which the driver and the CUDA context keep some.
 
-A run trains on one GPU. Where torch sees several, transformers' Trainer would spread a batch over all of them
-(`nn.DataParallel`). That is another batch than the one that was asked for.
+Where torch sees several GPUs, transformers' Trainer would spread a batch over all of them (`nn.DataParallel`). That is
+another batch than the one that was asked for.
 """
 
 import ctypes
@@ -47,12 +44,9 @@ class Card:
         return self.memory * 2**20
 
 
-def card_row(
-    name: str, words: str, memory: int, peak: float | None, bandwidth: float, capability: tuple[int, int]
-) -> Card:
-    """peak in TFLOP/s, bandwidth in GB/s."""
-    flops = None if peak is None else peak * 1e12
-    return Card(name, frozenset(words.split()), memory, flops, bandwidth * 1e9, capability)
+def card_row(name: str, words: str, memory: int, peak: float, bandwidth: float, capability: tuple[int, int]) -> Card:
+    """peak in TFLOP/s, 0 without bf16; bandwidth in GB/s."""
+    return Card(name, frozenset(words.split()), memory, peak * 1e12 or None, bandwidth * 1e9, capability)
 
 
 CARDS = (
@@ -78,9 +72,9 @@ CARDS = (
     card_row("RTX 5090", "RTX 5090", 32607, 209.5, 1792, (12, 0)),
     card_row("RTX 4090", "RTX 4090", 24564, 165.2, 1008, (8, 9)),
     card_row("RTX 3090", "RTX 3090", 24576, 71, 936, (8, 6)),
-    card_row("V100 32GB", "V100 32GB", 32768, None, 900, (7, 0)),
-    card_row("V100 16GB", "V100 16GB", 16384, None, 900, (7, 0)),
-    card_row("T4", "T4", 15360, None, 320, (7, 5)),
+    card_row("V100 32GB", "V100 32GB", 32768, 0, 900, (7, 0)),
+    card_row("V100 16GB", "V100 16GB", 16384, 0, 900, (7, 0)),
+    card_row("T4", "T4", 15360, 0, 320, (7, 5)),
 )
 
 
@@ -114,54 +108,40 @@ HOW_TO_CHOOSE = f"set {VARIABLE} to one of them, before Python starts or the ker
 
 @dataclass(frozen=True)
 class OneGpu:
-    """What the variable is set to, why, and what the user had set it to."""
+    """What the variable is set to, and why."""
 
     value: str
     reason: str
-    before: str | None = None
 
 
-def choose_gpu(text: str, visible: str | None) -> OneGpu | None:
-    """The GPU with the most free memory, of those that CUDA_VISIBLE_DEVICES allows; None where there is nothing to choose.
-
-    text: what `nvidia-smi` with QUERY printed. visible: the variable as it is set, by indices or beginnings of UUIDs. An
-    entry of the user's is kept as it is written.
-    """
+def choose_gpu(text: str) -> OneGpu | None:
+    """The GPU with the most free memory; None where there is nothing to choose. text: what `nvidia-smi` with QUERY printed."""
     rows = [[cell.strip() for cell in line.split(",", 3)] for line in text.splitlines()]
     listed = [row for row in rows if len(row) == 4 and row[0].isdigit()]
-    if visible is None:
-        allowed = [(uuid, index, free, name) for index, uuid, free, name in listed]
-    else:
-        entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-        allowed = [
-            (entry, index, free, name)
-            for entry in entries
-            for index, uuid, free, name in listed
-            if (entry == index if entry.isdigit() else uuid.startswith(entry))
-        ]
-    if len(allowed) < 2:
+    if len(listed) < 2:
         return None
     # Of a GPU whose driver does not say what is free (MiB), nothing is taken to be.
-    entry, index, free, name = max(allowed, key=lambda each: int(each[2]) if each[2].isdigit() else -1)
+    index, uuid, free, name = max(listed, key=lambda row: int(row[2]) if row[2].isdigit() else -1)
     room = f", {int(free) / 1024:.1f} GiB," if free.isdigit() else ""
-    reason = f"GPU {index} ({name}) has the most free memory{room} of {len(allowed)}, and a run trains on one"
-    return OneGpu(entry, reason, visible)
+    reason = f"GPU {index} ({name}) has the most free memory{room} of {len(listed)}, and a run trains on one"
+    return OneGpu(uuid, reason)
 
 
 @cache
 def use_one_gpu() -> OneGpu | None:
     """Choose one of several GPUs for this process, once, and set the variable; None where there is nothing to choose.
 
-    To be called before anything starts CUDA, best before torch is imported.
+    What the user has set the variable to is kept. To be called before anything starts CUDA, best before torch is
+    imported.
     """
-    visible, tool = os.environ.get(VARIABLE), shutil.which("nvidia-smi")
-    if tool is None or (visible is not None and "," not in visible) or cuda_has_started():
+    tool = shutil.which("nvidia-smi")
+    if tool is None or VARIABLE in os.environ or cuda_has_started():
         return None
     try:
         said = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=LIMIT, check=False).stdout
     except (subprocess.TimeoutExpired, OSError):
         return None  # a broken driver, of which torch and the doctor tell
-    chosen = choose_gpu(said, visible)
+    chosen = choose_gpu(said)
     if chosen is not None:
         os.environ[VARIABLE] = chosen.value
     return chosen
@@ -170,10 +150,7 @@ def use_one_gpu() -> OneGpu | None:
 def without_chosen_gpu(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables for another process, which chooses for itself: without what this one has chosen."""
     chosen = use_one_gpu() if use_one_gpu.cache_info().currsize else None
-    others = dict(environment)
-    if chosen is not None and others.pop(VARIABLE, None) is not None and chosen.before is not None:
-        others[VARIABLE] = chosen.before
-    return others
+    return {name: value for name, value in environment.items() if chosen is None or name != VARIABLE}
 
 
 def cuda_has_started() -> bool:
@@ -196,10 +173,7 @@ def refuse_several_gpus(count: int) -> None:
 
 
 def refuse_ranks(environment: Mapping[str, str], command: str) -> None:
-    """Raise UsageError in a process that torchrun or accelerate started as one of several.
-
-    command: what starts the same without a launcher.
-    """
+    """Raise UsageError in one of several processes of a launcher. command: what starts the same without it."""
     ranks, local = environment.get("WORLD_SIZE", ""), environment.get("LOCAL_RANK", "-1")
     if (ranks.isdigit() and int(ranks) > 1) or local != "-1":
         rank = environment.get("RANK", local)

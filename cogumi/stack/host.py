@@ -1,21 +1,23 @@
-"""The machine as a run finds it: the provider, the disks and what stays on them, and the variables that change imports.
-
-RunPod: the container's disk is cleared when a pod stops; a volume disk (/workspace) stays until the pod is terminated; a
-network volume stays (docs.runpod.io/pods/storage). Vast: stopping keeps everything; destroying or recycling keeps volumes
-alone (docs.vast.ai). Read there in November 2026; not tried on either.
-"""
+"""The machine as a run finds it: NVIDIA's driver, the disks, and the variables that change what an import finds."""
 
 import os
+import shutil
 import site
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing
-from cogumi.core.errors import Finding
+from cogumi.core.errors import Finding, UsageError
 from cogumi.core.formatting import format_bytes
+from cogumi.stack.lanes import lane_for, lanes
 
+QUERY = ("--query-gpu=driver_version,memory.total,name", "--format=csv,noheader,nounits")
+OTHER_HOST = "rent another host: a driver cannot be repaired from inside a container"
+GIVE_GPU = "start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility; else take another host"
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 OWN_DISK = ("overlay", "fuse.fuse-overlayfs", "aufs")  # of a container
 BASE = 20_000_000_000  # bytes: an 8B model in bfloat16, and its tokenizer
@@ -32,118 +34,150 @@ MODULES = (
 )  # fmt: skip
 
 
-def find_host(environment: Mapping[str, str], system: Path = Path("/")) -> tuple[str, str]:
-    """("RunPod", "Vast", "container" or "machine", by what it is known)."""
-    if pod := environment.get("RUNPOD_POD_ID"):
-        return "RunPod", f"RUNPOD_POD_ID={pod}"
-    if label := environment.get("VAST_CONTAINERLABEL"):
-        return "Vast", f"VAST_CONTAINERLABEL={label}"
-    signs = {"etc/vast_boot.d": "Vast", ".dockerenv": "container", "run/.containerenv": "container"}
-    found = ((kind, f"/{sign}") for sign, kind in signs.items() if (system / sign).exists())
-    return next(found, ("machine", ""))
+# ------------------------------------------------------------------------------------------------------------ the driver
 
 
-def host_environment(first_process: Path = Path("/proc/1/environ")) -> dict[str, str]:
-    """This process's variables, over those that the container was started with: a login over SSH does not inherit them."""
+def check_driver(torch_cuda: str | None, timeout: float) -> Iterator[Finding]:
+    """What `nvidia-smi` says of the driver and the GPUs, and whether they run a torch built for `torch_cuda` ("13.0").
+
+    timeout: seconds; with a broken driver it may hang.
+    """
+    tool, sign = shutil.which("nvidia-smi"), find_gpu_sign()
+    if tool is None and not sign:
+        yield Finding("driver", "note", "no NVIDIA GPU; everything runs on the CPU")
+        return
+    if tool is None:
+        cause = f"there is an NVIDIA GPU ({sign}), but none of its driver's tools and libraries"
+        yield Finding("driver", "fatal", "no nvidia-smi", cause, GIVE_GPU)
+        return
     try:
-        entries = first_process.read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        entries = []  # no /proc, or another user's
-    told = dict(entry.split("=", 1) for entry in entries if entry.startswith(("RUNPOD_", "VAST_")) and "=" in entry)
-    return {**told, **os.environ}
+        done = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        cause = "the driver does not answer: a GPU that fell off the bus, or a broken installation"
+        yield Finding("driver", "fatal", f"nvidia-smi: no answer in {timeout:g} s", cause, OTHER_HOST)
+        return
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode or not said:
+        yield describe_refusal(tool, said.partition("\n")[0])
+        return
+    gpus = [[cell.strip() for cell in line.split(",", 2)] for line in said.splitlines()]
+    yield check_driver_version(gpus[0][0], torch_cuda)
+    for index, (_, memory, name) in enumerate(gpus):
+        room = f", {int(memory) / 1024:.1f} GiB" if memory.isdigit() else ""
+        yield Finding(f"GPU {index}", "ok", f"{name}{room}")
 
 
-def loss_of(disk: Filesystem, host: str) -> tuple[str, str]:
-    """(when what is on a disk is lost: "stop", "end" of the box or "" where nothing says so, in words)."""
-    if disk.kind in IN_MEMORY:
-        return "stop", f"{disk.mount} is in memory"
-    own = disk.mount == "/" or disk.kind in OWN_DISK
-    if host == "RunPod" and own:
-        return "stop", "the container disk"
-    if host == "RunPod" and not disk.network:
-        return "end", f"{disk.mount}, which is lost when the pod is terminated, unless it is a network volume"
-    if host == "Vast" and own:
-        return "end", "the container's own disk, which is lost when the box is destroyed or recycled"
-    if host == "container" and own:
-        return "end", "the container's own disk, which is lost when it is removed"
-    return "", ""
+def describe_refusal(tool: str, said: str) -> Finding:
+    """A finding on an `nvidia-smi` that failed. Its messages are NVML's."""
+    if "No devices were found" in said:
+        cause = "the driver is there, but this container was given no GPU"
+        return Finding("GPU", "warning", "none", cause, "start it with --gpus all, or rent a box with a GPU")
+    if "mismatch" in said:
+        cause = (
+            "the driver's libraries are of another version than its kernel module: it was upgraded without a restart"
+        )
+        return Finding("driver", "fatal", said, cause, "restart the host; on a rented box take another one")
+    cause = f"{tool} is there, but the driver cannot be used: it belongs to another machine, or half of it is missing"
+    return Finding("driver", "fatal", said or "nvidia-smi says nothing", cause, GIVE_GPU)
 
 
-def check_disks(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
-    host, sign = find_host(environment)
-    yield Finding("box", "ok", f"{host} ({sign})" if sign else "no sign of RunPod, Vast or a container")
+def find_gpu_sign(system: Path = Path("/")) -> str:
+    """By what the kernel shows an NVIDIA GPU, without any of the driver's libraries; "" where it shows none."""
+    for place in ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvidia0"):
+        if (system / place).exists():
+            return f"/{place}"
+    for device in (system / "sys/bus/pci/devices").glob("*"):
+        with suppress(OSError):  # taken away meanwhile, or not to be read
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            if vendor == "0x10de" and kind.startswith("0x03"):  # NVIDIA; a display controller
+                return f"PCI device {device.name}"
+    return ""
+
+
+def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
+    """CUDA's releases of one major version run on any driver of that major: torch for 13.x needs a driver for 13.0."""
+    major = (torch_cuda or "").partition(".")[0]
+    needed = [int(each.driver) for each in lanes() if each.driver and each.cuda and each.cuda.startswith(f"{major}.")]
+    if torch_cuda is None or int(version.partition(".")[0]) >= min(needed, default=0):
+        return Finding("driver", "ok", version)
+    cause = f"torch here is built for CUDA {torch_cuda}, and this driver is too old for that"
+    fix = f"another host (driver {min(needed)} or newer)"
+    with suppress(UsageError):  # older than every lane
+        fix += f", or the lane {lane_for(version).name} in a new environment: rm -r .venv; sh requirements/install.sh"
+    compat = next(iter(sorted(Path("/usr/local").glob("cuda*/compat/libcuda.so.1"))), None)
+    if compat is None:
+        return Finding("driver", "fatal", version, cause, fix)
+    cause += f", unless {compat.parent} bridges it, which datacenter GPUs alone allow"
+    return Finding("driver", "warning", version, cause, fix)
+
+
+# ------------------------------------------------------------------------------------------------------------- the disks
+
+
+def check_disks(work: Path) -> Iterator[Finding]:
     yield check_temporary_files()
-    yield check_directory(work, host)
-    yield check_hub_cache(work, host)
+    yield check_directory(work)
+    yield check_hub_cache(work)
     yield from check_shared_memory()
 
 
 def check_temporary_files() -> Finding:
     """Whether temporary files can be made: compilers, Arrow and tokenizers write some."""
     what, told = "temporary files", os.environ.get("TMPDIR")
-    elsewhere = "or set TMPDIR to a disk with room"
+    fix = "free space (cogumi disk status), or set TMPDIR to a disk with room"
     try:
         place = Path(tempfile.gettempdir())  # which writes a file to find out
     except FileNotFoundError:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
-        return Finding(what, "fatal", told or "/tmp", cause, f"free space (cogumi disk status), {elsewhere}")
+        return Finding(what, "fatal", told or "/tmp", cause, fix)
     free = filesystem_of(place).space.free
     figure = f"{place}: {format_bytes(free)} free"
     if told and Path(told).absolute() != place.absolute():
-        cause = f"TMPDIR={told} cannot be written to, so {place} is taken: {why_not_writable(Path(told))}"
-        return Finding(what, "warning", figure, cause, f"free space in {told}, {elsewhere}")
+        cause = f"TMPDIR={told} cannot be written to (it is full, read-only or no directory), so {place} is taken"
+        return Finding(what, "warning", figure, cause, fix)
     if free < SCRATCH:
         cause = f"less than {format_bytes(SCRATCH)} is left there for temporary files"
-        return Finding(what, "warning", figure, cause, f"free space, {elsewhere}")
+        return Finding(what, "warning", figure, cause, fix)
     return Finding(what, "ok", figure)
 
 
-def why_not_writable(path: Path) -> str:
-    if not path.is_dir():
-        return "it is no directory"
-    space = filesystem_of(path).space
-    if space.read_only:
-        return "it is read-only"
-    return "its disk is full" if space.free < 1_000_000 or space.inodes_free == 0 else "it takes no file"
-
-
-def check_directory(path: Path, host: str) -> Finding:
-    """Whether the directory that holds runs can be written to, and what becomes of it."""
+def check_directory(path: Path) -> Finding:
+    """Whether the directory that holds runs can be written to, and whether it may be lost with the box."""
     what, disk = "work directory", filesystem_of(path)
-    space = disk.space
+    space, fix = disk.space, "work in a directory that you may write to"
     figure = f"{path}: {format_bytes(space.free)} free of {format_bytes(space.total)}"
     if space.read_only or not os.access(nearest_existing(path), os.W_OK):
         cause = "runs/ and checkpoints/ are written here, and it cannot be written to"
-        return Finding(what, "warning", figure, cause, "work in a directory that you may write to")
+        return Finding(what, "warning", figure, cause, fix)
     if space.inodes_free == 0:
         cause = "all its inodes are taken: no file can be made"
         return Finding(what, "warning", figure, cause, "remove many small files")
-    when, where = loss_of(disk, host)
-    if when == "stop":
-        cause = f"{where}: what is written here is lost when the box stops"
-        elsewhere = "/workspace" if host == "RunPod" else "a directory on a disk"
-        return Finding(what, "warning", figure, cause, f"work in {elsewhere}; cogumi.mirror keeps a copy elsewhere")
-    return Finding(what, "note", f"{figure}; {where}") if when else Finding(what, "ok", figure)
+    if disk.kind in IN_MEMORY:
+        cause = f"{disk.mount} is in memory: what is written here is lost when the box stops"
+        return Finding(
+            what, "warning", figure, cause, "work in a directory on a disk; cogumi.mirror copies checkpoints"
+        )
+    if disk.kind in OWN_DISK:
+        return Finding(what, "note", f"{figure}; the container's own disk, which is lost with it, or when a pod stops")
+    return Finding(what, "ok", figure)
 
 
-def check_hub_cache(work: Path, host: str) -> Finding:
+def check_hub_cache(work: Path) -> Finding:
     """The cache of models, which grows by tens of gigabytes, on a disk that has no room for it or does not stay."""
     what, path = "Hugging Face cache", hub_cache()
     disk = filesystem_of(path)
-    when, where = loss_of(disk, host)
     figure = f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
     others = [filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()]
     roomiest = max(others, key=writable_bytes)
-    elsewhere = roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk)
-    move = f"export HF_HOME={Path(roomiest.mount) / '.cache' / 'hf'}"
+    fix = "free space (cogumi disk status), or take a box with a larger disk"
+    if roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk):
+        fix = f"export HF_HOME={Path(roomiest.mount) / '.cache' / 'hf'}"
     if disk.space.free < BASE:
-        roomier = f"; {roomiest.mount} has {format_bytes(writable_bytes(roomiest))}" if elsewhere else ""
-        cause = f"less than {format_bytes(BASE)} is left, which is one 8B model{roomier}"
-        instead = "free space (cogumi disk status), or take a box with a larger disk"
-        return Finding(what, "warning", figure, cause, move if elsewhere else instead)
-    if when == "stop":
-        cause = f"{where}: every start of the box downloads the models again"
-        return Finding(what, "warning", figure, cause, move if elsewhere else "set HF_HOME to a disk that stays")
+        cause = f"less than {format_bytes(BASE)} is left, which is one 8B model"
+        return Finding(what, "warning", figure, cause, fix)
+    if disk.kind in IN_MEMORY:
+        cause = f"{disk.mount} is in memory: every start of the box downloads the models again"
+        return Finding(what, "warning", figure, cause, "set HF_HOME to a disk that stays")
     return Finding(what, "ok", figure)
 
 
@@ -165,6 +199,9 @@ def check_shared_memory() -> Iterator[Finding]:
     yield Finding(what, "warning", figure, cause, fix)
 
 
+# --------------------------------------------------------------------------------------------------------- the variables
+
+
 def check_variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
     """Environment variables, and files in the way, that change which code an import finds or what it does."""
     found = [*check_library_paths(environment), *check_shadowing(environment, work), *check_settings(environment)]
@@ -177,8 +214,6 @@ def check_library_paths(environment: Mapping[str, str]) -> Iterator[Finding]:
         if names:
             cause = "torch brings these libraries itself, and the linker takes these instead: symbols are missing, or calls fail"
             yield Finding("LD_LIBRARY_PATH", "warning", f"{place}: {', '.join(names)}", cause, "unset LD_LIBRARY_PATH")
-    if preloaded := environment.get("LD_PRELOAD"):
-        yield Finding("LD_PRELOAD", "note", f"{preloaded}, loaded into every process")
 
 
 def check_shadowing(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
@@ -192,17 +227,10 @@ def check_shadowing(environment: Mapping[str, str], work: Path) -> Iterator[Find
         cause = "packages of pip install --user are imported before those of the system, whatever is installed there"
         fix = "export PYTHONNOUSERSITE=1, or work in a virtual environment"
         yield Finding("user site", "warning", f"{own}: {names}", cause, fix)
-    # A notebook and `python -m` look in the current directory first.
     installed = {Path(place).resolve() for place in sys.path if place.endswith("-packages")}
     if work.resolve() not in installed and (names := modules_in(work)):
-        cause = (
-            "a notebook and python -m import these from the current directory, instead of the packages of these names"
-        )
-        fix = "rename them, or work in another directory"
-        yield Finding("work directory", "warning", f"{work}: {names}", cause, fix)
-    if home := environment.get("PYTHONHOME"):
-        cause = "Python takes its standard library from there, which must be of the very same version"
-        yield Finding("PYTHONHOME", "warning", home, cause, "unset PYTHONHOME")
+        cause = "a notebook and python -m look here first, and import these instead of the packages of these names"
+        yield Finding("work directory", "warning", f"{work}: {names}", cause, "rename them, or work elsewhere")
 
 
 def modules_in(place: Path) -> str:
@@ -217,15 +245,10 @@ def check_settings(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("BNB_CUDA_VERSION", "warning", version, cause, "unset BNB_CUDA_VERSION")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
-        cause = "every GPU is hidden from torch"
-        yield Finding("CUDA_VISIBLE_DEVICES", "warning", repr(visible), cause, "unset CUDA_VISIBLE_DEVICES")
-    elif visible:
-        yield Finding("CUDA_VISIBLE_DEVICES", "note", f"{visible}: torch sees these GPUs alone")
+        yield Finding("CUDA_VISIBLE_DEVICES", "warning", repr(visible), "every GPU is hidden from torch", "unset it")
     if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
-        slow = "1: every kernel is waited for, for debugging; training is slower"
-        yield Finding("CUDA_LAUNCH_BLOCKING", "note", slow)
+        yield Finding("CUDA_LAUNCH_BLOCKING", "note", "1: every kernel is waited for; training is slower")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environment.get(name, "").lower() in ("1", "on", "yes", "true"):
-            only = "nothing is downloaded; only what is in the cache can be used"
-            yield Finding(name, "note", f"{environment[name]}: {only}")
+            yield Finding(name, "note", f"{environment[name]}: nothing is downloaded; only what is cached can be used")
             return

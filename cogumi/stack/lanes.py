@@ -1,21 +1,33 @@
-"""The lanes: which wheels belong together, for which driver, how far proven. Read from lanes.json; loads no torch.
+"""The lanes: which wheels belong together, for which driver, how far proven; and what is installed, against them.
 
-lanes.json is generated (`make lock`) from requirements/lanes.toml, the pinned files and the GPU results.
+Loads no torch. lanes.json is generated (`make lock`) from requirements/lanes.toml, the pinned files and the GPU results.
 """
-
-from __future__ import annotations
 
 import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import Finding, UsageError
+from cogumi.core.formatting import format_bytes, pip_command
+
+INSTALL = "sh requirements/install.sh"
+MOST = 6  # names in one line
+# What cogumi imports itself, as pyproject.toml has it: without one of these nothing trains.
+NEEDED = (
+    "accelerate", "beautifulsoup4", "datasets", "fsspec", "huggingface-hub", "ipywidgets", "numpy", "peft",
+    "platformdirs", "polars", "psutil", "pyarrow", "pydantic", "pyyaml", "rapidfuzz", "rich", "safetensors", "tokenizers",
+    "torch", "transformers", "trl", "typer",
+)  # fmt: skip
+# Debian takes RECORD out of the packages that it makes of distributions.
+OF_THE_SYSTEM = Path("/usr/lib/python3/dist-packages")
+LIBRARY = re.compile(r"\.so(\.\d+)*$")
 
 # (package, version the lane pins, version that is installed or None)
 Drift = tuple[str, str, str | None]
@@ -25,23 +37,16 @@ Drift = tuple[str, str, str | None]
 class Lane:
     """One set of wheels, as it is for this Python and this platform.
 
-    file: the pinned one, relative to the repository. cuda: the release that its torch is built for, "13.0"; None: a CPU
-    build. driver: the oldest NVIDIA driver that runs it, "580"; None: it needs no GPU. glibc: the oldest C library for
-    which every pin has a wheel. state: unresolved, unfetched, resolver-proven, tested or known-good, as
-    requirements/lanes.toml has it. known_good: the result that proved it on a card. pins: version by normalized name,
-    without packages whose version depends on Python's patch release.
+    file: the pinned one, relative to the repository. cuda: the release of its torch, "13.0"; None: a CPU build. driver:
+    the oldest NVIDIA driver that runs it, "580"; None: it needs no GPU. state: as requirements/lanes.toml has it. pins:
+    version by normalized name, without packages whose version depends on Python's patch release.
     """
 
     name: str
-    purpose: str
     file: str
     cuda: str | None
     driver: str | None
-    glibc: str
     state: str
-    known_good: Mapping[str, str] | None
-    tested: str | None
-    unproven: str | None
     pins: Mapping[str, str]
 
 
@@ -51,11 +56,17 @@ def lanes() -> tuple[Lane, ...]:
     read: dict[str, Any] = json.loads(Path(__file__).with_name("lanes.json").read_text())
     system = {"linux": "linux", "darwin": "macos"}.get(sys.platform, sys.platform)
     here = f"{system} {sys.version_info.major}.{sys.version_info.minor}"
-    found = []
-    for name, lane in read.items():
-        pins = lane.pop("pins") | lane.pop("pins_apart").get(here, {})
-        found.append(Lane(name=name, pins=pins, **lane))
-    return tuple(found)
+    return tuple(
+        Lane(
+            name,
+            each["file"],
+            each["cuda"],
+            each["driver"],
+            each["state"],
+            each["pins"] | each["pins_apart"].get(here, {}),
+        )
+        for name, each in read.items()
+    )
 
 
 def lane(name: str) -> Lane:
@@ -86,10 +97,7 @@ def lane_for(driver: str | None) -> Lane:
 
 
 def installed_lane() -> Lane | None:
-    """The lane that this environment is meant to be: of those with its torch, built for its CUDA, the one closest to it.
-
-    None without torch, and for a torch that is in no lane.
-    """
+    """Of the lanes with this torch, built for its CUDA, the one closest to what is installed; None for none."""
     version, cuda = torch_build()
     if version is None:
         return None
@@ -108,10 +116,7 @@ def drift(lane: Lane, installed: Mapping[str, str] | None = None) -> list[Drift]
 
 
 def installed_versions() -> dict[str, str]:
-    """Version by normalized name of every distribution on sys.path; of two with one name the first, as import does.
-
-    What a broken installation left behind, without a METADATA file, is not installed.
-    """
+    """Version by normalized name of every distribution on sys.path that has a METADATA file; the first of two."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name, version = read_metadata(distribution, "Name"), read_metadata(distribution, "Version")
@@ -121,7 +126,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def read_metadata(distribution: importlib.metadata.Distribution, key: str) -> str | None:
-    """A line of its metadata, of which `distribution.metadata` would parse the whole README as well."""
+    """A line of its metadata; `distribution.metadata` would parse the whole README as well."""
     head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
     found = re.search(rf"^{key}: *(\S+)", head, re.MULTILINE)
     return found[1] if found else None
@@ -153,3 +158,73 @@ def is_pinned(installed: str | None, pinned: str, cuda: str | None) -> bool:
         return installed is not None
     public, _, local = installed.partition("+")
     return public == pinned and local == ("cpu" if cuda is None else "cu" + cuda.replace(".", ""))
+
+
+# ---------------------------------------------------------------------------------------------- whether it is as it should be
+
+
+def join_names(names: list[str]) -> str:
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more
+
+
+def check_cuda_mix(names: Iterable[str], torch_cuda: str | None) -> Iterator[Finding]:
+    """NVIDIA's libraries of two CUDA majors beside each other. names: of the distributions that are installed."""
+    majors = {name: found[1] for name in names if (found := re.match(r"nvidia-.*-cu(1\d)$", name))}
+    if len(set(majors.values())) < 2:
+        return
+    own = (torch_cuda or "").split(".")[0]
+    strangers = sorted(name for name, major in majors.items() if major != own)
+    figure = ", ".join(f"{count} for CUDA {major}" for major, count in sorted(Counter(majors.values()).items()))
+    cause = "libraries of two CUDA majors are installed, and some share a file name: symbols go missing"
+    remove = pip_command(f"uninstall -y {' '.join(strangers)}")
+    fix = remove if own in majors.values() else f"make the environment anew: {INSTALL}"
+    yield Finding("NVIDIA libraries", "warning", figure, cause, fix)
+
+
+def check_files() -> Iterator[Finding]:
+    """What an installation that was cut short leaves: no RECORD, files that are missing or shorter than they should be."""
+    for each in importlib.metadata.distributions():
+        place = Path(str(each._path))  # type: ignore[attr-defined]  # no public name tells where it lies
+        name = normalize_name(place.name.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
+        version, record = read_metadata(each, "Version"), each.read_text("RECORD")
+        recorded = record is not None or place.suffix != ".dist-info" or place.parent == OF_THE_SYSTEM
+        missing = [part for part, there in {"RECORD": recorded, "METADATA": version}.items() if not there]
+        gone, cut = [], []
+        for line in (record or "").splitlines():
+            path, size = line.partition(",")[0], line.rpartition(",")[2]
+            if LIBRARY.search(path):
+                library = Path(str(each.locate_file(path)))
+                there = library.stat().st_size if library.exists() else None
+                if there is None:
+                    gone.append(library.name)
+                elif size.isdigit() and there != int(size):
+                    cut.append(f"{library.name} ({format_bytes(there)} of {format_bytes(int(size))})")
+        said = [f"without {' and '.join(missing)}"] if missing else []
+        said += [f"{join_names(names)} {what}" for names, what in ((gone, "missing"), (cut, "not whole")) if names]
+        if said:
+            cause = "its installation was cut short, or files of it were removed since"
+            again = pip_command(f"install --force-reinstall --no-deps {name}=={version}")
+            fix = f"remove {place}, then {INSTALL}" if missing else again
+            yield Finding(
+                "installed", "fatal" if name in NEEDED else "warning", f"{name}: {'; '.join(said)}", cause, fix
+            )
+
+
+def check_lane() -> Finding:
+    """What is installed, against what the lane of this torch pins."""
+    versions = installed_versions()
+    if absent := [name for name in NEEDED if name not in versions]:
+        return Finding("installed", "fatal", f"missing: {join_names(absent)}", "nothing trains without these", INSTALL)
+    lane = installed_lane()
+    if lane is None:
+        figure = f"torch {versions['torch']}"
+        cause = f"{figure} is in none of the lanes, so nothing here was tried together"
+        return Finding("lane", "warning", figure, cause, INSTALL)
+    others = drift(lane, versions)
+    figure = f"{lane.name}, {lane.state}: {len(lane.pins) - len(others)} of {len(lane.pins)} packages as pinned"
+    if not others:
+        return Finding("lane", "ok", figure)
+    named = [f"{name} {there or 'not installed'} (pinned {pinned})" for name, pinned, there in others]
+    fix = pip_command(f"install --require-hashes --no-deps --only-binary :all: -r {lane.file}")
+    return Finding("lane", "warning", figure, f"not what the lane pins: {join_names(named)}", fix)

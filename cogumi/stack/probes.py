@@ -1,14 +1,11 @@
-"""Does the installed stack work on this machine? Each probe runs real kernels in a process of its own.
+"""Does the installed stack work on this machine? Each probe runs real kernels in another process.
 
-A process of its own because a native import can crash or hang, and takes nothing else with it then.
+A native import can crash or hang, and takes nothing else with it there.
 """
-
-from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ TIMEOUT = 60.0
 FLASH_TIMEOUT = 300.0  # a kernel from the hub is downloaded
 tl: Any = None  # triton.language, once it is imported: @triton.jit looks for it among the names of a kernel's module
 # The package that a probe needs, where it is not called like the probe.
-PACKAGES = {"matmul": "torch", "sdpa": "torch", "flash_attn_3": "flash_attn_interface", "hub_flash_attn": "kernels"}
+PACKAGES = {"matmul": "torch", "hub_flash_attn": "kernels"}
 # Flash attention 2 of the line that TRL's maintainers test: v3 has no backward pass for grouped heads (issue 1085, below).
 HUB_FLASH_ATTN = "kernels-community/flash-attn2@db6b51744f0cd7061386442c09df890fc6d9f47e"
 
@@ -53,10 +50,13 @@ def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> ProbeResult:
 
 
 def probe_torch(device: str) -> list[Reading]:
+    """The build, and one small product of matrices, right or not."""
     import torch
 
-    build = f"built for CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    readings: list[Reading] = [("version", str(torch.__version__), "", build)]
+    build = "a CPU build"
+    if torch.version.cuda is not None:
+        build = f"built for CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    readings: list[Reading] = [("version", str(torch.__version__), "", f"{build}; computes on {device}")]
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
         built, ours = torch.cuda.get_arch_list(), f"sm_{major}"
@@ -66,16 +66,20 @@ def probe_torch(device: str) -> list[Reading]:
             raise RuntimeError(f"sm_{major}{minor} is not among the architectures of this build: {' '.join(built)}")
         readings.append(("architectures", " ".join(built), "", f"the card is sm_{major}{minor}"))
         readings.append(("memory", torch.cuda.get_device_properties(device).total_memory / 2**30, "GiB", ""))
+    one = torch.arange(64, dtype=torch.float32, device=device).reshape(8, 8)
+    if not torch.equal((one @ torch.eye(8, device=device)).cpu(), one.cpu()):
+        raise RuntimeError("a product of matrices is wrong on this device")
     return readings
 
 
 def probe_matmul(device: str) -> list[Reading]:
     import torch
+    from torch.utils.benchmark import Timer
 
     size = 8192 if device.startswith("cuda") else 256
     # Random and not zeros, on which some cards run measurably faster.
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = _median_seconds(lambda: left @ right)
+    seconds = Timer("left @ right", globals={"left": left, "right": right}).timeit(10).median
     return [("bf16 matmul", 2 * size**3 / seconds / 1e12, "TFLOP/s", f"{size} x {size} x {size}, random")]
 
 
@@ -96,10 +100,8 @@ def probe_triton(device: str) -> list[Reading]:
     doubled = torch.full_like(source, float("nan"))
     start = time.perf_counter()
     double[(triton.cdiv(source.numel(), 256),)](source, doubled, source.numel(), BLOCK=256)
-    _synchronize()
-    seconds = time.perf_counter() - start
-    torch.testing.assert_close(doubled, source * 2)
-    return [("JIT and run", seconds, "s", f"triton {triton.__version__}")]
+    torch.testing.assert_close(doubled, source * 2)  # which waits for the kernel
+    return [("JIT and run", time.perf_counter() - start, "s", f"triton {triton.__version__}")]
 
 
 def probe_torchvision(device: str) -> list[Reading]:
@@ -141,12 +143,6 @@ def probe_flash_attn(device: str) -> list[Reading]:
     return _flash(flash_attn.flash_attn_func, device, f"flash-attn {flash_attn.__version__}")
 
 
-def probe_flash_attn_3(device: str) -> list[Reading]:
-    from flash_attn_interface import flash_attn_func
-
-    return _flash(flash_attn_func, device, "flash attention 3")
-
-
 def probe_hub_flash_attn(device: str) -> list[Reading]:
     """The pinned kernel of the Hugging Face hub, which is downloaded where it is not in the cache."""
     from kernels import get_kernel
@@ -160,7 +156,7 @@ def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[
     A build may fail in that backward pass alone (https://github.com/huggingface/kernels-community/issues/1085)."""
     import torch
 
-    query, key, value = _qkv(device, torch.bfloat16)
+    query, key, value = make_qkv(device, torch.bfloat16)
     key, value = (each[:, ::4].detach().requires_grad_() for each in (key, value))
     reference = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     output = flash_attn_func(*(each.transpose(1, 2) for each in (query, key, value)), causal=True)
@@ -179,7 +175,7 @@ def probe_xformers(device: str) -> list[Reading]:
     import xformers
     import xformers.ops
 
-    query, key, value = (each.transpose(1, 2) for each in _qkv(device, torch.bfloat16))
+    query, key, value = (each.transpose(1, 2) for each in make_qkv(device, torch.bfloat16))
     output = xformers.ops.memory_efficient_attention(query, key, value, attn_bias=xformers.ops.LowerTriangularMask())
     output.sum().backward()
     return [("attention, forward and backward", "works", "", f"xformers {xformers.__version__}")]
@@ -192,42 +188,13 @@ def probe_unsloth(device: str) -> list[Reading]:
     return [("import", time.perf_counter() - start, "s", f"unsloth {unsloth.__version__}")]
 
 
-def probe_sdpa(device: str) -> list[Reading]:
-    """Forward and backward of torch's attention by each backend; one that declines this input is no failure."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def flash_attention(device: str = "cuda") -> tuple[str | None, str]:
+    """The flash attention whose forward and backward pass are right on this GPU, by the name that transformers has for it.
 
-    query, key, value = _qkv(device, torch.bfloat16)
-
-    def attend() -> None:
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(output.sum(), (query, key, value))
-
-    readings: list[Reading] = []
-    shape = " x ".join(map(str, query.shape))
-    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
-        with sdpa_kernel(getattr(SDPBackend, name)):
-            try:
-                milliseconds = 1e3 * _median_seconds(attend)
-            except RuntimeError as error:
-                if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
-                    raise
-                readings.append((name, None, "", "not available for this input on this device"))
-            else:
-                readings.append((name, milliseconds, "ms", f"causal, forward and backward, {shape}"))
-    return readings
-
-
-def flash_attention(hopper: bool, device: str = "cuda") -> tuple[str | None, str]:
-    """The flash attention for this GPU, by the name that transformers has for it, whose forward and backward pass are right.
-
-    hopper: whether flash attention 3 is tried, too. The reason is a figure, and what was wrong with those that were tried
-    before.
+    The reason is a figure, and what was wrong with those that were tried before.
     """
-    tried = {"flash_attn_3": "flash_attention_3"} if hopper else {}
-    tried |= {"flash_attn": "flash_attention_2", "hub_flash_attn": HUB_FLASH_ATTN}
     wrong: list[str] = []
-    for name, called in tried.items():
+    for name, called in (("flash_attn", "flash_attention_2"), ("hub_flash_attn", HUB_FLASH_ATTN)):
         probe = run_probe(name, device, FLASH_TIMEOUT)
         if probe.readings:
             _, value, _, by = probe.readings[0]
@@ -239,19 +206,17 @@ def flash_attention(hopper: bool, device: str = "cuda") -> tuple[str | None, str
 PROBES: dict[str, Callable[[str], list[Reading]]] = {
     "torch": probe_torch,
     "matmul": probe_matmul,
-    "sdpa": probe_sdpa,
     "triton": probe_triton,
     "torchvision": probe_torchvision,
     "bitsandbytes": probe_bitsandbytes,
     "flash_attn": probe_flash_attn,
-    "flash_attn_3": probe_flash_attn_3,
     "hub_flash_attn": probe_hub_flash_attn,
     "xformers": probe_xformers,
     "unsloth": probe_unsloth,
 }
 
 
-def _qkv(device: str, dtype: Any) -> list[Any]:
+def make_qkv(device: str, dtype: Any) -> list[Any]:
     """Query, key and value (batch, heads, tokens, head_dim) that take gradients."""
     import torch
 
@@ -262,22 +227,3 @@ def _qkv(device: str, dtype: Any) -> list[Any]:
 def _relative(ours: Any, reference: Any) -> float:
     ours, reference = ours.detach().float(), reference.detach().float()
     return float((ours - reference).norm() / reference.norm())
-
-
-def _median_seconds(work: Callable[[], object], repeats: int = 10, warmup: int = 3) -> float:
-    seconds = []
-    for turn in range(warmup + repeats):
-        _synchronize()
-        start = time.perf_counter()
-        work()
-        _synchronize()
-        if turn >= warmup:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def _synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
