@@ -9,9 +9,8 @@ import typer
 
 import cogumi
 from cogumi.cli.app import app
-from cogumi.config.schema import ModelSection
-from cogumi.notebook import completions, figures
-from cogumi.notebook.form_fields import Field, fields_of
+from cogumi.notebook import completions, curves, figures
+from cogumi.notebook.form import Field, fields_of
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -66,7 +65,7 @@ def drawn() -> Iterator[tuple[str, Any]]:
         short = module.__name__.removeprefix("cogumi.notebook.")
         for name, value in vars(module).items():
             made = inspect.isfunction(value) and value.__module__ == module.__name__
-            if made and value.__annotations__.get("return") in (figures.Drawing, completions.SideBySide):
+            if made and value.__annotations__.get("return") is curves.HtmlFigure:
                 yield f"{short}.{name}", value
 
 
@@ -106,13 +105,9 @@ def commands(of: Any, before: str = "") -> Iterator[tuple[str, str]]:
 
 def keys(section: str, fields: list[Field]) -> Iterator[str]:
     yield from (f"`{section}:`", "", "| key | default | what it is |", "|---|---|---|")
-    if section == "model":
-        words = " ".join((ModelSection.model_fields["quantization_config"].description or "").split())
-        yield f"| `quantization_config` | `null` | {words} |"
     for field in fields:
-        if field.key.startswith("quantization_config."):  # the keys are those of transformers' BitsAndBytesConfig
-            continue
-        choices = " (" + ", ".join(map(field.shown, field.choices)) + ")" if field.choices else ""
+        is_named = field.choices and field.choices != (True, False)
+        choices = " (" + ", ".join(map(field.shown, field.choices)) + ")" if is_named else ""
         words = " ".join(field.doc.split()) + choices
         yield f"| `{field.key}` | `{field.shown(field.default)}` | {words} |"
     yield ""
