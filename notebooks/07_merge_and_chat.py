@@ -41,9 +41,4 @@ print(check_merged(Path(OUT)))
 cogumi.attach(RUN).chat("Rename value to number:\nvalue = int(value)")
 
 # %% [markdown]
-# **Export.** The directory is safetensors, as transformers, vLLM and TGI load it. GGUF takes llama.cpp's converter; without it you are told how.
-
-# %%
-from cogumi.merge.gguf import export_gguf, gguf_path, install_hint
-
-print(export_gguf(Path(OUT)) or install_hint(Path(OUT), gguf_path(Path(OUT))))
+# **Export.** The directory is safetensors, as transformers, vLLM and TGI load it. `cogumi export runs/merged-again my-model` writes GGUF with an Ollama Modelfile, by llama.cpp's tools.
