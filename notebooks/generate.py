@@ -1,7 +1,6 @@
 """Make each .ipynb from its .py, with the outputs of a real run: `make notebooks`, or `python notebooks/generate.py 03 07`.
 
-The .py (jupytext's percent format) is what is edited. A notebook runs in an empty directory, so its runs are its own; of a
-figure that is SVG in a page the PNG is kept, which is what web pages that show notebooks display.
+The .py (jupytext's percent format) is what is edited. A notebook runs in an empty directory, so its runs are its own.
 """
 
 import re
@@ -58,12 +57,10 @@ def is_progress(output: nbformat.NotebookNode) -> bool:
 
 
 def tidy(output: nbformat.NotebookNode, directory: str) -> None:
-    """Take out where it ran, what only its kernel can show, and the SVG of what is there as PNG."""
+    """Take out where it ran, and what only its kernel can show."""
     data = output.get("data", {})
     for mime in [mime for mime in data if mime.startswith("application/vnd.jupyter.widget")]:
         del data[mime]
-    if "image/png" in data:
-        data.pop("text/html", None)
     places = {f"{directory}/": "", directory: ".", str(HERE.parent): "cogumi", str(Path.home()): "~"}
     for holder, key in ((output, "text"), *((data, mime) for mime in data if mime.startswith("text/"))):
         for place, name in places.items():
