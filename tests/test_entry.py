@@ -292,6 +292,8 @@ def test_the_directory_that_wandb_leaves_is_not_its_package(tmp_path: Path, monk
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     with hub_server(tmp_path / "hub") as server:
+        # transformers keeps one HfApi, with the endpoint of its first use: another test's, or this one's for the tests after it.
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", server.token)
         yield server
