@@ -47,8 +47,7 @@ FIXED_LORA_KEYS = {
     "auto_mapping": "PEFT writes it",
     "peft_version": "PEFT writes it",
 }
-# Keys of the `cogumi:` section that were dropped, and what to set instead.
-DROPPED_KEYS = {
+DROPPED_KEYS = {  # and what to set instead
     "cogumi.lora_preset": "set lora.r, lora.lora_alpha, lora.lora_dropout and lora.use_rslora",
     "cogumi.fallback": "drop it: cogumi.mirror keeps copies in another place, and cogumi.on_full says what a full disk does",
     "cogumi.loraplus_lr_ratio": "drop it: lora: has PEFT's own keys (lora.r, lora.lora_alpha, lora.use_rslora)",
