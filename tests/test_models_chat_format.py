@@ -80,6 +80,8 @@ def test_random_models_are_of_their_architecture(kind: str) -> None:
 def test_a_random_model_that_is_not_known(golden: Golden) -> None:
     with golden.raises("models", key="model.name", message="cogumi:random-gtp"):
         resolve_model("cogumi:random-gtp")
+    with golden.raises("models", key="model.name", message="cogumi:smal-base", fix="cogumi:small-base"):
+        resolve_model("cogumi:smal-base")
 
 
 def test_a_run_that_goes_on_from_an_adapter_has_its_tokenizer(tiny_model: Path, tmp_path: Path, golden: Golden) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +420,13 @@ def test_a_run_directory_that_cannot_be_written_is_one_line(sft: Config, tmp_pat
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match="cannot write the run directory"):
         cogumi.train(sft, cogumi__run_dir=str(tmp_path / "file" / "run"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is what takes no files, from root either")
+def test_a_run_directory_that_takes_no_files_is_refused_before_the_data_is_read(sft: Config, tmp_path: Path) -> None:
+    pl.DataFrame({"source": []}, schema={"source": pl.String}).write_parquet(tmp_path / "empty.parquet")
+    with pytest.raises(UsageError, match="cannot write the run directory"):
+        cogumi.train(sft, cogumi__run_dir="/proc/cogumi/run", data__source=str(tmp_path / "empty.parquet"))
 
 
 def test_a_model_without_weights_or_tokenizer_is_one_line(sft: Config, tiny_model: Path, tmp_path: Path) -> None:
