@@ -118,8 +118,11 @@ def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
     words = pa.LargeStringArray.from_buffers(len(edges) - 1, pa.py_buffer(edges.astype(np.int64)), content)
     dictionary = words.dictionary_encode()
     encode_batch, which = reset_backend(tokenizer).encode_batch_fast, dictionary.indices.to_numpy()
-    distinct = [each.ids for each in encode_batch(dictionary.dictionary.to_pylist(), add_special_tokens=False)]
-    pool, lengths = np.array([*chain.from_iterable(distinct)], np.int32), np.array([*map(len, distinct)])
+    # Some hundred at a time: of many thousands of objects alive, Python's garbage collector goes through each again.
+    distinct = dictionary.dictionary.to_pylist()
+    parts = (distinct[at : at + 512] for at in range(0, len(distinct), 512))
+    found = [np.array(each.ids, np.int32) for part in parts for each in encode_batch(part, add_special_tokens=False)]
+    pool, lengths = np.concatenate(found), np.array([*map(len, found)])
     starts, lengths = (np.cumsum(lengths) - lengths)[which], lengths[which]
     before = np.concatenate([[0], np.cumsum(lengths)])  # ids before each word
     ids = pool[np.arange(before[-1]) + np.repeat(starts - before[:-1], lengths)]
