@@ -44,6 +44,8 @@ addresses: dict[tuple[tuple[str, str], ...], str] = {}
 # end as that one's fork ends. The address is a name of the kernel's, so that no file is left.
 CLIENT = """\
 import contextlib, json, os, signal, socket, sys
+handed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)  # until it is known to whom
 files = [0, 1, 2]
 for name in os.listdir("/proc/self/fd"):
     with contextlib.suppress(OSError):  # the one that listed them
@@ -55,8 +57,9 @@ said = json.dumps({"words": sys.argv[2:], "cwd": os.getcwd(), "environment": dic
 socket.send_fds(door, [len(said).to_bytes(8, "big")], files)
 door.sendall(said)
 pid = int.from_bytes(door.recv(8), "big")
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in handed_on:
     signal.signal(number, lambda number, _: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
 answer = door.recv(8)
 if not answer:
     sys.exit("the prepared process is gone")
