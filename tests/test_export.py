@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import urllib.request
 import warnings
@@ -27,10 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cogumi.core.errors import DiskFull, MergeError, UsageError
 from cogumi.merge import export
-from cogumi.merge.gguf import CONVERSATIONS, check_gguf, fim_template, modelfile, read_turns
+from cogumi.merge.gguf import check_gguf, fim_template, modelfile
 from cogumi.models.small_base import train_tokenizer
 
-TEMPLATED = {"llama3", "llama3_1", "qwen2_5", "qwen3", "qwen3_instruct_2507", "phi3", "gemma"}
+CONVERSATIONS = (
+    [("user", "Hello.")],
+    [("user", "One\ntwo?"), ("assistant", "Three."), ("user", "Four")],
+)
 
 
 def missing(*names: str) -> list[str]:
@@ -335,83 +337,22 @@ def test_the_real_converter_keeps_every_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CONTROLS))
-def test_a_template_is_written_if_it_gives_the_tokenizers_text(name: str) -> None:
-    tokenizer = chat_tokenizer(name)
-    bos = tokenizer.bos_token or ""
-    turns = read_turns(tokenizer, bos)
-    assert (turns is not None) == (name in TEMPLATED)
-    text, said = modelfile("m.gguf", tokenizer, adds_bos=True)
-    if turns is None:
-        assert "TEMPLATE " not in text
-        assert said.startswith("No TEMPLATE")
-        return
-    chat = [("user", "Why?"), ("assistant", "So."), ("user", "And 7 then?")]
-    messages = [{"role": role, "content": content} for role, content in chat]
-    wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert bos + turns.render(chat) == wanted
-    assert turns.as_go() in text
-    assert f"PARAMETER stop {turns.answer_end.strip()}\n" in text
+def test_a_modelfile_stops_at_the_end_of_sequence_and_of_an_answer(name: str) -> None:
+    text, said = modelfile("m.gguf", chat_tokenizer(name))
+    assert said.startswith("No TEMPLATE")
+    assert "\nTEMPLATE " not in text
+    ends = {"gptoss": "<|return|>", "phi3": "<|endoftext|> <|end|>", "gemma": "<end_of_turn>"}
+    ends |= dict.fromkeys(("llama3", "llama3_1"), "<|eot_id|>")
+    stops = [f"PARAMETER stop {stop}" for stop in ends.get(name, "<|im_end|>").split()]
+    assert text.splitlines()[1:] == ["FROM ./m.gguf", *stops, "PARAMETER repeat_penalty 1"]
 
 
-GO = r"""package main
-import ("encoding/json"; "fmt"; "os"; "text/template")
-type Message struct { Role string; Content string }
-func main() {
-  var input struct { Template string; Values []map[string]any }
-  json.NewDecoder(os.Stdin).Decode(&input)
-  parsed := template.Must(template.New("").Option("missingkey=zero").Parse(input.Template))
-  for _, values := range input.Values {
-    var messages []*Message
-    for _, each := range values["Messages"].([]any) {
-      m := each.(map[string]any)
-      messages = append(messages, &Message{m["role"].(string), m["content"].(string)})
-    }
-    values["Messages"] = messages
-    if err := parsed.Execute(os.Stdout, values); err != nil { panic(err) }
-    fmt.Print("\x00")
-  }
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("go") is None, reason="Go is not installed, whose text/template Ollama renders with")
-def test_go_renders_the_template_as_the_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "main.go").write_text(GO)
-    subprocess.run(["go", "build", "-o", "render", "main.go"], cwd=tmp_path, check=True, env=go_environment(tmp_path))
-    for name in sorted(TEMPLATED):
-        tokenizer = chat_tokenizer(name)
-        turns = read_turns(tokenizer, tokenizer.bos_token or "")
-        assert turns is not None
-        systems = [""] if turns.system is None else ["", "Be brief."]
-        values, wanted = [], []
-        for system in systems:
-            for chat in CONVERSATIONS:
-                messages = [{"role": "system", "content": system}] if system else []
-                messages += [{"role": role, "content": content} for role, content in chat]
-                values.append({"System": system, "Messages": messages})
-                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                wanted.append(text.removeprefix(tokenizer.bos_token or ""))
-        done = subprocess.run(
-            [tmp_path / "render"],
-            input=json.dumps({"Template": turns.as_go(), "Values": values}),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.split("\0")[:-1] == wanted, name
-
-
-def go_environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "GOCACHE": str(home / "cache"), "GO111MODULE": "off", "GOFLAGS": ""}
-
-
-def test_a_template_with_todays_date_or_other_braces_is_not_written(sources: list[str]) -> None:
+def test_a_template_that_refuses_the_conversation_leaves_the_end_of_sequence() -> None:
     tokenizer = chat_tokenizer("qwen2_5")
-    plain = tokenizer.chat_template
-    tokenizer.chat_template = "{{ strftime_now('%d') }}" + plain
-    assert read_turns(tokenizer, "") is None
-    tokenizer.chat_template = "{{ '{{ x }}' }}" + plain
-    assert read_turns(tokenizer, "") is None
+    tokenizer.eos_token, tokenizer.chat_template = "<|endoftext|>", "{{ raise_exception('no') }}"
+    assert [line for line in modelfile("m.gguf", tokenizer)[0].splitlines() if "stop" in line] == [
+        "PARAMETER stop <|endoftext|>"
+    ]
 
 
 def test_without_a_chat_template_a_hole_is_filled_in_the_models_own_way(sources: list[str]) -> None:

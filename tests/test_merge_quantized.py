@@ -33,7 +33,6 @@ from cogumi.merge.quantized import (
     Mismatch,
     dequantize_rows,
     full_precision_names,
-    nf4_round_trip,
     quantization,
     quantized_tensors,
 )
@@ -219,13 +218,6 @@ def test_saved_models_come_back_as_peft_dequantizes_them(name: str, full: Path, 
     for key, tensor in found.items():
         expected = dequantize_module_weight(live.get_submodule(key.removesuffix(".weight"))).data
         assert same_bits(dequantize_rows(tensor, 0, tensor.shape[0]), expected), key
-
-
-def test_nf4_round_trip_is_what_load_in_4bit_makes(full: Path, quantized: dict[str, Path]) -> None:
-    path = quantized["nf4"]
-    weights = tensors_of(full)
-    for name, tensor in quantized_tensors(shards_of(path), config_of(path)).items():
-        assert same_bits(nf4_round_trip(weights[name]), dequantize_rows(tensor, 0, tensor.shape[0]))
 
 
 def test_importing_the_merge_imports_no_bitsandbytes() -> None:

@@ -18,7 +18,6 @@ from cogumi.cli.app import app
 from cogumi.config.schema import dump_config, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip_command
-from cogumi.merge.quantized import nf4_round_trip
 from cogumi.models import loading
 from cogumi.models.loading import load_model, quantization_settings, reads_4bit_rows
 
@@ -188,17 +187,6 @@ def test_the_probe_tells_a_reader_that_counts_blocks_by_rows(monkeypatch: pytest
     assert probe(128)
     assert not probe(96)
     assert not probe(48)
-
-
-def test_the_noise_of_four_bits_is_that_of_any_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 96 end inside blocks of 64; those of 64, which hold the same blocks, every reader gets right."""
-    torch.manual_seed(0)
-    weight = torch.randn(8, 96) * 0.02
-    quantized = functional.quantize_4bit(weight.view(12, 64), blocksize=64, compress_statistics=True, quant_type="nf4")
-    expected = functional.dequantize_4bit(*quantized).view(8, 96)
-    torch.testing.assert_close(nf4_round_trip(weight), expected)
-    monkeypatch.setattr(functional, "dequantize_4bit", by_rows)
-    torch.testing.assert_close(nf4_round_trip(weight), expected)
 
 
 def test_weights_are_not_repacked_by_a_forward_without_gradients(

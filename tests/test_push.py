@@ -201,13 +201,12 @@ def test_a_base_has_its_name_on_the_hub_and_a_directory_has_none(tmp_path: Path)
 def test_the_card_of_a_merge_in_a_directory(tmp_path: Path) -> None:
     """Of adapter and base of another machine: no path, and what was not checked is said."""
     manifest = {
-        "base": {"name": "/home/me/my-base", "path": "/home/me/my-base", "commit": None},
+        "base": {"name": "/home/me/my-base", "path": "/home/me/my-base", "commit": None, "trained_on": "nf4"},
         "tensors_merged": 14,
         "tensors_copied": 7,
         "elements": 1234567,
         "largest_error": None,
         "base_mode": "full",
-        "q_over_delta": 5.7,
     }
     (tmp_path / "cogumi-merge.json").write_text(json.dumps(manifest))
     text, licence = upload.write_card("tuned", tmp_path, "merged", None)
@@ -215,7 +214,7 @@ def test_the_card_of_a_merge_in_a_directory(tmp_path: Path) -> None:
     assert "Trained from my-base, a model that is not on the hub." in text
     assert "/home" not in text
     assert "base_model" not in yaml.safe_load(text.split("---\n")[1])
-    for fact in ("14 tensors", "7 are the bytes", "were not compared", "5.7 times"):
+    for fact in ("14 tensors", "7 are the bytes", "were not compared", "trained on a quantized base"):
         assert fact in text
     (tmp_path / "cogumi-merge.json").write_text(json.dumps(manifest | {"largest_error": 0.5, "base_mode": "dequant"}))
     text, _ = upload.write_card("tuned", tmp_path, "merged", None)

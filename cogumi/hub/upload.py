@@ -236,9 +236,8 @@ def describe_merge(manifest: dict[str, Any]) -> str:
     facts = [f"{merged} tensors hold base + update, rounded once. {copied} are the bytes of the base.", checked]
     if manifest["base_mode"] == "dequant":
         facts.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
-    elif manifest["q_over_delta"] is not None:
-        noise = f"whose error is {manifest['q_over_delta']:.2g} times as large as the update"
-        facts.append(f"The adapter was trained on a quantized base, {noise}. This model is without that error.")
+    elif manifest["base"]["trained_on"]:
+        facts.append("The adapter was trained on a quantized base. This model is without that quantization error.")
     return "## Merge\n\n" + "\n".join(f"- {fact}" for fact in facts)
 
 

@@ -50,8 +50,7 @@ class MergeReport:
 
     elements: how many were read back from disk and compared with W + delta. not_nearest: how many of these are not the
     nearest value of their dtype. largest_error: the largest |out - (W + delta)| of these, over the error that float32
-    arithmetic and one rounding allow. q_over_delta: the quantization error in training over the update (median over
-    tensors). It is None where there was none or it is unknown. logits: set with verify="logits".
+    arithmetic and one rounding allow. logits: set with verify="logits".
     """
 
     out: Path
@@ -67,7 +66,6 @@ class MergeReport:
     elements: int
     not_nearest: int
     largest_error: float
-    q_over_delta: float | None
     logits: LogitCheck | None
     seconds: float
 
@@ -79,7 +77,6 @@ class MergeReport:
             f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
             f"{self.elements:,} computed elements checked on disk, {self.not_nearest:,} of them next to a tie; "
             f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
-            + (f"\nq/delta {self.q_over_delta:.2f}: docs/merging.md says what that means" if self.q_over_delta else "")
             + (f"\n{self.logits}" if self.logits else "")
         )
 
@@ -137,8 +134,7 @@ def merge_adapter(
         if logits is not None and not logits.passed:
             raise MergeError(f"{logits}; nothing was committed")
         options = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
-        manifest = build_manifest(plan, outcome, options, logits)
-        write_manifest(partial, manifest)
+        write_manifest(partial, build_manifest(plan, outcome, options, logits))
         commit_output(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
@@ -149,7 +145,6 @@ def merge_adapter(
     return MergeReport(
         out=target,
         base=found.name,
-        q_over_delta=manifest["q_over_delta"],
         logits=logits,
         seconds=time.monotonic() - started,
         **totals(plan, outcome),

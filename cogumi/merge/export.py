@@ -75,7 +75,7 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
             run_tool(command, gguf, "use --quant q8_0, which the converter writes")
             written.unlink()
         check = check_gguf(gguf, merged, tokenizer)
-        text, said = modelfile(gguf.name, tokenizer, check.adds_bos)
+        text, said = modelfile(gguf.name, tokenizer)
         write_synced(partial / MODELFILE, text.encode())
         sync_path(gguf)
         size = gguf.stat().st_size

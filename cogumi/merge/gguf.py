@@ -5,12 +5,11 @@ the tokenizer's, and so are all tokens of a BPE vocabulary. Tensors in bf16, f16
 stored ones, quantized ones by their distance.
 
 Ollama does not run the chat template in a GGUF file. If its own list has none that is near, it prompts the model without
-one (ollama#6823). So the Modelfile has the template, derived from conversations that the tokenizer renders. It is compared
-on other conversations, and one that renders differently is not written.
+one (ollama#6823), which the Modelfile says.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ Q8_0_LIMIT, LIMIT = 0.0235, 0.5
 class GgufCheck:
     """What was compared. exact: tensors that are equal bit for bit. changed: names of those that the converter stores in
     another form. largest_error: of a tensor, the Frobenius |stored - tensor| / |tensor|. tokens: those compared. template:
-    whether there is a chat template. adds_bos: whether llama.cpp puts the beginning of sequence before a prompt itself."""
+    whether there is a chat template."""
 
     architecture: str
     tensors: int
@@ -45,7 +44,6 @@ class GgufCheck:
     changed: tuple[str, ...]
     tokens: int
     template: bool
-    adds_bos: bool
 
     def __str__(self) -> str:
         found = f"{self.tensors} tensors read back: {self.exact} bit for bit"
@@ -83,8 +81,7 @@ def check_gguf(path: Path, merged: Path, tokenizer: Any) -> GgufCheck:
     left = [name for name in there if name not in MADE]
     if left and architecture in COPIED:
         raise MergeError(f"{path}: {left[0]} is no tensor of {merged}; nothing was written")
-    adds_bos = bool(stored.get("tokenizer.ggml.add_bos_token", stored["tokenizer.ggml.model"] == "llama"))
-    return GgufCheck(architecture, len(reader.tensors), exact, worst, (*changed, *left), tokens, template, adds_bos)
+    return GgufCheck(architecture, len(reader.tensors), exact, worst, (*changed, *left), tokens, template)
 
 
 def check_tokenizer(stored: dict[str, Any], tokenizer: Any) -> tuple[int, bool]:
@@ -145,89 +142,22 @@ def difference(found: Any, tensor: torch.Tensor) -> float | None:
     return float((values - tensor.float()).norm() / tensor.float().norm().clamp_min(1e-30))
 
 
-Turn = tuple[str, str]  # role and content
-# What the template is read off, and what it is then compared on. A content that has nothing to do with any template.
-SYSTEM, FIRST, ANSWER, SECOND = "Sys7em", "Fir5t", "An5wer", "Sec0nd"
-CONVERSATIONS: tuple[tuple[Turn, ...], ...] = (
-    (("user", "Hello."),),
-    (("user", "One\ntwo?"), ("assistant", "Three."), ("user", "Four")),
-    (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d e"), ("user", "f")),
-)
-
-
-@dataclass(frozen=True)
-class TurnTemplate:
-    """A chat template that puts fixed texts around each content. default: before the first turn without a system message.
-    system: around one, None where the template takes none."""
-
-    default: str
-    system: tuple[str, str] | None
-    user: tuple[str, str]  # the second text opens the answer
-    answer_end: str
-
-    def render(self, turns: Sequence[Turn]) -> str:
-        text = self.default
-        if self.system is not None and turns[0][0] == "system":
-            text = self.system[0] + turns[0][1] + self.system[1]
-        for role, content in turns:
-            if role == "user":
-                text += self.user[0] + content + self.user[1]
-            elif role == "assistant":
-                text += content + self.answer_end
-        return text
-
-    def as_go(self) -> str:
-        """In the language of Go's text/template, over Ollama's `.System` and `.Messages`."""
-        before, after = self.user
-        first = self.default
-        if self.system is not None:
-            opens, closes = self.system
-            otherwise = self.default and f"{{{{ else }}}}{self.default}"
-            first = f"{{{{ if .System }}}}{opens}{{{{ .System }}}}{closes}{otherwise}{{{{ end }}}}"
-        return (
-            f'{first}{{{{ range .Messages }}}}{{{{ if eq .Role "user" }}}}{before}{{{{ .Content }}}}{after}'
-            f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{self.answer_end}{{{{ end }}}}{{{{ end }}}}'
-        )
-
-
-def read_turns(tokenizer: Any, bos: str) -> TurnTemplate | None:
-    """The tokenizer's chat template as fixed texts around each content, None where it is no such one. bos: what llama.cpp
-    puts before a prompt by itself, which is left out here."""
-    if "strftime_now" in (chat_template(tokenizer) or ""):  # today's date would stay in it for ever
-        return None
-    chat = [("user", FIRST), ("assistant", ANSWER), ("user", SECOND)]
-    whole = render(tokenizer, chat, bos)
-    answered = render(tokenizer, chat[:2], bos, opens_answer=False)
-    if whole is None or answered is None or any(whole.count(text) != 1 for _, text in chat):
-        return None
-    head, rest = whole.split(FIRST)
-    opens_answer, rest = rest.split(ANSWER)
-    between, end = rest.split(SECOND)
-    # Some templates (Phi-3's) put the end of sequence behind a whole conversation.
-    answer_end = answered.removesuffix(tokenizer.eos_token).rpartition(ANSWER)[2] or tokenizer.eos_token
-    if end != opens_answer or not between.startswith(answer_end):
-        return None
-    before = between.removeprefix(answer_end)
-    with_system = render(tokenizer, [("system", SYSTEM), *chat], bos)
-    system = None
-    if with_system is not None and with_system.count(SYSTEM) == 1:
-        opens, _, rest = with_system.partition(SYSTEM)
-        system = (opens, rest.partition(before + FIRST)[0])
-    found = TurnTemplate(head.removesuffix(before), system, (before, end), answer_end)
-    asked = [*CONVERSATIONS, *([("system", "Be brief."), *each] for each in CONVERSATIONS if system is not None)]
-    texts = "".join((found.default, *(system or ()), before, end, answer_end))
-    same = head.endswith(before) and all(found.render(turns) == render(tokenizer, turns, bos) for turns in asked)
-    return found if same and "{{" not in texts and '"""' not in texts else None
-
-
-def render(tokenizer: Any, turns: Sequence[Turn], bos: str, opens_answer: bool = True) -> str | None:
-    """What the tokenizer makes of a conversation; None where its template refuses it."""
-    messages = [{"role": role, "content": content} for role, content in turns]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
-    except TemplateError:
-        return None
-    return str(text).removeprefix(bos)
+def modelfile(gguf_name: str, tokenizer: Any) -> tuple[str, str]:
+    """(the Modelfile, what it says of the template in one sentence)."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    stops, lines = [tokenizer.eos_token], [f"FROM ./{gguf_name}"]
+    if chat_template(tokenizer) is None:
+        template = fim_template(tokenizer)
+        lines.append(f'TEMPLATE """{template}"""')
+        said = "The tokenizer has no chat template: Ollama gives the model the prompt as it is"
+        said += ", or around the hole that a suffix leaves." if template != "{{ .Prompt }}" else "."
+    else:
+        said = "No TEMPLATE: Ollama takes one of its own that is near the chat template, or none; llama.cpp runs the model's."
+        end = text_after_answer(tokenizer)
+        stops += sorted((token for token in special if token in end), key=end.index)[:1]
+    lines += [f"PARAMETER stop {stop}" for stop in dict.fromkeys(stops) if stop in special]
+    lines.append("PARAMETER repeat_penalty 1")  # as in training; Ollama's own default has been 1.1
+    return "\n".join([f"# {said}", *lines]) + "\n", said
 
 
 def fim_template(tokenizer: Any) -> str:
@@ -239,26 +169,10 @@ def fim_template(tokenizer: Any) -> str:
     return f"{{{{ if .Suffix }}}}{filled}{{{{ else }}}}{{{{ .Prompt }}}}{{{{ end }}}}"
 
 
-def modelfile(gguf_name: str, tokenizer: Any, adds_bos: bool) -> tuple[str, str]:
-    """(the Modelfile, what it says of the template in one sentence)."""
-    bos = tokenizer.bos_token or "" if adds_bos else ""
-    stops = [tokenizer.eos_token]
-    if chat_template(tokenizer) is None:
-        template: str | None = fim_template(tokenizer)
-        said = "The tokenizer has no chat template: Ollama gives the model the prompt as it is"
-        said += ", or around the hole that a suffix leaves." if template != "{{ .Prompt }}" else "."
-    elif turns := read_turns(tokenizer, bos):
-        template = turns.as_go()
-        count = len(CONVERSATIONS) * (1 if turns.system is None else 2)
-        said = f"TEMPLATE gives the text of the tokenizer's chat template, compared on {count} conversations."
-        stops.append(turns.answer_end.strip())
-    else:
-        template = None
-        said = "No TEMPLATE: the chat template is more than fixed texts around each turn. Write one, or use llama.cpp."
-    lines = [f"# {said}", f"FROM ./{gguf_name}"]
-    if template is not None:
-        lines.append(f'TEMPLATE """{template}"""')
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    lines += [f"PARAMETER stop {stop}" for stop in dict.fromkeys(stops) if stop in special]
-    lines.append("PARAMETER repeat_penalty 1")  # as in training; Ollama's own default has been 1.1
-    return "\n".join(lines) + "\n", said
+def text_after_answer(tokenizer: Any) -> str:
+    """What the chat template puts behind an answer; empty where it refuses the conversation."""
+    turns = [{"role": "user", "content": "Fir5t"}, {"role": "assistant", "content": "An5wer"}]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("An5wer")[2]
+    except TemplateError:
+        return ""

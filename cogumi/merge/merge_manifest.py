@@ -1,7 +1,6 @@
 """cogumi-merge.json beside merged weights, and later the check that the directory is still what it says."""
 
 import json
-import statistics
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -12,12 +11,10 @@ from cogumi.core.durability import drop_from_memory, sha256_file, write_synced
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds
-from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
 from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.logits import LogitCheck
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
-from cogumi.merge.quantized import quantized_tensors, rms_error
 from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_bar, thread_pool, verify_shards
 
 MANIFEST_NAME = "cogumi-merge.json"
@@ -45,7 +42,6 @@ def build_manifest(
 ) -> dict[str, Any]:
     """The manifest as plain JSON values. options: dtype, base_mode and verify, as they were asked for."""
     base = plan.base
-    noise = q_over_delta(plan, outcome.stats)
     changed = [tensor for tensor in plan.tensors if tensor.updated or tensor.replaced]
     return {
         "format": 2,
@@ -69,10 +65,9 @@ def build_manifest(
         ],
         **options,
         "logits": asdict(logits) if logits else None,
-        "q_over_delta": statistics.median(noise.values()) if noise else None,
         "shards": {shard.name: {"bytes": shard.bytes, "sha256": outcome.digests[shard.name]} for shard in plan.shards},
         **totals(plan, outcome),
-        "tensors": {tensor.target.name: tensor_entry(tensor, outcome, noise) for tensor in changed},
+        "tensors": {tensor.target.name: tensor_entry(tensor, outcome) for tensor in changed},
     }
 
 
@@ -97,7 +92,7 @@ def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) -> dict[str, Any]:
+def tensor_entry(tensor: TensorPlan, outcome: Outcome) -> dict[str, Any]:
     """One changed tensor: what was put on it, and how much."""
     name = tensor.target.name
     entry: dict[str, Any] = {"replaced": True} if tensor.replaced else {}
@@ -106,31 +101,7 @@ def tensor_entry(tensor: TensorPlan, outcome: Outcome, noise: dict[str, float]) 
     if stats := outcome.stats.get(name):
         entry |= {"max_abs_delta": stats.max_abs_delta, "delta_over_weight": stats.ratio}
         entry["delta_retained"] = stats.retained
-    if name in noise:
-        entry["q_over_delta"] = noise[name]
     return entry | (asdict(outcome.checks[name]) if name in outcome.checks else {})
-
-
-def q_over_delta(plan: MergePlan, stats: dict[str, DeltaStats]) -> dict[str, float]:
-    """rms of the quantization error in training over rms of the update, by tensor (docs/merging.md).
-
-    The quantized weights are those of the checkpoint that the adapter was trained on. For a base that was quantized in
-    memory, they are what NF4 makes of it. Without either, the result is empty.
-    """
-    base = plan.base
-    packed = quantized_tensors(base.trained_on.shards, base.trained_on.config) if base.trained_on else {}
-    vocabulary = (base.config.get("text_config") or base.config).get("vocab_size")
-    ratios: dict[str, float] = {}
-    for tensor in plan.tensors:
-        name, source = tensor.target.name, tensor.source
-        if not tensor.updated or tensor.replaced or not isinstance(source, Span) or not stats[name].delta_rms:
-            continue
-        # load_in_4bit leaves embeddings, heads and stacked experts as they are.
-        linear = len(source.shape) == 2 and source.shape[0] != vocabulary
-        on_load = base.trained_in == "nf4" and linear and all(term.count == 1 for term in tensor.terms)
-        if on_load or name in packed:
-            ratios[name] = rms_error(source, packed.get(name)) / stats[name].delta_rms
-    return ratios
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from cogumi.core.safetensors_file import (
     Shard,
     Span,
     element_count,
-    matrix_shape,
     read_elements,
     read_into,
 )
@@ -46,8 +45,6 @@ QUANTIZED_SUFFIX = re.compile(
 SAMPLED_TENSORS = 512
 SAMPLED_RUNS = 4
 RUN_ELEMENTS = 2048
-# Rows of a tensor whose error is measured: as many runs of this many elements give NF4's rms to about 1 %.
-ERROR_ELEMENTS = 1 << 16
 # The least relative error |dequantized - W| / |W| that 4 bits make; see compare_codes.
 LEAST_ERROR = 0.05
 # Share of sampled codes that may differ from the candidate's own.
@@ -217,30 +214,6 @@ def block_absmax(tensor: Bnb4bit, begin: int, end: int) -> torch.Tensor:
     outer = outer.repeat_interleave(size)[begin - outer_begin * size :][: end - begin]
     codes = read_stored(tensor.absmax, torch.uint8, begin, end - begin)
     return tensor.nested_levels[codes.int()] * outer + tensor.nested_offset
-
-
-def nf4_round_trip(weight: torch.Tensor) -> torch.Tensor:
-    """What load_in_4bit (NF4, blocks of 64, double quantization) makes of full-precision rows [rows, columns] on the
-    CPU. Exact for a whole tensor; of some rows, double quantization centres the block scales on these rows."""
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    # As one row: where rows end inside blocks, bitsandbytes 0.50.2 misreads them on CPUs with AVX512.
-    packed, state = quantize_4bit(weight.reshape(1, -1), blocksize=64, compress_statistics=True, quant_type="nf4")
-    restored: torch.Tensor = dequantize_4bit(packed, state)
-    return restored.view(weight.shape)
-
-
-def rms_error(source: Span, quantized: Bnb4bit | None) -> float:
-    """The rms of quantized - W, sampled in a few runs of rows. quantized None: what NF4 makes of these rows by themselves."""
-    rows, columns = matrix_shape(source.shape)
-    length = min(rows, max(1, ERROR_ELEMENTS // columns))
-    squares, count = 0.0, 0
-    for first in spread_indices(rows - length + 1, SAMPLED_RUNS):
-        weight = read_elements(source, first * columns, length * columns).view(length, columns)
-        seen = nf4_round_trip(weight) if quantized is None else dequantize_rows(quantized, first, first + length)
-        squares += (weight.double() - seen.double()).square().sum().item()
-        count += weight.numel()
-    return math.sqrt(squares / count)
 
 
 def compare_codes(packed: dict[str, Bnb4bit], full: dict[str, Span]) -> tuple[int, float, float]:

@@ -81,14 +81,12 @@ class DeltaStats:
     come from a sample, the first block of each run. along_delta: the sum of rounding error times delta."""
 
     max_abs_delta: float = 0.0
-    elements: int = 0
     delta_squares: float = 0.0
     weight_squares: float = 0.0
     along_delta: float = 0.0
 
     def add(self, other: "DeltaStats") -> None:
         self.max_abs_delta = max(self.max_abs_delta, other.max_abs_delta)
-        self.elements += other.elements
         self.delta_squares += other.delta_squares
         self.weight_squares += other.weight_squares
         self.along_delta += other.along_delta
@@ -97,10 +95,6 @@ class DeltaStats:
     def ratio(self) -> float | None:
         """Frobenius |delta| / |W| of the sample; None for a weight that is all zero."""
         return math.sqrt(self.delta_squares / self.weight_squares) if self.weight_squares else None
-
-    @property
-    def delta_rms(self) -> float:
-        return math.sqrt(self.delta_squares / self.elements)
 
     @property
     def retained(self) -> float | None:
@@ -288,7 +282,6 @@ def measure(stats: DeltaStats, weight: torch.Tensor, merged: torch.Tensor, out: 
     """Add a block's statistics, in float32. weight and merged are used up. sample: more than the largest change, which
     costs more than the merge and needs no more than a few blocks."""
     if sample:
-        stats.elements += weight.numel()
         stats.weight_squares += torch.dot(weight.view(-1), weight.view(-1)).item()
     delta = torch.sub(merged, weight, out=weight).view(-1)
     low, high = torch.aminmax(delta)

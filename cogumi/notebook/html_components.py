@@ -233,7 +233,6 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
         "tensors": f"{merged_ones:,} merged, {found['tensors_copied']:,} copied byte by byte",
         "size": format_memory(sum(shard["bytes"] for shard in found["shards"].values())),
         "verified": verified,
-        "q/delta": f"{found['q_over_delta']:.2f}" if found.get("q_over_delta") is not None else "",
         "logits": str(report.logits or "") if report else "",
         "written": f"{found['created']}{took}",
     }

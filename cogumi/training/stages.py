@@ -178,7 +178,6 @@ def compare_unquantized(
         required, fix = "compared with the adapter on the base", merge_command(adapter, "--verify logits")
         return [saved, Check("merged logits", one_line(error), required, False, fix)]
     kind = trained_on.type or trained_on.method
-    kind += "" if report.q_over_delta is None else f", q/delta {report.q_over_delta:.2f}"
     beside = f"those of the adapter on the full-precision base (it was trained on {kind})"
     return [saved, *judge_logits(logits, beside, report, adapter)]
 
