@@ -23,7 +23,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 WITH_PEFT = "load it with PEFT on the base instead"
 OTHER_BASE = "is this the base the adapter was trained on?"
-FACTOR_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
 # Initialisations that leave the base weights as they are and train an ordinary LoRA pair.
 PLAIN_INITS = (True, False, "gaussian", "orthogonal")

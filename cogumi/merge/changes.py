@@ -4,25 +4,19 @@ PEFT injects the adapter into the model on the meta device. This gives the rank,
 by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The merge refuses a file with others.
 """
 
-import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, leading_rows_equal
-from cogumi.merge.adapter_files import FACTOR_KEY, OTHER_BASE, PREFIX, Adapter
+from cogumi.merge.adapter_files import OTHER_BASE, PREFIX, WITH_PEFT, Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, meta_base
 from cogumi.patches.trl_internals import swaps_features
-
-EXPERT = re.compile(r".+\.experts\.\d+\.[^.]+\.weight")
-NO_FACTORS, DAMAGED = "it targets {} but holds no factors for it", "is it damaged?"
 
 
 @contextmanager
@@ -44,15 +38,6 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
     config = LoraConfig.from_pretrained(str(adapter.path))
     config.init_lora_weights = True  # how A and B began no longer matters
     config.base_model_name_or_path = None  # PEFT would warn of every base that is not at the recorded place
-    stored = stored_modules(model, config, held, checkpoint.spans)
-    if stored:
-        changes.tensors = stored_changes(adapter, config, stored, checkpoint.spans)
-        done = {name for name, places in checkpoint.places.items() if all(place.tensor in stored for place in places)}
-        config.target_modules = layers_with_factors(adapter, config, model, held, done)
-        held = {key: span for key, span in held.items() if all(key not in keys for keys in stored.values())}
-        if not (config.target_modules or config.target_parameters or config.modules_to_save):
-            refuse_unknown_keys(adapter, base, held)
-            return changes
     try:
         layers = get_peft_model(model, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
@@ -98,7 +83,16 @@ def check_keys(adapter: Adapter, base: Base, held: dict[str, Span], layers: Any)
 
     expected = get_peft_model_state_dict(layers, save_embedding_layers=False)
     allowed = get_peft_model_state_dict(layers, save_embedding_layers=True) | expected  # what it adds at times, too
-    refuse_unknown_keys(adapter, base, held.keys() - allowed.keys())
+    for key in sorted(held.keys() - allowed.keys()):
+        what = f"{key} belongs to nothing that the adapter's configuration puts on base {base.name}"
+        task, advice = adapter.config.get("task_type"), OTHER_BASE
+        if task not in (None, "CAUSAL_LM"):
+            advice = (
+                f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
+            )
+        elif f"{key.removeprefix(PREFIX).partition('.lora_')[0]}.weight" in base.tensors:
+            advice = f"it names layers as an older transformers did: {WITH_PEFT}"
+        raise adapter.refused(what, fix=advice)
     for key in sorted(expected.keys() - held.keys()):
         raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
     for key, span in held.items():
@@ -107,16 +101,6 @@ def check_keys(adapter: Adapter, base: Base, held: dict[str, Span], layers: Any)
             what = f"{key} has shape {span.shape} where base {base.name} and the adapter's configuration need {needed}"
             raise adapter.refused(what, fix=OTHER_BASE)
     return set(expected)
-
-
-def refuse_unknown_keys(adapter: Adapter, base: Base, unknown: Iterable[str]) -> None:
-    task = adapter.config.get("task_type")
-    advice = OTHER_BASE
-    if task not in (None, "CAUSAL_LM"):
-        advice = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
-    for key in sorted(unknown):
-        what = f"{key} belongs to nothing that the adapter's configuration puts on base {base.name}"
-        raise adapter.refused(what, fix=advice)
 
 
 def layer_changes(
@@ -212,76 +196,3 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     for head, embedding in checkpoint.tied.items():
         if embedding == parameter:
             changes.parameters.setdefault(head, Change(whole=span))
-
-
-# ------------------------------------------------------------------------------------------------------ one layer per expert
-# Adapters that name one linear layer per expert, as they were saved before transformers stacked the experts of a layer.
-
-
-def layer_names(model: Any) -> set[str]:
-    """The linear layers of a model, GPT-2's transposed ones included."""
-    from transformers.pytorch_utils import Conv1D
-
-    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
-
-
-def stored_modules(
-    model: Any, config: Any, held: dict[str, Span], spans: dict[str, Span]
-) -> dict[str, tuple[str, str]]:
-    """Stored tensor -> (key of A, key of B), for factors of modules that this transformers no longer builds as layers.
-    The checkpoint still stores one matrix per expert (and the router), and there the update can be added."""
-    layers = layer_names(model)
-    found: dict[str, tuple[str, str]] = {}
-    for key in held:
-        factor = FACTOR_KEY.fullmatch(key)
-        if factor and factor["side"] == "A" and factor["module"] not in layers:
-            tensor = f"{factor['module']}.weight"
-            targeted = any(f".{tensor}".endswith(f".{parameter}") for parameter in config.target_parameters or ())
-            if not targeted and tensor in spans and len(spans[tensor].shape) == 2:
-                found[tensor] = (key, key.replace("lora_A", "lora_B"))
-    return found
-
-
-def layers_with_factors(adapter: Adapter, config: Any, model: Any, held: dict[str, Span], done: set[str]) -> list[str]:
-    """The linear layers for which the file holds factors. Raises UsageError where it lacks those of a targeted one.
-    done: parameters whose factors were found under the names of their stored tensors."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    found = []
-    for layer in sorted(layer_names(model)):
-        if f"{PREFIX}{layer}.lora_A.weight" in held:
-            found.append(layer)
-        elif f"{layer}.weight" in done or config.target_modules == "all-linear":
-            continue
-        elif check_target_module_exists(config, layer):
-            raise adapter.refused(NO_FACTORS.format(layer), fix=DAMAGED)
-    return found
-
-
-def stored_changes(
-    adapter: Adapter, config: Any, stored: dict[str, tuple[str, str]], spans: dict[str, Span]
-) -> dict[str, Change]:
-    """Changes by stored tensor, with PEFT's rules for patterns applied to the module's name."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-    from peft.utils.other import get_pattern_key
-
-    held = {span.name: span for span in adapter.spans}
-    for tensor in spans:
-        layer = tensor.removesuffix(".weight")
-        if EXPERT.fullmatch(tensor) and tensor not in stored and check_target_module_exists(config, layer):
-            raise adapter.refused(NO_FACTORS.format(layer), fix=DAMAGED)
-    changes = {}
-    for tensor, (key_a, key_b) in stored.items():
-        module = tensor.removesuffix(".weight")
-        if config.use_dora or config.lora_bias:
-            raise adapter.refused(f"{key_a} is DoRA or has a bias on a layer that only the checkpoint still names")
-        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), module), config.r)
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), module), config.lora_alpha)
-        outputs, inputs = spans[tensor].shape
-        found = held[key_a].shape, held[key_b].shape
-        if found != ((rank, inputs), (outputs, rank)):
-            what = f"{key_a} and its lora_B have shapes {found}, which do not fit {tensor} {spans[tensor].shape}"
-            raise adapter.refused(f"{what} with rank {rank}", fix=OTHER_BASE)
-        scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        changes[tensor] = Change(terms=(LowRank(adapter.weights, key_a, key_b, rank, scaling),))
-    return changes

@@ -83,11 +83,9 @@ class Change:
 
 @dataclass
 class Changes:
-    """Changes of one adapter: by parameter, and by stored tensor for modules that only the checkpoint still has.
-    vocabulary: the number of rows of the embedding where the adapter resized it."""
+    """Changes of one adapter, by parameter. vocabulary: rows of the embedding where the adapter resized it."""
 
     parameters: dict[str, Change] = field(default_factory=dict)
-    tensors: dict[str, Change] = field(default_factory=dict)
     vocabulary: int | None = None
 
 

@@ -1,6 +1,5 @@
 """What the merge will write, decided in full and checked before the first byte."""
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -166,13 +165,12 @@ def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
     for changes, adapter, weight in each:
         if changes.vocabulary is not None:
             raise adapter.refused("it resized the vocabulary, so it cannot be weighted", fix="merge it alone")
-        for into, found in ((total.parameters, changes.parameters), (total.tensors, changes.tensors)):
-            for name, change in found.items():
-                if change.whole or change.magnitude or change.rows:
-                    what = f"it sets {name} (DoRA, a module trained whole, or trained tokens), so it cannot be weighted"
-                    raise adapter.refused(what, fix="merge it alone, with weight 1")
-                terms = tuple(replace(term, scaling=term.scaling * weight) for term in change.terms)
-                into[name] = Change(terms=into.get(name, Change()).terms + terms)
+        for name, change in changes.parameters.items():
+            if change.whole or change.magnitude or change.rows:
+                what = f"it sets {name} (DoRA, a module trained whole, or trained tokens), so it cannot be weighted"
+                raise adapter.refused(what, fix="merge it alone, with weight 1")
+            terms = tuple(replace(term, scaling=term.scaling * weight) for term in change.terms)
+            total.parameters[name] = Change(terms=total.parameters.get(name, Change()).terms + terms)
     return total
 
 
@@ -238,8 +236,6 @@ def same_term(one: LowRank, other: LowRank) -> bool:
 def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adapter: Adapter) -> dict[str, list[Piece]]:
     """Stored tensor -> its changed pieces. A head without a tensor of its own is found under its own name."""
     stored: dict[str, list[Piece]] = defaultdict(list)
-    for tensor, change in changes.tensors.items():
-        stored[tensor].append(Piece(Place(tensor, 0, checkpoint.spans[tensor].shape[0]), change))
     for parameter, change in changes.parameters.items():
         places = checkpoint.places.get(parameter, ())
         if not places and parameter in checkpoint.tied:
@@ -252,11 +248,6 @@ def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adap
             refuse_partial(place, change, places, parameter, checkpoint, adapter)
             part = change if len(places) == 1 else cut_whole(change, place, checkpoint.spans[place.tensor])
             stored[place.tensor].append(Piece(place, part))
-    for tensor, pieces in stored.items():
-        pieces.sort(key=lambda piece: piece.place.first)
-        if any(one.place.last > other.place.first for one, other in itertools.pairwise(pieces)):
-            what = f"{tensor} of base {base.name} is changed both as it is stored and as part of a parameter"
-            raise UsageError(what, fix="merge one adapter after the other")
     return stored
 
 
