@@ -109,7 +109,6 @@ def test_every_tensor_of_bf16_is_the_stored_one(exported: export.ExportReport, c
     check = exported.check
     assert (check.architecture, check.tensors, check.exact, check.changed) == ("llama", 21, 21, ())
     assert check.template
-    assert check.tokens == len(AutoTokenizer.from_pretrained(chat_model))
     assert sorted(path.name for path in exported.out.iterdir()) == ["Modelfile", "Tuned-bf16.gguf"]
     assert "bf16" in str(exported)
     assert f"ollama create tuned -f {exported.out}/Modelfile" in str(exported)
@@ -235,7 +234,8 @@ from pathlib import Path
 arguments = sys.argv[1:]
 out = Path(arguments[arguments.index("--outfile") + 1])
 Path(os.environ["RECORD"]).write_text(json.dumps([arguments, [path.name for path in out.parent.glob("*.gguf")]]))
-out.write_bytes(os.environ.get("CONTENT", "GGUF and so on").encode())
+if "SILENT" not in os.environ:
+    out.write_bytes(b"GGUF and so on")
 print("INFO: exporting")
 sys.exit(os.environ.get("COMPLAINT"))
 """
@@ -267,7 +267,7 @@ def test_the_converter_gets_whole_paths(
     ("name", "value", "says"),
     [
         ("COMPLAINT", "BPE pre-tokenizer was not recognized", r"exit status 1: BPE pre-tokenizer was not recognized\)"),
-        ("CONTENT", "something else", r"exit status 0: INFO: exporting\)"),
+        ("SILENT", "1", r"exit status 0: INFO: exporting\)"),
     ],
 )
 def test_a_failed_conversion_leaves_no_file_and_says_why(

@@ -321,7 +321,6 @@ def test_flipped_experts_do_not_decide(tmp_path: Path) -> None:
         free = (live(ids).logits - merged.float()(ids).logits).square().mean().sqrt().item()
     assert check.passed
     assert 0.5 < check.measured / check.predicted < 1.6
-    assert 0 < check.rerouted < 0.02
     assert free > check.bound  # the same comparison with each model's own choices: 5 times what rounding explains
 
 

@@ -113,9 +113,13 @@ def merge_adapter(
     fails, and OSError when the disk fails. After any error or interruption, the merge leaves a complete `out` or none.
     """
     started = time.monotonic()
-    check_choice("base_mode", base_mode, ("full", "dequant"))
-    check_choice("dtype", dtype, ("keep", *OUTPUT_DTYPES))
-    check_choice("verify", verify, ("elements", "logits"))
+    for name, value, known in (
+        ("base_mode", base_mode, ("full", "dequant")),
+        ("dtype", dtype, ("keep", *OUTPUT_DTYPES)),
+        ("verify", verify, ("elements", "logits")),
+    ):
+        if value not in known:
+            raise UsageError(f"{name}={value!r} is not one of {', '.join(known)}")
     if base_mode == "dequant" and verify == "logits":
         fix = "with base_mode='dequant' use verify='elements'"
         raise UsageError("verify='logits' runs the full-precision base", fix=fix)
@@ -162,8 +166,3 @@ def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list
     if not pairs:
         raise UsageError("no adapter was given", fix="pass a directory or (directory, weight) pairs")
     return pairs
-
-
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{name}={value!r} is not one of {', '.join(known)}")

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, matrix_shape, read_into
-from cogumi.merge.parameter_map import LowRank, Place
+from cogumi.merge.parameter_map import Change, LowRank, Place
 from cogumi.merge.plan import MergePlan, Piece, Source, TensorPlan
 from cogumi.merge.quantized import dequantize_rows
 
@@ -127,9 +127,8 @@ def read_rows(source: Source, first: int, last: int, file: Any, dtype: torch.dty
 
 
 def load_update(piece: Piece, tensor: TensorPlan, weights: Weights, dtype: torch.dtype, file: Any) -> Update:
-    """Load a changed piece's factors in `dtype`, cut and turned to the piece's rows of the stored tensor."""
-    change, place = piece.change, piece.place
-    assert change is not None
+    """Load a piece's factors in `dtype`, cut and turned to the piece's rows of the stored tensor; none where unchanged."""
+    change, place = piece.change or Change(), piece.place
     columns = matrix_shape(tensor.source.shape)[1]
     sides = [factors(term, place, weights[term.file], dtype) for term in change.terms]
     left, right = torch.zeros(place.last - place.first, 0, dtype=dtype), torch.zeros(0, columns, dtype=dtype)

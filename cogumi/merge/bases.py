@@ -57,8 +57,8 @@ class Base:
     """A model on disk. `name` is the name it was requested by. `indexed`: whether an index names its shards.
 
     quantized: stored tensors that are dequantized before the update (base_mode="dequant"). trained_on: the quantized
-    model that the adapter was trained on, and proof: why it was quantized from this one. trained_in: how the base was
-    quantized in memory during training (such as "nf4").
+    model that the adapter was trained on, or how this one was quantized in memory ("nf4"). proof: why that model was
+    quantized from this one.
     """
 
     name: str
@@ -68,9 +68,8 @@ class Base:
     shards: tuple[Shard, ...]
     indexed: bool
     quantized: dict[str, Bnb4bit] = field(default_factory=dict)
-    trained_on: "Base | None" = None
+    trained_on: str | None = None
     proof: BaseProof | None = None
-    trained_in: str | None = None
 
     @property
     def tensors(self) -> dict[str, Span]:
@@ -117,7 +116,7 @@ def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str 
             return found
     if kind := quantization(trained_on.config):
         try:
-            return replace(found, trained_on=trained_on, proof=compare_models(trained_on, found))
+            return replace(found, trained_on=trained_on.name, proof=compare_models(trained_on, found))
         except Mismatch as mismatch:
             what = f"base {found.name} is not what {trained_on.name} ({kind}) was quantized from: {mismatch}"
             fix = f"pass base=<the full-precision model that it was>{dequant_hint(kind)}"
@@ -125,7 +124,7 @@ def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str 
     if trained_on.path.resolve() != found.path.resolve():
         log.warning("the adapter was trained on %s: not proven that %s is the same model", recorded, found.name)
     in_memory = record and record.quantization
-    return replace(found, trained_in=str(in_memory)) if in_memory else found
+    return replace(found, trained_on=str(in_memory)) if in_memory else found
 
 
 def find_full_precision(found: Base, kind: str) -> Base:
@@ -144,7 +143,7 @@ def find_full_precision(found: Base, kind: str) -> Base:
             refused.append(f"{name} is not the one: {mismatch}")
             continue
         log.info("base %s is quantized (%s); merging into %s", found.name, kind, name)
-        return replace(candidate, trained_on=found, proof=proof)
+        return replace(candidate, trained_on=found.name, proof=proof)
     why = f" ({'; '.join(refused)})" if refused else ""
     hub = next((name for name in names if is_hub_id(name) and not is_local(name)), None)
     fetch = f"run: hf download {hub}; or " if hub else ""

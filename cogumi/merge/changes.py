@@ -5,9 +5,6 @@ by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The
 """
 
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +16,6 @@ from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Row
 from cogumi.patches.trl_internals import swaps_features
 
 
-@contextmanager
-def without_peft_warnings() -> Iterator[None]:
-    """Without PEFT's warnings for those who train and save, of tied weights for one: the merge checks them itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
-@without_peft_warnings()
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Changes:
     """Every change that the adapter makes. Each of its keys is used exactly once, or UsageError names it."""
     from peft import LoraConfig, get_peft_model

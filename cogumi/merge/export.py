@@ -167,13 +167,6 @@ def convert(converter: list[str], merged: Path, out: Path, outtype: str) -> None
 def run_tool(command: list[str], out: Path, fix: str) -> None:
     """Run a program of llama.cpp's that is to write `out`. Raises UsageError with its last words where it does not."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode != 0 or not is_gguf(out):
+    if done.returncode != 0 or not out.is_file():
         what = f"llama.cpp made no GGUF (exit status {done.returncode}: {last_line(done.stdout)}); nothing was written"
         raise UsageError(what, fix=fix)
-
-
-def is_gguf(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"

@@ -34,15 +34,14 @@ Q8_0_LIMIT, LIMIT = 0.0235, 0.5
 @dataclass(frozen=True)
 class GgufCheck:
     """What was compared. exact: tensors that are equal bit for bit. changed: names of those that the converter stores in
-    another form. largest_error: of a tensor, the Frobenius |stored - tensor| / |tensor|. tokens: those compared. template:
-    whether there is a chat template."""
+    another form. largest_error: of a tensor, the Frobenius |stored - tensor| / |tensor|. template: whether there is
+    a chat template."""
 
     architecture: str
     tensors: int
     exact: int
     largest_error: float
     changed: tuple[str, ...]
-    tokens: int
     template: bool
 
     def __str__(self) -> str:
@@ -61,7 +60,7 @@ def check_gguf(path: Path, merged: Path, tokenizer: Any) -> GgufCheck:
 
     reader = GGUFReader(path)
     stored = {name: field.contents() for name, field in reader.fields.items() if name.startswith(("tok", "gen"))}
-    tokens, template = check_tokenizer(stored, tokenizer)
+    check_tokenizer(stored, tokenizer)
     architecture = stored["general.architecture"]
     config = json.loads((merged / "config.json").read_text(encoding="utf-8"))
     there = {tensor.name: tensor for tensor in reader.tensors}
@@ -81,13 +80,15 @@ def check_gguf(path: Path, merged: Path, tokenizer: Any) -> GgufCheck:
     left = [name for name in there if name not in MADE]
     if left and architecture in COPIED:
         raise MergeError(f"{path}: {left[0]} is no tensor of {merged}; nothing was written")
-    return GgufCheck(architecture, len(reader.tensors), exact, worst, (*changed, *left), tokens, template)
+    return GgufCheck(
+        architecture, len(reader.tensors), exact, worst, (*changed, *left), chat_template(tokenizer) is not None
+    )
 
 
-def check_tokenizer(stored: dict[str, Any], tokenizer: Any) -> tuple[int, bool]:
-    """(tokens compared, whether there is a chat template). Raises MergeError where the file is for another tokenizer."""
-    template, pieces = chat_template(tokenizer), stored["tokenizer.ggml.tokens"]
-    pairs = {"the chat template": (stored.get("tokenizer.chat_template"), template)}
+def check_tokenizer(stored: dict[str, Any], tokenizer: Any) -> None:
+    """Raise MergeError where the file is for another tokenizer: chat template, end and beginning, tokens of a BPE."""
+    pieces = stored["tokenizer.ggml.tokens"]
+    pairs = {"the chat template": (stored.get("tokenizer.chat_template"), chat_template(tokenizer))}
     for name in ("eos_token_id", "bos_token_id"):
         own = getattr(tokenizer, name)
         if name == "eos_token_id" or own is not None:
@@ -99,7 +100,6 @@ def check_tokenizer(stored: dict[str, Any], tokenizer: Any) -> tuple[int, bool]:
         if there != own:
             said = f"{what} in the GGUF file is not the tokenizer's ({there!r:.60}, not {own!r:.60})"
             raise MergeError(f"{said}; nothing was written")
-    return len(tokenizer) if bpe else 0, template is not None
 
 
 def chat_template(tokenizer: Any) -> str | None:

@@ -44,8 +44,7 @@ class LogitCheck:
     measured, measured_max: rms and largest difference, over every position and vocabulary entry. predicted: the rms
     that one rounding of the touched weights should cause. bound: the largest rms that passes. base_distance: the rms
     between merged and base. kl: KL(live || merged) in nats, as the mean over positions. predicted_kl: the KL that
-    rounding should cause. kl_bound: the largest KL that passes. base_kl: KL(live || base). rerouted: in a mixture of
-    experts, the share of routing decisions in which merged's own choice of experts differs from live's.
+    rounding should cause. kl_bound: the largest KL that passes. base_kl: KL(live || base).
     """
 
     measured: float
@@ -57,7 +56,6 @@ class LogitCheck:
     predicted_kl: float
     kl_bound: float
     base_kl: float
-    rerouted: float
 
     @property
     def passed(self) -> bool:
@@ -65,11 +63,10 @@ class LogitCheck:
 
     def __str__(self) -> str:
         verdict = "logits agree" if self.passed else "LOGITS DIFFER"
-        routes = f"; {self.rerouted:.2%} of routing decisions differ" if self.rerouted else ""
         return (
             f"{verdict}: merged is {self.measured:.3g} rms (max {self.measured_max:.3g}) from the live adapter, "
             f"rounding explains {self.predicted:.3g}, allowed {self.bound:.3g}; merged is {self.base_distance:.3g} from the "
-            f"base; KL {self.kl:.3g} nats, allowed {self.kl_bound:.3g}, adapter against base {self.base_kl:.3g}{routes}"
+            f"base; KL {self.kl:.3g} nats, allowed {self.kl_bound:.3g}, adapter against base {self.base_kl:.3g}"
         )
 
 
@@ -249,12 +246,8 @@ def compare_logits(
     model = load_merged(torch.float32)
     touched = touched_rows(live, model)
     dtypes = {name: dtype_of(name) for name in touched}
-    with Routing(live.choices) as routing:
+    with Routing(live.choices):
         logits = forward(model, input_ids)
-    rerouted = [
-        (one.sort(dim=-1).values != other.sort(dim=-1).values).any(dim=-1).flatten().double()
-        for one, other in zip(live.choices, routing.own, strict=True)
-    ]
     found, from_base = difference(live.logits, logits), difference(logits, live.base_logits)
     base_kl = difference(live.logits, live.base_logits).kl
     centre, noise, noise_kl = logits, 0.0, 0.0
@@ -292,7 +285,6 @@ def compare_logits(
         predicted_kl=predicted_kl,
         kl_bound=max(KL_SHARE * base_kl, LOGIT_GATE**2 * predicted_kl),
         base_kl=base_kl,
-        rerouted=torch.cat(rerouted).mean().item() if rerouted else 0.0,
     )
 
 

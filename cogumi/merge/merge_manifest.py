@@ -52,7 +52,7 @@ def build_manifest(
             "path": str(base.path.resolve()),
             "commit": base.commit,
             "sha256": {"config.json": sha256_file(base.path / "config.json")} | outcome.inputs,
-            "trained_on": base.trained_on.name if base.trained_on else base.trained_in,
+            "trained_on": base.trained_on,
             "proof": asdict(base.proof) if base.proof else None,
         },
         "adapters": [
@@ -156,8 +156,8 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     found = dequantized_base(found) if base_mode == "dequant" else found
     plan = build_plan([(resolve_adapter(path), weight) for path, weight in adapters], found, dtype)
     with progress_bar(progress, "verifying", plan.shard_bytes) as checked:
-        checks = verify_shards(plan, directory, workers, checked)
-    return CheckReport(directory, len(outputs), total, sum(check.elements for check in checks.values()), None)
+        elements = verify_shards(plan, directory, workers, checked)
+    return CheckReport(directory, len(outputs), total, elements, None)
 
 
 def changed_file(sha256: dict[Path, str], workers: int, progress: bool, name: str) -> str | None:

@@ -1,6 +1,7 @@
 """What the merge will write, decided in full and checked before the first byte."""
 
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -141,7 +142,9 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     """Plan every output tensor of base + the weighted sum of the adapters. Raises UsageError naming the key when an
     adapter and the base do not fit together, or cannot be merged exactly."""
     checkpoint = read_checkpoint(base)
-    each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
+    # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
     changes = weighted_sum(each)
     untied, fresh = find_untied(changes, checkpoint, base)
     stored = changes_by_tensor(changes, checkpoint, base, adapters[0][0])

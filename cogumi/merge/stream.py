@@ -4,7 +4,6 @@ float32 arithmetic and one rounding to the output dtype. The output's bits do no
 blocks are fixed, and each is computed on one thread.
 """
 
-import errno
 import hashlib
 import math
 import os
@@ -45,8 +44,6 @@ RUN_ELEMENTS = 32 * BLOCK_ELEMENTS
 HASH_BYTES = 1 << 18
 # How much of a shard is hashed before the disk is asked to take it.
 SYNC_BYTES = 1 << 26
-# What the kernel says where it cannot copy between two files by itself.
-NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Advance = Callable[[int], None]
 
@@ -112,12 +109,6 @@ class Outcome:
     digests: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, stats: DeltaStats | None, check: ElementCheck) -> None:
-        if stats is not None:
-            self.stats.setdefault(name, DeltaStats()).add(stats)
-        if check.elements:
-            self.checks.setdefault(name, ElementCheck()).add(check)
-
 
 # What a run gives: statistics where it updates, and its check.
 Merged = tuple[DeltaStats | None, ElementCheck]
@@ -151,7 +142,11 @@ def write_and_verify(plan: MergePlan, directory: Path, workers: int, advance: Ad
             source = plan.base.path / shard.name
             hashing.append((shard, followers.submit(hash_and_sync, directory / shard.name, source, runs, disk)))
         for run, merged in merging:
-            outcome.add(run.tensor.target.name, *merged.result())
+            name, (stats, check) = run.tensor.target.name, merged.result()
+            if stats is not None:
+                outcome.stats.setdefault(name, DeltaStats()).add(stats)
+            if check.elements:
+                outcome.checks.setdefault(name, ElementCheck()).add(check)
         for shard, hashed in hashing:
             outcome.digests[shard.name], outcome.inputs[shard.name] = hashed.result()
             verify_header(shard, directory)
@@ -209,21 +204,18 @@ def sync_and_drop(path: Path, length: int, source: Path, used: int) -> None:
     drop_from_memory(source, used)
 
 
-def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advance) -> dict[str, ElementCheck]:
-    """Check every shard of a finished directory again."""
-    outcome = Outcome()
+def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advance) -> int:
+    """Check every shard of a finished directory again; the number of elements compared."""
     with ieee_matmul(), one_thread_each(), open_weights(plan) as weights, thread_pool(workers) as pool:
 
-        def check(run: RowRange) -> ElementCheck:
+        def check(run: RowRange) -> int:
             found = verify_run(run, directory, weights)
             advance(run.bytes)
-            return found
+            return found.elements
 
         for shard in plan.shards:
             verify_header(shard, directory)
-        for run, found in [(run, pool.submit(check, run)) for shard in plan.shards for run in runs_of(shard)]:
-            outcome.add(run.tensor.target.name, None, found.result())
-    return outcome.checks
+        return sum(pool.map(check, (run for shard in plan.shards for run in runs_of(shard))))
 
 
 def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
@@ -294,18 +286,9 @@ def measure(stats: DeltaStats, weight: torch.Tensor, merged: torch.Tensor, out: 
 
 
 def copy_run(run: RowRange, span: Span, source: BinaryIO, target: BinaryIO) -> None:
-    """Copy bytes without decoding them: by the kernel (which shares the blocks where the filesystem can), or by hand."""
-    width = run.tensor.row_bytes
-    position, shift = span.start + run.first * width, run.tensor.target.start - span.start
-    end = span.start + run.last * width
-    while position < end:
-        try:
-            done = os.copy_file_range(source.fileno(), target.fileno(), end - position, position, position + shift)
-        except OSError as error:
-            if error.errno not in NO_KERNEL_COPY:
-                raise
-            done = 0
-        if done == 0:
-            done = min(COPY_BYTES, end - position)
-            write_at(target, position + shift, read_into(source, position, torch.empty(done, dtype=torch.uint8)))
-        position += done
+    """Copy bytes without decoding them."""
+    width, shift = run.tensor.row_bytes, run.tensor.target.start - span.start
+    begin, end = span.start + run.first * width, span.start + run.last * width
+    for start in range(begin, end, COPY_BYTES):
+        copied = scratch("out", 1, min(COPY_BYTES, end - start), torch.uint8)
+        write_at(target, start + shift, read_into(source, start, copied))
