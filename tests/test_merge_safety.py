@@ -617,13 +617,13 @@ def test_out_that_appears_during_the_merge_is_not_touched(
 
 @pytest.mark.parametrize("appears", ["full directory", "file", "link"])
 def test_out_that_appears_at_the_last_instant(
-    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the last look. Of an empty directory the kernel makes no fuss, and nothing is lost."""
     base, adapter = plain
     out = tmp_path / "merged"
     monkeypatch.setattr(commit, "check_target", lambda target: make_something(target, appears))
-    with golden.raises("merge", message=str(out)):
+    with pytest.raises(OSError, match=str(out)):
         merge_adapter(adapter, out, base=base, progress=False)
     assert is_still(out, appears)
     assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]

@@ -42,15 +42,12 @@ AdapterPath = str | os.PathLike[str]
 class MergeReport:
     """What a finished merge did.
 
-    tensors_merged: those with an update. tensors_replaced: those taken from the adapter (trained whole, or resized).
-    tensors_copied: those with the base's bytes. tensors_converted: the rest, dequantized or stored in another dtype.
-    bytes: the size of all output shards. max_delta: the largest change of an element before rounding. max_delta_ratio:
-    the largest Frobenius |delta| / |W| of a tensor, on a sample. delta_retained: the share of all updates that rounding
-    kept, on a sample. It is None where all updates are zero.
+    tensors_replaced: those taken from the adapter (trained whole, or resized). tensors_converted: dequantized, or stored in
+    another dtype, without an update. bytes: of all output shards. max_delta: the largest change of an element before
+    rounding. max_delta_ratio: the largest Frobenius |delta| / |W| of a tensor, on a sample. delta_retained: the share of
+    all updates that rounding kept, on a sample. It is None where all updates are zero.
 
-    elements: how many were read back from disk and compared with W + delta. not_nearest: how many of these are not the
-    nearest value of their dtype. largest_error: the largest |out - (W + delta)| of these, over the error that float32
-    arithmetic and one rounding allow. logits: set with verify="logits".
+    elements: how many were read back and compared with W + delta. not_nearest, largest_error: as in ElementCheck.
     """
 
     out: Path

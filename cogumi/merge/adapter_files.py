@@ -120,9 +120,8 @@ def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
                 if not bool(tensor.any()):
                     zero.add(factor["module"])
     if pairs == zero and (factors_alone or len(spans) == 2 * len(pairs)):
-        what = "every lora_A or lora_B is zero, as right after initialisation"
-        if not pairs:
-            what = "it holds no lora_A and lora_B"
+        zero_ones = "every lora_A or lora_B is zero, as right after initialisation"
+        what = zero_ones if pairs else "it holds no lora_A and lora_B"
         raise UsageError(f"adapter {path} changes nothing: {what}", fix="was this adapter saved before training?")
     return spans
 

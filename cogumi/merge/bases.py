@@ -41,9 +41,8 @@ IDENTITY = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_v
 class BaseProof:
     """Why the full-precision base is the right one.
 
-    tensors_equal: those that the quantized checkpoint holds unquantized. The rest is of bitsandbytes' 4 bits, else 0 or
-    None. nf4_error: |dequantized - W| / |W| in Frobenius norms over the sample, in NF4 or FP4. codes_differing: share of
-    the sampled codes that are not what quantizing W gives.
+    tensors_equal: those that the quantized checkpoint holds unquantized. The rest is compare_codes' of bitsandbytes' 4
+    bits, else 0 or None.
     """
 
     tensors_equal: int

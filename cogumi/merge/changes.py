@@ -22,7 +22,7 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
 
     model = meta_base(base)  # PEFT changes the model it is given, so each adapter gets its own
     held = {span.name: span for span in adapter.spans}
-    changes = Changes(vocabulary=resize_vocabulary(adapter, base, model, held))
+    changes = Changes(vocabulary=resize_vocabulary(model, held))
     config = LoraConfig.from_pretrained(str(adapter.path))
     config.init_lora_weights = True  # how A and B began no longer matters
     config.base_model_name_or_path = None  # PEFT would warn of every base that is not at the recorded place
@@ -41,28 +41,17 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Cha
     return changes
 
 
-def resize_vocabulary(adapter: Adapter, base: Base, model: Any, held: dict[str, Span]) -> int | None:
+def resize_vocabulary(model: Any, held: dict[str, Span]) -> int | None:
     """Resize the meta model to the vocabulary of an embedding of another size that the adapter brings; that size."""
-
-    def rows(layer: Any) -> int | None:
-        """Of the tensor that PEFT saved for an embedding or a head, whatever it wrapped it in."""
-        name = next((name for name, module in model.named_modules() if module is layer), None)
-        keys = (f"{PREFIX}{name}{inner}.weight" for inner in ("", ".base_layer", ".token_adapter.base_layer"))
-        return next((held[key].shape[0] for key in keys if key in held), None)
-
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    head = model.get_output_embeddings()
-    before = None if head is None else head.weight.shape[0]
-    found = rows(model.get_input_embeddings())
-    if found not in (None, vocabulary):
-        model.resize_token_embeddings(found, mean_resizing=False)
-        return found
-    if head is not None and rows(head) not in (None, before):
-        raise adapter.refused(
-            f"it holds a head of {rows(head)} rows, base {base.name} {before}, and no embedding of that size",
-            fix="resize the base's vocabulary as in training, save it, and pass that as the base",
-        )
-    return None
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    # PEFT saves it under a name of the layer that it wrapped it in.
+    keys = (f"{PREFIX}{name}{inner}.weight" for inner in ("", ".base_layer", ".token_adapter.base_layer"))
+    found = next((held[key].shape[0] for key in keys if key in held), None)
+    if found in (None, embedding.weight.shape[0]):
+        return None
+    model.resize_token_embeddings(found, mean_resizing=False)
+    return found
 
 
 def check_keys(adapter: Adapter, base: Base, held: dict[str, Span], layers: Any) -> set[str]:

@@ -136,17 +136,12 @@ def disk_full(target: Path, needed: int, error: OSError) -> DiskFull:
 
 def commit_output(partial: Path, target: Path) -> None:
     """Make `partial` durable and rename it, so that `target` appears whole or not at all, also after a power cut.
-    Raises UsageError when `target` has appeared meanwhile. The rename replaces an empty directory that appears after
-    the check, and nothing is lost."""
+    Raises UsageError when `target` has appeared meanwhile. After this check the kernel refuses to replace all but an
+    empty directory."""
     for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
         sync_path(directory)
     check_target(target)
-    try:
-        partial.rename(target)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise UsageError(f"out {target} has appeared during the merge", fix="choose another out") from error
+    partial.rename(target)
     sync_path(target.absolute().parent)
 
 

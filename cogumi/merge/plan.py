@@ -129,9 +129,8 @@ class MergePlan:
     @property
     def small_bytes(self) -> int:
         """At most, of the other files. Manifest and index take some 600 bytes a tensor; blocks have up to 4 KiB."""
-        return (
-            64 * 1024 + 600 * len(self.tensors) + sum(path.stat().st_size + 4096 for path in self.side_files.values())
-        )
+        copied = sum(path.stat().st_size + 4096 for path in self.side_files.values())
+        return 64 * 1024 + 600 * len(self.tensors) + copied
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
@@ -302,9 +301,7 @@ def plan_shard(
 def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: str) -> TensorPlan:
     """One output tensor, its `end` its length in bytes until it is placed. span: the stored tensor that it starts from."""
     whole = next((piece.change.whole for piece in changed if piece.change and piece.change.whole), None)
-    source: Source = base.quantized.get(span.name, span)
-    if whole is not None:
-        source = whole
+    source: Source = base.quantized.get(span.name, span) if whole is None else whole
     out = OUTPUT_DTYPES[dtype] if dtype != "keep" and span.dtype in MERGEABLE_DTYPES else span.dtype
     updates = []
     for piece in changed:

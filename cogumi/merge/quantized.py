@@ -217,7 +217,8 @@ def block_absmax(tensor: Bnb4bit, begin: int, end: int) -> torch.Tensor:
 
 
 def compare_codes(packed: dict[str, Bnb4bit], full: dict[str, Span]) -> tuple[int, float, float]:
-    """(tensors sampled, their relative error, share of codes that differ); Mismatch outside limits.
+    """(tensors sampled, their |dequantized - W| / |W| in Frobenius norms, share of codes that are not what quantizing W
+    gives). Raises Mismatch outside limits.
 
     Measured relative errors in bfloat16 (NF4 / FP4): Gaussian 0.092 / 0.122; with 8 columns of 1024 ten times larger
     0.141 / 0.225. An error near zero is the dequantized checkpoint itself, whose codes are the same.

@@ -101,8 +101,7 @@ class DeltaStats:
 
 @dataclass
 class Outcome:
-    """Statistics by updated tensor, checks by tensor with arithmetic, sha256 by name of the output's shards and of the
-    base's."""
+    """Statistics by updated tensor, checks by tensor with arithmetic, sha256 by shard: the output's and the base's."""
 
     stats: dict[str, DeltaStats] = field(default_factory=dict)
     checks: dict[str, ElementCheck] = field(default_factory=dict)
@@ -232,8 +231,7 @@ def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
 
 
 def write_run(run: RowRange, directory: Path, weights: Weights) -> DeltaStats | None:
-    """Write one run's rows into the shard, which exists in its full size; the statistics of the update, if there is
-    one."""
+    """Write one run's rows into the shard, which exists in its full size; the statistics of an update."""
     tensor = run.tensor
     with (
         tensor.source.path.open("rb", buffering=0) as source,
