@@ -1,30 +1,33 @@
-"""The text of a YAML with other values in it: what is changed is changed in its place, comments and order stay."""
+"""The text of a YAML with other values in it: a key that is changed is written on its line, comments and order stay."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping
-from functools import reduce
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 ABSENT = object()  # the value of a key that is taken out
-Way = tuple[str, ...]
+Entry = tuple[yaml.Node, yaml.Node]
 
 
-def edit_yaml(text: str, values: Mapping[str, Any]) -> tuple[str, bool]:
-    """(the text with `values` instead of its own, whether its comments are still there).
+def edit_yaml(text: str, values: Mapping[str, Any]) -> str:
+    """The text with `values`, by section and key, instead of its own.
 
     A text that cannot be edited in its place, such as one with anchors, is written anew from the values.
     """
-    new = text
+    new, before = text, parse_sections(text)
     try:
-        for path, value in diff_values(parse_sections(text), values):
-            new = apply_change(new, path, value, values)
-        kept = equal_values(drop_empty(parse_sections(new)), drop_empty(values))
+        for section, keys in values.items():
+            old = before.get(section, {})
+            for name in {**keys, **old}:
+                value = keys.get(name, ABSENT)
+                if not equal_values(old.get(name, ABSENT), value):
+                    new = set_key(new, section, name, value, keys)
+        if equal_values(drop_empty(parse_sections(new)), drop_empty(values)):
+            return new
     except yaml.YAMLError:
-        kept = False
-    return (new, True) if kept else (dump_sections(values), False)
+        pass
+    return dump_sections(values)
 
 
 def parse_sections(text: str) -> dict[str, Any]:
@@ -34,27 +37,17 @@ def parse_sections(text: str) -> dict[str, Any]:
 
 def dump_sections(values: Mapping[str, Any]) -> str:
     """A YAML of the values, a line for each key of a section."""
-    return "".join(f"{section}:\n{dump_keys(keys, '  ')}\n" for section, keys in values.items() if keys)
-
-
-def dump_keys(keys: Mapping[str, Any], indent: str) -> str:
-    return "\n".join(f"{indent}{dump_flow(key)}: {dump_flow(value)}" for key, value in keys.items())
+    lines = []
+    for section, keys in values.items():
+        lines += [f"{section}:\n"] if keys else []
+        lines += [f"  {dump_flow(name)}: {dump_flow(value)}\n" for name, value in keys.items()]
+    return "".join(lines)
 
 
 def dump_flow(value: Any) -> str:
     """A value as it stands on one line."""
     text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf"))
     return json.dumps(value, ensure_ascii=False) if "\n" in text.strip() else text.strip()[1:-1]
-
-
-def diff_values(old: Mapping[str, Any], new: Mapping[str, Any], above: Way = ()) -> Iterator[tuple[Way, Any]]:
-    """What makes `new` of `old`: (path, value), with ABSENT for what is taken out."""
-    for key in [*new, *(key for key in old if key not in new)]:
-        before, after = old.get(key, ABSENT), new.get(key, ABSENT)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from diff_values(before, after, (*above, key))
-        elif not equal_values(before, after):
-            yield (*above, key), after
 
 
 def equal_values(a: Any, b: Any) -> bool:
@@ -74,70 +67,42 @@ def drop_empty(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------- one change in a text
 
 
-def apply_change(text: str, path: Way, value: Any, values: Mapping[str, Any]) -> str:
-    root = node = yaml.compose(text, Loader=yaml.SafeLoader)
-    way: list[tuple[yaml.Node, yaml.Node]] = []  # the entries that lead there, as far as there are any
-    for depth, name in enumerate(path, 1):
-        entries = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next((entry for entry in entries if entry[0].value == name), None)
-        if found is None:
-            break
-        way.append(found)
-        node = found[1]
-        if depth < len(path) and isinstance(node, yaml.MappingNode) and node.flow_style:  # written anew, on its line
-            whole = reduce(lambda inner, key: inner[key], path[:depth], values)
-            return replace_value(text, *way[-1], dump_flow(whole))
-    if value is ABSENT:
-        while len(way) > 1 and len(way[-2][1].value) == 1:  # the last key takes its mapping along
-            way.pop()
-        key, node = way[-1]
-        end = max(end_of(text, node), key.end_mark.index + 1)
-        return text[: text.rfind("\n", 0, key.start_mark.index) + 1] + text[line_end(text, end) + 1 :]
-    rest = path[len(way) :]
-    if not rest:
-        return replace_value(text, *way[-1], dump_flow(value))
-    for name in reversed(rest[1:]):
-        value = {name: value}
-    above = way[-1][1] if way else root
-    if isinstance(above, yaml.MappingNode):
-        return insert_key(text, above, rest[0], value)
-    return replace_value(text, *way[-1], dump_flow({rest[0]: value}))  # `lora:` with nothing in it
+def set_key(text: str, section: str, name: str, value: Any, keys: Mapping[str, Any]) -> str:
+    """keys: all that the section then holds, for one that stands on a line of its own or holds nothing yet."""
+    lines, at = text.split("\n"), find_entry(yaml.compose(text, Loader=yaml.SafeLoader), section)
+    if at is None:
+        return f"{text.rstrip()}\n{dump_sections({section: {name: value}})}"
+    node = at[1]
+    if not isinstance(node, yaml.MappingNode) or node.flow_style:
+        value = keys
+    else:
+        at = find_entry(node, name)
+        if at is None:
+            end = find_lines(lines, node.value[-1])[1]
+            lines[end:end] = [f"{' ' * node.start_mark.column}{dump_flow(name)}: {dump_flow(value)}"]
+            return "\n".join(lines)
+    first, end = find_lines(lines, at)
+    lines[first:end] = [] if value is ABSENT else [replace_value(lines[first:end], at, value)]
+    return "\n".join(lines)
 
 
-def end_of(text: str, node: yaml.Node) -> int:
-    """Where a value ends: PyYAML has a block end where the next key begins, beyond comments."""
-    end: int = node.end_mark.index
-    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        last = node.value[-1]
-        if not isinstance(last, tuple):
-            return end_of(text, last)
-        return max(end_of(text, last[1]), last[0].end_mark.index + 1)  # a key without a value ends at its colon
-    return len(text[:end].rstrip()) if getattr(node, "style", None) in ("|", ">") else end
+def find_entry(mapping: Any, name: str) -> Entry | None:
+    return next((entry for entry in mapping.value if entry[0].value == name), None) if mapping else None
 
 
-def line_end(text: str, position: int) -> int:
-    found = text.find("\n", position)
-    return len(text) if found < 0 else found
+def find_lines(lines: list[str], entry: Entry) -> tuple[int, int]:
+    """The first line of a key and the one after its last: PyYAML has a block end where the next key begins."""
+    key, value = entry
+    is_block = getattr(value, "flow_style", None) is False or getattr(value, "style", None) in ("|", ">")
+    first, end = key.start_mark.line, value.end_mark.line + (not is_block)
+    while end > first + 1 and lines[end - 1].strip()[:1] in ("", "#"):
+        end -= 1
+    return first, end
 
 
-def replace_value(text: str, key: yaml.Node, value: yaml.Node, new: str) -> str:
-    """`new` in the place of a value, on the line of its key. A comment behind it stays in its column where there is room."""
-    start, end = value.start_mark.index, end_of(text, value)
-    on_a_line = "\n" not in text[key.end_mark.index : end]
-    if start == end or not on_a_line:
-        start, new = text.index(":", key.end_mark.index) + 1, f" {new}"
-        end = max(start, end)
-    behind = text[end:]
-    if spaces := re.match(" +(?=#)", behind):
-        column = len(spaces[0]) + (end - start if on_a_line else 0)
-        behind = " " * max(1, column - len(new)) + behind[len(spaces[0]) :]
-    return text[:start] + new + behind
-
-
-def insert_key(text: str, mapping: yaml.MappingNode, key: str, value: Any) -> str:
-    """A key on a line of its own at the end of a mapping."""
-    at = line_end(text, end_of(text, mapping))
-    indent = " " * mapping.start_mark.column
-    section = not indent and value
-    below = f"\n{dump_keys(value, indent + '  ')}" if section else f" {dump_flow(value)}"
-    return f"{text[:at].rstrip(chr(10))}\n{indent}{dump_flow(key)}:{below}{text[at:] or chr(10)}"
+def replace_value(lines: list[str], entry: Entry, new: Any) -> str:
+    """The line of a key with another value. A comment behind it stays in its column where there is room."""
+    key, value = entry
+    line = f"{lines[0][: key.end_mark.column]}: {dump_flow(new)}"
+    comment = lines[0][value.end_mark.column :].strip() if len(lines) == 1 else ""
+    return f"{line} ".ljust(lines[0].rfind(comment)) + comment if comment else line

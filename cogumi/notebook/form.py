@@ -149,7 +149,7 @@ class Form:
         return self.render(self.values)
 
     def render(self, values: Values) -> str:
-        return dump_sections(values) if self.text is None else edit_yaml(self.text, values)[0]
+        return dump_sections(values) if self.text is None else edit_yaml(self.text, values)
 
     def write(self, path: str | os.PathLike[str] | None = None, replace: bool = False) -> Path:
         """Write the YAML, whole or not at all. Raises UsageError for a problem in it, and rather than replace a file."""
