@@ -390,19 +390,10 @@ def test_an_adapter_on_another_base_is_refused(finished_chat: FinishedRun, tmp_p
 
 
 @pytest.mark.usefixtures("reads_4bit")
-def test_a_base_of_four_bits_is_loaded_as_in_the_training_where_that_works(
-    finished_qlora: FinishedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_base_of_four_bits_is_loaded_as_in_the_training(finished_qlora: FinishedRun) -> None:
     setup = read_setup(finished_qlora.home, max_new_tokens=4)
     with LoadedModels(setup.files).of("base") as model:
         assert quantized_layers(model)
-    find = chats.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else find(name, *more)
-    )
-    with LoadedModels(setup.files).of("base") as model:
-        assert not quantized_layers(model)
-    assert "in full precision" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "file", "misspelled", "only", "json", "blank"])

@@ -129,12 +129,10 @@ def test_rewards_are_those_of_the_completions(logged: Write) -> None:
     late = np.concatenate([row["reward"] for row in rows[12:]])
     edges = np.histogram_bin_edges(np.concatenate([row["reward"] for row in rows]), bins=20)
     shares = [np.histogram(part, edges)[0] / len(part) for part in (early, late)]
-    (spread, over) = images(drawn).items()
+    (spread,) = images(drawn).items()
     assert spread[0].startswith("distribution by reward; first quarter from 0 to 0, between 0 and ")
     drawn_shares = [line[1:-1:2] for line in heights(spread[1])]
     np.testing.assert_allclose(drawn_shares, np.array(shares) / max(map(max, shares)), atol=0.01)
-    first, last = (np.median(row["reward"]) for row in (rows[0], rows[-1]))
-    assert f"median from {format_number(first)} to {format_number(last)}, between" in over[0]
     assert f"mean reward {early.mean():.3g} in the first quarter of the steps, {late.mean():.3g} in the last" in str(
         drawn
     )
@@ -144,23 +142,13 @@ def test_rewards_are_those_of_the_completions(logged: Write) -> None:
 
 def test_rewards_that_are_no_numbers_are_left_out_and_counted(logged: Write) -> None:
     rows = [{"step": n, "reward": [0.5, float("nan"), n]} for n in range(1, 4)]
-    (_, over) = images(figures.rewards(logged(rows, "rollouts.jsonl"))).values()
-    assert "3 values not finite are left out" in words_in(ElementTree.tostring(over, "unicode"))
+    assert "3 values not finite are left out" in str(figures.rewards(logged(rows, "rollouts.jsonl")))
 
 
 def test_equal_rewards_and_one_step_are_drawn(logged: Write) -> None:
     drawn = figures.rewards(logged([{"step": 3, "reward": [0.0, 0.0]}], "rollouts.jsonl"))
     assert "mean reward 0 " in str(drawn)
     assert images(drawn)
-
-
-def test_many_steps_of_rewards_become_some_bands() -> None:
-    steps = np.repeat(np.arange(1000), 4)
-    curve = figures.reward_quantiles(steps, steps.astype(float))
-    assert len(curve.steps) == figures.MOST_BANDS
-    assert (np.diff(curve.mean) > 0).all()
-    assert (curve.low < curve.mean).all()
-    assert (curve.mean < curve.high).all()
 
 
 def test_no_rewards_are_said(tmp_path: Path) -> None:
@@ -231,25 +219,25 @@ def test_change_by_layer_is_what_the_merge_measured(experts: bool, tmp_path: Pat
     drawn = figures.delta_by_layer(report)
     tensors = read_json(tmp_path / "out" / MANIFEST_NAME)["tensors"]
     said = list(images(drawn))
-    assert len(said) == 4  # attention and the rest, each twice
+    assert len(said) == 2  # attention and the rest
 
     def told(kind: str, values: list[float]) -> str:
         return f"{kind} from {format_number(values[0])} to {format_number(values[-1])}, between"
 
     q = [tensors[f"model.layers.{n}.self_attn.q_proj.weight"]["delta_over_weight"] for n in (0, 1)]
-    assert any(each.startswith("self_attn by layer") and told("q_proj", q) in each for each in said[:2])
+    assert any(each.startswith("self_attn by layer") and told("q_proj", q) in each for each in said)
     largest = max(each["delta_over_weight"] for name, each in tensors.items() if ".layers." in name)
     assert f"the largest change is {largest:.2%} of" in str(drawn)
     if experts:
         down = [
             max(
-                each["max_abs_delta"]
+                each["delta_over_weight"]
                 for name, each in tensors.items()
                 if f"layers.{n}.mlp" in name and "down_proj" in name
             )
             for n in (0, 1)
         ]
-        assert any(told("down_proj", down) in each for each in said[2:])
+        assert any(told("down_proj", down) in each for each in said)
     else:
         assert f"lm_head {tensors['lm_head.weight']['delta_over_weight']:.2%}" in str(drawn)
     html = render_html(report)

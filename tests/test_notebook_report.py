@@ -177,7 +177,7 @@ def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
     assert len(plots) == len(SnapshotReader(run).look().plots) > 3
     assert all(each["role"] == "img" and len(each["aria-label"] or "") > 30 for each in plots)
     images = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == 5  # lengths; change by layer, of attention and the rest, each twice
+    assert len(images) == 3  # lengths; change by layer, of attention and the rest
     assert all(len(each["alt"] or "") > 30 for each in images)
     assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
     text = path.read_text()

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from cogumi.notebook.conversation import (
     ModelFiles,
 )
 from cogumi.notebook.html_components import describe_blank, escape_text, inline_styles, table, verbatim
-from cogumi.notebook.panel import WIDGET, add_style, render_message, wrap_piece
+from cogumi.notebook.panel import add_style, render_message, show_widget, wrap_piece
 from cogumi.notebook.report import config_of
 from cogumi.stack.gpus import use_one_gpu
 from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
@@ -269,24 +268,17 @@ def chat_with(
     chat = open_chat(read_setup(place, (only,) if isinstance(only, str) else only, temperature, max_new_tokens))
     if message is not None:
         return answer_once(chat, message)
-    if is_notebook() and find_spec("ipywidgets") is not None:
-        from IPython.display import display
-
-        bundle: dict[str, Any] = ChatPanel(chat).box._repr_mimebundle_()
-        display({WIDGET: bundle[WIDGET], "text/plain": chat.describe()}, raw=True)
-        return None
-    print_head(chat)
-    talk_in_terminal(chat)
+    if is_notebook():
+        show_widget(ChatPanel(chat).box, chat.describe())
+    else:
+        print_head(chat)
+        talk_in_terminal(chat)
     return None
 
 
 def print_head(chat: Chat, to_error: bool = False) -> None:
     for line in filter(None, (chat.describe(), chat.setup.note)):
         print_text(line, to_error=to_error)
-
-
-class Stopped(Exception):
-    """The panel's button ended an answer."""
 
 
 class ChatPanel:
@@ -332,7 +324,7 @@ class ChatPanel:
                 texts[column] = answer.text
                 word = word if answer.ended else f"{column} is {describe_cut(self.chat)}"
             self.chat.remember(message, answers)
-        except Stopped:
+        except KeyboardInterrupt:
             word = "stopped; what was said is not part of the conversation"
         except UsageError as error:
             word = str(error)
@@ -346,7 +338,7 @@ class ChatPanel:
     def take(self, texts: dict[str, str], column: str, piece: str) -> None:
         """A piece of an answer; each token makes one, which may be empty."""
         if self.stopping:
-            raise Stopped
+            raise KeyboardInterrupt
         texts[column] += piece
         if time.monotonic() - self.drawn >= DRAWN_SECONDS:
             self.draw()

@@ -3,9 +3,8 @@
 A prompt is made as the training made its own: by the chat template with the run's thinking setting and date, or as text.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from cogumi.data.chat_templates import ChatTemplate, read_template, visible_text
 from cogumi.data.fim import INSTRUCTION, PSM, SPM, FimTokens, detect_fim_tokens
 from cogumi.data.rows import BadRow
 
-log = logging.getLogger("cogumi")
 BASE, ADAPTER, MERGED, MODEL = "base", "adapter", "merged", "model"
 NEW_TOKENS = 256  # TRL's default for completions, and for the runs that have no setting for it
 FILL = "<FILL_ME>"  # the marker of Code Llama's tokenizer for a missing piece
@@ -86,40 +84,29 @@ class LoadedModels:
         from cogumi.models.warm_start import check_base
 
         name = BASE if column == ADAPTER else column
-        if name not in self.found:
-            self.found[name] = self.load_base() if name == BASE else self.load(str(self.files.merged), None, None)
-        model = self.found[name]
+        model = self.found[name] = self.found.get(name) or self.load(name)
         if column == ADAPTER and not isinstance(model, PeftModel):
             assert self.files.adapter is not None
             check_base(self.files.adapter, model.config, self.files.revision)
             model = self.found[BASE] = PeftModel.from_pretrained(model, str(self.files.adapter)).eval()
-        if column == BASE and isinstance(model, PeftModel):
-            with model.disable_adapter():
-                yield model
-        else:
+        without_adapter = column == BASE and isinstance(model, PeftModel)
+        with model.disable_adapter() if without_adapter else nullcontext():
             yield model
 
-    def load_base(self) -> Any:
-        """As the run loaded it; in full precision where bitsandbytes cannot give it as it was, which is said."""
-        from cogumi.models.loading import resolve_model
+    def load(self, name: str) -> Any:
+        """The base as the run loaded it, or a whole model."""
+        from cogumi.models.loading import load_model, resolve_model
 
         files = self.files
+        how: dict[str, Any] = {
+            "dtype": "float32" if files.on_cpu and files.dtype == "auto" else files.dtype,
+            "attention": None if files.on_cpu else files.attention,
+            "on_cpu": files.on_cpu,
+        }
+        if name != BASE:
+            return load_model(str(files.merged), **how).eval()
         base = resolve_model(str(files.base), files.revision)
-        try:
-            return self.load(base, files.revision, files.quantization)
-        except (UsageError, ImportError) as error:
-            if files.quantization is None:
-                raise
-            log.warning("the base is loaded in full precision, and the run had it quantized: %s", error)
-            return self.load(base, files.revision, None)
-
-    def load(self, name: str, revision: str | None, quantization: dict[str, Any] | None) -> Any:
-        from cogumi.models.loading import load_model
-
-        files = self.files
-        dtype = "float32" if files.on_cpu and files.dtype == "auto" else files.dtype
-        attention = None if files.on_cpu else files.attention
-        return load_model(name, revision, dtype, quantization, attention, on_cpu=files.on_cpu).eval()
+        return load_model(base, files.revision, quantization=files.quantization, **how).eval()
 
 
 class Chat:
@@ -222,8 +209,8 @@ def template_of(setup: ChatSetup, tokenizer: Any) -> ChatTemplate | None:
 
 
 class Streamer:
-    """What `generate` hands tokens to. It writes an answer up to its stop sequence. What may begin one, or be a part of a
-    character, is held back."""
+    """What `generate` hands tokens to. It writes an answer up to its stop sequence. As much as may begin one is held back,
+    and so is a part of a character."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None], stops: tuple[str, ...], plain: bool) -> None:
         self.tokenizer, self.write, self.stops, self.plain = tokenizer, write, stops, plain
@@ -233,20 +220,20 @@ class Streamer:
     def put(self, tokens: Any) -> None:
         if self.ids is None:  # the prompt
             self.ids = []
-            return
-        self.ids += tokens.tolist()
-        self.show()
+        else:
+            self.ids += tokens.tolist()
+            self.show(held=max(map(len, self.stops), default=1) - 1)
 
     def end(self) -> None:
-        self.show(is_whole=True)
+        self.show(held=None)
 
-    def show(self, is_whole: bool = False) -> None:
+    def show(self, held: int | None) -> None:
+        """held: characters that are not shown yet; None of a whole answer."""
         from cogumi.models.completion import cut_at_stop
 
         text = self.tokenizer.decode(self.ids or [], skip_special_tokens=self.plain)
         end = len(cut_at_stop(text, self.stops))
-        if end == len(text) and not is_whole:
-            begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-            end -= max(begun, default=1 if text.endswith(BROKEN) else 0)
+        if held is not None:
+            end = min(end, len(text) - held, len(text.rstrip(BROKEN)))
         self.write(text[self.shown : end])
         self.shown = max(self.shown, end)

@@ -6,15 +6,14 @@ plot is text and takes some milliseconds. Lines differ by dash as well as by col
 drawn.
 """
 
-import math
 import os
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import cycle
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -68,12 +67,8 @@ class Curve:
     """Steps, the first hundred, whose value is NaN or infinite."""
 
     @classmethod
-    def through(
-        cls, x: np.ndarray, mean: np.ndarray, low: np.ndarray | None = None, high: np.ndarray | None = None
-    ) -> "Curve":
-        """A curve through points, in a band if there is one."""
-        low, high = mean if low is None else low, mean if high is None else high
-        return cls(np.stack([x, x, low, mean, high, np.ones(len(x))]))
+    def through(cls, x: np.ndarray, y: np.ndarray) -> "Curve":
+        return cls(np.stack([x, x, y, y, y, np.ones(len(x))]))
 
     @property
     def steps(self) -> np.ndarray:  # the middle of each bin
@@ -124,13 +119,9 @@ class Curves:
         self.of = {key: Curve() for key in KEYS}
         self.offset = self.rows = 0
         self.file_number: int | None = None
-        self.behind = False
 
-    def read(self, most: float = math.inf) -> bool:
-        """Take in the lines written since the last time; whether there were any. A file that was cut or replaced is read anew.
-
-        most: bytes, about, after which it is enough for this time; `behind` then says that there are more.
-        """
+    def read(self) -> bool:
+        """Take in the lines written since the last time; whether there were any. A file that was cut or replaced is read anew."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -140,25 +131,14 @@ class Curves:
             if self.file_number not in (None, now.st_ino) or now.st_size < self.offset:
                 self.forget()
             self.file_number = now.st_ino
-            before, self.behind = self.offset, False
-            for lines in self.whole_lines(file):
-                self.take(lines)
-                if self.offset - before >= most:
-                    self.behind = True
-                    break
+            before, rest = self.offset, b""
+            file.seek(self.offset)
+            while data := file.read(CHUNK_BYTES):
+                lines, newline, rest = (rest + data).rpartition(b"\n")
+                if newline:
+                    self.offset += len(lines) + 1
+                    self.take(lines + newline)
         return self.offset > before
-
-    def whole_lines(self, file: IO[bytes]) -> Iterator[bytes]:
-        """Pieces of some megabytes from `offset` on, each up to the end of a line."""
-        file.seek(self.offset)
-        rest = b""
-        while data := file.read(CHUNK_BYTES):
-            data = rest + data
-            end = data.rfind(b"\n") + 1
-            rest = data[end:]
-            if end:
-                self.offset += end
-                yield data[:end]
 
     def take(self, lines: bytes) -> None:
         import polars as pl
@@ -204,17 +184,14 @@ LINES = tuple(
 ON_ANY_PAGE = f"color:{INK};font-family:sans-serif"
 
 
-@dataclass(frozen=True)
-class HtmlFigure:
-    """What a notebook shows as the last word of a cell; `str()` of it is the HTML."""
+class HtmlFigure(str):
+    """HTML that a notebook shows as the last word of a cell."""
 
-    content: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.content
+    def __repr__(self) -> str:
+        return "HtmlFigure()"
 
     def _repr_html_(self) -> str:
-        return f"<div>{self.content}</div>"
+        return f"<div>{self}</div>"
 
 
 Scale = Callable[[Any], Any]

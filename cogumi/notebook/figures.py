@@ -41,8 +41,7 @@ MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.merge_manifest.MANIFEST_NAM
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 SCALE = 8  # of the peak: free memory beyond it is not drawn, its bar has no end
 BAR = 700  # pixels of the bar of memory
-MOST_BANDS = 120  # stretches of steps that quantiles are taken over
-Deltas = dict[str, dict[str, dict[int, tuple[float, float]]]]
+Deltas = dict[str, dict[str, dict[int, float]]]
 
 
 def curves(run_dir: str | PathLike[str]) -> HtmlFigure:
@@ -59,8 +58,7 @@ def curves(run_dir: str | PathLike[str]) -> HtmlFigure:
 
 
 def rewards(run_dir: str | PathLike[str]) -> HtmlFigure:
-    """How the rewards of single completions are spread, and their median over the steps in a band of 80 % of them.
-    The spread is given as shares of the completions, for the first quarter of the steps beside the last one."""
+    """How the rewards of single completions are spread, as shares: the first quarter of the steps beside the last one."""
     run = Path(run_dir)
     steps, values, broken = read_rewards(run / ROLLOUTS)
     if not len(steps):
@@ -73,14 +71,11 @@ def rewards(run_dir: str | PathLike[str]) -> HtmlFigure:
         f"{when} quarter": histogram(edges[:-1], edges[1:], np.histogram(part, edges)[0] / len(part))
         for when, part in parts.items()
     }
-    left_out = f"; {broken:,} values not finite are left out" if broken else ""
-    plots = [
-        (Plot("distribution", (), "share of the completions", "reward"), spread),
-        (Plot("over the steps", (), f"in the band 80 %{left_out}"), {"median": reward_quantiles(steps, values)}),
-    ]
     first, last = (float(part.mean()) for part in parts.values())
     words = f"mean reward {first:.3g} in the first quarter of the steps, {last:.3g} in the last"
-    return HtmlFigure(render_plots(plots, as_images=True) + f"<p>{words}</p>")
+    words += f"; {broken:,} values not finite are left out" if broken else ""
+    drawn = render_plots([(Plot("distribution", (), "share of the completions", "reward"), spread)], as_images=True)
+    return HtmlFigure(f"{drawn}<p>{words}</p>")
 
 
 def read_rewards(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
@@ -100,15 +95,6 @@ def read_rows(path: Path) -> Iterable[dict[str, Any]]:
         for line in file:
             if line.endswith("\n"):
                 yield json.loads(line)
-
-
-def reward_quantiles(steps: np.ndarray, values: np.ndarray) -> Curve:
-    """The median and, as least and greatest, the quantiles 0.1 and 0.9 of each of at most 120 stretches of steps."""
-    there = np.unique(steps)
-    stretches = np.array_split(there, min(len(there), MOST_BANDS))
-    found = [np.quantile(values[np.isin(steps, each)], (0.1, 0.5, 0.9)) for each in stretches]
-    low, median, high = np.array(found).T
-    return Curve.through(np.array([each.mean() for each in stretches]), median, low, high)
 
 
 def lengths(buckets: Sequence[Sequence[int]], max_length: int | None = None) -> HtmlFigure:
@@ -166,49 +152,45 @@ def memory(figures: Mapping[str, Any], measured: float | None = None) -> HtmlFig
 
 
 def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> HtmlFigure:
-    """How much the merge changed each kind of weight, layer by layer: |change| / |weight| (Frobenius norms) and the largest
-    change of a single element. merged: the directory, or what the merge reported."""
+    """How much the merge changed each kind of weight, layer by layer: |change| / |weight|, by Frobenius norms.
+
+    merged: the directory, or what the merge reported.
+    """
     directory = Path(getattr(merged, "out", None) or merged)  # type: ignore[arg-type]
     groups, outside = read_deltas(directory)
     if not groups:
         raise UsageError("no layer was changed by a merge there", place=directory)
     plots = [
         (
-            Plot(group, (), unit, "layer"),
-            {
-                kind: Curve.through(np.array(list(by), float), np.array([each[n] for each in by.values()]))
-                for kind, by in of.items()
-            },
+            Plot(group, (), "|change| / |weight|", "layer"),
+            {kind: Curve.through(*np.array(sorted(by.items())).T) for kind, by in kinds.items()},
         )
-        for n, unit in enumerate(("|change| / |weight|", "largest change of an element"))
-        for group, of in groups.items()
+        for group, kinds in groups.items()
     ]
-    most, kind, layer = max((by[at][0], kind, at) for of in groups.values() for kind, by in of.items() for at in by)
+    changes = ((by[layer], kind, layer) for kinds in groups.values() for kind, by in kinds.items() for layer in by)
+    most, kind, layer = max(changes)
     words = f"the largest change is {most:.2%} of {kind} of layer {layer}"
     if outside:
-        words += f"; outside the layers {', '.join(f'{name} {ratio:.2%}' for name, (ratio, _) in outside.items())}"
+        words += f"; outside the layers {', '.join(f'{name} {ratio:.2%}' for name, ratio in outside.items())}"
     return HtmlFigure(render_plots(plots, as_images=True) + f"<p>{escape(words)}</p>")
 
 
-def read_deltas(directory: Path) -> tuple[Deltas, dict[str, tuple[float, float]]]:
-    """group -> kind -> layer -> (|change| / |weight|, largest change of an element); and the same of tensors by name
-    outside the layers. Of several of a kind in a layer, as experts are, the larger. UsageError where nothing says so."""
+def read_deltas(directory: Path) -> tuple[Deltas, dict[str, float]]:
+    """|change| / |weight| by group, kind and layer, and by name outside the layers. Of several of a kind in a layer, as
+    experts are, the largest."""
     groups: Deltas = {}
-    outside: dict[str, tuple[float, float]] = {}
+    outside: dict[str, float] = {}
     for name, entry in merge_manifest(directory)["tensors"].items():
-        if entry.get("max_abs_delta") is None:
+        change, place = entry.get("delta_over_weight"), LAYER.search(name)
+        if change is None:
             continue
-        change = float(entry["delta_over_weight"] or 0.0), float(entry["max_abs_delta"])
-        place = LAYER.search(name)
         if place is None:
             outside[name.removesuffix(".weight")] = change
             continue
-        parts = [part for part in place[2].removesuffix(".weight").split(".") if not part.isdigit()]
-        layers = groups.setdefault(".".join(parts[:-1]) or "layer", {}).setdefault(parts[-1], {})
-        before = layers.get(int(place[1]), (0.0, 0.0))
-        layers[int(place[1])] = max(before[0], change[0]), max(before[1], change[1])
-    ordered = {group: {kind: dict(sorted(by.items())) for kind, by in of.items()} for group, of in groups.items()}
-    return ordered, outside
+        *above, kind = [part for part in place[2].removesuffix(".weight").split(".") if not part.isdigit()]
+        layers = groups.setdefault(".".join(above) or "layer", {}).setdefault(kind, {})
+        layers[int(place[1])] = max(layers.get(int(place[1]), 0.0), change)
+    return groups, outside
 
 
 def merge_manifest(directory: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -181,7 +180,7 @@ class Form:
         return self._panel
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        if find_spec("ipywidgets") is None or not is_notebook():
+        if not is_notebook():
             return {"text/plain": repr(self)}
         return {**self.panel.box._repr_mimebundle_(), "text/plain": repr(self)}
 

@@ -192,6 +192,8 @@ def flags(found: Sequence[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any
 
 def checkpoints(found: "Sequence[CheckpointState]", broke: str) -> str:
     """broke: as `RunSnapshot.broke`."""
+    if not found:
+        return "<p>There is no checkpoint.</p>"
     rows = []
     for each in found:
         whole = each.state == "verified"

@@ -6,14 +6,11 @@ percent of a core. Every level, state and reward is said in words as well as by 
 
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cogumi.checkpoints.retention import list_checkpoints
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import is_notebook
-from cogumi.core.run_directory import CHECKPOINT, PAUSE
 from cogumi.notebook import curves
 from cogumi.notebook.html_components import checkpoints, describe_blank, escape_text, flags, folded, level, style, table
 from cogumi.notebook.run_snapshot import RunSnapshot, SnapshotReader
@@ -37,7 +34,6 @@ WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MOST_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
 LOG_LINES, LINE_BYTES = 12, 12_000
-STOP, UNPAUSE = "STOP", "UNPAUSE"  # what buttons ask for beside CHECKPOINT and PAUSE, which are files as well
 
 
 open_panels: dict[Path, "RunPanel"] = {}
@@ -45,18 +41,23 @@ open_panels: dict[Path, "RunPanel"] = {}
 
 
 def show_panel(run: Any) -> None:
-    """Display the panel of a `cogumi.Run` in a notebook; elsewhere, and where widgets are not shown, one screen of text."""
+    """Display the panel of a `cogumi.Run` in a notebook; elsewhere print one screen of text."""
     words = format_screen(run.status())
-    if not is_notebook() or find_spec("ipywidgets") is None:
+    if not is_notebook():
         print(words)
         return
-    from IPython.display import display
-
     panel = open_panels.get(run.run_dir)
     if panel is None or not panel.thread.is_alive():
         panel = open_panels[run.run_dir] = RunPanel(run)
         panel.thread.start()
-    bundle: dict[str, Any] = panel.box._repr_mimebundle_()
+    show_widget(panel.box, words)
+
+
+def show_widget(box: Any, words: str) -> None:
+    """Display widgets, and the words where a page shows none."""
+    from IPython.display import display
+
+    bundle = box._repr_mimebundle_()
     display({WIDGET: bundle[WIDGET], "text/plain": words}, raw=True)
 
 
@@ -81,8 +82,7 @@ class RunPanel:
         self.box = VBox([self.head, buttons, self.flags, self.plots, self.samples, self.rest])
         self.box.add_class("cogumi-panel")
         self.asked_to_stop = False
-        self.asked, self.newest = "", ""  # what a button asked for, until it is done; the newest checkpoint then
-        self.state = ""
+        self.stands: Any = None  # the state and the newest checkpoint: another one answers what a button asked for
         self.marked: list[dict[str, Any]] = []  # flags in the plots as they stand
         self.now = threading.Event()  # a button was pressed: do not wait
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
@@ -95,8 +95,6 @@ class RunPanel:
                 began = time.thread_time()
                 look = self.looker.look()
                 self.draw(look)
-                if look.behind:
-                    continue
                 if look.status.ended:
                     return
                 self.now.wait(max(REFRESH_SECONDS, WAIT_PER_WORK * (time.thread_time() - began)))
@@ -120,27 +118,12 @@ class RunPanel:
         self.stop.disabled = ended or self.asked_to_stop
         self.save.disabled = ended or paused
         self.pause.disabled = ended
-        if word := self.done(look):
-            self.asked, self.said.value = "", render_message(word)
-        elif look.status.state != self.state:  # it came without a button
+        stands = (look.status.state, look.status.checkpoint)
+        if ended:
+            self.said.value = render_message(f"the run has ended, and this is how it ended: {look.status}")
+        elif stands != self.stands:
             self.said.value = ""
-        self.state = look.status.state
-
-    def done(self, look: RunSnapshot) -> str:
-        """What the run has done of what was asked; "" while there is nothing to tell."""
-        status, newest = look.status, newest_checkpoint_name(self.run.run_dir)
-        if status.ended:
-            return f"the run has ended, and this is how it ended: {status}"
-        if self.asked == PAUSE and status.state == "paused":
-            return f"done: training waits, {newest} is saved"
-        if self.asked == UNPAUSE and status.state != "paused":
-            return "done: training continues"
-        if self.asked in (CHECKPOINT, PAUSE) and not (self.run.run_dir / self.asked).exists():  # it was taken
-            if self.asked == CHECKPOINT and newest != self.newest:
-                return f"done: {newest} is saved"
-            if status.stage in ("samples", "merge"):
-                return f"it came too late: training is over, the newest is {newest or 'no checkpoint'}"
-        return ""
+        self.stands = stands
 
     def end(self, reason: str) -> None:
         self.head.value = add_style(f"<b>{escape_text(reason)}</b><br>What stands below is the last that was seen.")
@@ -149,32 +132,27 @@ class RunPanel:
 
     def on_stop(self, _: Any) -> None:
         self.stop.disabled = True  # a second signal would end it without saving
-        self.asked_to_stop = self.ask(STOP, self.run.ask_to_stop, "asked to finish its step, save and end")
+        self.asked_to_stop = self.ask(self.run.ask_to_stop, "asked to finish its step, save and end")
 
     def on_save(self, _: Any) -> None:
-        self.ask(CHECKPOINT, self.run.checkpoint, "asked for a checkpoint after this step")
+        self.ask(self.run.checkpoint, "asked for a checkpoint after this step")
 
     def on_pause(self, _: Any) -> None:
         if self.pause.description == "Unpause":
-            self.ask(UNPAUSE, self.run.unpause, "asked to end the pause")
+            self.ask(self.run.unpause, "asked to end the pause")
         else:
-            self.ask(PAUSE, self.run.pause, "asked to save and wait after this step")
+            self.ask(self.run.pause, "asked to save and wait after this step")
 
-    def ask(self, what: str, request: Any, word: str) -> bool:
-        """What a button asks for; a refusal is said beside it. Whether it was asked."""
-        self.asked, self.newest = what, newest_checkpoint_name(self.run.run_dir)  # before it is asked
+    def ask(self, request: Any, word: str) -> bool:
+        """Whether the run was asked; a refusal is said beside the button."""
+        asked = True
         try:
             request()
         except UsageError as error:
-            self.asked, word = "", str(error)
+            asked, word = False, str(error)
         self.said.value = render_message(word)
         self.now.set()
-        return bool(self.asked)
-
-
-def newest_checkpoint_name(run_dir: Path) -> str:
-    """The name of the newest checkpoint, "" of none."""
-    return next((path.name for path in list_checkpoints(run_dir / "checkpoints")), "")
+        return asked
 
 
 # ------------------------------------------------------------------------------------------------------ its parts as HTML

@@ -3,7 +3,6 @@
 For a run at any stage: what is not there (yet) is said, not left out. Written whole; made again, it is replaced.
 """
 
-import math
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, read_sectio
 from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import render_columns, render_rollouts
 from cogumi.notebook.curves import render_curves
-from cogumi.notebook.html_components import escape_text, facts, folded, level, style, verbatim
+from cogumi.notebook.html_components import checkpoints, escape_text, facts, folded, level, style, verbatim
 from cogumi.notebook.run_snapshot import RunSnapshot, SnapshotReader
 from cogumi.telemetry.status import (
     BROKEN_OFF,
@@ -39,6 +38,12 @@ from cogumi.telemetry.status import (
 FILE = "report.html"
 LOG_BYTES = 1 << 20  # of a log, its end
 MOST_LINES = 300
+PEAKS = {
+    "gpu_peak_allocated": "peak on the GPU (tensors)",
+    "gpu_peak_reserved": "reserved on the GPU",
+    "gpu_peak_forecast": "forecast of the peak (tensors)",
+    "peak_rss": "peak of the process, main memory",
+}
 
 
 def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
@@ -46,7 +51,7 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
     there is no run, and where nothing can be written."""
     run = Path(run_dir)
     path = run / FILE if out is None else Path(out)
-    page = render_report(SnapshotReader(run, math.inf, None).look())
+    page = render_report(SnapshotReader(run, None).look())
     try:
         write_atomic(path, page)
     except OSError as error:
@@ -68,7 +73,7 @@ def render_report(look: RunSnapshot) -> str:
         "Data": data(run),
         "Memory": memory(run, came_to.get("memory", {})),
         "Merge": merge(run),
-        "Checkpoints": checkpoints(look),
+        "Checkpoints": checkpoints(look.checkpoints, look.broke),
         "Log": logs(run, status),
         "Configuration": configuration(run),
     }
@@ -148,43 +153,34 @@ def summary(status: Status, config: Mapping[str, Any], came_to: Mapping[str, Any
     model, asked = config.get("model", {}), config.get("cogumi", {})
     names = model.get("name"), read_section(run / DECISIONS, "base").get("commit")
     tuning = {"lora": "LoRA", "full": "every weight"}.get(asked.get("tuning"), "")
-    if model.get("quantization_config"):
-        tuning = f"{tuning}, on a quantized base"
-    began, took = beat.get("started") or status.began, came_to.get("elapsed_seconds", beat.get("elapsed_seconds"))
-    stages = came_to.get("seconds") or beat.get("seconds") or {}
-    said = ", ".join(f"{stage} {format_duration(each)}" for stage, each in stages.items() if each >= 1)
-    cost = came_to.get("cost", beat.get("cost_so_far"))
-    speed, mfu = came_to.get("tokens_per_second") or beat.get("tokens_per_second"), came_to.get("mfu")
+    on_quantized = "on a quantized base" if model.get("quantization_config") else ""
+    found = beat | {key: value for key, value in came_to.items() if value is not None}
+    began, took, cost = beat.get("started"), found.get("elapsed_seconds"), found.get("cost", beat.get("cost_so_far"))
+    stages = [f"{stage} {format_duration(each)}" for stage, each in found.get("seconds", {}).items() if each >= 1]
     gpu, cpu, store = (beat.get(key) or {} for key in ("gpu", "cpu", "memory"))
-    card = f"{gpu.get('name', 'a GPU')} with {format_memory(gpu['total'])}" if gpu.get("total") else "no GPU"
-    cores = f"{cpu['cores']} cores" if cpu.get("cores") else ""
-    main = f"{format_memory(store['total'])} of memory" if store.get("total") else ""
+    card = f"{gpu['name']} with {format_memory(gpu['total'])}" if gpu else "no GPU"
+    machine = [card, f"{cpu['cores']} cores", f"{format_memory(store['total'])} of memory"] if cpu else []
     rows = {
-        "model": ", at commit ".join(str(each) for each in names if each),
-        "method": ", ".join(filter(None, (asked.get("method"), tuning))),
+        "model": ", at commit ".join(filter(None, names)),
+        "method": ", ".join(filter(None, (asked.get("method"), tuning, on_quantized))),
         "state": format_state(status),
         "steps": "" if status.step is None else f"{status.step:,}" + (f" of {status.steps:,}" if status.steps else ""),
-        "began": format_time(began) if began else "",
-        "last sign of life": format_time(status.last_sign) if status.last_sign else "",
-        "took": format_duration(took) + (f" ({said})" if said else "") if took else "",
-        "cost": f"${cost:.2f}" if is_number(cost) else "not known: no cogumi.price_per_hour was given",
-        "tokens": f"{came_to['tokens']:,}" if came_to.get("tokens") else "",
-        "speed": f"{speed:,.0f} tokens/s" if is_number(speed) else "",
-        "MFU": f"{mfu:.1%}" if is_number(mfu) else "",
-        "machine": ", ".join(filter(None, (status.host, card if beat else "", cores, main))),
-        "at the end": ", ".join(f"{k} {each:.4g}" for k, each in came_to.get("final", {}).items() if is_number(each)),
+        "began": format_time(began or status.began),
+        "last sign of life": format_time(status.last_sign),
+        "took": f"{format_duration(took)} ({', '.join(stages)})" if took else "",
+        "cost": "not known: no cogumi.price_per_hour was given" if cost is None else f"${cost:.2f}",
+        "tokens": f"{found['tokens']:,}" if found.get("tokens") else "",
+        "speed": f"{found['tokens_per_second']:,.0f} tokens/s" if found.get("tokens_per_second") else "",
+        "MFU": f"{found['mfu']:.1%}" if found.get("mfu") else "",
+        "machine": ", ".join(filter(None, [status.host, *machine])),
     }
     directory = f"<code>{escape_text(run.absolute())}</code>"
     return facts([("directory", directory), *((name, escape_text(each)) for name, each in rows.items())])
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def format_time(seconds: float) -> str:
+def format_time(seconds: float | None) -> str:
     """A time as a person of any time zone reads it."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC" if seconds else ""
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -223,20 +219,11 @@ def data(run: Path) -> str:
 
 
 def memory(run: Path, took: Mapping[str, Any]) -> str:
+    said = facts((name, format_memory(took[key])) for key, name in PEAKS.items() if took.get(key))
     forecast = read_section(run / FORECAST, "preflight")
-    peak, expected = took.get("gpu_peak_allocated"), took.get("gpu_peak_forecast")
-    sizes = {
-        "peak on the GPU (tensors)": peak,
-        "reserved on the GPU": took.get("gpu_peak_reserved"),
-        "forecast of the peak (tensors)": expected,
-        "peak of the process, main memory": took.get("peak_rss"),
-    }
-    said = {name: format_memory(size) for name, size in sizes.items() if size}
-    if expected and peak:
-        said["forecast of the peak (tensors)"] += f", {100 * (expected / peak - 1):+.1f} % from what it was"
     if not forecast:
-        return facts(said.items()) + "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
-    return facts(said.items()) + "<h4>Preflight</h4>" + html_components.preflight(forecast, peak)
+        return said + "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
+    return said + "<h4>Preflight</h4>" + html_components.preflight(forecast, took.get("gpu_peak_allocated"))
 
 
 def merge(run: Path) -> str:
@@ -245,11 +232,6 @@ def merge(run: Path) -> str:
     if (run / "merged").is_dir():
         return "<p>merged/ was trained whole (cogumi.tuning: full): there was nothing to merge.</p>"
     return "<p>There is no merged model" + (", and an adapter." if (run / "adapter").is_dir() else ".") + "</p>"
-
-
-def checkpoints(look: RunSnapshot) -> str:
-    found = look.checkpoints
-    return html_components.checkpoints(found, look.broke) if found else "<p>There is no checkpoint.</p>"
 
 
 def logs(run: Path, status: Status) -> str:

@@ -18,7 +18,6 @@ from cogumi.notebook.curves import Curve, Curves, Plot
 from cogumi.telemetry.status import Status, read_json_or_empty, status_of, tail_lines
 
 ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
-LOOK_BYTES = 48 << 20  # of metrics that are read at a look: some tenths of a second
 CHECKPOINTS = 4  # that are inspected, the newest
 SOON_HOURS = 24.0  # a disk that fills in more is no news
 
@@ -26,7 +25,7 @@ SOON_HOURS = 24.0  # a disk that fills in more is no news
 @dataclass(frozen=True)
 class RunSnapshot:
     """One look at a run. `judged` is flags.json. `samples`: each has prompt, completion, and reward or the expected answer.
-    `changed`: a curve has grown since the last look. `behind`: a long run has more metrics, to be read at once."""
+    `changed`: a curve has grown since the last look."""
 
     status: Status
     plots: list[tuple[Plot, dict[str, Curve]]]
@@ -36,7 +35,6 @@ class RunSnapshot:
     checkpoints: list[CheckpointState]
     disk: list[str]
     changed: bool
-    behind: bool
 
     @property
     def flags(self) -> list[dict[str, Any]]:
@@ -57,13 +55,13 @@ class RunSnapshot:
 class SnapshotReader:
     """Reads one run again and again. Raises UsageError where there is none any more."""
 
-    def __init__(self, run_dir: Path, most: float = LOOK_BYTES, checkpoints: int | None = CHECKPOINTS) -> None:
-        self.run_dir, self.most, self.newest = run_dir, most, checkpoints
+    def __init__(self, run_dir: Path, checkpoints: int | None = CHECKPOINTS) -> None:
+        self.run_dir, self.newest = run_dir, checkpoints
         self.curves = Curves(run_dir / "metrics.jsonl")
 
     def look(self) -> RunSnapshot:
         status = status_of(self.run_dir)
-        changed = self.curves.read(self.most)
+        changed = self.curves.read()
         sampled_at, samples = read_newest_samples(self.run_dir)
         # Names and sizes against what was verified when it was saved; one may just have made room.
         newest = list_checkpoints(self.run_dir / "checkpoints")[: self.newest]
@@ -77,7 +75,6 @@ class SnapshotReader:
             checkpoints=[each for each in inspected if each.path.exists()],
             disk=disk_lines(self.run_dir, status),
             changed=changed,
-            behind=self.curves.behind,
         )
 
 
