@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 from benchmarks.harness import Row, row
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
 from cogumi.notebook import panel
-from cogumi.notebook.run_snapshot import SnapshotReader
+from cogumi.notebook.run_snapshot import RunSnapshot
 
 ROWS, GROWING_FROM = 1_000_000, 2_000
 ROWS_A_SECOND = 5
@@ -107,12 +107,12 @@ def followed(seconds: float, directory: Path) -> Iterator[Row]:
 
 
 def drawn(directory: Path) -> Iterator[Row]:
-    look = SnapshotReader(directory).look()
+    look = RunSnapshot(directory).look()
     began = time.perf_counter()
     for _ in range(REDRAWN):
         panel.render_plots(look)
     milliseconds = 1000 * (time.perf_counter() - began) / REDRAWN
-    yield row("panel", f"{len(look.plots)} plots", "time to draw them", milliseconds, "ms", target="<= 50")
+    yield row("panel", f"{len(look.curves.plots())} plots", "time to draw them", milliseconds, "ms", target="<= 50")
 
 
 def in_a_kernel(cells: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from cogumi.notebook import panel
 from cogumi.notebook.curves import Curves, format_number, render_plots, render_svg
 from cogumi.notebook.panel import RunPanel
 from cogumi.notebook.report import write_report
-from cogumi.notebook.run_snapshot import SnapshotReader
+from cogumi.notebook.run_snapshot import RunSnapshot
 
 EVIL = "</pre><script>alert(1)</script>"
 FLAG = {"threshold": "< 1", "cause": "a rate too high", "knob": "train.learning_rate"}
@@ -46,7 +46,7 @@ def run_in(path: Path, state: str = "running", **more: Any) -> Path:
 
 
 def html_of(path: Path) -> str:
-    look = SnapshotReader(path).look()
+    look = RunSnapshot(path).look()
     parts = (panel.render_head, panel.render_flags, panel.render_plots, panel.render_samples, panel.render_rest)
     return "".join(part(look) for part in parts)
 
@@ -110,7 +110,7 @@ def test_what_a_button_asked_for_stands_until_the_run_has_done_it(tmp_path: Path
     shown = RunPanel(cogumi.attach(home))
 
     def said() -> str:
-        shown.draw(shown.looker.look())
+        shown.draw(shown.snapshot.look())
         return str(shown.said.value)
 
     def saved(step: int) -> None:
@@ -143,10 +143,10 @@ def test_a_flag_that_comes_after_its_row_is_marked_and_a_refused_stop_can_be_tri
     home = run_in(tmp_path / "run")
     (home / "flags.json").rename(tmp_path / "flags.json")
     shown = RunPanel(cogumi.attach(home))
-    shown.draw(shown.looker.look())
+    shown.draw(shown.snapshot.look())
     assert "red: loss trend" not in shown.plots.value
     (tmp_path / "flags.json").rename(home / "flags.json")
-    look = shown.looker.look()
+    look = shown.snapshot.look()
     assert not look.changed
     shown.draw(look)
     assert "<title>red: loss trend</title>" in shown.plots.value
@@ -155,7 +155,7 @@ def test_a_flag_that_comes_after_its_row_is_marked_and_a_refused_stop_can_be_tri
     )
     shown.stop.click()  # its process is on another machine
     assert "stop it there" in shown.said.value
-    shown.draw(shown.looker.look())
+    shown.draw(shown.snapshot.look())
     assert not shown.stop.disabled
 
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_is_cut_short_is_no_longer_called_verified(tmp_path: P
     place.mkdir(parents=True)
     (place / "optimizer.pt").write_bytes(b"0123456789")
     write_manifest(place, 3)
-    looker = SnapshotReader(home)
+    looker = RunSnapshot(home)
     assert "verified when it was saved" in panel.render_rest(looker.look())
     (place / "optimizer.pt").write_bytes(b"01234")
     assert "rejected: optimizer.pt has 5 bytes, and 10 were saved" in panel.render_rest(looker.look())

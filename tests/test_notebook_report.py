@@ -25,7 +25,7 @@ from cogumi.notebook import completions, figures
 from cogumi.notebook.curves import format_number
 from cogumi.notebook.html_components import render_html, style
 from cogumi.notebook.report import write_report
-from cogumi.notebook.run_snapshot import SnapshotReader
+from cogumi.notebook.run_snapshot import RunSnapshot
 from tests.test_notebook_figures import contrast, words_in
 
 SECRET = HUB_TOKEN
@@ -174,7 +174,7 @@ def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
     assert set(levels) <= {1, 2, 4}
     plots = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(plots) == len(SnapshotReader(run).look().plots) > 3
+    assert len(plots) == len(RunSnapshot(run).look().curves.plots()) > 3
     assert all(each["role"] == "img" and len(each["aria-label"] or "") > 30 for each in plots)
     images = [attributes for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 3  # lengths; change by layer, of attention and the rest
@@ -255,7 +255,7 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     ):
         assert words in said
     assert "⚑1 red at step 2: loss trend" in page.sections["Curves"]
-    assert page.sections["Curves"].count("red: loss trend") == len(SnapshotReader(run).look().plots)
+    assert page.sections["Curves"].count("red: loss trend") == len(RunSnapshot(run).look().curves.plots())
 
     checks = [{"name": n, "figure": "f", "requirement": "r", "passed": n == "good"} for n in ("good", "bad")]
     write_json(run / "verdict.json", {"passed": False, "checks": checks, "flags": [], "was_red": []})

@@ -13,7 +13,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.notices import is_notebook
 from cogumi.notebook import curves
 from cogumi.notebook.html_components import checkpoints, describe_blank, escape_text, flags, folded, level, style, table
-from cogumi.notebook.run_snapshot import RunSnapshot, SnapshotReader
+from cogumi.notebook.run_snapshot import RunSnapshot
 from cogumi.telemetry.status import (
     checks,
     failed_checks,
@@ -46,18 +46,13 @@ def show_panel(run: Any) -> None:
     if not is_notebook():
         print(words)
         return
+    from IPython.display import display
+
     panel = open_panels.get(run.run_dir)
     if panel is None or not panel.thread.is_alive():
         panel = open_panels[run.run_dir] = RunPanel(run)
         panel.thread.start()
-    show_widget(panel.box, words)
-
-
-def show_widget(box: Any, words: str) -> None:
-    """Display widgets, and the words where a page shows none."""
-    from IPython.display import display
-
-    bundle = box._repr_mimebundle_()
+    bundle = panel.box._repr_mimebundle_()
     display({WIDGET: bundle[WIDGET], "text/plain": words}, raw=True)
 
 
@@ -73,7 +68,7 @@ class RunPanel:
             made.on_click(press)
             return made
 
-        self.run, self.looker = run, SnapshotReader(run.run_dir)
+        self.run, self.snapshot = run, RunSnapshot(run.run_dir)
         self.head, self.flags, self.plots, self.samples, self.rest, self.said = (HTML() for _ in range(6))
         self.stop = button("Stop", "stop", "Finish the step, save a checkpoint, end", self.on_stop)
         self.save = button("Checkpoint now", "save", "Save a checkpoint after this step, train on", self.on_save)
@@ -93,7 +88,7 @@ class RunPanel:
         try:
             while True:
                 began = time.thread_time()
-                look = self.looker.look()
+                look = self.snapshot.look()
                 self.draw(look)
                 if look.status.ended:
                     return
@@ -198,7 +193,7 @@ def render_flags(look: RunSnapshot) -> str:
 
 
 def render_plots(look: RunSnapshot) -> str:
-    return wrap_piece(curves.render_plots(look.plots, curves.flag_steps({"was_red": look.was_red})))
+    return wrap_piece(curves.render_plots(look.curves.plots(), curves.flag_steps({"was_red": look.was_red})))
 
 
 def render_samples(look: RunSnapshot) -> str:

@@ -21,7 +21,7 @@ from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import render_columns, render_rollouts
 from cogumi.notebook.curves import render_curves
 from cogumi.notebook.html_components import checkpoints, escape_text, facts, folded, level, style, verbatim
-from cogumi.notebook.run_snapshot import RunSnapshot, SnapshotReader
+from cogumi.notebook.run_snapshot import RunSnapshot
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
@@ -51,7 +51,7 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
     there is no run, and where nothing can be written."""
     run = Path(run_dir)
     path = run / FILE if out is None else Path(out)
-    page = render_report(SnapshotReader(run, None).look())
+    page = render_report(RunSnapshot(run, None).look())
     try:
         write_atomic(path, page)
     except OSError as error:
@@ -67,7 +67,8 @@ def render_report(look: RunSnapshot) -> str:
         "Verdict": verdict(run, status),
         "What it was": summary(status, config, came_to),
         "Flags": flags(look),
-        "Curves": render_curves(look.plots, look.judged) or "<p>Nothing was logged: there is no metrics.jsonl.</p>",
+        "Curves": render_curves(look.curves.plots(), look.judged)
+        or "<p>Nothing was logged: there is no metrics.jsonl.</p>",
         "Rewards": rewards(run),
         "Completions": completions(run),
         "Data": data(run),

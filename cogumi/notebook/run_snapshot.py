@@ -5,16 +5,15 @@ Each look reads what was written since the last one; nothing is held but curves,
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.retention import list_checkpoints
-from cogumi.checkpoints.verify import CheckpointState, inspect
+from cogumi.checkpoints.verify import inspect
 from cogumi.core.formatting import format_duration
 from cogumi.core.run_directory import FORECAST, ROLLOUTS, SAMPLES_FILE, read_section
-from cogumi.notebook.curves import Curve, Curves, Plot
+from cogumi.notebook.curves import Curves
 from cogumi.telemetry.status import Status, read_json_or_empty, status_of, tail_lines
 
 ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
@@ -22,27 +21,29 @@ CHECKPOINTS = 4  # that are inspected, the newest
 SOON_HOURS = 24.0  # a disk that fills in more is no news
 
 
-@dataclass(frozen=True)
 class RunSnapshot:
-    """One look at a run. `judged` is flags.json. `samples`: each has prompt, completion, and reward or the expected answer.
-    `changed`: a curve has grown since the last look."""
+    """A run as it stood at the last `look()`, which raises UsageError where there is none (any more).
 
-    status: Status
-    plots: list[tuple[Plot, dict[str, Curve]]]
-    judged: dict[str, Any]
-    samples: list[dict[str, Any]]
-    sampled_at: int | None
-    checkpoints: list[CheckpointState]
-    disk: list[str]
-    changed: bool
+    `judged` is flags.json. `samples`: each has prompt, completion, and reward or the expected answer, of step `sampled_at`.
+    `changed`: a curve has grown since the look before.
+    """
 
-    @property
-    def flags(self) -> list[dict[str, Any]]:
-        return list(self.judged.get("flags", []))
+    def __init__(self, run_dir: Path, checkpoints: int | None = CHECKPOINTS) -> None:
+        self.run_dir, self.newest = run_dir, checkpoints
+        self.curves = Curves(run_dir / "metrics.jsonl")
 
-    @property
-    def was_red(self) -> list[dict[str, Any]]:
-        return list(self.judged.get("was_red", []))
+    def look(self) -> Self:
+        self.status = status_of(self.run_dir)
+        self.changed = self.curves.read()
+        self.judged = read_json_or_empty(self.run_dir / "flags.json")
+        self.flags: list[dict[str, Any]] = self.judged.get("flags", [])
+        self.was_red: list[dict[str, Any]] = self.judged.get("was_red", [])
+        self.sampled_at, self.samples = read_newest_samples(self.run_dir)
+        # Names and sizes against what was verified when it was saved; one may just have made room.
+        newest = list_checkpoints(self.run_dir / "checkpoints")[: self.newest]
+        self.checkpoints = [each for each in (inspect(path, whole=False) for path in newest) if each.path.exists()]
+        self.disk = disk_lines(self.run_dir, self.status)
+        return self
 
     @property
     def broke(self) -> str:
@@ -50,32 +51,6 @@ class RunSnapshot:
         at = next((int(each["step"]) for each in self.was_red if each["name"] == "finite numbers"), None)
         late = [each.path.name for each in self.checkpoints if at is not None and step_of(each.path) >= at]
         return f"saved after numbers stopped being finite (step {at}): {', '.join(late)}" if late else ""
-
-
-class SnapshotReader:
-    """Reads one run again and again. Raises UsageError where there is none any more."""
-
-    def __init__(self, run_dir: Path, checkpoints: int | None = CHECKPOINTS) -> None:
-        self.run_dir, self.newest = run_dir, checkpoints
-        self.curves = Curves(run_dir / "metrics.jsonl")
-
-    def look(self) -> RunSnapshot:
-        status = status_of(self.run_dir)
-        changed = self.curves.read()
-        sampled_at, samples = read_newest_samples(self.run_dir)
-        # Names and sizes against what was verified when it was saved; one may just have made room.
-        newest = list_checkpoints(self.run_dir / "checkpoints")[: self.newest]
-        inspected = [inspect(path, whole=False) for path in newest]
-        return RunSnapshot(
-            status=status,
-            plots=self.curves.plots(),
-            judged=read_json_or_empty(self.run_dir / "flags.json"),
-            samples=samples,
-            sampled_at=sampled_at,
-            checkpoints=[each for each in inspected if each.path.exists()],
-            disk=disk_lines(self.run_dir, status),
-            changed=changed,
-        )
 
 
 def read_newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]]:

@@ -34,7 +34,7 @@ from cogumi.telemetry.status import (
 )
 
 if TYPE_CHECKING:
-    from cogumi.notebook.chat_panel import Answers
+    from cogumi.notebook.chat import Answers
 
 log = logging.getLogger("cogumi")
 POLL_SECONDS = 0.25
@@ -77,13 +77,13 @@ class Run:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
     ) -> "Answers | None":
-        """Talk to the base and to what was trained, side by side: in a notebook in a panel, elsewhere in the terminal.
+        """Talk to the base and to what was trained, line after line until /exit. An interrupt ends an answer.
 
-        message: answer it once, and return the answers. only: of base, adapter and merged those to ask; by default the
-        base, and merged or else the adapter. temperature: 0 is greedy; None and max_new_tokens None are the run's own.
+        message: answer it alone, and return the answers, which a notebook shows side by side. only: of base, adapter and
+        merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy; None and max_new_tokens None are the run's own.
         Raises UsageError where the run has saved nothing yet.
         """
-        from cogumi.notebook.chat_panel import chat_with
+        from cogumi.notebook.chat import chat_with
 
         return chat_with(self.run_dir, message, only, temperature, max_new_tokens)
 

@@ -1,20 +1,16 @@
-"""Talking to what a run trained: which models its directory holds, the conversation in a terminal, the panel in a notebook.
+"""Talking to what a run trained: which models its directory holds, one message, and a conversation line by line.
 
 Reading a directory loads no torch, so that a wrong one is refused at once. `cogumi.notebook.conversation` makes the answers.
 """
 
-import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cogumi.checkpoints.retention import last_good_checkpoint
 from cogumi.core.errors import UsageError
-from cogumi.core.notices import is_notebook, show_import
+from cogumi.core.notices import show_import
 from cogumi.core.output import print_text, show_waiting
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, read_jsonl, read_section
 from cogumi.notebook.completions import render_completion
@@ -30,15 +26,13 @@ from cogumi.notebook.conversation import (
     LoadedModels,
     ModelFiles,
 )
-from cogumi.notebook.html_components import describe_blank, escape_text, inline_styles, table, verbatim
-from cogumi.notebook.panel import add_style, render_message, show_widget, wrap_piece
+from cogumi.notebook.html_components import describe_blank, inline_styles, table, verbatim
 from cogumi.notebook.report import config_of
 from cogumi.stack.gpus import use_one_gpu
 from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
 
 # How GRPOConfig reshapes what is sampled, with TRL's defaults.
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-DRAWN_SECONDS = 0.1  # between two pictures of an answer in the panel
 COMMANDS = "/reset forgets what was said; /exit or Ctrl-D ends; a line that ends in \\ continues on the next one"
 loaded: list[LoadedModels] = []
 """The models of this process's last chat, which the next one takes if they are of the same files."""
@@ -176,7 +170,7 @@ def open_chat(setup: ChatSetup) -> Chat:
         return Chat(setup, loaded[0])
 
 
-# ---------------------------------------------------------------------------------------------- one message; a terminal
+# -------------------------------------------------------------------------------------------- one message; many
 
 
 @dataclass(frozen=True)
@@ -195,7 +189,8 @@ class Answers:
         return "\n".join(f"{column}:\n{text}" for column, text in said.items())
 
     def _repr_html_(self) -> str:
-        return inline_styles(render_talk(list(self.answers), [(self.message, self.texts)]))
+        cells = [verbatim(self.message), *map(render_completion, self.texts.values())]
+        return inline_styles(table(["message", *self.texts], [cells], kind="wide even"))
 
 
 def answer_once(chat: Chat, message: str) -> Answers:
@@ -214,15 +209,12 @@ def print_answers(chat: Chat, message: str, labelled: bool = True) -> None:
         answer = answers[column] = chat.answer(column, message, lambda piece: print_text(piece, end=""))
         print_text("" if answer.text.strip() else describe_blank(answer.text))
         if not answer.ended:
-            print_text(f"[{describe_cut(chat)}]", to_error=not labelled)
+            cut = f"[cut before its end: {chat.setup.max_new_tokens} tokens, or what the context left]"
+            print_text(cut, to_error=not labelled)
     chat.remember(message, answers)
 
 
-def describe_cut(chat: Chat) -> str:
-    return f"cut before its end: {chat.setup.max_new_tokens} tokens, or what the context left"
-
-
-def talk_in_terminal(chat: Chat) -> None:
+def talk(chat: Chat) -> None:
     """Answer line after line until /exit, the end of the input, or an interrupt; one during an answer ends the answer."""
     with suppress(ImportError):  # for input: editing a line, and the lines before it
         import readline  # noqa: F401
@@ -254,9 +246,6 @@ def read_message() -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------------------- a notebook
-
-
 def chat_with(
     place: Path,
     message: str | None = None,
@@ -264,97 +253,15 @@ def chat_with(
     temperature: float | None = None,
     max_new_tokens: int | None = None,
 ) -> Answers | None:
-    """`run.chat`: answer the message; without one show a panel in a notebook, and talk in the terminal elsewhere."""
+    """`run.chat`: answer the message; without one, talk until /exit."""
     chat = open_chat(read_setup(place, (only,) if isinstance(only, str) else only, temperature, max_new_tokens))
     if message is not None:
         return answer_once(chat, message)
-    if is_notebook():
-        show_widget(ChatPanel(chat).box, chat.describe())
-    else:
-        print_head(chat)
-        talk_in_terminal(chat)
+    print_head(chat)
+    talk(chat)
     return None
 
 
 def print_head(chat: Chat, to_error: bool = False) -> None:
     for line in filter(None, (chat.describe(), chat.setup.note)):
         print_text(line, to_error=to_error)
-
-
-class ChatPanel:
-    """The widgets of a conversation. Answers are made in a thread of their own, so that the kernel is free meanwhile."""
-
-    def __init__(self, chat: Chat) -> None:
-        from ipywidgets import HTML, Button, HBox, Textarea, VBox
-
-        self.chat, self.said = chat, list[tuple[str, dict[str, str]]]()
-        self.stopping, self.drawn, self.thread = False, 0.0, threading.Thread()
-        lines = "<br>".join(map(escape_text, filter(None, (chat.describe(), chat.setup.note))))
-        self.head, self.talk, self.state = HTML(add_style(lines)), HTML(), HTML()
-        self.message = Textarea(placeholder="a message", rows=3, layout={"width": "100%"})
-        self.send, self.stop = Button(description="Send"), Button(description="Stop", disabled=True)
-        self.send.on_click(self.on_send)
-        self.stop.on_click(self.on_stop)
-        self.box = VBox([self.head, self.talk, self.message, HBox([self.send, self.stop, self.state])])
-        self.box.add_class("cogumi-panel")
-
-    def on_send(self, _: Any) -> None:
-        message = self.message.value.strip()
-        if not message or self.thread.is_alive():
-            return
-        self.message.value, self.stopping = "", False
-        self.set_busy(True, "loading the models, when they first answer")
-        self.thread = threading.Thread(target=self.reply, args=(message,), name="cogumi chat", daemon=True)
-        self.thread.start()
-
-    def on_stop(self, _: Any) -> None:
-        self.stopping = True
-
-    def reply(self, message: str) -> None:
-        """Answer in every column. What goes wrong is said in the panel; what is no mistake of the user is raised as well."""
-        texts, word = dict.fromkeys(self.chat.setup.columns, ""), ""
-        self.said.append((message, texts))
-        self.draw()
-        try:
-            self.chat.load()
-            answers = {}
-            for column in texts:
-                self.set_busy(True, f"{column} answers")
-                answer = answers[column] = self.chat.answer(column, message, partial(self.take, texts, column))
-                texts[column] = answer.text
-                word = word if answer.ended else f"{column} is {describe_cut(self.chat)}"
-            self.chat.remember(message, answers)
-        except KeyboardInterrupt:
-            word = "stopped; what was said is not part of the conversation"
-        except UsageError as error:
-            word = str(error)
-        except BaseException as error:
-            word = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self.draw()
-            self.set_busy(False, word)
-
-    def take(self, texts: dict[str, str], column: str, piece: str) -> None:
-        """A piece of an answer; each token makes one, which may be empty."""
-        if self.stopping:
-            raise KeyboardInterrupt
-        texts[column] += piece
-        if time.monotonic() - self.drawn >= DRAWN_SECONDS:
-            self.draw()
-
-    def draw(self) -> None:
-        self.talk.value = wrap_piece(render_talk(self.chat.setup.columns, self.said))
-        self.drawn = time.monotonic()
-
-    def set_busy(self, busy: bool, word: str) -> None:
-        self.send.disabled = busy
-        self.stop.disabled = not busy
-        self.state.value = render_message(word)
-
-
-def render_talk(columns: Iterable[str], said: Iterable[tuple[str, dict[str, str]]]) -> str:
-    """A table: each message, and beside it what every column answered."""
-    columns = list(columns)
-    rows = [[verbatim(message), *(render_completion(texts[each]) for each in columns)] for message, texts in said]
-    return table(["message", *columns], rows, kind="wide even")
