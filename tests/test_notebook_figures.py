@@ -156,7 +156,7 @@ def test_no_rewards_are_said(tmp_path: Path) -> None:
         figures.rewards(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------- lengths and memory
+# --------------------------------------------------------------------------------------------------------------- lengths
 
 
 def test_lengths_are_the_examples() -> None:
@@ -168,35 +168,6 @@ def test_lengths_are_the_examples() -> None:
     assert "28 examples, most of 10 to 19 tokens; ⚑1 is max_length 24" in str(drawn)
     with pytest.raises(UsageError, match="no lengths"):
         figures.lengths([])
-
-
-def memory_of(free: int) -> dict[str, Any]:
-    parts = {"weights": 30 * 2**30, "activations": 20 * 2**30, "logits": 6 * 2**30, "optimizer": 3 * 2**30}
-    return {"peak": sum(parts.values()), "free": free, "breakdown": parts}
-
-
-def test_memory_is_a_stack_of_its_parts() -> None:
-    ((words, image),) = images(figures.memory(memory_of(int(74.2 * 2**30)))).items()
-    widths = [float(each.get("width", "")) for each in image.iter(f"{SVG}rect")]
-    np.testing.assert_allclose(np.array(widths) / widths[0], [1, 20 / 30, 6 / 30, 3 / 30], atol=0.01)
-    shown = words_in(ElementTree.tostring(image, "unicode"))
-    for said in ("weights 30.0 GiB", "logits 6.0 GiB", "free 74.2 GiB", "59.0 GiB forecast", "15.2 GiB to spare"):
-        assert said in shown
-        assert said in words
-    assert "From the left weights 30.0 GiB" in words
-
-
-def test_memory_that_does_not_fit_says_by_how_much() -> None:
-    ((words, _),) = images(figures.memory(memory_of(40 * 2**30))).items()
-    assert "19.0 GiB too much" in words
-
-
-def test_little_memory_of_much_is_drawn_to_its_own_scale_and_what_was_measured_stands_beside() -> None:
-    ((words, image),) = images(figures.memory(memory_of(2**20 * 2**30), measured=70 * 2**30)).items()
-    widths = [float(each.get("width", "")) for each in image.iter(f"{SVG}rect")]
-    assert sum(widths) == pytest.approx((figures.BAR - 4) * 59 / (8 * 70), rel=0.01)
-    assert "the dashed line: measured 70.0 GiB" in words
-    assert "free 1048576.0 GiB" in words
 
 
 # --------------------------------------------------------------------------------------------------------------- merge

@@ -369,8 +369,6 @@ def test_the_preflight_of_what_stands_in_the_form(tiny_model: Path, tmp_path: Pa
     assert panel.card.options[:2] == ("this machine", "B200")
     panel.card.value = "H200"
     panel.look.click()
-    assert "looking" in panel.ahead.value
-    until(lambda: "looking" not in panel.ahead.value, 120)
     assert "Planned for: H200" in panel.ahead.value
     assert "nothing is red" in panel.ahead.value
     assert "memory" in panel.ahead.value
@@ -378,20 +376,8 @@ def test_the_preflight_of_what_stands_in_the_form(tiny_model: Path, tmp_path: Pa
     assert "changed since" in panel.ahead.value
     panel.entries["train.max_steps"].value = "no number"
     panel.look.click()
-    until(lambda: "no preflight: train.max_steps" in panel.ahead.value)
+    assert "no preflight: train.max_steps" in panel.ahead.value
     assert not (tmp_path / "run").exists()
-
-
-def test_a_change_ends_the_preflight_of_the_values_before(form: Form) -> None:
-    panel = form.panel
-    for entered in ("3", "4"):
-        panel.look.click()
-        worker = panel.looking
-        assert worker is not None
-        panel.entries["train.max_steps"].value = entered
-        assert worker.process.wait(10) != 0
-        assert "changed since" in panel.ahead.value
-        assert panel.looking is None
 
 
 def test_without_a_notebook_it_is_one_line(mine: Path) -> None:

@@ -444,12 +444,8 @@ def test_a_preflight_says_its_states_in_words() -> None:
         Line("data", "few", "yellow", "take more"),
         Line("memory", "too much", "red", "set train.x: 1"),
     )
-    memory = {"peak": 50 * 2**30, "free": 40 * 2**30, "breakdown": {"weights": 50 * 2**30}}
-    html = render_html(PreflightReport("a T4", lines, {"memory": memory}))
-    page = Page(html)
+    page = Page(render_html(PreflightReport("a T4", lines, {})))
     assert not page.unbalanced
-    (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
-    assert "10.0 GiB too much" in b64decode(drawn).decode()
     for fact in (
         "RED: it does not fit",
         "Planned for: a T4",
@@ -468,7 +464,7 @@ def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp
     html = completions.side_by_side({"base": finished, "after rl": run})._repr_html_()
     page = Page(html)
     assert not page.unbalanced
-    assert "before base" in page.text
+    assert "base, before the training" in page.text
     assert "base, after step 6" in page.text
     assert "after rl, after step 6" in page.text
     assert page.text.count("changed") == 4

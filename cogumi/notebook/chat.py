@@ -61,15 +61,14 @@ def read_setup(
     else:
         what = f"it holds no run, no model (config.json) and no adapter (adapter_config.json){hint_of_runs(place)}"
         raise UsageError(what, place=place)
-    there = [each for each in (BASE, ADAPTER, MERGED) if getattr(setup.files, each)]
-    there = list(setup.columns) if setup.columns == (MODEL,) else there
+    there = setup.columns
     if unknown := [each for each in only if each not in there]:
         fix = f"there is {', '.join(there)}"
         raise UsageError(f"there is no {unknown[0]!r} here", place=place, key="--only", fix=fix)
     sampling = setup.sampling
     if temperature is not None:
         sampling = {"do_sample": True, **SAMPLING, **sampling, "temperature": temperature} if temperature else {}
-    columns = tuple(each for each in there if each in (only or setup.columns))
+    columns = tuple(each for each in there if each in (only or (there[0], there[-1])))
     return replace(setup, columns=columns, sampling=sampling, max_new_tokens=max_new_tokens or setup.max_new_tokens)
 
 
@@ -96,8 +95,6 @@ def setup_of_run(run: Path) -> ChatSetup:
     """A chat as the run's own files have it: its base, template, thinking setting, sampling, stops and length."""
     adapter, merged, note = saved_in(run)
     config = config_of(run)
-    if not config:
-        raise UsageError("the run has no config.yaml", place=run, fix=f"name its {(merged or adapter)} instead")
     with show_import():
         use_one_gpu()
         import torch
@@ -124,7 +121,7 @@ def setup_of_run(run: Path) -> ChatSetup:
     return ChatSetup(
         place=run,
         files=files,
-        columns=(BASE, MERGED if merged else ADAPTER),
+        columns=tuple(each for each in (BASE, ADAPTER, MERGED) if getattr(files, each)),
         tokenizer=str(next((each for each in (adapter, merged) if has_tokenizer(each)), model.get("name"))),
         format=mix[0].get("format") or data.get("format") or "fim",
         sample=samples[0]["prompt"] if samples else None,
@@ -244,22 +241,6 @@ def read_message() -> str:
         lines[-1] = lines[-1][:-1]
         lines.append(input(". "))
     return "\n".join(lines)
-
-
-def chat_with(
-    place: Path,
-    message: str | None = None,
-    only: str | Sequence[str] = (),
-    temperature: float | None = None,
-    max_new_tokens: int | None = None,
-) -> Answers | None:
-    """`run.chat`: answer the message; without one, talk until /exit."""
-    chat = open_chat(read_setup(place, (only,) if isinstance(only, str) else only, temperature, max_new_tokens))
-    if message is not None:
-        return answer_once(chat, message)
-    print_head(chat)
-    talk(chat)
-    return None
 
 
 def print_head(chat: Chat, to_error: bool = False) -> None:

@@ -51,24 +51,19 @@ def render_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -
 def build_columns(run_dirs: RunDir | Sequence[RunDir] | Mapping[str, RunDir]) -> list[tuple[str, dict[str, Row]]]:
     """(heading, prompt -> sample) of each column."""
     if isinstance(run_dirs, str | PathLike):
-        steps = read_samples(Path(run_dirs))
-        return [(describe_step(step), steps[step]) for step in dict.fromkeys((min(steps), max(steps)))]
-    named = run_dirs if isinstance(run_dirs, Mapping) else {Path(each).name: each for each in run_dirs}
-    if len(named) < len(run_dirs):  # of one name in several places
-        named = {str(each): each for each in run_dirs}
-    if not named:
+        run_dirs = {"": run_dirs}
+    if not isinstance(run_dirs, Mapping):
+        names = {Path(each).name for each in run_dirs}
+        run_dirs = {Path(each).name if len(names) == len(run_dirs) else str(each): each for each in run_dirs}
+    if not run_dirs:
         raise UsageError("side_by_side: name a run, or several")
     found: list[tuple[str, dict[str, Row]]] = []
-    for name, each in named.items():
+    for name, each in run_dirs.items():
         steps = read_samples(Path(each))
-        if not found and 0 in steps:
-            found.append((f"before {name}", steps[0]))
-        found.append((f"{name}, {describe_step(max(steps))}", steps[max(steps)]))
+        for step in dict.fromkeys((max(steps),) if found else (min(steps), max(steps))):
+            when = f"after step {step}" if step else "before the training"
+            found.append((f"{name}, {when}" if name else when, steps[step]))
     return found
-
-
-def describe_step(step: int) -> str:
-    return f"after step {step}" if step else "before the training"
 
 
 def read_samples(run_dir: Path) -> dict[int, dict[str, Row]]:

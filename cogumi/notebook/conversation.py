@@ -120,8 +120,7 @@ class Chat:
         self.tokenizer: Any = load_tokenizer(setup.tokenizer)
         self.template = template_of(setup, self.tokenizer)
         self.fim: FimTokens | None = None if self.template else detect_fim_tokens(self.tokenizer)
-        asks_for_pieces = setup.format == "fim" or (setup.format is None and self.fim is not None)
-        self.fills = self.template is None and asks_for_pieces
+        self.fills = self.template is None and (setup.format == "fim" or (not setup.format and self.fim is not None))
         self.turns: dict[str, list[dict[str, str]]] = {column: [] for column in setup.columns}
 
     def reset(self) -> None:

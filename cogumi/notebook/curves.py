@@ -1,15 +1,14 @@
 """The metrics of a run as curves, and their small plots as SVG.
 
-A curve is cut into bins of so many steps. Each bin has the least, the mean and the greatest of its values, so that a
-spike of one step in a million still shows. Values that are not finite are in no bin; their steps are kept beside it. A
-plot is text and takes some milliseconds. Lines differ by dash as well as by colour, and the title says in words what is
-drawn.
+Each bin of steps has the least, the mean and the greatest of its values: a spike of one step in a million still shows.
+Lines differ by dash as well as by colour, and a label says in words what is drawn.
 """
 
 import os
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from itertools import cycle
 from pathlib import Path
@@ -181,8 +180,6 @@ LINES = tuple(
 )
 """Colour and dash: what is a line's own."""
 
-ON_ANY_PAGE = f"color:{INK};font-family:sans-serif"
-
 
 class HtmlFigure(str):
     """HTML that a notebook shows as the last word of a cell."""
@@ -194,7 +191,7 @@ class HtmlFigure(str):
         return f"<div>{self}</div>"
 
 
-Scale = Callable[[Any], Any]
+Plots = Iterable[tuple[Plot, dict[str, Curve]]]
 Marks = Sequence[tuple[int, str, str]]
 """(step, level, name) of flags: their numbers are in the plots and in the list below them."""
 
@@ -207,37 +204,30 @@ def flag_steps(judged: Mapping[str, Any]) -> list[tuple[int, str, str]]:
     return [*was_red, *((int(judged["step"]), str(each["level"]), str(each["name"])) for each in raised)]
 
 
-def render_curves(
-    plots: Iterable[tuple[Plot, dict[str, Curve]]], judged: Mapping[str, Any], as_images: bool = False
-) -> str:
+def render_curves(plots: Plots, judged: Mapping[str, Any], as_images: bool = False) -> str:
     """The plots of a run, and by their numbers the flags that are or were red or yellow; "" where nothing was logged."""
     marks = flag_steps(judged)
     drawn = render_plots(plots, marks, as_images)
-    said = (
-        f"<p>⚑{number} {level} at step {step}: {escape(name)}</p>"
-        for number, (step, level, name) in enumerate(marks, 1)
-    )
-    return drawn and drawn + "".join(said)
+    for number, (step, level, name) in enumerate(marks if drawn else (), 1):
+        drawn += f"<p>⚑{number} {level} at step {step}: {escape(name)}</p>"
+    return drawn
 
 
-def render_plots(plots: Iterable[tuple[Plot, dict[str, Curve]]], marks: Marks = (), as_images: bool = False) -> str:
+def render_plots(plots: Plots, marks: Marks = (), as_images: bool = False) -> str:
     """The plots, and below them in words what had the same value at every step. as_images: as elements that a page which
     does not trust a notebook shows."""
     drawn, same = [], []
     for plot, curves in plots:
         if all(curve.is_constant for curve in curves.values()):
             same += [f"{plot.title} {format_number(float(curve.low[0]))}" for curve in curves.values()]
+        elif as_images:  # an image shares neither names nor styles with the page
+            data = b64encode(render_svg(plot, curves, marks, f"color:{INK};font-family:sans-serif").encode()).decode()
+            words = escape(describe_plot(plot, curves))
+            drawn.append(f'<img alt="{words}" src="data:image/svg+xml;base64,{data}"/>')
         else:
-            svg = render_svg(plot, curves, marks, ON_ANY_PAGE if as_images else "color:inherit")
-            drawn.append(as_image(svg, describe_plot(plot, curves)) if as_images else svg)
+            drawn.append(render_svg(plot, curves, marks))
     words = f"<p>the same at every step: {escape(', '.join(same))}</p>" if same else ""
     return f'<div class="plots">{"".join(drawn)}</div>{words}' if drawn or same else ""
-
-
-def as_image(svg: str, words: str, style: str = "") -> str:
-    """An element of a page. As an image an SVG shares neither names nor styles with the page, and runs nothing."""
-    data = b64encode(svg.encode()).decode()
-    return f'<img alt="{escape(words)}" style="{style}" src="data:image/svg+xml;base64,{data}"/>'
 
 
 def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Marks = (), style: str = "color:inherit") -> str:
@@ -246,8 +236,8 @@ def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Marks = (), style
     at = [*steps, *broken, *(step for step, *_ in marks)]
     first, last = min(at), max(at)
     low, high = axis_range(curves.values())
-    x_of = scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
-    y_of = scale(low, high, HEIGHT - BOTTOM, TOP)
+    x_of = partial(np.interp, xp=(first, last if last > first else first + 1), fp=(LEFT, WIDTH - RIGHT))
+    y_of = partial(np.interp, xp=(low, high), fp=(HEIGHT - BOTTOM, TOP))
     drawn = [render_axes(plot.x, first, last, low, high), render_title(plot, curves)]
     for number, (step, level, name) in enumerate(marks, 1):
         drawn.append(render_flag(float(x_of(step)), number, level, name))
@@ -259,17 +249,11 @@ def render_svg(plot: Plot, curves: Mapping[str, Curve], marks: Marks = (), style
         title = f"<title>not finite at step {step}</title>"
         drawn.append(f'<path d="{cross}" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none">{title}</path>')
     label = escape(describe_plot(plot, curves))
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    size += ' xmlns="http://www.w3.org/2000/svg"'
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" xmlns="http://www.w3.org/2000/svg"'
     return f'<svg {size} role="img" aria-label="{label}" style="{style}">{"".join(drawn)}</svg>'
 
 
-def scale(first: float, last: float, begin: float, end: float) -> Scale:
-    """The straight line through two points, for a number or an array."""
-    return lambda value: begin + (value - first) / (last - first) * (end - begin)
-
-
-def render_line(curve: Curve, x_of: Scale, y_of: Scale, colour: str, dash: str) -> str:
+def render_line(curve: Curve, x_of: Callable[..., Any], y_of: Callable[..., Any], colour: str, dash: str) -> str:
     """The means, over an area from the least to the greatest value of each bin."""
     x, low, mean, high = x_of(curve.steps), y_of(curve.low), y_of(curve.mean), y_of(curve.high)
     drawn = ""

@@ -7,9 +7,8 @@ draw.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import cycle
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import ROLLOUTS
 from cogumi.notebook.curves import (
-    LINES,
-    ON_ANY_PAGE,
     Curve,
     Curves,
     HtmlFigure,
     Plot,
-    as_image,
     render_curves,
     render_plots,
-    render_text,
-    scale,
 )
 from cogumi.telemetry.status import read_json_or_empty
 
@@ -39,8 +32,6 @@ if TYPE_CHECKING:
 
 MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.merge_manifest.MANIFEST_NAME, which comes with torch
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
-SCALE = 8  # of the peak: free memory beyond it is not drawn, its bar has no end
-BAR = 700  # pixels of the bar of memory
 Deltas = dict[str, dict[str, dict[int, float]]]
 
 
@@ -60,7 +51,10 @@ def curves(run_dir: str | PathLike[str]) -> HtmlFigure:
 def rewards(run_dir: str | PathLike[str]) -> HtmlFigure:
     """How the rewards of single completions are spread, as shares: the first quarter of the steps beside the last one."""
     run = Path(run_dir)
-    steps, values, broken = read_rewards(run / ROLLOUTS)
+    scored = ((row["step"], each) for row in read_rows(run / ROLLOUTS) for each in row.get("reward", []))
+    pairs = np.array([(step, float(each)) for step, each in scored if each is not None]).reshape(-1, 2)
+    finite = np.isfinite(pairs[:, 1])
+    steps, values = pairs[finite].T
     if not len(steps):
         raise UsageError(f"no rewards of single completions there ({ROLLOUTS} is written by a gspo run)", place=run)
     there = np.unique(steps)
@@ -73,18 +67,9 @@ def rewards(run_dir: str | PathLike[str]) -> HtmlFigure:
     }
     first, last = (float(part.mean()) for part in parts.values())
     words = f"mean reward {first:.3g} in the first quarter of the steps, {last:.3g} in the last"
-    words += f"; {broken:,} values not finite are left out" if broken else ""
+    words += "" if finite.all() else f"; {(~finite).sum():,} values not finite are left out"
     drawn = render_plots([(Plot("distribution", (), "share of the completions", "reward"), spread)], as_images=True)
     return HtmlFigure(f"{drawn}<p>{words}</p>")
-
-
-def read_rewards(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
-    """(steps, rewards) of every completion of rollouts.jsonl, and how many rewards were no numbers."""
-    scored = ((row["step"], each) for row in read_rows(path) for each in row.get("reward", []))
-    pairs = [(step, float(each)) for step, each in scored if each is not None]
-    steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
-    finite = np.isfinite(values)
-    return steps[finite], values[finite], int((~finite).sum())
 
 
 def read_rows(path: Path) -> Iterable[dict[str, Any]]:
@@ -118,37 +103,6 @@ def histogram(firsts: np.ndarray, lasts: np.ndarray, heights: np.ndarray) -> Cur
     """The outline of bars."""
     x = np.stack([firsts, lasts], axis=1).ravel()
     return Curve.through(np.array([x[0], *x, x[-1]]), np.array([0.0, *np.repeat(heights, 2), 0.0]))
-
-
-def memory(figures: Mapping[str, Any], measured: float | None = None) -> HtmlFigure:
-    """What the peak memory of a step is made of, as one bar beside what is free.
-
-    figures: `PreflightReport.figures["memory"]`. measured: what the run then took, in bytes, of tensors.
-    """
-    parts, peak, free = figures["breakdown"], figures["peak"], figures["free"]
-    said = f"{format_memory(peak)} forecast of {format_memory(free)} free: "
-    said += f"{format_memory(free - peak)} to spare" if peak <= free else f"{format_memory(peak - free)} too much"
-    most = max(peak, measured or 0)
-    x_of = scale(0, max(most, min(free, SCALE * most)), 2, BAR - 2)
-    drawn, left = render_text(2, 12, said, "start"), 0.0
-    for (colour, _), size in zip(cycle(LINES), parts.values(), strict=False):
-        width = x_of(left + size) - x_of(left)
-        drawn += f'<rect x="{x_of(left):.1f}" y="24" width="{width:.1f}" height="22" fill="{colour}" stroke="white"/>'
-        left += size
-    end = min(x_of(free), BAR + 9)
-    drawn += f'<path d="M2 20H{end:.1f}V50H2z" fill="none" stroke="currentColor" stroke-width="2"/>'
-    words = [f"{kind} {format_memory(size)}" for kind, size in parts.items()] + [
-        f"the frame: free {format_memory(free)}"
-    ]
-    if measured is not None:
-        words.append(f"the dashed line: measured {format_memory(measured)}")
-        line = f'd="M{x_of(measured):.1f} 16V54" stroke-dasharray="5 2"'
-        drawn += f'<path {line} stroke="currentColor" stroke-width="3"/>'
-    drawn += render_text(2, 68, ", ".join(words), "start")
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {BAR} 74" style="{ON_ANY_PAGE}">{drawn}</svg>'
-    return HtmlFigure(
-        as_image(svg, f"Peak memory: {said}. From the left {', '.join(words)}", f"width:100%;max-width:{BAR}px")
-    )
 
 
 def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> HtmlFigure:

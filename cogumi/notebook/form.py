@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 Values = dict[str, Any]
+Checked = tuple[schema.RunConfig | None, UsageError | None]
 
 
 def configure(config: Config, save_as: str | os.PathLike[str] | None = None) -> "Form":
@@ -130,9 +131,8 @@ class Form:
         error = self.check()[1]
         return "" if error is None else str(error).removeprefix("config: ")
 
-    def check(self) -> tuple[schema.RunConfig | None, UsageError | None]:
-        found: tuple[schema.RunConfig | None, UsageError | None]
-        found = ask_worker(check_in_environment, self.run_values(), dict(os.environ))
+    def check(self) -> Checked:
+        found: Checked = ask_worker(check_in_environment, self.run_values(), dict(os.environ))
         return found
 
     def run_values(self) -> Values:
@@ -293,9 +293,7 @@ def ask_worker(function: Callable[..., Any], *arguments: Any) -> Any:
         return found
 
 
-def check_in_environment(
-    values: Values, environment: Mapping[str, str]
-) -> tuple[schema.RunConfig | None, UsageError | None]:
+def check_in_environment(values: Values, environment: Mapping[str, str]) -> Checked:
     os.environ.clear()
     os.environ.update({**environment, "CUDA_VISIBLE_DEVICES": ""})
     try:

@@ -4,7 +4,6 @@ import html
 import os
 import re
 import shlex
-import threading
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from cogumi.config.source import SECTIONS, parse_scalar
 from cogumi.config.yaml_text import dump_flow
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import SECRETS, redact_text
-from cogumi.core.worker import Worker
+from cogumi.core.worker import call
 from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.notebook.html_components import render_html
 from cogumi.stack.gpus import CARDS, use_one_gpu
 
 HERE = "this machine"
+PREFLIGHT_SECONDS = 600.0
 WHAT_IT_HOLDS = {
     "model": "what is trained",
     "data": "what it is trained on",
@@ -48,7 +48,6 @@ class FormPanel:
         self.replace = widgets.Button(layout={"display": "none"}, button_style="warning")
         self.card = widgets.Dropdown(options=[HERE, *(card.name for card in CARDS)], description="for")
         self.look = widgets.Button(description="preflight", tooltip="Whether this fits: memory, time, cost, disk")
-        self.looking: Worker | None = None  # the process of a preflight
         self.tabs = widgets.Tab([self.page(section) for section in SECTIONS], titles=list(SECTIONS))
         writing, looking = widgets.HBox([self.file, self.write, self.replace]), widgets.HBox([self.card, self.look])
         titles = [widgets.HTML(f"<h3>{title}</h3>") for title in ("The YAML", "Does it fit?")]
@@ -66,7 +65,7 @@ class FormPanel:
         self.write.on_click(lambda _: self.on_write(replace=False))
         self.replace.on_click(lambda _: self.on_write(replace=True))
         self.look.on_click(lambda _: self.preflight())
-        self.card.observe(lambda _: self.end_preflight(), "value")
+        self.card.observe(lambda _: self.forget_preflight(), "value")
 
     def page(self, section: str) -> widgets.VBox:
         keys, adder = self.keys[section], self.adders[section]
@@ -130,7 +129,7 @@ class FormPanel:
             self.show_keys("train")
         self.show_yaml()
         self.hide_replace()  # and what was said of a file that was written
-        self.end_preflight()
+        self.forget_preflight()
         self.check()
 
     def hide_replace(self) -> None:
@@ -177,29 +176,19 @@ class FormPanel:
             self.state.value += render_message(note, wrong=False)
 
     def preflight(self) -> None:
-        self.end_preflight()
-        if problem := self.form.problem:
-            self.ahead.value = render_message(f"no preflight: {problem}")
-            return
-        self.looking = Worker("the preflight", os.environ)
-        self.looking.send(preflight, self.form.run_values(), None if self.card.value == HERE else self.card.value)
         self.ahead.value = render_message("preflight: looking; it takes some ten seconds", wrong=False)
-        threading.Thread(target=self.show_preflight, args=(self.looking,), daemon=True).start()
-
-    def show_preflight(self, worker: Worker) -> None:
+        card = None if self.card.value == HERE else self.card.value
         try:
-            shown = render_html(worker.receive())
+            if problem := self.form.problem:
+                raise UsageError(problem)
+            values = self.form.run_values()
+            found = call("the preflight", preflight, values, card, environment=os.environ, timeout=PREFLIGHT_SECONDS)
+            self.ahead.value = render_html(found)
         except (UsageError, RuntimeError) as error:
-            shown = render_message(f"no preflight: {error}")
-        worker.close()
-        if worker is self.looking:  # and it was not ended by a change
-            self.looking, self.ahead.value = None, shown
+            self.ahead.value = render_message(f"no preflight: {error}")
 
-    def end_preflight(self) -> None:
-        """What the preflight said, or would say, is of other values, or of another card."""
-        looking, self.looking = self.looking, None
-        if looking is not None:
-            looking.stop()
+    def forget_preflight(self) -> None:
+        """What the preflight said is of other values, or of another card."""
         if self.ahead.value:
             self.ahead.value = render_message("changed since: press preflight again", wrong=False)
 

@@ -86,6 +86,14 @@ def style() -> str:
     return files("cogumi.notebook").joinpath("style.css").read_text(encoding="utf-8")
 
 
+def wrap_piece(*parts: str) -> str:
+    return f'<div class="cogumi-piece">{"".join(parts)}</div>' if any(parts) else ""
+
+
+def add_style(content: str) -> str:
+    return f"<style>{style()}</style>{wrap_piece(content)}"
+
+
 def inline_styles(content: str) -> str:
     """What a notebook shows of an object: every element has its own style, and a `mark` becomes a `span`.
     A page that does not trust the notebook takes out style sheets, and has colours of its own for `mark`."""
@@ -202,17 +210,15 @@ def checkpoints(found: "Sequence[CheckpointState]", broke: str) -> str:
     return table(["newest first", "state", "size"], rows) + (f"<p>{escape_text(broke)}</p>" if broke else "")
 
 
-def preflight(found: Mapping[str, Any], measured: float | None = None) -> str:
-    """A preflight as `PreflightReport.as_dict()` gives it. measured: what the run then took of the card, in bytes."""
+def preflight(found: Mapping[str, Any]) -> str:
+    """A preflight as `PreflightReport.as_dict()` gives it."""
     verdict = level("green", "nothing is red") if found["fits"] else level("red", "RED: it does not fit")
     rows = []
     for each in found["lines"]:
         state = level(each["state"], "note" if each["state"] == "yellow" else None)
         rows.append([state, *(escape_text(each[key]) for key in ("stage", "figure", "fix"))])
-    bar = found["figures"].get("memory")
-    drawn = figures.memory(bar, measured) if bar else ""
     lines = table(["", "stage", "found", "what to do"], rows)
-    return f"<p>{verdict} Planned for: {escape_text(found['target'])}.</p>{drawn}{lines}"
+    return f"<p>{verdict} Planned for: {escape_text(found['target'])}.</p>{lines}"
 
 
 def merged(directory: Path, report: "MergeReport | None" = None) -> str:

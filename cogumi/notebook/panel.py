@@ -12,7 +12,17 @@ from typing import Any
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import is_notebook
 from cogumi.notebook import curves
-from cogumi.notebook.html_components import checkpoints, describe_blank, escape_text, flags, folded, level, style, table
+from cogumi.notebook.html_components import (
+    add_style,
+    checkpoints,
+    describe_blank,
+    escape_text,
+    flags,
+    folded,
+    level,
+    table,
+    wrap_piece,
+)
 from cogumi.notebook.run_snapshot import RunSnapshot
 from cogumi.telemetry.status import (
     checks,
@@ -153,14 +163,6 @@ class RunPanel:
 # ------------------------------------------------------------------------------------------------------ its parts as HTML
 
 
-def wrap_piece(*parts: str) -> str:
-    return f'<div class="cogumi-piece">{"".join(parts)}</div>' if any(parts) else ""
-
-
-def add_style(content: str) -> str:
-    return f"<style>{style()}</style>{wrap_piece(content)}"
-
-
 def render_message(word: str) -> str:
     return f'<span class="cogumi-piece" role="status">{escape_text(word)}</span>'
 
@@ -182,14 +184,13 @@ def render_head(look: RunSnapshot) -> str:
 
 def render_flags(look: RunSnapshot) -> str:
     """The flags, and the verdict where there is one."""
-    found = checks(look.status)
-    if not found:
-        return wrap_piece(flags(look.flags, look.was_red))
-    bad = failed_checks(found)
-    state = level("red" if bad or reds(look.status) else "green", "verdict")
-    said = [f"FAIL {format_failed_check(each)} (required: {each['requirement']})" for each in bad]
-    words = "<br>".join(map(escape_text, [format_checks(look.status), *said]))
-    return wrap_piece(flags(look.flags, look.was_red), f"<p>{state} {words}</p>")
+    found, verdict = checks(look.status), ""
+    if found:
+        bad = failed_checks(found)
+        state = level("red" if bad or reds(look.status) else "green", "verdict")
+        said = [f"FAIL {format_failed_check(each)} (required: {each['requirement']})" for each in bad]
+        verdict = f"<p>{state} {'<br>'.join(map(escape_text, [format_checks(look.status), *said]))}</p>"
+    return wrap_piece(flags(look.flags, look.was_red), verdict)
 
 
 def render_plots(look: RunSnapshot) -> str:

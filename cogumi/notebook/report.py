@@ -224,7 +224,7 @@ def memory(run: Path, took: Mapping[str, Any]) -> str:
     forecast = read_section(run / FORECAST, "preflight")
     if not forecast:
         return said + "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
-    return said + "<h4>Preflight</h4>" + html_components.preflight(forecast, took.get("gpu_peak_allocated"))
+    return said + "<h4>Preflight</h4>" + html_components.preflight(forecast)
 
 
 def merge(run: Path) -> str:

@@ -80,12 +80,18 @@ class Run:
         """Talk to the base and to what was trained, line after line until /exit. An interrupt ends an answer.
 
         message: answer it alone, and return the answers, which a notebook shows side by side. only: of base, adapter and
-        merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy; None and max_new_tokens None are the run's own.
-        Raises UsageError where the run has saved nothing yet.
+        merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy; None and
+        max_new_tokens None are the run's own. Raises UsageError where the run has saved nothing yet.
         """
-        from cogumi.notebook.chat import chat_with
+        from cogumi.notebook import chat as chats
 
-        return chat_with(self.run_dir, message, only, temperature, max_new_tokens)
+        only = (only,) if isinstance(only, str) else only
+        chat = chats.open_chat(chats.read_setup(self.run_dir, only, temperature, max_new_tokens))
+        if message is not None:
+            return chats.answer_once(chat, message)
+        chats.print_head(chat)
+        chats.talk(chat)
+        return None
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
         """Write report.html into its directory, or the file `out`: all there is to know of the run. Returns its path."""
