@@ -168,7 +168,7 @@ def summary(status: Status, config: Mapping[str, Any], came_to: Mapping[str, Any
         "steps": "" if status.step is None else f"{status.step:,}" + (f" of {status.steps:,}" if status.steps else ""),
         "began": format_time(began or status.began),
         "last sign of life": format_time(status.last_sign),
-        "took": f"{format_duration(took)} ({', '.join(stages)})" if took else "",
+        "took": format_duration(took) + (f" ({', '.join(stages)})" if stages else "") if took else "",
         "cost": "not known: no cogumi.price_per_hour was given" if cost is None else f"${cost:.2f}",
         "tokens": f"{found['tokens']:,}" if found.get("tokens") else "",
         "speed": f"{found['tokens_per_second']:,.0f} tokens/s" if found.get("tokens_per_second") else "",
