@@ -16,7 +16,6 @@ from cogumi.config.presets import PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import tokenized_prompts
-from cogumi.rewards.named_rewards import try_reward
 from cogumi.rl.loss_capture import Backend
 from cogumi.rl.loss_check import CLIPPED
 from cogumi.rl.memory_plan import nearest_multiples
@@ -33,7 +32,7 @@ OWN_OBJECTIVE = "own-objective"  # the trainer's loss is the user's own, and is 
 NAMES = (
     *("dropout", "pad-is-eos", "token-aggregation", "two-temperatures", "epsilon", "beta", "delta", "wide-clip"),
     *("narrow-clip", "kl-correction", "ratio-always-one", "checkpoint-inside-rollout", "less-than-a-rollout"),
-    *("reward", "long-prompts", OWN_OBJECTIVE),
+    *("long-prompts", OWN_OBJECTIVE),
 )
 _accepted: frozenset[str] = frozenset()
 
@@ -114,11 +113,9 @@ def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False
         return found
     found += check_rollout_size(len(dataset), args)
     images = {"image", "images"} & set(dataset.column_names)
-    if trainer.environment_factories is None and "prompt" in dataset.column_names and not images:
-        if not is_run_trainer(trainer) and len(dataset):  # a run tried them before
-            found += try_rewards(trainer)
-        if (context := context_length(trainer)) is not None:
-            found += check_prompt_lengths(measure_prompts(trainer), args.max_completion_length or 0, *context)
+    known = trainer.environment_factories is None and "prompt" in dataset.column_names and not images
+    if known and (context := context_length(trainer)) is not None:
+        found += check_prompt_lengths(measure_prompts(trainer), args.max_completion_length or 0, *context)
     return found
 
 
@@ -305,16 +302,6 @@ def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
             f"(cogumi.rl.memory_plan.repeat_to_rollout) or take at most {prompts * args.num_generations} completions a rollout"
         )
         yield GuardFinding("less-than-a-rollout", True, message)
-
-
-def try_rewards(trainer: Any) -> Iterator[GuardFinding]:
-    """Every reward function called once on the first prompt: what it raises there, it raises after the first rollout."""
-    row, group = trainer.train_dataset[0], trainer.num_generations
-    for function in trainer.reward_funcs:
-        if not isinstance(function, nn.Module):
-            wrong = try_reward(function, row, group, trainer_state=trainer.state)
-            if wrong is not None:
-                yield GuardFinding("reward", *wrong)
 
 
 def context_length(trainer: Any) -> tuple[int, str] | None:
