@@ -70,8 +70,6 @@ def test_a_run_arrives_whole_with_its_card_in_one_commit(run: Path, hub: HubServ
     verdict = json.loads((run / "verdict.json").read_text())
     for check in verdict["checks"]:
         assert f"| {upload.cell(check['name'])} | {upload.cell(check['figure'])} |" in card
-    losses = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "eval_loss" in row]
-    assert f"| held-out loss | {losses[0]['eval_loss']:.4g} (step {losses[0]['step']}) |" in card
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["library_name"] == "transformers"
     assert {"cogumi", "sft", "trl", "merged"} <= set(front["tags"])
@@ -80,8 +78,6 @@ def test_a_run_arrives_whole_with_its_card_in_one_commit(run: Path, hub: HubServ
     assert str(tmp_path) not in card
     assert str(run.parents[1]) not in card
     assert "learning_rate: 0.01" in card
-    manifest = json.loads((run / "merged" / "cogumi-merge.json").read_text())
-    assert f"- All {manifest['elements']:,} computed elements were read back and compared in float64." in card
 
 
 def test_the_adapter_alone_and_weights_of_an_earlier_upload_leave(run: Path, hub: HubServer, push: Push) -> None:
@@ -150,7 +146,9 @@ def test_a_red_run_is_refused_unless_it_is_wanted(run: Path, hub: HubServer, pus
         with golden.raises("push", message=f"failed checks: {verdict['checks'][0]['name']}"):
             upload.push_model(source, "someone/tuned")
     assert push(run, "someone/tuned", "--anyway").returncode == 0
-    assert "**no**" in arrived(hub, "someone/tuned")["README.md"].decode()
+    card = arrived(hub, "someone/tuned")["README.md"].decode()
+    assert f"in spite of this: failed checks: {verdict['checks'][0]['name']}." in card
+    assert "**no**" in card
 
 
 def test_a_red_flag_and_a_missing_verdict_are_refused(run: Path) -> None:
@@ -199,24 +197,11 @@ def test_a_base_has_its_name_on_the_hub_and_a_directory_has_none(tmp_path: Path)
 
 
 def test_the_card_of_a_merge_in_a_directory(tmp_path: Path) -> None:
-    """Of adapter and base of another machine: no path, and what was not checked is said."""
-    manifest = {
-        "base": {"name": "/home/me/my-base", "path": "/home/me/my-base", "commit": None, "trained_on": "nf4"},
-        "tensors_merged": 14,
-        "tensors_copied": 7,
-        "elements": 1234567,
-        "largest_error": None,
-        "base_mode": "full",
-    }
+    """Of adapter and base of another machine: no path."""
+    manifest = {"base": {"name": "/home/me/my-base", "path": "/home/me/my-base", "commit": None}}
     (tmp_path / "cogumi-merge.json").write_text(json.dumps(manifest))
     text, licence = upload.write_card("tuned", tmp_path, "merged", None)
     assert licence is None
     assert "Trained from my-base, a model that is not on the hub." in text
     assert "/home" not in text
     assert "base_model" not in yaml.safe_load(text.split("---\n")[1])
-    for fact in ("14 tensors", "7 are the bytes", "were not compared", "trained on a quantized base"):
-        assert fact in text
-    (tmp_path / "cogumi-merge.json").write_text(json.dumps(manifest | {"largest_error": 0.5, "base_mode": "dequant"}))
-    text, _ = upload.write_card("tuned", tmp_path, "merged", None)
-    assert "All 1,234,567 computed elements" in text
-    assert "dequantized again" in text

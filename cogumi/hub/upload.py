@@ -1,7 +1,7 @@
 """A run's model to the Hugging Face hub: one commit with its card, or nothing.
 
-The card is made of the run directory and the merge's manifest: base, licence, verdict, metrics, configuration. It holds
-no secrets and no paths of this machine.
+The card is made of the run directory: base, licence, verdict, configuration. It holds no secrets and no paths of this
+machine.
 """
 
 import logging
@@ -20,7 +20,7 @@ from huggingface_hub.repocard import metadata_load
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.redact import redact_text
-from cogumi.core.run_directory import DECISIONS, read_json, read_jsonl, read_section
+from cogumi.core.run_directory import DECISIONS, read_json, read_section
 from cogumi.hub.downloads import status_of
 
 log = logging.getLogger("cogumi")
@@ -38,8 +38,6 @@ LICENCE_KEYS = ("license", "license_name", "license_link")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/[0-9a-f]{40}$")
 SECTIONS = ("model", "lora", "data", "train")  # of config.yaml
-# Of metrics.jsonl: what is worth a row where it was logged, at its first and its last step.
-FIGURES = {"eval_loss": "held-out loss", "loss": "training loss", "reward": "mean reward"}
 
 
 @dataclass(frozen=True)
@@ -189,56 +187,26 @@ def write_card(title: str, directory: Path, kind: str, run: Path | None) -> tupl
         made = "A LoRA adapter for" if kind == "adapter" else "Trained from"
         parts.append(f"{made} {on_hub or Path(base).name}{at}{by}.")
     if run is not None:
-        parts += [describe_verdict(run), describe_metrics(run)]
-    if (directory / "cogumi-merge.json").exists():
-        parts.append(describe_merge(read_json(directory / "cogumi-merge.json")))
-    if run is not None:
+        parts.append(describe_verdict(run))
         config = {name: without_places(value) for name, value in run_config(run).items() if name in SECTIONS}
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         parts.append(f"## Configuration\n\n```yaml\n{text}```")
     parts.append("What the model is good for beyond these figures was not measured.")
-    text = f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+    text = f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
     return redact_text(text), licence.get("license")
 
 
 def describe_verdict(run: Path) -> str:
-    if not (run / "verdict.json").exists():
-        return "## Verdict\n\nThe run has no verdict: it has not come to its end."
-    verdict = read_json(run / "verdict.json")
-    checks = verdict["checks"]
-    lines = [f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed.", ""]
-    lines += ["| check | figure | required | passed |", "|---|---|---|---|"]
-    for check in checks:
-        cells = [cell(check[key]) for key in ("name", "figure", "requirement")]
-        lines.append(f"| {' | '.join(cells)} | {'yes' if check['passed'] else '**no**'} |")
-    for flag in verdict["flags"]:
-        if flag["level"] in ("yellow", "red"):
-            lines += ["", f"- {flag['name']} was {flag['level']} at the end: {flag['cause']} ({flag['evidence']})"]
-    return "\n".join(["## Verdict", "", *lines])
-
-
-def describe_metrics(run: Path) -> str:
-    logged, rows = read_jsonl(run / "metrics.jsonl"), []
-    for key, words in FIGURES.items():
-        values = [(row["step"], row[key]) for row in logged if isinstance(row.get(key), float)]
-        if values:
-            (first, start), (last, end) = values[0], values[-1]
-            rows.append(f"| {words} | {start:.4g} (step {first}) | {end:.4g} (step {last}) |")
-    return "\n".join(["## Metrics", "", "| | first | last |", "|---|---|---|", *rows]) if rows else ""
-
-
-def describe_merge(manifest: dict[str, Any]) -> str:
-    """What was merged and how it was checked, from cogumi-merge.json."""
-    merged, copied = manifest["tensors_merged"], manifest["tensors_copied"]
-    checked = "**The written files were not compared with base and adapter.**"
-    if manifest["largest_error"] is not None:
-        checked = f"All {manifest['elements']:,} computed elements were read back and compared in float64."
-    facts = [f"{merged} tensors hold base + update, rounded once. {copied} are the bytes of the base.", checked]
-    if manifest["base_mode"] == "dequant":
-        facts.append("The base is a quantized model, dequantized again: what training saw is what is stored here.")
-    elif manifest["base"]["trained_on"]:
-        facts.append("The adapter was trained on a quantized base. This model is without that quantization error.")
-    return "## Merge\n\n" + "\n".join(f"- {fact}" for fact in facts)
+    """The checks of a run as a table, below what speaks against its model."""
+    lines = ["## Verdict", ""]
+    if wrong := why_not(run):
+        lines += [f"**Uploaded in spite of this: {wrong}.**", ""]
+    if (run / "verdict.json").exists():
+        lines += ["| check | figure | required | passed |", "|---|---|---|---|"]
+        for check in read_json(run / "verdict.json")["checks"]:
+            cells = [cell(check[key]) for key in ("name", "figure", "requirement")]
+            lines.append(f"| {' | '.join(cells)} | {'yes' if check['passed'] else '**no**'} |")
+    return "\n".join(lines).rstrip()
 
 
 def without_places(value: Any) -> Any:
