@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from cogumi.core.formatting import format_duration, pip_command, python_command
 from cogumi.core.redact import REDACTED, RedactedStr, redact_text
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health.flags import SampleCounts, read_samples
-from cogumi.methods import dpo
 from cogumi.models.completion import complete_with_ends
 from cogumi.telemetry import heartbeat, recorder, throughput, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
@@ -164,39 +162,15 @@ def test_samples_on_the_way_change_nothing_of_the_training(sft: Config, tmp_path
     assert read_json(result.run_dir / "metrics.json")["seconds"]["samples"] > 0
 
 
-def test_the_reference_of_dpo_is_a_stage_with_an_estimate(
-    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reference_of_dpo_is_a_stage(sft: Config, tmp_path: Path) -> None:
     pairs = [{"prompt": f"def f{n}(x):", "chosen": f" return x + {n}", "rejected": " pass"} for n in range(20)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     data = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "eval_rows": 4}
     train = {**sft["train"], "max_steps": 2, "precompute_ref_log_probs": True}
-    beats: list[dict[str, Any]] = []
-    told = dpo.ReferencePass.batch
-
-    @contextmanager
-    def watched(self: dpo.ReferencePass) -> Iterator[None]:
-        with told(self):
-            yield
-        beats.append({**self.heart.now(), "status": read_json(self.heart.run_dir / "status.json")["stage"]})
-
-    monkeypatch.setattr(dpo.ReferencePass, "batch", watched)
-    config = {**sft, "data": data, "train": train, "cogumi": {**sft["cogumi"], "method": "dpo", "price_per_hour": 1.0}}
-    result = cogumi.train(config)
-    assert [(each["step"], each["steps"]) for each in beats] == [(n, 5) for n in (1, 2, 3, 4, 5)]  # 16 / 4 and 4 / 8
-    assert {(each["stage"], each["status"]) for each in beats} == {("reference", "reference")}
-    assert beats[0]["eta_seconds"] > 0 == beats[-1]["eta_seconds"]
-    assert beats[0]["cost_at_end"] is None  # those are seconds of the stage
+    result = cogumi.train({**sft, "data": data, "train": train, "cogumi": {**sft["cogumi"], "method": "dpo"}})
     seconds = read_json(result.run_dir / "metrics.json")["seconds"]
     assert seconds["reference"] > 0
     assert {"load", "train"} <= seconds.keys()
-    assert "reference: 5 batches before the first step" in (result.run_dir / "run.log").read_text()
-    assert read_json(result.run_dir / "heartbeat.json")["step"] == 2
-    # TRL finds them in its cache.
-    beats.clear()
-    again = cogumi.train(config, cogumi__run_dir=str(tmp_path / "again"))
-    assert beats == []
-    assert "reference" not in read_json(again.run_dir / "metrics.json")["seconds"]
 
 
 def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from cogumi.health.flags_by_method import ENOUGH_ROWS
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of, with_values
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible
-from cogumi.methods.dpo import ReferencePass
+from cogumi.methods.dpo import REFERENCE
 from cogumi.models import warm_start
 from cogumi.models.adapters import refuse_unmatched
 from cogumi.models.loading import refuse_quantized_already, resolve_model
@@ -295,7 +295,7 @@ def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overri
         finally:
             log.setLevel(level)
         figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
-    return MeasuredSteps(figures["steps"], figures["step_seconds"], figures["seconds"].get(ReferencePass.STAGE, 0.0))
+    return MeasuredSteps(figures["steps"], figures["step_seconds"], figures["seconds"].get(REFERENCE, 0.0))
 
 
 def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:

@@ -1,4 +1,4 @@
-"""What a run leaves open and the machine decides, and whether training every weight (`cogumi.tuning: full`) fits.
+"""What a run leaves open and the machine decides.
 
 `choose` is a function of what the machine has (Machine) and what the model needs (Load). The estimates for a GPU are those
 of rl/memory_plan.py and have not been compared with a card here.
@@ -32,10 +32,6 @@ MARGIN = 0.7  # of what is free beside the weights: what activations may take fo
 BATCH, COMPLETION = 8, 256  # transformers' per_device_train_batch_size, TRL's max_completion_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
-# Optimizers whose state is smaller: bytes a weight, of what must be where the weights are.
-STATE_BYTES = {"adamw_8bit": 2, "adamw_bnb_8bit": 2, "lion_8bit": 1} | dict.fromkeys(
-    ("sgd", "adafactor", "paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit"), 0
-)
 FOUR_BIT = 0.55  # bytes of a weight under nf4 with its scales
 
 
@@ -223,38 +219,16 @@ def load_of(run: RunConfig, base: str) -> Load:
 # -------------------------------------------------------------------------------------------------------- every weight
 
 
-def refuse_with_adapter_settings(run: RunConfig) -> None:
-    """Raise UsageError for settings of an adapter that is not there."""
-    given = {
-        "model.adapter": run.model.adapter,
-        **{f"lora.{key}": value for key, value in run.lora.items()},
-    }
-    for key in (key for key, value in given.items() if value is not None):
-        raise UsageError(f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two")
+def refuse_adapter_settings(run: RunConfig) -> None:
+    """Raise UsageError for settings of an adapter where every weight is trained."""
     if run.model.quantization_config is not None:
         reason, fix = "quantized weights cannot be trained themselves", "drop it, or drop cogumi.tuning: full (QLoRA)"
         raise UsageError(reason, key="model.quantization_config", fix=fix)
+    given = {"model.adapter": run.model.adapter, **{f"lora.{key}": value for key, value in run.lora.items()}}
+    for key in (key for key, value in given.items() if value is not None):
+        raise UsageError(f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two")
 
 
 def dtype_of_weights(run: RunConfig) -> str:
     """float32 unless the user says otherwise: in bfloat16 an update below 2^-9 of a weight is lost."""
     return "float32" if run.model.dtype == "auto" else run.model.dtype
-
-
-def refuse_full_tuning_without_memory(run: RunConfig, base: str, optimizer: str) -> None:
-    """Raise UsageError where weights, gradients and optimizer states alone need more than is free.
-
-    Bytes a weight: its dtype twice (itself, its gradient), AdamW's two moments in float32 (arXiv:1910.02054, section 3.1), and
-    for DPO the reference model.
-    """
-    load, state, free = load_of(run, base), STATE_BYTES.get(optimizer, MOMENTS), free_memory_bytes()
-    need = load.weights + state * load.trained
-    if need > USABLE * free:
-        copies = "the gradient and the reference" if load.weights > 2 * load.element * load.trained else "the gradient"
-        raise UsageError(
-            f"{load.trained:,} weights need {format_memory(need)} before the first activation "
-            f"({load.weights // load.trained} bytes each with {copies}, {state} for {optimizer}), and "
-            f"{format_memory(USABLE * free)} of {format_memory(free)} free are usable",
-            key="cogumi.tuning",
-            fix=f"drop it to train LoRA{', or set train.optim: adamw_8bit' if state == MOMENTS else ''}",
-        )

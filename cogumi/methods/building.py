@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from cogumi.config.binding import config_class
 from cogumi.config.schema import TRL_CONFIGS, CogumiSection, RunConfig
@@ -25,9 +25,8 @@ from cogumi.models.loading import load_model, load_tokenizer, use_chat_template,
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
 from cogumi.telemetry import trackers
-from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import BUDGET_SPENT
-from cogumi.telemetry.throughput import HEARTBEAT
+from cogumi.telemetry.throughput import HEARTBEAT, Meter
 
 log = logging.getLogger("cogumi")
 METHODS: dict[str, Any] = {"sft": sft, "dpo": dpo, "gspo": gspo}
@@ -89,16 +88,17 @@ def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
 
 
 def build_trainer(
-    run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, examples: Examples, heart: Heartbeat
+    run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, examples: Examples, meter: Meter
 ) -> Any:
     """The trainer of a run whose choices are made (`cogumi.methods.auto_settings`); a batch that is left open is planned here.
 
-    heart: is told how far dpo's reference is.
+    meter: is told of the stage of dpo's reference.
     """
     wanted, whole = run.model, run.cogumi.tuning == "full"
     dtype = dtype_of_weights(run) if whole else wanted.dtype
     model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
-    log.info("%s loaded in %s on %s", base, describe_dtype(model), model.device)
+    dtypes = [quantization_of(model.config), str(model.dtype).removeprefix("torch.")]
+    log.info("%s loaded in %s on %s", base, " and ".join(str(each) for each in dtypes if each), model.device)
     if wanted.quantization_config is not None:
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
                     "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
@@ -113,7 +113,7 @@ def build_trainer(
         eval_dataset=examples.held_out.dataset if examples.held_out else None,
         processing_class=tokenizer,
         peft_config=lora,
-        **({"heart": heart} if run.cogumi.method == "dpo" else {}),
+        **({"meter": meter} if run.cogumi.method == "dpo" else {}),
     )
     keep_float32(trainer.model)
     if run.model.adapter is not None:
@@ -130,14 +130,6 @@ def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
         return warm_start.load_adapter(prepared, run.model.adapter, run.lora, run.model.revision), None
     lora = lora_config(run.lora, commit_of(model.config) or run.model.revision)
     return (unsloth_rl.add_adapter(model, lora), None) if unsloths else (model, lora)
-
-
-def describe_dtype(model: PreTrainedModel) -> str:
-    """What a model is loaded in, in words: its dtype, and how its linear layers are quantized."""
-    found, dtype = quantization_of(model.config), str(model.dtype).removeprefix("torch.")
-    if found is None:
-        return dtype
-    return f"{found.type or found.method} {found.bits}-bit{' (twice quantized)' if found.double else ''} and {dtype}"
 
 
 # ------------------------------------------------------------------------------------------- where a run ends by itself

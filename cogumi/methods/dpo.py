@@ -1,21 +1,16 @@
 """Direct preference optimization (arXiv:2305.18290): TRL's DPOTrainer on tokenized pairs."""
 
 import copy
-import logging
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.health.verdict import Check
-from cogumi.telemetry.heartbeat import Heartbeat, Progress
 from cogumi.telemetry.recorder import set_status
+from cogumi.telemetry.throughput import Meter
 
-log = logging.getLogger("cogumi")
-
+REFERENCE = "reference"  # the stage in which the reference's log-probabilities are computed ahead
 # TRL 1.15, dpo_trainer.py, _compute_loss: what these losses are where policy and reference are one, at beta.
 AT_THE_START = {
     "sigmoid": lambda beta: math.log(2),
@@ -34,47 +29,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     return dict(run.train)
 
 
-class ReferencePass:
-    """TRL's pass for the reference's log-probabilities (`train.precompute_ref_log_probs`) as a stage of the run, in which the
-    heartbeat counts batches as steps. It is made while the trainer is built, unless TRL has them from its cache."""
-
-    STAGE = "reference"
-
-    def __init__(self, heart: Heartbeat, batches: int) -> None:
-        self.heart, self.batches, self.done = heart, batches, 0
-        self.before, self.began, self.over = heart.meter.stage, 0.0, False
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        if not self.done:
-            self.began = time.monotonic()
-            self.enter(self.STAGE)
-            log.info("log-probabilities of the reference: %d batches before the first step", self.batches)
-        yield
-        self.done += 1
-        seconds = (time.monotonic() - self.began) / self.done * (self.batches - self.done)
-        self.heart.progress = Progress(self.done, self.batches, time.time(), seconds, of_a_stage=True)
-
-    def end(self) -> None:
-        self.over = True
-        if self.done:
-            self.heart.progress = Progress()
-            self.enter(self.before)
-
-    def enter(self, stage: str) -> None:
-        self.heart.meter.enter(stage)
-        set_status(self.heart.run_dir, "running", stage=stage)
-
-
-def build_trainer(run: RunConfig, *, train_dataset: Any, heart: Heartbeat, **common: Any) -> Any:
+def build_trainer(run: RunConfig, *, train_dataset: Any, meter: Meter, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
-
-    # The batches that TRL takes through the reference (trl 1.15, dpo_trainer.py).
-    args, held_out = common["args"], common["eval_dataset"]
-    batches = math.ceil(len(train_dataset) / (args.precompute_ref_batch_size or args.per_device_train_batch_size))
-    if held_out is not None:
-        batches += math.ceil(len(held_out) / (args.precompute_ref_batch_size or args.per_device_eval_batch_size))
-    reference_pass = ReferencePass(heart, batches)
 
     class OnTokenizedPairs(trl.DPOTrainer):  # type: ignore[misc, name-defined]
         """Takes pairs that are tokenized already, and cached, where TRL would tokenize rows of text one at a time."""
@@ -82,16 +38,13 @@ def build_trainer(run: RunConfig, *, train_dataset: Any, heart: Heartbeat, **com
         def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
             return dataset
 
-        def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
-            # An evaluation computes those of its own rows.
-            with nullcontext() if reference_pass.over else reference_pass.batch():
-                return super().compute_ref_log_probs(*args, **kwargs)
-
     reference = None
-    if run.cogumi.tuning == "full" and not run.train.get("precompute_ref_log_probs"):
+    if common["args"].precompute_ref_log_probs:  # TRL does so while it builds the trainer, and shows how far it is
+        meter.enter(REFERENCE)
+        set_status(run.run_dir, "running", stage=REFERENCE)
+    elif run.cogumi.tuning == "full":
         reference = copy.deepcopy(common["model"])  # TRL would load it again, in whatever dtype that gives
     trainer = OnTokenizedPairs(train_dataset=train_dataset, ref_model=reference, **common)
-    reference_pass.end()
     refuse_other_tokens(trainer, train_dataset)
     return trainer
 

@@ -33,7 +33,7 @@ class Progress:
     """How far the training is. Written by the thread that trains, read by the one that beats.
 
     step_time: when the last step ended, which stands still when the training hangs. eta_seconds: to the end of the training,
-    as of `step_time`. of_a_stage: these are steps and seconds of one stage before the training (`dpo.ReferencePass`).
+    as of `step_time`.
     """
 
     step: int = 0
@@ -42,7 +42,6 @@ class Progress:
     eta_seconds: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
-    of_a_stage: bool = False
 
 
 class Heartbeat:
@@ -103,7 +102,7 @@ class Heartbeat:
             "elapsed_seconds": meter.elapsed(),
             "eta_seconds": left,
             "cost_so_far": meter.cost(),
-            "cost_at_end": None if left is None or progress.of_a_stage else meter.cost(left),
+            "cost_at_end": None if left is None else meter.cost(left),
             "tokens_per_second": progress.tokens_per_second,
             "mfu": progress.mfu,
             "seconds": meter.seconds(),

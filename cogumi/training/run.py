@@ -80,7 +80,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     before_start = [auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []
     before_start += auto_settings.set_allocator(run)
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
-    args = building.trl_arguments(run)
+    building.trl_arguments(run)  # refuses what TRL would
     refuse_early(run)
     if run.model.adapter is not None:
         run.lora = warm_start.lora_of(run.model.adapter, run.lora)
@@ -93,8 +93,6 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
-    if run.cogumi.tuning == "full":
-        auto_settings.refuse_full_tuning_without_memory(run, base, str(args.optim.value))
     if run.model.adapter is not None:
         warm_start.check_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
@@ -135,7 +133,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             stages.fetch_into(run_dir, download)
         enter("load")
         try:
-            trainer = building.build_trainer(chosen, base, tokenizer, examples, heart)
+            trainer = building.build_trainer(chosen, base, tokenizer, examples, meter)
         except UsageError as error:
             raise RefusedAtSetup.like(error) from error
         except building.BUILD_REFUSALS as error:
@@ -174,7 +172,7 @@ def refuse_early(run: RunConfig) -> None:
     if run.cogumi.mirror is not None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
-        auto_settings.refuse_with_adapter_settings(run)
+        auto_settings.refuse_adapter_settings(run)
     elif run.cogumi.merge:
         refuse_unmergeable(run)
     refuse_unreachable(run.train)
