@@ -120,13 +120,12 @@ def test_a_training_shorter_than_the_report_is_reported_too(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("why", ["no compiler", "Dynamo is off", "reentrant", "compiled", "no layers"])
+@pytest.mark.parametrize("why", ["no compiler", "Dynamo is off", "reentrant", "no layers"])
 def test_what_cannot_be_compiled_is_refused(why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said = {
         "no compiler": "nothing can be compiled here: no C++ compiler; use cogumi.compile=off",
         "Dynamo is off": "Dynamo is switched off by TORCHDYNAMO_DISABLE=1; unset it to compile",
         "reentrant": "train.gradient_checkpointing_kwargs: use_reentrant compiles each layer twice; leave it out",
-        "compiled": "the model is compiled already, and stays as it is",
         "no layers": "Linear has no layers that transformers checkpoints",
     }[why]
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -135,8 +134,6 @@ def test_what_cannot_be_compiled_is_refused(why: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(layers, "try_compiler", lambda _: "no C++ compiler")
     if why == "Dynamo is off":
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    if why == "compiled":
-        run.trainer.model.compile(backend="eager")
     if why == "no layers":
         run.trainer.model = torch.nn.Linear(2, 2)
     with pytest.raises(UsageError) as caught:
@@ -185,13 +182,3 @@ def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     run.trainer.train()
     assert len(run.losses) == STEPS
     assert len(written) == 1
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(tmp_path)
-    run.begin("off")
-    run.begin("off")
-    assert "results differ in rounding" not in caplog.text
-    run.begin("layers")
-    assert "compile: was off in the part of this run before; results differ in rounding from here on" in caplog.text

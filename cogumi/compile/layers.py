@@ -18,13 +18,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cogumi.compile.compile_report import describe_process, try_compiler
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_section, write_section
+from cogumi.core.run_directory import write_section
 from cogumi.models.loading import keep_4bit_unpacked, quantized_layers
 from cogumi.patches import graph_break, unsloth_rl
 from cogumi.patches.torch_internals import (
     dynamo_counts,
     dynamo_switched_off_by,
-    is_compiled,
     plain_call,
     set_call,
 )
@@ -38,9 +37,6 @@ def compile_trainer(trainer: Any, mode: str, path: Path, unless_full: Callable[[
 
     unless_full: calls what writes the report later, and lets a full disk pass.
     """
-    before = read_section(path, "compile").get("mode", mode)
-    if before != mode:
-        log.warning("compile: was %s in the part of this run before; results differ in rounding from here on", before)
     report: dict[str, Any] = {"mode": mode}
     if mode == "layers":
         if reason := find_obstacle(trainer):
@@ -90,8 +86,6 @@ def find_obstacle(trainer: Any) -> str:
         return "unsloth's own layers run here, and it compiles parts of them itself"
     if by := dynamo_switched_off_by():
         return f"Dynamo is switched off by {by}; unset it to compile"
-    if any(is_compiled(module) for module in model.modules()):
-        return "the model is compiled already, and stays as it is"
     if not decoder_layers(model):
         return f"{type(model).__name__} has no layers that transformers checkpoints, so there is nothing to compile one by one"
     return ""

@@ -4,7 +4,6 @@ huggingface_hub downloads into its cache, and tries again where a connection bre
 broke off (its pull request 4228), so that two at a time bound what is lost.
 """
 
-import difflib
 import errno
 import glob
 import hashlib
@@ -32,6 +31,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm
 
+from cogumi.config.binding import nearest
 from cogumi.core.disk_space import Need, group_needs, hub_cache
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import UsageError
@@ -303,7 +303,7 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
         fix = f"see {page}/commits/main, or drop {key.partition('.')[0]}.revision"
     elif isinstance(error, RepositoryNotFoundError):
         how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
-        text, fix = f"no {what} at {name!r} on the hub, or {how}", nearest(name, kind)
+        text, fix = f"no {what} at {name!r} on the hub, or {how}", suggest_name(name, kind)
     elif status is not None:
         text = f"{endpoint} answers {status} about {name}"
         fix = "unset HF_TOKEN, or set it to a valid one" if status == 401 else "try again later"
@@ -318,17 +318,17 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
     return UsageError(text, key=key, fix=fix)
 
 
-def nearest(name: str, kind: str) -> str:
+def suggest_name(name: str, kind: str) -> str:
     """A repository of the same owner whose name is near, as words to add."""
     owner, slash, _ = name.partition("/")
     if not slash:
         return ""
     listed: Any = hf.HfApi().list_models if kind == "model" else hf.HfApi().list_datasets
     try:
-        near = difflib.get_close_matches(name, [found.id for found in listed(author=owner, limit=500)], n=1)
+        near = nearest(name, [found.id for found in listed(author=owner, limit=500)])
     except httpx.HTTPError:
         return ""
-    return f"did you mean {near[0]}?" if near else ""
+    return f"did you mean {near}?" if near else ""
 
 
 def status_of(error: Exception) -> int | None:

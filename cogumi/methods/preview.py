@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
-from rapidfuzz.distance import Levenshtein
 from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig, load_config
@@ -22,6 +22,7 @@ from cogumi.methods.building import load_run_tokenizer, pin_revision
 from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
 from cogumi.models.completion import complete_with_ends
 from cogumi.models.loading import load_model, load_tokenizer, resolve_model
+from cogumi.rewards.functions import answer_similarity, exact_answer
 
 log = logging.getLogger(__name__)
 
@@ -130,14 +131,12 @@ class Comparison:
     written: dict[str, list[str]]
 
     def exact(self, name: str) -> float:
-        """The share of completions that equal the answer, without surrounding white space."""
-        pairs = zip(self.written[name], self.answers, strict=True)
-        return sum(text.strip() == answer.strip() for text, answer in pairs) / len(self.answers)
+        """The share of completions that equal the answer, as the reward `exact_answer` has it."""
+        return fmean(exact_answer(self.written[name], self.answers))
 
     def similarity(self, name: str) -> float:
-        """Mean of 1 - Levenshtein(completion, answer) / max(len), in 0..1, as the rewards of that name have it."""
-        pairs = zip(self.written[name], self.answers, strict=True)
-        return sum(Levenshtein.normalized_similarity(a.strip(), b.strip()) for a, b in pairs) / len(self.answers)
+        """The mean of the reward `answer_similarity`, in 0..1."""
+        return fmean(answer_similarity(self.written[name], self.answers))
 
     def shown(self, count: int) -> range:
         """The rows to show, whatever was answered: evenly spaced, as neighbours are often of one source file."""

@@ -27,6 +27,7 @@ from cogumi.models.small_base import KINDS, PREFIX, random_base_path, small_base
 log = logging.getLogger(__name__)
 
 SMALL_BASE = "cogumi:small-base"
+RANDOM_BASES = tuple(PREFIX + kind for kind in KINDS)
 TULU = Path(__file__).parents[1] / "data" / "tulu.jinja"
 # What QLoRA is (https://arxiv.org/abs/2305.14314, section 3). transformers' own defaults are fp4, quantized once.
 QLORA = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -36,14 +37,11 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     """A directory or hub id that transformers can load. Raises UsageError when there is no such model."""
     if name == SMALL_BASE:
         return str(small_base_path())
-    if name.startswith(PREFIX):
-        kind = name.removeprefix(PREFIX)
-        if kind not in KINDS:
-            fix = f"there are {', '.join(PREFIX + each for each in KINDS)}"
-            raise UsageError(f"{name} is not known", key="model.name", fix=fix)
+    if name in RANDOM_BASES:
         return str(random_base_path(name))
     if name.startswith("cogumi:"):
-        raise UsageError(f"{name} is not known", key="model.name", fix=f"{SMALL_BASE} comes with the package")
+        fix = f"there are {', '.join((SMALL_BASE, *RANDOM_BASES))}"
+        raise UsageError(f"{name} is not known", key="model.name", fix=fix)
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         fix = "an adapter goes into its base by `cogumi merge`"
         raise UsageError(f"{name} holds no config.json, so it is no model", key="model.name", fix=fix)

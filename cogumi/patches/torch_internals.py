@@ -76,10 +76,6 @@ def with_code_of_its_own(function: Any) -> Any:
     )
 
 
-def is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
-
-
 def plain_call(module: nn.Module) -> Callable[..., Any]:
     """What calling the module runs where nothing is compiled, hooks included."""
     return module._call_impl
