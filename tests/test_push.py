@@ -200,8 +200,7 @@ def test_the_card_of_a_merge_in_a_directory(tmp_path: Path) -> None:
     """Of adapter and base of another machine: no path."""
     manifest = {"base": {"name": "/home/me/my-base", "path": "/home/me/my-base", "commit": None}}
     (tmp_path / "cogumi-merge.json").write_text(json.dumps(manifest))
-    text, licence = upload.write_card("tuned", tmp_path, "merged", None)
-    assert licence is None
+    text = upload.write_card("tuned", tmp_path, "merged", None)
     assert "Trained from my-base, a model that is not on the hub." in text
     assert "/home" not in text
     assert "base_model" not in yaml.safe_load(text.split("---\n")[1])

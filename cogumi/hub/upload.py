@@ -4,10 +4,8 @@ The card is made of the run directory: base, licence, verdict, configuration. It
 machine.
 """
 
-import logging
 import re
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import huggingface_hub as hf
 import yaml
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.repocard import metadata_load
+from huggingface_hub.utils import filter_repo_objects
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes, one_line
@@ -23,17 +22,12 @@ from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
 from cogumi.hub.downloads import status_of
 
-log = logging.getLogger("cogumi")
-
 CARD = "README.md"
 # A directory of a model may hold other things, such as an optimizer's state: only these are uploaded.
-# fmt: off
-UPLOADED = (
-    "*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "*.gguf", "Modelfile",
-    "LICEN[CS]E*", "NOTICE*", "USE_POLICY*",
-)
-# fmt: on
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+UPLOADED = [f"*.{end}" for end in ("safetensors", "json", "jinja", "txt", "model", "tiktoken", "py", "gguf")]
+UPLOADED += ["Modelfile", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*"]
+HIDDEN = [".*", "*/.*"]
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 LICENCE_KEYS = ("license", "license_name", "license_link")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/[0-9a-f]{40}$")
@@ -50,14 +44,11 @@ class Pushed:
     bytes: int
     url: str
     removed: tuple[str, ...]
-    licence: str | None
 
     def __str__(self) -> str:
         said = f"{self.name}: {self.kind}, {self.files} files, {format_bytes(self.bytes)}, and {CARD}\n{self.url}"
         if self.removed:
             said += f"\nremoved weights of an earlier upload: {', '.join(self.removed)}"
-        if self.licence is None:
-            said += f"\nthe base's licence is not known here: add `license:` to {CARD} on the hub"
         return said
 
 
@@ -73,24 +64,24 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
     if hf.get_token() is None:
         fix = "hf auth login, or set HF_TOKEN to a token that may write"
         raise UsageError("there is no token for the hub", fix=fix)
-    paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and is_uploaded(path, directory)]
-    card, licence = write_card(name.rpartition("/")[2], directory, kind, run)
+    found = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    names = list(filter_repo_objects(found, allow_patterns=UPLOADED, ignore_patterns=HIDDEN))
+    adds = [hf.CommitOperationAdd(each, str(found[each])) for each in names]
+    card = write_card(name.rpartition("/")[2], directory, kind, run)
     api = hf.HfApi()
-    adds = [hf.CommitOperationAdd(path.relative_to(directory).as_posix(), str(path)) for path in paths]
-    names = {each.path_in_repo for each in adds}
     try:
-        repository = api.create_repo(name, private=private or None, exist_ok=True)
+        api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.repo_info(name).private:
             raise UsageError(f"{name} is there, and public", key="--private", fix="choose another name")
-        stale = [path for path in api.list_repo_files(name) if path not in names and matches(path, WEIGHTS)]
+        others = sorted(set(api.list_repo_files(name)) - set(names))
+        stale = list(filter_repo_objects(others, allow_patterns=WEIGHTS))
         adds.append(hf.CommitOperationAdd(CARD, card.encode()))
         deletes = [hf.CommitOperationDelete(path) for path in stale]
         done = api.create_commit(name, [*adds, *deletes], commit_message=f"Upload {kind} model with cogumi")
     except (HFValidationError, OSError, httpx.HTTPError) as error:
         raise describe_refusal(name, error) from error
-    log.info("push: %s to %s", directory, repository)
-    size = sum(path.stat().st_size for path in paths)
-    return Pushed(name, kind, len(paths), size, str(done.commit_url), tuple(stale), licence)
+    size = sum(found[each].stat().st_size for each in names)
+    return Pushed(name, kind, len(names), size, str(done.commit_url), tuple(stale))
 
 
 def find_model(source: Path, what: str | None) -> tuple[Path | None, Path, str]:
@@ -117,15 +108,6 @@ def why_not(run: Path) -> str:
     red = [flag["name"] for flag in verdict["flags"] if flag["level"] == "red"]
     said = {"failed checks": wrong, "red flags": red}
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names)
-
-
-def is_uploaded(path: Path, directory: Path) -> bool:
-    parts = path.relative_to(directory).parts
-    return not any(part.startswith(".") for part in parts) and matches(parts[-1], UPLOADED)
-
-
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def find_base(directory: Path, run: Path | None) -> tuple[str | None, str | None]:
@@ -165,11 +147,11 @@ def read_licence(base: str | None) -> dict[str, str]:
     return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
 
 
-def write_card(title: str, directory: Path, kind: str, run: Path | None) -> tuple[str, str | None]:
-    """(Markdown with YAML front matter (https://huggingface.co/docs/hub/model-cards), the licence or None)."""
+def write_card(title: str, directory: Path, kind: str, run: Path | None) -> str:
+    """Markdown with YAML front matter (https://huggingface.co/docs/hub/model-cards)."""
     base, commit = find_base(directory, run)
-    on_hub, licence = hub_id(base), read_licence(base)
-    method = None if run is None else str(run_config(run)["cogumi"]["method"])
+    on_hub, config = hub_id(base), {} if run is None else run_config(run)
+    method = str(config["cogumi"]["method"]) if config else None
     # Of a merged model `finetune`: on the hub, `merge` means several models made into one.
     relation = "adapter" if kind == "adapter" else "finetune"
     metadata = hf.ModelCardData(
@@ -178,7 +160,7 @@ def write_card(title: str, directory: Path, kind: str, run: Path | None) -> tupl
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         tags=["cogumi", kind, *([] if method is None else ["trl", method])],
-        **licence,  # type: ignore[arg-type]
+        **read_licence(base),  # type: ignore[arg-type]
     )
     parts = [f"# {title}"]
     if base is not None:
@@ -187,13 +169,11 @@ def write_card(title: str, directory: Path, kind: str, run: Path | None) -> tupl
         made = "A LoRA adapter for" if kind == "adapter" else "Trained from"
         parts.append(f"{made} {on_hub or Path(base).name}{at}{by}.")
     if run is not None:
-        parts.append(describe_verdict(run))
-        config = {name: without_places(value) for name, value in run_config(run).items() if name in SECTIONS}
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        parts.append(f"## Configuration\n\n```yaml\n{text}```")
+        shown = {name: without_places(value) for name, value in config.items() if name in SECTIONS}
+        text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+        parts += [describe_verdict(run), f"## Configuration\n\n```yaml\n{text}```"]
     parts.append("What the model is good for beyond these figures was not measured.")
-    text = f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
-    return redact_text(text), licence.get("license")
+    return redact_text(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
 def describe_verdict(run: Path) -> str:
