@@ -40,9 +40,8 @@ from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import keep_on_meta
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
-from cogumi.models.adapters import keep_float32, lora_config
+from cogumi.models.adapters import keep_float32, lora_config, lora_of
 from cogumi.models.loading import load_tokenizer, meta_model, refuse_quantized_already, resolve_dtype, resolve_model
-from cogumi.models.warm_start import lora_of
 from cogumi.patches import gspo_loss
 from cogumi.patches.torch_internals import FakeTensorMode
 from cogumi.patches.trl_internals import commit_of, holds_adapter

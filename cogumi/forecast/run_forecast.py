@@ -33,8 +33,7 @@ from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of, with_values
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible
 from cogumi.methods.dpo import REFERENCE
-from cogumi.models import warm_start
-from cogumi.models.adapters import refuse_unmatched
+from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import refuse_quantized_already, resolve_model
 from cogumi.rl.patching import patch
 from cogumi.stack.lanes import check_lane
@@ -93,7 +92,7 @@ def forecast_run(
     if train is not None and card is not None:
         raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
     if run.model.adapter is not None:
-        run.lora = warm_start.lora_of(run.model.adapter, run.lora)
+        run.lora = lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.cogumi.tuning == "lora":

@@ -19,8 +19,7 @@ from cogumi.merge.adapter_files import quantization_of
 from cogumi.methods import dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.examples import Examples
-from cogumi.models import warm_start
-from cogumi.models.adapters import keep_float32, lora_config
+from cogumi.models.adapters import keep_float32, load_adapter, load_exact_values, lora_config
 from cogumi.models.loading import load_model, load_tokenizer, use_chat_template, use_end_token
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
@@ -118,7 +117,7 @@ def build_trainer(
     keep_float32(trainer.model)
     if run.model.adapter is not None:
         compares = run.cogumi.method != "sft" and trainer.beta != 0
-        warm_start.load_exact_values(trainer, run.model.adapter, compares=compares)
+        load_exact_values(trainer, run.model.adapter, compares=compares)
     return trainer
 
 
@@ -127,7 +126,7 @@ def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
     unsloths = unsloth_rl.status().applied
     if run.model.adapter is not None:
         prepared = unsloth_rl.add_mode_switches(model) if unsloths else model
-        return warm_start.load_adapter(prepared, run.model.adapter, run.lora, run.model.revision), None
+        return load_adapter(prepared, run.model.adapter, run.lora, run.model.revision), None
     lora = lora_config(run.lora, commit_of(model.config) or run.model.revision)
     return (unsloth_rl.add_adapter(model, lora), None) if unsloths else (model, lora)
 

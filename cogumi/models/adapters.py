@@ -1,11 +1,14 @@
-"""The LoRA that a run trains, and what it did."""
+"""The LoRA that a run trains, what it did, and starting from one (`model.adapter`)."""
 
 import copy
+import logging
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -13,12 +16,29 @@ from transformers.pytorch_utils import Conv1D
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.merge.adapter_files import quantization_of
+from cogumi.merge.adapter_files import (
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    BaseRecord,
+    quantization_of,
+    read_base_record,
+    read_json,
+    resolve_adapter,
+    weights_sample,
+)
+from cogumi.patches.trl_internals import commit_of
 
+log = logging.getLogger("cogumi")
 # Rank 16 on every linear layer with alpha = 2r; dropout 0, because GSPO's ratio must be 1 before the first update.
 DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
-WEIGHTS = "adapter_model.safetensors"
 TRAINED = "default"  # PEFT's name for the adapter that is trained
+REFERENCE = "ref"  # TRL's name for the frozen copy of the adapter that is trained
+# Entries of adapter_config.json that say where an adapter is from, and not what it is.
+NOT_OF_THE_LORA = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
+    "task_type",
+)
+MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
 def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig:
@@ -73,6 +93,179 @@ def keep_float32(model: Any) -> None:
 
 def differing_tensors(model: Any, adapter: Path) -> list[str]:
     """The tensors in which the model's adapter and the one that was saved from it are not the same, bit for bit."""
-    live, saved = get_peft_model_state_dict(model), load_file(adapter / WEIGHTS)
+    live, saved = get_peft_model_state_dict(model), load_file(adapter / ADAPTER_WEIGHTS)
     same = {name for name in live.keys() & saved.keys() if torch.equal(live[name].cpu(), saved[name])}
     return sorted((live.keys() | saved.keys()) - same)
+
+
+# ----------------------------------------------------------------------------------------------- starting from an adapter
+
+# A LoRA that is loaded onto another base, or whose keys find no place, still trains. Here the adapter has to record the
+# base that is loaded, every tensor of its file has to be in the live model bit for bit, and nothing else is trained. A
+# reference policy is a frozen copy of the same adapter, proven in the same way.
+
+
+def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The `lora:` section of a run that starts from an adapter: the adapter's own, complete. given: what the
+    configuration says. Raises UsageError where a key of it does not agree, and for a directory that holds no LoRA that
+    a run can start from."""
+    inside = adapter / "adapter"
+    if not (adapter / "adapter_config.json").is_file() and (inside / "adapter_config.json").is_file():
+        raise UsageError(f"{adapter} holds no adapter_config.json", key="model.adapter", fix=f"did you mean {inside}?")
+    try:
+        config = resolve_adapter(adapter, factors_alone=True).config
+    except UsageError as error:
+        raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error
+    if config.get("bias", "none") != "none":
+        what = f"{adapter} was trained with bias={config['bias']!r}, which changes the base's own biases"
+        raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
+    own = {key: value for key, value in config.items() if key not in NOT_OF_THE_LORA}
+    theirs, ours, plain = lora_config(own), lora_config(given), LoraConfig()
+    for key in given:
+        mine, wanted = getattr(ours, key), getattr(theirs, key)
+        if key == "target_modules" and mine == "all-linear":
+            own[key] = mine  # compared when the model is there to expand it
+        elif mine != wanted:
+            what = f"it is {mine!r}, and model.adapter {adapter} was trained with {wanted!r}"
+            raise UsageError(what, key=f"lora.{key}", fix=f"drop lora.{key}: the run takes it from the adapter")
+    return {key: value for key, value in own.items() if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)}
+
+
+def check_base(adapter: Path, config: Any, revision: str | None) -> str:
+    """Raise UsageError unless the adapter records the base whose transformers config this is; say how that is known.
+
+    The base is known by name and commit, or, outside the hub's cache, by directory and a sample of its weights.
+    """
+
+    def refused(what: str, fix: str) -> UsageError:
+        return UsageError(f"{adapter} {what}", key="model.adapter", fix=fix)
+
+    name, commit = config.name_or_path, commit_of(config)
+    record = read_base_record(adapter)
+    if record is None:  # an adapter that cogumi did not train
+        peft = read_json(adapter / "adapter_config.json")
+        record = BaseRecord(peft.get("base_model_name_or_path") or "", None, peft.get("revision"), None, "")
+    if not record.name:
+        fix = f"if it is {name}, write that into its adapter_config.json as base_model_name_or_path"
+        raise refused("does not record its base", fix)
+    sample = weights_sample(name)
+    if record.weights and sample:
+        if record.weights != sample:
+            fix = f"set model.name to the model it was trained on (then at {record.name})"
+            raise refused(f"was trained on other weights than {name} holds now", fix)
+        return f"the weights of {name} are those that it was trained on"
+    if record.name != name and not (Path(name).is_dir() and Path(record.name).resolve() == Path(name).resolve()):
+        raise refused(f"was trained on {record.name}, and model.name is {name}", f"set model.name: {record.name}")
+    is_commit = re.fullmatch(r"[0-9a-f]{40}", record.revision or "")
+    known = record.commit or (record.revision if is_commit else None)
+    if known and known == commit:
+        return f"it was trained on {name} at commit {known}"
+    if known and commit:
+        raise refused(f"was trained on commit {known} of {name}, and this is {commit}", f"set model.revision: {known}")
+    asked = f" (revision {record.revision} then, {revision} now)" if record.revision or revision else ""
+    return f"it was trained on {name}; not known is whether at this commit{asked}"
+
+
+def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str | None) -> PeftModel:
+    """The base with the adapter on it, to be trained. lora: what `lora_of` returned. revision: of the base.
+
+    Raises UsageError where the adapter does not fit the model, or trains fewer layers than `lora:` says.
+    """
+    log.info("starting from adapter %s: %s", adapter, check_base(adapter, model.config, revision))
+    record, now = read_base_record(adapter), quantization_of(model.config)
+    if record is not None and record.quantization != now:
+        then, here = (str(each or "full precision") for each in (record.quantization, now))
+        log.warning("it was trained on the base in %s; this run has it in %s", then, here)
+    refuse_other_base_weights(model, adapter)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of missing keys: `load_exact_values` raises
+            adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
+    except RuntimeError as error:  # torch's, where shapes differ
+        what = f"{adapter} does not fit {model.config.name_or_path}: {one_line(error)[:300]}"
+        raise UsageError(what, key="model.adapter") from error
+    if lora.get("target_modules") == "all-linear":
+        refuse_left_out(adapted, adapter)
+    config: Any = adapted.peft_config[TRAINED]
+    config.base_model_name_or_path = model.config.name_or_path
+    config.revision = commit_of(model.config) or revision
+    return adapted
+
+
+def refuse_other_base_weights(model: Any, adapter: Path) -> None:
+    """Raise UsageError where the file holds weights of the base itself, and others than the base has. PEFT saves the
+    embeddings along where an adapter is on them or the vocabulary was resized, and loads them over the base's."""
+    base = model.state_dict()
+    trained_whole = read_json(adapter / "adapter_config.json").get("modules_to_save") or ()
+    for key, saved in load_file(adapter / ADAPTER_WEIGHTS).items():
+        name = key.removeprefix(PREFIX)
+        if name not in base or any(f".{module}." in f".{name}" for module in trained_whole):
+            continue
+        if base[name].shape != saved.shape or not torch.equal(base[name].cpu(), saved.to(base[name].dtype)):
+            ours, theirs = list(base[name].shape), list(saved.shape)
+            what = f"{adapter} brings a {name} {theirs} that is not the base's {ours}"
+            raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
+
+
+def refuse_left_out(model: Any, adapter: Path) -> None:
+    """Raise UsageError where a linear layer other than the LM head has no adapter: it was not trained as all-linear."""
+    head = model.get_output_embeddings()
+    inside = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
+    left = [
+        name.removeprefix(PREFIX)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and not any(part in name for part in inside)
+    ]
+    if left:
+        what = f"is all-linear, and model.adapter {adapter} leaves out {left[0]} ({len(left)} layers in all)"
+        raise UsageError(what, key="lora.target_modules", fix="drop it: the run takes it from the adapter")
+
+
+def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:
+    """Put the file's own bits into the trainer's model, and prove that they are there. Before there is an optimizer.
+
+    TRL 1.15 rounds the adapter of a quantized base to bfloat16, and its copy for the reference misses adapters on
+    embeddings and trained tokens. compares: whether the loss has a reference policy, else UsageError where it would be
+    another. Raises RuntimeError for a tensor that found no place, and for a trained one that is not from the file.
+    """
+    model, saved = trainer.model, load_file(adapter / ADAPTER_WEIGHTS)
+    if compares and trainer.ref_model is not None:
+        what = f"{type(trainer).__name__} compares with a model of its own, and not with the policy in {adapter}"
+        raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
+    if compares and REFERENCE not in model.peft_config:
+        model.add_adapter(REFERENCE, model.peft_config[TRAINED])
+    write_values(model, saved, TRAINED, adapter)
+    if REFERENCE in model.peft_config:
+        whole = write_values(model, saved, REFERENCE, adapter)
+        if not whole and trainer.args.to_dict().get("precompute_ref_log_probs"):
+            what = "TRL computed them before the reference was whole, as it does with adapters on embeddings"
+            raise UsageError(what, key="train.precompute_ref_log_probs", fix="drop it")
+    trained = {tensor.data_ptr() for tensor in get_peft_model_state_dict(model, adapter_name=TRAINED).values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.data_ptr() not in trained:
+            raise RuntimeError(f"model.adapter: {name} would be trained beside {adapter}")
+    elements = sum(tensor.numel() for tensor in saved.values())
+    reference = "; the reference policy is a frozen copy of it" if compares else ""
+    log.info("%d tensors of %s, %d elements, are in the model bit for bit%s", len(saved), adapter, elements, reference)
+
+
+def write_values(model: Any, saved: dict[str, torch.Tensor], name: str, adapter: Path) -> bool:
+    """Write the file's values into the live adapter, and prove that they are there; whether they were there already."""
+    live = get_peft_model_state_dict(model, adapter_name=name)
+    if other := sorted(live.keys() ^ saved.keys()):
+        what = f"{len(other)} tensors are in the file or in the model ({name}) alone, the first is {other[0]}"
+        raise RuntimeError(f"model.adapter: {adapter}: {what}")
+    there = all(equal_bits(live[key], saved[key]) for key in saved)
+    for key, tensor in saved.items():
+        live[key].copy_(tensor)  # a state dict's tensors are the parameters' own memory
+    now = get_peft_model_state_dict(model, adapter_name=name)
+    if differing := sorted(key for key in saved if not equal_bits(now[key], saved[key])):
+        raise RuntimeError(
+            f"model.adapter: {adapter}: {len(differing)} tensors differ in the model ({name}): {differing[0]}"
+        )
+    return there
+
+
+def equal_bits(live: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Bit for bit, the saved one in the precision of the live one."""
+    return live.shape == saved.shape and torch.equal(live.detach().cpu(), saved.to(live.dtype))

@@ -81,7 +81,7 @@ class LoadedModels:
         """The model of a column, for the length of the block."""
         from peft import PeftModel
 
-        from cogumi.models.warm_start import check_base
+        from cogumi.models.adapters import check_base
 
         name = BASE if column == ADAPTER else column
         model = self.found[name] = self.found.get(name) or self.load(name)

@@ -26,8 +26,7 @@ from cogumi.hub.downloads import plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.methods import auto_settings, building
 from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
-from cogumi.models import warm_start
-from cogumi.models.adapters import lora_config, refuse_unmatched
+from cogumi.models.adapters import check_base, lora_config, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.notebook.report import write_report
 from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of
@@ -83,7 +82,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     building.trl_arguments(run)  # refuses what TRL would
     refuse_early(run)
     if run.model.adapter is not None:
-        run.lora = warm_start.lora_of(run.model.adapter, run.lora)
+        run.lora = lora_of(run.model.adapter, run.lora)
     again = is_resuming(run)
     if again:
         building.refuse_spent(run.run_dir, run.cogumi)
@@ -94,7 +93,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
     if run.model.adapter is not None:
-        warm_start.check_base(run.model.adapter, of_base, run.model.revision)
+        check_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
     tokenizer = building.load_run_tokenizer(run, base)
     examples = prepare_examples(run, tokenizer, of_base)
