@@ -335,10 +335,10 @@ def test_a_run_without_its_end_answers_from_its_last_good_checkpoint(
     assert chat.answer("adapter", sample["prompt"], lambda _: None).text == sample["completion"]
 
     (home / "checkpoints" / "checkpoint-6" / "adapter_model.safetensors").write_bytes(b"half")
+    assert read_setup(home).files.adapter == home / "checkpoints" / "checkpoint-3"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    setup = read_setup(home)
-    assert setup.files.adapter == home / "checkpoints" / "checkpoint-3"
-    assert setup.files.on_cpu  # beside a training, whose memory it would take
+    with golden.raises("chat", place=home, message="the run has the GPU", fix="ask when it has ended"):
+        read_setup(home)
     monkeypatch.undo()
     shutil.rmtree(home / "checkpoints")
     with golden.raises("chat", place=home, message="nothing yet", fix=f"cogumi checkpoint {home}"):

@@ -111,10 +111,6 @@ def of_text(completions: list[str], **_: Any) -> list[float]:
     return [float("42" in each.strip()) for each in completions]
 
 
-def of_messages(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    return [float("42" in each[-1]["content"]) for each in completions]
-
-
 def of_typings_text(prompts: typing.List[str], completions: typing.Sequence[str], **_: Any) -> list[float]:  # noqa: UP006
     assert all(each.endswith("6 * 7?") for each in prompts)
     return of_text(list(completions))
@@ -140,14 +136,13 @@ def text_unsaid(completions, **_):  # type: ignore[no-untyped-def]  # as most ar
 SAID = [{"role": "assistant", "content": " 42\n"}]
 
 
-@pytest.mark.parametrize("reward", [of_text, of_messages, of_typings_text, of_quoted_text, of_either])
+@pytest.mark.parametrize("reward", [of_text, of_typings_text, of_quoted_text, of_either])
 def test_a_reward_gets_chat_as_it_is_annotated(reward: Any) -> None:
     assert as_annotated(reward)(prompts=[CHAT["prompt"]], completions=[SAID], answer=["42"]) == [1.0]
     assert as_annotated(reward).__name__ == reward.__name__
 
 
 def test_a_reward_gets_text_as_it_is_annotated() -> None:
-    for reward in (of_text, of_messages):
-        assert as_annotated(reward)(prompts=["6 * 7 = "], completions=["42"]) == [1.0]
+    assert as_annotated(of_text)(prompts=["6 * 7 = "], completions=["42"]) == [1.0]
     assert asyncio.run(as_annotated(of_awaited_text)(prompts=[[]], completions=[SAID])) == [1.0]
     assert as_annotated(text_unsaid) is text_unsaid

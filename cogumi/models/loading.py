@@ -82,11 +82,9 @@ def load_model(
     dtype: str = "auto",
     quantization: dict[str, Any] | None = None,
     attention: str | None = None,
-    on_cpu: bool = False,
 ) -> PreTrainedModel:
     """The base model, on the GPU where there is one. `dtype`, `quantization` and `attention` as in `model:` of a config.
 
-    on_cpu: on the CPU in any case, as where a training has the GPU.
     Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
     """
     loading: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
@@ -101,7 +99,7 @@ def load_model(
         name,
         revision=revision,
         dtype=resolve_dtype(dtype),
-        device_map={"": 0} if torch.cuda.is_available() and not on_cpu else None,
+        device_map={"": 0} if torch.cuda.is_available() else None,
         **loading,
     )
     if quantization is not None:
@@ -198,14 +196,12 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     path = TULU if name == "cogumi:tulu" else Path(name)
     if path.is_file():
         template = path.read_text(encoding="utf-8")
-    elif name.startswith("cogumi:"):
-        raise UsageError(f"{name} is not known", key="train.chat_template_path", fix="there is cogumi:tulu")
     else:
         try:
             other: Any = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             what = f"{name} is no .jinja file, and no model with a tokenizer: {first_line(error)}"
-            raise UsageError(what, key="train.chat_template_path") from None
+            raise UsageError(what, key="train.chat_template_path", fix="there is cogumi:tulu") from None
         template, tokens = other.chat_template, list(other.get_added_vocab())
         if not isinstance(template, str):
             raise UsageError(f"the tokenizer of {name} has no chat template", key="train.chat_template_path")

@@ -100,9 +100,9 @@ def setup_of_run(run: Path) -> ChatSetup:
         import torch
     model, data, train, ours = (config.get(each) or {} for each in ("model", "data", "train", "cogumi"))
     known = read_section(run / DECISIONS, "base")
-    on_cpu = torch.cuda.is_available() and not status_of(run).ended
-    if on_cpu:
-        note = "; ".join(filter(None, (note, "the models answer on the CPU, as the run has the GPU")))
+    if torch.cuda.is_available() and not status_of(run).ended:
+        fix = "ask when it has ended"
+        raise UsageError("the run has the GPU, and the memory of a second model could end it", place=run, fix=fix)
     files = ModelFiles(
         base=model.get("name"),
         revision=known["commit"] if known.get("name") == model.get("name") else model.get("revision"),
@@ -112,7 +112,6 @@ def setup_of_run(run: Path) -> ChatSetup:
         quantization=model.get("quantization_config"),
         attention=model.get("attn_implementation"),
         stamp=stamp_of(adapter, merged),
-        on_cpu=on_cpu,
     )
     is_rl, mix = ours.get("method") == "gspo", data.get("mix") or [{}]
     given = train | (train.get("generation_kwargs") or {})

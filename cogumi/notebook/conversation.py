@@ -25,7 +25,7 @@ QUESTION = [{"role": "user", "content": "a question"}]
 class ModelFiles:
     """Where the models of a chat are, and how the run loaded its base. merged: any whole model, also one that no run made.
 
-    stamp: when the files of the adapter and of the merged model were last written. on_cpu: although there is a GPU.
+    stamp: when the files of the adapter and of the merged model were last written.
     """
 
     base: str | None = None
@@ -36,7 +36,6 @@ class ModelFiles:
     quantization: dict[str, Any] | None = None
     attention: str | None = None
     stamp: int = 0
-    on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,7 @@ class LoadedModels:
         from cogumi.models.loading import load_model, resolve_model
 
         files = self.files
-        how: dict[str, Any] = {
-            "dtype": "float32" if files.on_cpu and files.dtype == "auto" else files.dtype,
-            "attention": None if files.on_cpu else files.attention,
-            "on_cpu": files.on_cpu,
-        }
+        how: dict[str, Any] = {"dtype": files.dtype, "attention": files.attention}
         if name != BASE:
             return load_model(str(files.merged), **how).eval()
         base = resolve_model(str(files.base), files.revision)

@@ -1,8 +1,7 @@
 """From the names in a YAML to reward functions, and the shape in which each gets completions.
 
 TRL 1.15 gives strings for prompts that are strings, and for conversations a list of messages each, of which the last is
-the model's. A function annotated `completions: list[str]` is given the text of either, and one annotated `completions:
-list[list[dict]]` messages of either. Without such an annotation it gets what TRL gives.
+the model's. A function annotated `completions: list[str]` is given the text of either.
 """
 
 import functools
@@ -19,6 +18,7 @@ from typing import Any
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.rewards.functions import (
+    Reward,
     answer_similarity,
     edit_similarity,
     exact_answer,
@@ -30,24 +30,17 @@ from cogumi.rewards.functions import (
 
 # As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
 OF_TEXT = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
-OF_MESSAGES = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[(?:\w+\.)*(?:list|List|Sequence)\[.*\]\]")
-ROLES = {"prompts": "user", "completions": "assistant"}
 
 
 def as_annotated(reward: Any) -> Any:
-    """A reward function that is given its prompts and completions in the shape that it is annotated with."""
-    wanted: dict[str, Callable[[Any], Any]] = {}
-    for name, role in ROLES.items():
-        annotation = str(getattr(reward, "__annotations__", {}).get(name))
-        if OF_TEXT.fullmatch(annotation):
-            wanted[name] = text_of
-        elif OF_MESSAGES.fullmatch(annotation):
-            wanted[name] = functools.partial(messages_of, role=role)
-    if not wanted:
+    """A reward function that is given the text of its prompts and completions where it is annotated with text."""
+    hints = getattr(reward, "__annotations__", {})
+    of_text = [name for name in ("prompts", "completions") if OF_TEXT.fullmatch(str(hints.get(name)))]
+    if not of_text:
         return reward
 
     def shaped(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {**given, **{name: [wanted[name](each) for each in given[name]] for name in wanted if name in given}}
+        return {**given, **{name: list(map(text_of, given[name])) for name in of_text if name in given}}
 
     if inspect.iscoroutinefunction(reward):
 
@@ -64,12 +57,6 @@ def as_annotated(reward: Any) -> Any:
     return scored
 
 
-def messages_of(completion: Any, role: str) -> Any:
-    """A prompt or completion as messages: text becomes one."""
-    return [{"role": role, "content": completion}] if isinstance(completion, str) else completion
-
-
-Reward = Callable[..., list[float]]
 BUILTIN_REWARDS: dict[str, Reward] = {
     each.__name__: each
     for each in (exact_match, edit_similarity, parses, final_number, exact_answer, answer_similarity)
