@@ -70,21 +70,12 @@ def preview(
     as_json: AsJson = False,
 ) -> None:
     """What a run would train on: examples as the model sees them, lengths, what is left out."""
-    from rich.console import Console
-
     with show_waiting("reading and preparing the data"):
         from cogumi.config.schema import parse_overrides
         from cogumi.runs import preview as look
 
         found = look(config, examples, **parse_overrides(overrides or []))
-    console = Console(soft_wrap=True, highlight=False)
-    if as_json:
-        print_json(found.as_dict())
-    elif console.is_terminal:
-        for line in found.lines(colour=True):
-            console.print(line)  # made visible piece by piece
-    else:
-        print_text(found)
+    print_report(found, as_json)
 
 
 @app.command()

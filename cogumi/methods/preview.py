@@ -26,8 +26,7 @@ from cogumi.rewards.functions import answer_similarity, exact_answer
 
 log = logging.getLogger(__name__)
 
-# How a piece of an example is shown: as context, learned, preferred less; and between what marks where there is no colour.
-STYLES = {"context": "dim", "learned": "bold green", "rejected": "red"}
+# The marks between which a piece of an example is shown: as context, learned, preferred less.
 MARKS = {"context": ("", ""), "learned": ("«", "»"), "rejected": ("‹", "›")}
 BARS, BAR_WIDTH = 12, 40
 BATCH = 50  # prompts that a comparison completes at once
@@ -53,29 +52,17 @@ class Preview:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def lines(self, colour: bool) -> Iterator[str]:
-        """The preview in words and bars; with rich's markup, or marks where colours would not be seen."""
-        from rich.markup import escape
-
-        def shown(text: str) -> str:
-            return escape(escape_controls(text)) if colour else escape_controls(text)
-
-        yield from map(shown, self.reports)
-        yield ""
-        for shares in (self.train, self.held_out):
-            if shares is not None:
-                yield shown(str(shares))
+    def __str__(self) -> str:
+        """In words, bars and marks."""
+        lines = [*self.reports, "", *(str(shares) for shares in (self.train, self.held_out) if shares is not None)]
         most = max((count for *_, count in self.lengths), default=0)
         for first, last, count in self.lengths:
             bar = "█" * round(BAR_WIDTH * count / most)
-            yield f"{first:>7,} to {last:>7,} tokens {count:>9,} {bar}"
+            lines.append(f"{first:>7,} to {last:>7,} tokens {count:>9,} {bar}")
         for number, pieces in enumerate(self.examples, 1):
-            yield f"\n--- example {number} " + "-" * 60
-            marks = {kind: (f"[{style}]", "[/]") for kind, style in STYLES.items()} if colour else MARKS
-            yield "".join(f"{marks[kind][0]}{shown(text)}{marks[kind][1]}" for kind, text in pieces)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines(colour=False))
+            lines.append(f"\n--- example {number} " + "-" * 60)
+            lines.append("".join(f"{MARKS[kind][0]}{text}{MARKS[kind][1]}" for kind, text in pieces))
+        return "\n".join(map(escape_controls, lines))
 
 
 @show_seconds("preview: the examples are being prepared")
