@@ -182,7 +182,7 @@ def test_rewards_see_the_answer_and_unfinished_is_zero(name: str, replies: list[
     decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
     completions = [[{"role": "assistant", "content": text}] for text in decoded] if conversational else decoded
     logged = {}
-    (reward,) = on_visible([is_five], tokenizer, style)
+    reward = on_visible(is_five, tokenizer, style)
     assert reward.__name__ == "is_five"
     scores = reward(
         prompts=["p"] * 4, completions=completions, completion_ids=ids, log_metric=lambda *pair: logged.update([pair])
@@ -197,7 +197,7 @@ def test_an_asynchronous_reward_is_refused() -> None:
         return []
 
     with pytest.raises(TypeError, match="later is asynchronous"):
-        on_visible([later], None, "tags")  # type: ignore[list-item]
+        on_visible(later, None, "tags")  # type: ignore[arg-type]
 
 
 def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None:

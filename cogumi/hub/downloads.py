@@ -320,9 +320,7 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
 
 def suggest_name(name: str, kind: str) -> str:
     """A repository of the same owner whose name is near, as words to add."""
-    owner, slash, _ = name.partition("/")
-    if not slash:
-        return ""
+    owner = name.partition("/")[0]
     listed: Any = hf.HfApi().list_models if kind == "model" else hf.HfApi().list_datasets
     try:
         near = nearest(name, [found.id for found in listed(author=owner, limit=500)])

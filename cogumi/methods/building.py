@@ -126,7 +126,7 @@ def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
     unsloths = unsloth_rl.status().applied
     if run.model.adapter is not None:
         prepared = unsloth_rl.add_mode_switches(model) if unsloths else model
-        return load_adapter(prepared, run.model.adapter, run.lora, run.model.revision), None
+        return load_adapter(prepared, run.model.adapter, run.model.revision), None
     lora = lora_config(run.lora, commit_of(model.config) or run.model.revision)
     return (unsloth_rl.add_adapter(model, lora), None) if unsloths else (model, lora)
 

@@ -189,4 +189,5 @@ def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrai
             what = f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}"
             raise UsageError(what, fix="drop one")
     args.chat_template_kwargs = {**given, **wanted}
-    return on_visible(rewards, tokenizer, template.thinking.style, template.prompt_opens_thought)
+    style, opened = template.thinking.style, template.prompt_opens_thought
+    return [on_visible(each, tokenizer, style, opened) for each in rewards]

@@ -123,9 +123,7 @@ def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
     theirs, ours, plain = lora_config(own), lora_config(given), LoraConfig()
     for key in given:
         mine, wanted = getattr(ours, key), getattr(theirs, key)
-        if key == "target_modules" and mine == "all-linear":
-            own[key] = mine  # compared when the model is there to expand it
-        elif mine != wanted:
+        if mine != wanted:
             what = f"it is {mine!r}, and model.adapter {adapter} was trained with {wanted!r}"
             raise UsageError(what, key=f"lora.{key}", fix=f"drop lora.{key}: the run takes it from the adapter")
     return {key: value for key, value in own.items() if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)}
@@ -166,11 +164,8 @@ def check_base(adapter: Path, config: Any, revision: str | None) -> str:
     return f"it was trained on {name}; not known is whether at this commit{asked}"
 
 
-def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str | None) -> PeftModel:
-    """The base with the adapter on it, to be trained. lora: what `lora_of` returned. revision: of the base.
-
-    Raises UsageError where the adapter does not fit the model, or trains fewer layers than `lora:` says.
-    """
+def load_adapter(model: Any, adapter: Path, revision: str | None) -> PeftModel:
+    """The base, of this revision, with the adapter on it, to be trained. Raises UsageError where it does not fit."""
     log.info("starting from adapter %s: %s", adapter, check_base(adapter, model.config, revision))
     record, now = read_base_record(adapter), quantization_of(model.config)
     if record is not None and record.quantization != now:
@@ -184,8 +179,6 @@ def load_adapter(model: Any, adapter: Path, lora: dict[str, Any], revision: str 
     except RuntimeError as error:  # torch's, where shapes differ
         what = f"{adapter} does not fit {model.config.name_or_path}: {one_line(error)[:300]}"
         raise UsageError(what, key="model.adapter") from error
-    if lora.get("target_modules") == "all-linear":
-        refuse_left_out(adapted, adapter)
     config: Any = adapted.peft_config[TRAINED]
     config.base_model_name_or_path = model.config.name_or_path
     config.revision = commit_of(model.config) or revision
@@ -205,20 +198,6 @@ def refuse_other_base_weights(model: Any, adapter: Path) -> None:
             ours, theirs = list(base[name].shape), list(saved.shape)
             what = f"{adapter} brings a {name} {theirs} that is not the base's {ours}"
             raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
-
-
-def refuse_left_out(model: Any, adapter: Path) -> None:
-    """Raise UsageError where a linear layer other than the LM head has no adapter: it was not trained as all-linear."""
-    head = model.get_output_embeddings()
-    inside = (".base_layer", ".lora_", ".modules_to_save", ".original_module")
-    left = [
-        name.removeprefix(PREFIX)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head and not any(part in name for part in inside)
-    ]
-    if left:
-        what = f"is all-linear, and model.adapter {adapter} leaves out {left[0]} ({len(left)} layers in all)"
-        raise UsageError(what, key="lora.target_modules", fix="drop it: the run takes it from the adapter")
 
 
 def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:

@@ -104,32 +104,28 @@ def last_number(text: str) -> Decimal | None:
 Reward = Callable[..., list[float | None]]
 
 
-def on_visible(rewards: Sequence[Reward], tokenizer: Any, style: str, opened: bool = False) -> list[Any]:
-    """The same reward functions, under their names, given the visible part of every completion.
+def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False) -> Reward:
+    """The same reward function, under its name, given the visible part of every completion.
 
     `style` is that of `chat_templates.Thinking`; `opened`: prompts end inside a thought. Text is read from
-    `completion_ids`, as a completion's own text has lost the control tokens. Asynchronous functions are a TypeError.
+    `completion_ids`, as a completion's own text has lost the control tokens. An asynchronous function is a TypeError.
     """
+    if inspect.iscoroutinefunction(reward):
+        raise TypeError(f"{reward.__name__} is asynchronous; rewards are wrapped as plain functions")
 
-    def wrap(reward: Reward) -> Reward:
-        if inspect.iscoroutinefunction(reward):
-            raise TypeError(f"{reward.__name__} is asynchronous; rewards are wrapped as plain functions")
+    @functools.wraps(reward)
+    def on_visible_part(
+        prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
+    ) -> list[float | None]:
+        replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
+        answers = [visible_text(reply, style, opened) for reply in replies]
+        shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
+        scores = reward(prompts=prompts, completions=shown, **columns)
+        if log_metric := columns.get("log_metric"):
+            log_metric("unfinished", answers.count(None) / max(len(answers), 1))
+        return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]
 
-        @functools.wraps(reward)
-        def on_visible_part(
-            prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
-        ) -> list[float | None]:
-            replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
-            answers = [visible_text(reply, style, opened) for reply in replies]
-            shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
-            scores = reward(prompts=prompts, completions=shown, **columns)
-            if log_metric := columns.get("log_metric"):
-                log_metric("unfinished", answers.count(None) / max(len(answers), 1))
-            return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]
-
-        return on_visible_part
-
-    return [wrap(reward) for reward in rewards]
+    return on_visible_part
 
 
 def _replies(
