@@ -101,7 +101,7 @@ def last_number(text: str) -> Decimal | None:
         return None
 
 
-Reward = Callable[..., list[float | None]]
+Reward = Callable[..., Sequence[float | None]]
 
 
 def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False) -> Reward:
