@@ -23,7 +23,7 @@ from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.run_directory import CONSOLE, START, is_running, read_json, this_process, write_json
 from cogumi.runs.handle import Run
 from cogumi.runs.launch import await_first_step
-from cogumi.runs.supervisor import Starter, nothing_to_start
+from cogumi.runs.supervisor import describe_existing
 from cogumi.telemetry.status import format_screen, status_of
 
 Config = dict[str, Any]
@@ -90,7 +90,7 @@ def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_d
     with pytest.raises(
         UsageError, match=r"finished\) of another configuration \(train.learning_rate: 0.01 there, 0.02"
     ):
-        nothing_to_start(load_config(sft, train__learning_rate=2e-2), Starter(socket.socketpair()[0].detach()))
+        describe_existing(load_config(sft, train__learning_rate=2e-2))
 
     here = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "here"))
     ours, theirs = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (here.run_dir, run_dir))
@@ -116,12 +116,8 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     with pytest.raises(TimeoutError, match="it is still at work"):
         run.wait(timeout=0.1)
 
-    ours, theirs = socket.socketpair()
-    ours.sendall(b"1")
-    assert nothing_to_start(
-        load_config(sft, train__max_steps=100_000, train__learning_rate=2e-2), Starter(theirs.detach())
-    )
-    assert "under way already, with another configuration (train.learning_rate: 0.01 there" in ours.recv(9999).decode()
+    already = describe_existing(load_config(sft, train__max_steps=100_000, train__learning_rate=2e-2))
+    assert "under way already, with another configuration (train.learning_rate: 0.01 there" in already
 
     until(lambda: run.status().checkpoint)
     died = run.stop(kill_after=0)
@@ -185,9 +181,13 @@ def test_a_resumed_run_that_ends_before_it_has_a_status_has_failed(tmp_path: Pat
     process = {"pid": 2**22 + 1, "host": socket.gethostname(), "began": 1.0}
     write_json(tmp_path / START, {**process, "time": time.time(), "exit": 1})
     (tmp_path / CONSOLE).write_text("ValueError: of another kind\n")
-    ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(RunFailed, match=r"exit status 1 .*ends in: ValueError: of another kind"):
-        await_first_step(Run(tmp_path), ours)
+    reader, writer = os.pipe()
+    os.close(writer)
+    with (
+        open(reader, "rb", 0) as words,
+        pytest.raises(RunFailed, match=r"exit status 1 .*ends in: ValueError: of another"),
+    ):
+        await_first_step(Run(tmp_path), words)
 
 
 @pytest.mark.parametrize("name", ["status.json", "flags.json"])

@@ -1,7 +1,9 @@
 """Starts that come to nothing: what the user is told, and what is left."""
 
+import json
+import os
+import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,9 +16,8 @@ from processes import until
 
 import cogumi
 from cogumi.core.errors import RunFailed, UsageError
-from cogumi.core.run_directory import START, read_json
+from cogumi.core.run_directory import CONSOLE, START, read_json, write_json
 from cogumi.runs import launch
-from cogumi.runs.supervisor import Starter
 from cogumi.telemetry.status import status_of
 
 Config = dict[str, Any]
@@ -73,10 +74,10 @@ def test_a_file_is_not_taken_for_a_directory_of_a_run(sft: Config, tmp_path: Pat
 
 def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    ours, theirs = socket.socketpair()
-    ours.close()
-    with (tmp_path / "output").open("wb") as output, theirs:
-        launch.launch(theirs, (sft, {"train__adam_epsilon": -1.0}), output, launch.StartAttempt())
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (tmp_path / "output").open("wb") as output:
+        launch.launch(run_dir, pickle.dumps((sft, {"train__adam_epsilon": -1.0})), writer, output)
     until(lambda: (run_dir / START).exists() and "exit" in read_json(run_dir / START))
     refused = cogumi.attach(run_dir).status()
     assert (refused.state, refused.alive, refused.passed) == ("refused", False, False)
@@ -103,22 +104,23 @@ def test_a_run_that_is_stopped_while_it_is_being_started_was_stopped(sft: Config
     assert read_json(run_dir / START)["exit"] == 128 + signal.SIGTERM
 
 
-def test_a_refusal_is_raised_when_nothing_of_it_is_left(tmp_path: Path) -> None:
-    left = tmp_path / "left"
-    left.touch()
-    ours, theirs = socket.socketpair()
+@pytest.mark.parametrize("new", [True, False])
+def test_a_refusal_is_raised_when_its_processes_have_ended(tmp_path: Path, new: bool) -> None:
+    """What a start made is removed then, and never that of an earlier run."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / CONSOLE).touch()
+    reader, writer = os.pipe()
 
     def trainer() -> None:
-        starter = Starter(theirs.detach())
-        assert starter.tell(refused="no such thing")
+        os.write(writer, json.dumps({"refused": "no such thing"}).encode() + b"\n")
         time.sleep(0.3)
-        left.unlink()
-        starter.hang_up()
+        write_json(run_dir / START, {"new": new, "refused": "no such thing"})
+        os.close(writer)
 
-    with ours, ThreadPoolExecutor() as pool:
+    with open(reader, "rb", 0) as words, ThreadPoolExecutor() as pool:
         refusing = pool.submit(trainer)
-        word = until(lambda: launch.receive_word(ours, launch.StartAttempt()))
         with pytest.raises(UsageError, match="no such thing"):
-            launch.raise_refusal(word, ours)
-        assert not left.exists()
+            until(lambda: launch.read_word(words, run_dir))
+        assert run_dir.exists() is not new
         refusing.result()

@@ -14,6 +14,7 @@ from cogumi.core.notices import show_import
 from cogumi.stack.gpus import refuse_ranks, use_one_gpu
 
 if TYPE_CHECKING:
+    from cogumi.config.schema import RunConfig
     from cogumi.forecast.preflight_report import PreflightReport
     from cogumi.methods.preview import Preview
     from cogumi.training import RunResult
@@ -75,8 +76,8 @@ def libraries() -> Iterator[None]:
         yield
 
 
-def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool = False) -> None:
-    """Raise UsageError for what is known to be wrong without torch, trl and peft, whose import takes seconds."""
+def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool = False) -> "RunConfig":
+    """The configuration. Raises UsageError for what is known to be wrong without the seconds of importing torch and trl."""
     # Imported here: attaching to a run needs no schema.
     from cogumi.config.binding import nearest
     from cogumi.config.schema import read_config
@@ -100,6 +101,7 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
         except UsageError as error:
             place = origins.get(f"data.{key}", origins.label)
             raise UsageError(f"{error.place}: {error.message}", place=place, key=f"data.{key}", fix=error.fix) from None
+    return run
 
 
 def format_command(arguments: list[str]) -> str:

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cogumi")
 POLL_SECONDS = 0.25
-# How long a process may take from its last word to its end, and its supervisor to write how it ended.
-ENDING_SECONDS = 30.0
+# How long a supervisor may take to write how its process ended.
 SUPERVISOR_SECONDS = 2.0
 
 
