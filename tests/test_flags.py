@@ -434,7 +434,6 @@ def test_a_whole_policy_run_is_green() -> None:
         ({"completions/clipped_ratio": 0.9}, "completions end", "cut before they end"),
         ({"entropy": [2.0 * 0.9**i for i in range(60)]}, "entropy", "collapses"),
         ({"policy/kl_new_old": 3.0}, "KL to the sampler", "rate is too high"),
-        ({"policy/clipped_ratio_fraction": 1.0}, "clip fraction", "different probabilities"),
         ({"reward": [0.6 - 0.009 * i for i in range(60)]}, "reward trend", "too large"),
     ],
 )

@@ -43,8 +43,8 @@ class Flag:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the run was told. loss: train.loss_type, several joined by a comma. hidden_size, lora_rank: 0 where there is none.
-    lora_scale: what the adapter's product is multiplied by. rollout: completions that gspo samples at a time."""
+    """What the run was told. loss: train.loss_type, several joined by a comma.
+    rollout: completions that gspo samples at a time."""
 
     method: str
     learning_rate: float
@@ -54,10 +54,6 @@ class RunSettings:
     loss: str = ""
     vocabulary: int = 0
     fp16: bool = False
-    optimizer: str = ""
-    hidden_size: int = 0
-    lora_rank: int = 0
-    lora_scale: float = 0.0
     rollout: int = 0
 
 
@@ -174,10 +170,10 @@ FOLLOWS = {
     "prompt and completion": "gradient norm, loss noise, token frequencies",
     "token frequencies": "loss noise",
     "preferences": "gradient norm",
-    "KL to the sampler": "gradient norm, clip fraction, entropy, completions end, reward trend, reward varies",
-    "entropy": "gradient norm, clip fraction, completions end, reward trend, reward varies",
-    "reward varies": "gradient norm, adapter moves, clip fraction, reward trend",
-    "completions end": "gradient norm, adapter moves, clip fraction, reward trend",
+    "KL to the sampler": "gradient norm, entropy, completions end, reward trend, reward varies",
+    "entropy": "gradient norm, completions end, reward trend, reward varies",
+    "reward varies": "gradient norm, adapter moves, reward trend",
+    "completions end": "gradient norm, adapter moves, reward trend",
 }
 
 

@@ -264,7 +264,6 @@ STEPS = 16  # that figures of every step are averaged over
 TRUNCATED = 0.3  # yellow share of completions that are cut at their longest
 ENTROPY, KEPT = 0.05, 0.2  # nats a token, and share of its start, that the entropy is to keep
 REWARD_FALL = 0.25  # red share of its start that the reward falls by, beyond noise
-OUTSIDE = 0.95, 0.995  # yellow and red share of ratios outside the clip: at sequence level a few tenths are usual
 
 
 def rollouts(run: RunHistory) -> list[Row]:
@@ -353,22 +352,6 @@ def entropy(run: RunHistory) -> Flag | None:
     return Flag("entropy", level, evidence, threshold, *why)
 
 
-def clip_fraction(run: RunHistory) -> Flag | None:
-    """The share of ratios outside the clip, over on-policy and off-policy steps alike."""
-    rows = run.latest[-STEPS:]
-    key = "policy/clipped_ratio_fraction"
-    if not any(key in row for row in rows):
-        key = "clip_ratio/region_mean"
-    steps, values = run.series(key, rows)
-    if len(values) < STEPS:
-        return None
-    part = statistics.fmean(values)
-    evidence = f"{part:.1%} of the ratios of steps {steps[0]} to {steps[-1]} are outside"
-    threshold = f"<= {OUTSIDE[0]:.1%}, red > {OUTSIDE[1]:.1%}"
-    why = "the sampler and the trainer compute different probabilities", "train.epsilon, train.epsilon_high"
-    return Flag("clip fraction", level_above(part, *OUTSIDE), evidence, threshold, *why)
-
-
 def kl_to_the_sampler(run: RunHistory) -> Flag | None:
     """How far updates carry the policy from the one that wrote the completions (ratio - log ratio - 1).
 
@@ -387,4 +370,4 @@ def kl_to_the_sampler(run: RunHistory) -> Flag | None:
 OF_LOSS = (loss_trend, token_frequencies, loss_noise)
 SFT: tuple[Rule, ...] = (learned_tokens, padding, end_tokens, prompt_and_completion, *OF_LOSS)
 DPO: tuple[Rule, ...] = (learned_tokens, padding, loss_trend, preferences)
-RL: tuple[Rule, ...] = (kl_to_the_sampler, entropy, reward_varies, completions_end, reward_trend, clip_fraction)
+RL: tuple[Rule, ...] = (kl_to_the_sampler, entropy, reward_varies, completions_end, reward_trend)

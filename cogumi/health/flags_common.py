@@ -14,12 +14,6 @@ LOWEST_NORM = {"sft": 0.1, "dpo": 0.1, "gspo": 0.001}  # axolotl's training-stab
 WAITING = 0.2, 0.5  # yellow and red share of the time that is spent in waiting for the next batch
 UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
 LEARNED = 0.5  # share of its start that a loss fell by, from which small gradients are of examples that are learned
-LOST = 2.0**-9  # half the spacing of bfloat16 numbers beside a number: a smaller change is rounded away
-LORA_INIT = 3.0**-0.5  # standard deviation of PEFT's lora_A times the root of its columns (kaiming_uniform, a = sqrt 5)
-# (lowest usual rate, highest usual rate, rate times width) by method, for Adam. Above the last two a run is known to diverge:
-# it is 25 times what TRL's guide "LoRA Without Regret" trains an 8B model at (2e-4 in SFT, 2e-5 at most in RL, width 4096),
-# and the rate that lora_A bears is in inverse proportion to the width (Hayou et al. 2024, arXiv:2402.12354).
-USUAL_RATES = {"sft": (1e-5, 2e-3, 20.0), "dpo": (1e-6, 1e-3, 20.0), "gspo": (1e-6, 1e-4, 2.0)}
 
 
 def finite_numbers(run: RunHistory) -> Flag:
@@ -70,32 +64,6 @@ def learning_rate(run: RunHistory) -> Flag | None:
         why = "the schedule ends before the run does", "train.lr_scheduler_type"
         return Flag(name, "red", evidence, threshold, *why)
     return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}", threshold)
-
-
-def lora_rate(run: RunHistory) -> Flag | None:
-    """A rate that can move nothing in this many steps, and one that is known to diverge: from the configuration alone.
-
-    Adam moves an element by about the rate in a step, and a schedule halves that on average. So B A changes an element
-    of a weight by `lora_scale * sqrt(rank) * LORA_INIT * rate * steps / 2`, as a share of its usual size,
-    `in_features^-1/2`. Below LOST the merged model in bfloat16 is the base. Such a rate usually comes from full
-    fine-tuning. LoRA's is about ten times as high (trl#2872: 5e-7 at rank 8).
-    """
-    setting, rate, steps = run.setting, run.setting.learning_rate, run.setting.max_steps
-    if not setting.lora_rank or "adam" not in setting.optimizer or rate <= 0 or steps < 1:
-        return None
-    least, most, by_width = USUAL_RATES[setting.method]
-    change = setting.lora_scale * setting.lora_rank**0.5 * LORA_INIT * rate * steps / 2
-    name, threshold = "LoRA learning rate", f"{least:g} to {most:g} is usual"
-    if rate < least and 0 < change < LOST:
-        evidence = f"{rate:g} for {steps} steps changes weights by {change:.1e}, and bfloat16 rounds {LOST:.1e} away"
-        cause = "the LoRA learning rate is too low to move the weights"
-        return Flag(name, "yellow", evidence, threshold, cause, "train.learning_rate, ten times as high")
-    if rate > most and rate * setting.hidden_size > by_width:
-        too_high = by_width / setting.hidden_size
-        evidence = f"{rate:g} in a model {setting.hidden_size} wide, where {too_high:.1g} is too high already"
-        cause = "the LoRA learning rate is known to diverge"
-        return Flag(name, "yellow", evidence, threshold, cause, "train.learning_rate, to a tenth")
-    return Flag(name, "green", f"{rate:g} at rank {setting.lora_rank} for {steps} steps", threshold)
 
 
 def gradient_norm(run: RunHistory) -> Flag | None:
@@ -187,5 +155,11 @@ def waiting_for_data(run: RunHistory) -> Flag | None:
     return Flag("waiting for data", level_above(part, *WAITING), evidence, threshold, *why)
 
 
-OF_UPDATES = (finite_numbers, learning_rate, lora_rate, gradient_norm, adapter_moves)
-COMMON: tuple[Rule, ...] = (*OF_UPDATES, held_out_completions, waiting_for_data)
+COMMON: tuple[Rule, ...] = (
+    finite_numbers,
+    learning_rate,
+    gradient_norm,
+    adapter_moves,
+    held_out_completions,
+    waiting_for_data,
+)

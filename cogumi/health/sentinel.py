@@ -204,22 +204,16 @@ class Sentinel(TrainerCallback):
 
 
 def setting_of(trainer: Any, method: str) -> RunSettings:
-    args, model = trainer.args, trainer.model
-    adapter: Any = (getattr(model, "peft_config", None) or {}).get(getattr(model, "active_adapter", None))
-    rank = getattr(adapter, "r", 0) or 0
+    args = trainer.args
     loss = getattr(args, "loss_type", "")
     return RunSettings(
         method=method,
         learning_rate=args.learning_rate,
         max_steps=args.max_steps,
         examples_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        vocabulary=model.get_input_embeddings().num_embeddings,
+        vocabulary=trainer.model.get_input_embeddings().num_embeddings,
         loss=",".join(loss) if isinstance(loss, list) else str(loss),
         fp16=args.fp16,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
-        hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0) or 0,
-        lora_rank=rank,
-        lora_scale=adapter.lora_alpha / (rank**0.5 if adapter.use_rslora else rank) if rank else 0.0,
         rollout=getattr(args, "generation_batch_size", 0) or 0,
     )
 
