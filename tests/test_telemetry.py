@@ -52,7 +52,7 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[tuple[int, int]] = []
+    counted: list[int] = []
     import peft
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +61,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
 
     def counting(self: Any, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
         if model.training:
-            counted.append((int(inputs["attention_mask"].sum()), inputs["input_ids"].numel()))
+            counted.append(int(inputs["attention_mask"].sum()))
         return compute_loss(self, model, inputs, *args, **more)
 
     monkeypatch.setattr(trl.SFTTrainer, "compute_loss", counting)
@@ -70,8 +70,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
     result = cogumi.train(sft, cogumi__price_per_hour=7200.0)
     found = read_json(result.run_dir / "metrics.json")
     assert len(counted) == 12
-    assert found["tokens"] == sum(tokens for tokens, _ in counted) == result.series("num_tokens")[-1]
-    assert found["tokens_with_padding"] == sum(padded for _, padded in counted)
+    assert found["tokens"] == sum(counted) == result.series("num_tokens")[-1]
     assert found["tokens"] / found["tokens_per_second"] == pytest.approx(found["step_seconds"], abs=6e-4)
     assert list(found["seconds"]) == ["data", "load", "samples", "train", "eval"]
     assert sum(found["seconds"].values()) == pytest.approx(found["elapsed_seconds"], abs=0.1)
@@ -111,9 +110,7 @@ def test_what_is_logged_reaches_tensorboard_in_the_run_directory_and_nowhere_els
 def test_a_gspo_run_says_what_rollouts_and_updates_took(finished_gspo: FinishedRun) -> None:
     result = finished_gspo.result
     found = read_json(result.run_dir / "metrics.json")
-    assert found["completions"] == 32  # two rollouts of 16
-    assert 0 < found["rollout_seconds"] == pytest.approx(found["seconds"]["rollout"], abs=0.01)
-    assert found["rollout_seconds"] < found["step_seconds"]
+    assert 0 < found["seconds"]["rollout"] < found["step_seconds"]
     assert found["final"]["reward"] == result.series("reward")[-1]
     assert found["tokens"] == sum(result.series("policy/num_tokens")) + prompts_of(result)
     shown = scalars(result.run_dir)
@@ -385,27 +382,25 @@ def test_the_lengths_of_documents_in_each_kind_of_batch() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
     ids = torch.zeros(2, 4, dtype=torch.long)
     padded = {"input_ids": ids, "attention_mask": mask}
-    assert [int(each) for each in document_lengths(padded)] == [9 + 1, 4, 8]
+    assert [int(each) for each in document_lengths(padded)] == [9 + 1, 4]
     packed = {"input_ids": torch.zeros(1, 7), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]])}
-    assert [int(each) for each in document_lengths(packed)] == [9 + 4 + 4, 7, 7]
+    assert [int(each) for each in document_lengths(packed)] == [9 + 4 + 4, 7]
     beside = {"input_ids": torch.zeros(2, 5), "position_ids": torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]])}
-    assert [int(each) for each in document_lengths(beside)] == [9 + 4 + 4, 7, 10]
+    assert [int(each) for each in document_lengths(beside)] == [9 + 4 + 4, 7]
     rollout = {
         "prompt_ids": ids,
         "prompt_mask": mask.flip(-1),
         "completion_ids": ids[:, :2],
         "completion_mask": mask[:, :2],
     }
-    assert [int(each) for each in document_lengths(rollout)] == [25 + 4, 7, 12]
-    assert [int(each) for each in document_lengths({"input_ids": ids})] == [32, 8, 8]
+    assert [int(each) for each in document_lengths(rollout)] == [25 + 4, 7]
+    assert [int(each) for each in document_lengths({"input_ids": ids})] == [32, 8]
 
 
 def test_packed_rows_have_documents(sft: Config) -> None:
     result = cogumi.train(sft, train__packing=True, train__max_length=256, data__fim__max_length=160)
     found = read_json(result.run_dir / "metrics.json")
-    assert 0.9 * found["tokens_with_padding"] < found["tokens"] <= found["tokens_with_padding"]
     assert found["tokens"] == result.series("num_tokens")[-1]
-    assert found["mean_context"] < 160  # of documents, not of rows
 
 
 # -------------------------------------------------------------------------------------------------------------- trackers

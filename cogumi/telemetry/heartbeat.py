@@ -124,18 +124,12 @@ class Heartbeat:
 
 
 def has_nvml() -> bool:
-    why: Exception
     try:
-        import pynvml
-
         torch.cuda.utilization()
-        return True
-    except ImportError as error:
-        why = error
-    except (pynvml.NVMLError, RuntimeError) as error:
-        why = error
-    log.info("no GPU utilization in heartbeat.json: %s", one_line(why))
-    return False
+    except Exception as error:  # noqa: BLE001 (NVML's own, where its package is there)
+        log.info("no GPU utilization in heartbeat.json: %s", one_line(error))
+        return False
+    return True
 
 
 @contextmanager
@@ -184,12 +178,8 @@ def summarize(heart: Heartbeat) -> dict[str, Any]:
         done = throughput.total
         found |= {
             "tokens": int(done.tokens),
-            "tokens_with_padding": int(done.padded_tokens),
             "tokens_per_second": throughput.tokens_per_second(done),
-            "mean_context": done.squared / done.tokens if done.tokens else None,
             "step_seconds": round(done.step_seconds, 3),
-            "rollout_seconds": round(done.rollout_seconds, 3),
-            "completions": int(done.completions),
             "mfu": throughput.mfu(done),
         }
     rows = read_jsonl(heart.run_dir / "metrics.jsonl")

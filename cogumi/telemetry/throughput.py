@@ -166,9 +166,7 @@ class TokenCounts:
     with rollouts and reading data, without what lies between steps: saving, logging, evaluation."""
 
     tokens: float = 0.0
-    padded_tokens: float = 0.0
     squared: float = 0.0
-    completions: float = 0.0
     step_seconds: float = 0.0
     rollout_seconds: float = 0.0
 
@@ -205,19 +203,16 @@ class Throughput:
         with self.meter.stage_inside(ROLLOUT):
             batch = make(inputs)
         self.total.rollout_seconds += self.meter.seconds()[ROLLOUT] - before
-        self.total.completions += len(batch["completion_ids"])
         return batch
 
     def add(self, inputs: dict[str, Any]) -> None:
-        lengths_squared, tokens, padded = document_lengths(inputs)
-        self.total.padded_tokens += padded
-        sums = torch.stack([tokens, lengths_squared])
+        sums = torch.stack(document_lengths(inputs))
         self.on_device = sums if self.on_device is None else self.on_device + sums
 
     def read(self) -> None:
         """Take what is on the device into the totals, and leave them where the heartbeat finds them."""
         if self.on_device is not None:
-            tokens, squared = self.on_device.tolist()
+            squared, tokens = self.on_device.tolist()
             self.total.tokens += tokens
             self.total.squared += squared
             self.on_device = None
@@ -253,23 +248,22 @@ def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | N
     return work, peak, None if peak else f"the peak of {name} is not known"
 
 
-def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
-    """(sum of the squared lengths of the documents, tokens, tokens with padding) of a batch, the first two on its device.
+def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(sum of the squared lengths of the documents, tokens without padding) of a batch, both on its device.
 
     inputs: of TRL's trainers. GRPO has prompt and completion apart, and SFT and DPO rows with an attention mask. With
     packing the positions of a row start anew at each document: over a document the sum of 2 p + 1 is n^2.
     """
     if "completion_ids" in inputs:
         lengths = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)
-        padded = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
-        return lengths.square().sum(), lengths.sum(), padded
-    ids: Tensor = inputs["input_ids"]
+        return lengths.square().sum(), lengths.sum()
     if inputs.get("attention_mask") is not None:
         lengths = inputs["attention_mask"].sum(-1)
-        return lengths.square().sum(), lengths.sum(), ids.numel()
+        return lengths.square().sum(), lengths.sum()
+    ids: Tensor = inputs["input_ids"]
     if inputs.get("position_ids") is not None:
         positions: Tensor = inputs["position_ids"]
         padding = padding_mask(positions).sum()
-        return (2 * positions + 1).sum() - padding, ids.numel() - padding, ids.numel()
+        return (2 * positions + 1).sum() - padding, ids.numel() - padding
     tokens = torch.tensor(ids.numel(), device=ids.device)
-    return tokens * ids.shape[-1], tokens, ids.numel()
+    return tokens * ids.shape[-1], tokens
