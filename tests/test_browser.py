@@ -219,7 +219,6 @@ def test_a_long_sample_is_cut_between_two_lines() -> None:
 def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_change_is_on_it(tmp_path: Path) -> None:
     flag = {
         "evidence": "loss 9.1 at step 3, 2.1 at its least",
-        "threshold": "< 3",
         "cause": "the learning rate is too high",
     }
     red = {"name": "loss trend", "level": "red", **flag, "knob": "train.learning_rate, train.max_grad_norm"}

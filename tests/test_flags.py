@@ -509,12 +509,12 @@ def test_words_shared_by_answers(kind: str, mixed: bool) -> None:
 
 
 def test_a_follower_keeps_its_own_level_where_its_cause_is_not_red() -> None:
-    yellow, own = Flag("loss trend", "yellow", "", "", "a", "b"), Flag("gradient norm", "red", "", "", "c", "d")
+    yellow, own = Flag("loss trend", "yellow", "", "a", "b"), Flag("gradient norm", "red", "", "c", "d")
     assert resolve_consequences([yellow, own])[0] is own
 
 
 def test_the_answer_names_every_reason() -> None:
-    known = [Flag(name, "red", "", "", f"the cause of {name}", f"the.knob.{name}") for name in "xy"]
+    known = [Flag(name, "red", "", f"the cause of {name}", f"the.knob.{name}") for name in "xy"]
     safe, why = safe_to_scale(run_of(falling()), known[:1], known[1:])
     assert (safe, bool(safe)) == ("no", False)
     assert all(f"{name}: the cause of {name} (the.knob.{name})" in why for name in "xy")

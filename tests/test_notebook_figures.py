@@ -84,7 +84,7 @@ def test_curves_are_what_was_logged(logged: Write) -> None:
 
 def test_flags_are_lines_at_their_step_with_their_names(logged: Write) -> None:
     run = logged([{"step": n, "loss": 2.0 - n / 40, "grad_norm": float(n)} for n in range(1, 41)])
-    flag = {"evidence": "", "threshold": "", "cause": "", "knob": ""}
+    flag = {"evidence": "", "cause": "", "knob": ""}
     write_json(
         run / "flags.json",
         {

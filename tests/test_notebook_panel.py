@@ -21,7 +21,7 @@ from cogumi.notebook.report import write_report
 from cogumi.notebook.run_snapshot import RunSnapshot
 
 EVIL = "</pre><script>alert(1)</script>"
-FLAG = {"threshold": "< 1", "cause": "a rate too high", "knob": "train.learning_rate"}
+FLAG = {"cause": "a rate too high", "knob": "train.learning_rate"}
 
 
 def run_in(path: Path, state: str = "running", **more: Any) -> Path:

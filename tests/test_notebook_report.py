@@ -237,7 +237,7 @@ def test_rewards_and_sampled_completions_of_a_gspo_run(run: Path) -> None:
 
 
 def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
-    flag = {"evidence": "loss 9", "threshold": "< 3", "cause": "rate too high", "knob": "train.learning_rate"}
+    flag = {"evidence": "loss 9", "cause": "rate too high", "knob": "train.learning_rate"}
     red = {"name": "loss trend", "level": "red", **flag}
     gone = {"name": "gradient norm", "level": "red", **flag}
     found = {"step": 6, "time": 0.0, "flags": [red], "was_red": [{"step": 2, **red}, {"step": 3, **gone}]}

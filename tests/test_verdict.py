@@ -121,7 +121,7 @@ def test_a_flag_of_what_is_learned_withholds_a_yes_and_one_of_the_machine_does_n
 def test_equal_rewards_of_one_rollout_are_forgiven_when_the_next_ones_differ() -> None:
     usual: dict[str, Any] = {"reward_std": 0.2, "frac_reward_zero_std": 0.1, "completions/clipped_ratio": 0.1}
     run = run_of([0.01] * 60, GSPO, reward=noisy(0.2, 0.5, 60, 0.03), **usual)
-    early = Flag("reward varies", "red", "", "", "constant", "cogumi.rewards")
+    early = Flag("reward varies", "red", "", "constant", "cogumi.rewards")
     assert safe_to_scale(run, judge(run), [early])[0] == "yes"
     assert safe_to_scale(run, judge(run), [replace(early, name="entropy")])[0] == "no"
 
@@ -230,9 +230,7 @@ def test_a_loss_that_falls_from_6_to_below_1_raises_neither_noise_nor_prompts() 
 
 
 def test_a_flag_says_one_thing_in_one_sentence() -> None:
-    flag = Flag(
-        "loss trend", "red", "2.5 at step 1, 6.1 by step 18", "< 3", "the rate is too high", "train.learning_rate"
-    )
+    flag = Flag("loss trend", "red", "2.5 at step 1, 6.1 by step 18", "the rate is too high", "train.learning_rate")
     said = str(flag)
     assert said == "red: loss trend: the rate is too high: 2.5 at step 1, 6.1 by step 18; change train.learning_rate"
     run = run_of([0.0] * 60, GSPO)

@@ -48,7 +48,7 @@ def test_a_whole_run_on_ones_own_data_raises_no_flag(case: Case, tmp_path: Path)
 
 def test_a_case_without_a_flags_name_is_held_to_its_cause_and_key() -> None:
     case = Case("too fast", "sft", cause="rate is too high", knob="train.learning_rate")
-    right = Flag("loss trend", "red", "", "", "the learning rate is too high", "train.learning_rate, to a tenth")
+    right = Flag("loss trend", "red", "", "the learning rate is too high", "train.learning_rate, to a tenth")
     assert case.broken
     assert case.explained_by(right)
     assert case.explained_by(replace(right, name="token frequencies"))

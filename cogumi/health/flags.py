@@ -26,18 +26,17 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Flag:
-    """One judgement: the figure and the steps it is from, its limit, and, unless green, why and what to do."""
+    """One judgement: the figure and the steps it is from, and, unless green, why and what to do."""
 
     name: str
     level: Level
     evidence: str
-    threshold: str
     cause: str = ""
     knob: str = ""
 
     def __str__(self) -> str:
         if self.level == "green":
-            return f"green: {self.name}: {self.evidence} ({self.threshold})"
+            return f"green: {self.name}: {self.evidence}"
         return f"{self.level}: {self.name}: {flag_sentence(asdict(self))}"
 
 

@@ -51,7 +51,7 @@ def learned_tokens(run: RunHistory) -> Flag | None:
     evidence = f"{seen.masked} of {seen.examples} examples without a learned token"
     why = "every token of these examples is masked, so nothing is learned of them", "data.columns"
     level = level_above(share(seen.masked, seen.examples), 0, MASKED)
-    return Flag("learned tokens", level, evidence, f"none, red > {MASKED:.0%}", *why)
+    return Flag("learned tokens", level, evidence, *why)
 
 
 def padding(run: RunHistory) -> Flag | None:
@@ -62,10 +62,10 @@ def padding(run: RunHistory) -> Flag | None:
     if seen.pad_is_end and not seen.ends and seen.learned:
         evidence = f"the padding token is the end token, and none of {seen.learned} learned tokens ends a text"
         cause = "end tokens are masked as if they were padding, so the model never learns to stop"
-        return Flag("padding", "red", evidence, "end tokens are learned", cause, "the tokenizer's pad_token")
+        return Flag("padding", "red", evidence, cause, "the tokenizer's pad_token")
     evidence = f"{seen.pads_learned} padded places of {seen.examples} examples are learned"
     why = "the collator labels padding, so the model learns to write it", "the trainer's data_collator"
-    return Flag("padding", "red" if seen.pads_learned else "green", evidence, "none", *why)
+    return Flag("padding", "red" if seen.pads_learned else "green", evidence, *why)
 
 
 def end_tokens(run: RunHistory) -> Flag | None:
@@ -74,7 +74,7 @@ def end_tokens(run: RunHistory) -> Flag | None:
         return None
     evidence = f"{seen.ends} end tokens learned in {seen.examples} examples"
     why = "the examples hold no end token, so the model does not learn to stop", "data.format"
-    return Flag("end tokens", "green" if seen.ends else "yellow", evidence, "some", *why)
+    return Flag("end tokens", "green" if seen.ends else "yellow", evidence, *why)
 
 
 def prompt_and_completion(run: RunHistory) -> Flag | None:
@@ -91,7 +91,6 @@ def prompt_and_completion(run: RunHistory) -> Flag | None:
         f"completions cost {pairs.own:.3f} nats a token after their own prompt and {pairs.other:.3f} after another's "
         f"(t = {pairs.t:.1f}, step {pairs.step})"
     )
-    threshold = f"cheaper by >= {PAIR_GAIN:.0%}, or t >= {TELLS:g}; red where model or words (t < {TELLS:g}) could tell"
     level: Level = "green"
     cause = ""
     shuffled = pairs.own < KNOWS_TEXT * run.batches.entropy
@@ -105,7 +104,7 @@ def prompt_and_completion(run: RunHistory) -> Flag | None:
         level, cause = "red", "completions do not belong to their prompts, as if the rows were shuffled"
     elif unused and asked is not None:  # a base that cannot tell them yet says nothing of the data
         level, cause = "yellow", "the trained model does not use the prompts"
-    return Flag("prompt and completion", level, evidence, threshold, cause, "data.columns")
+    return Flag("prompt and completion", level, evidence, cause, "data.columns")
 
 
 def loss_trend(run: RunHistory) -> Flag | None:
@@ -130,28 +129,7 @@ def loss_trend(run: RunHistory) -> Flag | None:
         level, knob = "red", "train.learning_rate, to a third"
     elif steps[-1] >= max(100, run.setting.warmup_steps + TREND_STEPS) and not has_fallen:
         level, cause, knob = "yellow", "the loss hardly falls", "train.learning_rate, higher"
-    threshold = f"not up by more than {margin:.3f}, down by {LOSS_FALL:.0%} in 100 steps"
-    return Flag("loss trend", level, evidence, threshold, cause, knob)
-
-
-def is_at_frequencies(run: RunHistory) -> bool:
-    """Whether the loss of the second half of the steps rests at that of the tokens' frequencies.
-    It does not fall beyond noise, and at its slope as many steps again would not take it below."""
-    if run.batches is None or not has_settled(run):
-        return False
-    half = second_half(run)
-    limit, falling, end = AT_FREQUENCIES * run.batches.entropy, trend(*half), statistics.median(half[1])
-    return end > limit and falling.z > -FALLS and end + min(0.0, falling.change(half[0])) > limit
-
-
-def has_settled(run: RunHistory) -> bool:
-    steps, losses = run.series("loss")
-    known = run.batches is not None and run.batches.entropy > 0
-    return known and len(losses) >= RESTS and steps[-1] >= TREND_STEPS
-
-
-def second_half(run: RunHistory) -> tuple[list[int], list[float]]:
-    return run.series("loss", [row for row in run.rows if int(row["step"]) > run.step // 2])
+    return Flag("loss trend", level, evidence, cause, knob)
 
 
 def token_frequencies(run: RunHistory) -> Flag | None:
@@ -162,11 +140,14 @@ def token_frequencies(run: RunHistory) -> Flag | None:
     """
     steps, losses = run.series("loss")
     batches = run.batches
-    if batches is None or not has_settled(run):
+    if batches is None or batches.entropy <= 0 or len(losses) < RESTS or steps[-1] < TREND_STEPS:
         return None
-    half, start = second_half(run), statistics.median(losses[:3])
-    end, falling = statistics.median(half[1]), trend(*half)
-    level: Level = "yellow" if is_at_frequencies(run) else "green"
+    half = run.series("loss", [row for row in run.rows if int(row["step"]) > run.step // 2])
+    start, end, falling = statistics.median(losses[:3]), statistics.median(half[1]), trend(*half)
+    limit = AT_FREQUENCIES * batches.entropy
+    # It does not fall beyond noise, and at its slope as many steps again would not take it below.
+    rests = end > limit and falling.z > -FALLS and end + min(0.0, falling.change(half[0])) > limit
+    level: Level = "yellow" if rests else "green"
     cause, knob = "little but the tokens' frequencies is learned so far", "train.max_steps, higher"
     told = batches.pairs is not None and batches.pairs.t >= TELLS  # the base could tell a completion's own prompt
     still_tells = told and (batches.pairs_now is None or batches.pairs_now.t >= TELLS)
@@ -181,7 +162,7 @@ def token_frequencies(run: RunHistory) -> Flag | None:
         f"loss {start:.3f} by step {steps[2]}, {end:.3f} in steps {half[0][0]} to {steps[-1]} (trend z = {falling.z:.1f}); "
         f"the learned tokens' frequencies alone give {batches.entropy:.3f}"
     )
-    return Flag("token frequencies", level, evidence, f"< {AT_FREQUENCIES:.0%} of that, or falling", cause, knob)
+    return Flag("token frequencies", level, evidence, cause, knob)
 
 
 def loss_noise(run: RunHistory) -> Flag | None:
@@ -197,9 +178,8 @@ def loss_noise(run: RunHistory) -> Flag | None:
     if fall(run.series("loss")[1]).is_by(LOSS_FALL):
         level = "green"  # as a loss becomes small, its scatter is more and more of it
     evidence = f"{part:.0%} of the loss from step to step, with {examples} examples a step"
-    threshold = f"<= {SCATTER[0]:.0%}, red > {SCATTER[1]:.0%} with fewer than {FEW_EXAMPLES} examples"
     why = "the batch is too small, so its gradient is mostly chance", "train.gradient_accumulation_steps, higher"
-    return Flag("loss noise", level, evidence, threshold, *why)
+    return Flag("loss noise", level, evidence, *why)
 
 
 # ------------------------------------------------------------------------------------------------------------------ dpo
@@ -242,8 +222,7 @@ def preferences(run: RunHistory) -> Flag | None:
             knob = "data.columns"
         if answers is not None:
             evidence += f"; {answers.pairs} chosen answers share more words with their prompts with t = {answers.t:.1f}"
-    threshold = f"more than a coin (z > {COIN:g}), red with a loss above log 2 or words that say why"
-    return Flag("preferences", level, evidence, threshold, cause, knob)
+    return Flag("preferences", level, evidence, cause, knob)
 
 
 def are_mixed_up(answers: AnswerOverlap) -> bool:
@@ -277,12 +256,12 @@ def reward_varies(run: RunHistory) -> Flag | None:
     if not rows:
         return None
     limit, knob = run.thresholds.zero_variance, "cogumi.rewards"
-    name, threshold = "reward varies", f"<= {limit:.0%} of groups without variance"
+    name = "reward varies"
     where = f"of steps {rows[0]['step']} to {rows[-1]['step']}"
     rewards = run.series("reward", rows)[1]
     if not rewards:
         evidence = f"not one completion {where} was scored"
-        return Flag(name, "red", evidence, threshold, "every reward function returns None or NaN", knob)
+        return Flag(name, "red", evidence, "every reward function returns None or NaN", knob)
     part = statistics.fmean(run.series("frac_reward_zero_std", rows)[1] or [0.0])
     varies = any(deviation > EQUAL * max(1.0, abs(max(rewards))) for deviation in run.series("reward_std", rows)[1])
     part = part if varies or "reward_std" not in rows[-1] else 1.0
@@ -298,7 +277,7 @@ def reward_varies(run: RunHistory) -> Flag | None:
         cause, knob = "prompts are solved always or never", "data.source"
     elif not any(rewards):
         cause = "no completion earns anything, so the reward is dead for these prompts"
-    return Flag(name, level_above(part, 0.75 * limit, limit), evidence, threshold, cause, knob)
+    return Flag(name, level_above(part, 0.75 * limit, limit), evidence, cause, knob)
 
 
 def reward_trend(run: RunHistory) -> Flag | None:
@@ -308,9 +287,8 @@ def reward_trend(run: RunHistory) -> Flag | None:
     start, end, found = statistics.median(rewards[:3]), statistics.median(rewards[-5:]), trend(steps, rewards)
     falls = found.z < -TREND_Z and start - end > max(REWARD_FALL * abs(start), 2 * noise(rewards))
     evidence = f"{start:.3g} at first, {end:.3g} by step {steps[-1]} (z = {found.z:.1f})"
-    threshold = f"not down by more than {REWARD_FALL:.0%}"
     why = "updates are too large, so the policy loses what it knew", "train.learning_rate, lower"
-    return Flag("reward trend", "red" if falls else "green", evidence, threshold, *why)
+    return Flag("reward trend", "red" if falls else "green", evidence, *why)
 
 
 def completions_end(run: RunHistory) -> Flag | None:
@@ -333,7 +311,7 @@ def completions_end(run: RunHistory) -> Flag | None:
     length = f", {lengths[-1]:.0f} tokens long on average" if lengths else ""
     stretch = f"steps {rows[-ROLLOUTS:][0]['step']} to {rows[-1]['step']}"
     evidence = f"{part:.0%} of the completions of {stretch} are cut{length}, {begin:.0%} at first"
-    return Flag("completions end", level, evidence, f"<= {yellow:.0%}, red > {red:.0%}", cause, knob)
+    return Flag("completions end", level, evidence, cause, knob)
 
 
 def entropy(run: RunHistory) -> Flag | None:
@@ -347,9 +325,8 @@ def entropy(run: RunHistory) -> Flag | None:
     if now < kept and (now < ENTROPY or now < kept / 2):
         level = "red"
     evidence = f"{start:.3g} nats a token at first, {now:.3g} by step {steps[-1]}"
-    threshold = f">= {ENTROPY:g}, and {KEPT:.0%} of its start"
     why = "the policy collapses to one answer", "train.learning_rate, lower"
-    return Flag("entropy", level, evidence, threshold, *why)
+    return Flag("entropy", level, evidence, *why)
 
 
 def kl_to_the_sampler(run: RunHistory) -> Flag | None:
@@ -362,9 +339,8 @@ def kl_to_the_sampler(run: RunHistory) -> Flag | None:
         return None
     worst, red = statistics.fmean(values), run.thresholds.kl_red
     evidence = f"{worst:.3g} nats a token in steps {steps[0]} to {steps[-1]}"
-    threshold = f"<= {red / 10:g}, red > {red:g}"
     why = "the learning rate is too high for one update", "train.learning_rate, lower"
-    return Flag("KL to the sampler", level_above(worst, red / 10, red), evidence, threshold, *why)
+    return Flag("KL to the sampler", level_above(worst, red / 10, red), evidence, *why)
 
 
 OF_LOSS = (loss_trend, token_frequencies, loss_noise)

@@ -18,7 +18,7 @@ LEARNED = 0.5  # share of its start that a loss fell by, from which small gradie
 
 def finite_numbers(run: RunHistory) -> Flag:
     """The first logged row with a loss or a gradient norm that is not a number."""
-    name, threshold = "finite numbers", "every loss and gradient norm is finite"
+    name = "finite numbers"
     for row in run.rows:
         words = {"loss": "the loss", "grad_norm": "the gradient norm"}
         bad = [word for key, word in words.items() if is_not_finite(row.get(key))]
@@ -38,9 +38,9 @@ def finite_numbers(run: RunHistory) -> Flag:
             cause = f"the learning rate is too high, at {run.setting.learning_rate:g}"
         elif run.setting.fp16:
             knob = "train.bf16: true, instead of train.fp16"
-        return Flag(name, "red", evidence, threshold, cause, knob)
+        return Flag(name, "red", evidence, cause, knob)
     first = int(run.rows[0]["step"]) if run.rows else 0
-    return Flag(name, "green", f"steps {first} to {run.step}", threshold)
+    return Flag(name, "green", f"steps {first} to {run.step}")
 
 
 def is_not_finite(value: Any) -> bool:
@@ -53,17 +53,16 @@ def learning_rate(run: RunHistory) -> Flag | None:
     warmup, longest = run.setting.warmup_steps, run.setting.max_steps
     if not rates:
         return None
-    name, threshold = "learning-rate schedule", "above 0 until the last steps, its peak within the run"
+    name = "learning-rate schedule"
     if 1 < longest <= warmup:
         evidence = f"{warmup} steps of warm-up in a run of {longest}"
-        return Flag(name, "red", evidence, threshold, "the rate never reaches its peak", "train.warmup_steps")
+        return Flag(name, "red", evidence, "the rate never reaches its peak", "train.warmup_steps")
     idle = [step for step, rate in zip(steps, rates, strict=True) if rate == 0 and step > 1]
     if len(idle) >= 3 and idle[-1] == steps[-1] and run.step < longest:
         last_moving = max((i for i, rate in enumerate(rates) if rate > 0), default=-1)
         evidence = f"the rate is 0 since step {steps[last_moving + 1]}, with {longest - run.step} steps to go"
-        why = "the schedule ends before the run does", "train.lr_scheduler_type"
-        return Flag(name, "red", evidence, threshold, *why)
-    return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}", threshold)
+        return Flag(name, "red", evidence, "the schedule ends before the run does", "train.lr_scheduler_type")
+    return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}")
 
 
 def gradient_norm(run: RunHistory) -> Flag | None:
@@ -75,18 +74,18 @@ def gradient_norm(run: RunHistory) -> Flag | None:
     if len(norms) < 3:
         return None
     median = statistics.median(norms[-20:])
-    evidence, threshold = f"median {median:.3g} of steps {steps[-20:][0]} to {steps[-1]}", f"{low:g} to {high:g}"
+    evidence = f"median {median:.3g} of steps {steps[-20:][0]} to {steps[-1]}"
     if median == 0:
-        return Flag(name, "red", evidence, "> 0", "no gradient reaches a trainable weight", "lora.target_modules")
+        return Flag(name, "red", evidence, "no gradient reaches a trainable weight", "lora.target_modules")
     if median > high:
         far = 100 if rl else 10  # an RL loss's scale depends on its normaliser
         level = level_above(median, high, far * high)
-        return Flag(name, level, evidence, threshold, "updates are too large", "train.learning_rate, lower")
+        return Flag(name, level, evidence, "updates are too large", "train.learning_rate, lower")
     if median < low and (rl or not fall(run.series("loss")[1] or [0.0]).is_by(LEARNED)):
         level = "red" if median < low / 100 else "yellow"
         cause = "little is left to learn from these examples"
-        return Flag(name, level, evidence, threshold, cause, "train.learning_rate, higher")
-    return Flag(name, "green", evidence, threshold)
+        return Flag(name, level, evidence, cause, "train.learning_rate, higher")
+    return Flag(name, "green", evidence)
 
 
 def adapter_moves(run: RunHistory) -> Flag | None:
@@ -97,13 +96,13 @@ def adapter_moves(run: RunHistory) -> Flag | None:
         return None
     evidence = f"by at most {moved[-1]:.2e} to step {steps[-1]}"
     if moved[-1] > 0:
-        return Flag(name, "green", evidence, "> 0")
+        return Flag(name, "green", evidence)
     norms = run.series("grad_norm")[1]
     if any(norms):
         cause = "the optimizer does not hold the weights that get gradients, so they are frozen"
-        return Flag(name, "red", f"{evidence}, with gradients up to {max(norms):.2e}", "> 0", cause, "train.optim")
+        return Flag(name, "red", f"{evidence}, with gradients up to {max(norms):.2e}", cause, "train.optim")
     cause = "no gradient reaches the adapter, as if its output were multiplied by 0"
-    return Flag(name, "red", evidence, "> 0", cause, "lora.lora_alpha")
+    return Flag(name, "red", evidence, cause, "lora.lora_alpha")
 
 
 def held_out_completions(run: RunHistory) -> Flag | None:
@@ -115,10 +114,10 @@ def held_out_completions(run: RunHistory) -> Flag | None:
     if now is None or not now.step:
         return None
     kinds = {"empty": now.empty, "blank": now.blank, "repeating themselves": now.loops}
-    name, threshold = "held-out completions", "at least half are text"
+    name = "held-out completions"
     evidence = f"{now.count} completions after step {now.step}"
     if 2 * now.unusable <= now.count:
-        return Flag(name, "green", f"{now.count - now.unusable} of {evidence} are text", threshold)
+        return Flag(name, "green", f"{now.count - now.unusable} of {evidence} are text")
     evidence = f"{now.unusable} of {evidence} are " + " or ".join(kind for kind, many in kinds.items() if many)
     before = next((each for each in run.written if not each.step), None)
     weak = f"{before.unusable} of its {before.count}" if before and 2 * before.unusable > before.count else ""
@@ -132,7 +131,7 @@ def held_out_completions(run: RunHistory) -> Flag | None:
         cause = f"the model ends at once, as one learned token in {often} is the end token"
         knob = "train.max_steps, higher"
     early = 2 * now.step < run.setting.max_steps
-    return Flag(name, "yellow" if weak or early or is_untrained(run) else "red", evidence, threshold, cause, knob)
+    return Flag(name, "yellow" if weak or early or is_untrained(run) else "red", evidence, cause, knob)
 
 
 def is_untrained(run: RunHistory) -> bool:
@@ -150,9 +149,8 @@ def waiting_for_data(run: RunHistory) -> Flag | None:
         return None
     part = sum(waited) / sum(seconds)
     evidence = f"{part:.0%} of the time of steps {rows[0]['step']} to {rows[-1]['step']}"
-    threshold = f"<= {WAITING[0]:.0%}, red > {WAITING[1]:.0%}"
     why = "the loader is slower than the model", "train.dataloader_num_workers"
-    return Flag("waiting for data", level_above(part, *WAITING), evidence, threshold, *why)
+    return Flag("waiting for data", level_above(part, *WAITING), evidence, *why)
 
 
 COMMON: tuple[Rule, ...] = (

@@ -22,7 +22,7 @@ from cogumi.config.schema import Thresholds
 from cogumi.core.run_directory import read_json, write_json
 from cogumi.health.data_checks import examine_batches, measure_pairs, shared_words_of, shared_words_of_answers
 from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, read_samples, red_flags
-from cogumi.health.flags_by_method import TELLS, is_at_frequencies
+from cogumi.health.flags_by_method import TELLS, token_frequencies
 from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
 from cogumi.health.verdict import Check, Scale, judge, safe_to_scale
 from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
@@ -157,7 +157,8 @@ class Sentinel(TrainerCallback):
         asked = None if batches.pairs_now is None else batches.pairs_now.step
         if batches.pairs.t < TELLS:
             return asked is None and step >= min(ASK_AGAIN, self.sanity or ASK_AGAIN, self.setting.max_steps)
-        return is_at_frequencies(self.run()) and (asked is None or step - asked >= ASK_AGAIN)
+        flag = token_frequencies(self.run())
+        return flag is not None and flag.level != "green" and (asked is None or step - asked >= ASK_AGAIN)
 
     def look(self, step: int, write: bool = False) -> None:
         """Judge, say which flags are red for the first time, and keep flags.json.
