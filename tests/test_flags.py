@@ -389,23 +389,15 @@ def test_schedules_that_never_get_there_or_end_early() -> None:
         (SFT, 1.0, "green"),
         (SFT, 20.0, "yellow"),
         (SFT, 200.0, "red"),
-        (SFT, 0.01, "yellow"),
         (SFT, 0.0, "red"),
         (GSPO, 0.01, "green"),
         (GSPO, 5.0, "yellow"),
         (GSPO, 500.0, "red"),
         (DPO, 5.0, "green"),
-        (DPO, 5e-4, "red"),
     ],
 )
-def test_gradient_norms_are_held_to_their_methods_range(setting: RunSettings, norm: float, level: str) -> None:
+def test_gradient_norms_are_held_to_their_methods_limit(setting: RunSettings, norm: float, level: str) -> None:
     assert levels(run_of([3.0] * 40, setting, None, grad_norm=norm))["gradient norm"] == level
-
-
-def test_small_gradients_of_examples_that_are_learned_are_as_they_should_be() -> None:
-    learned = falling(100, start=0.69, end=0.0, scatter=1e-4)
-    assert levels(run_of(learned, DPO, None, grad_norm=4e-4))["gradient norm"] == "green"
-    assert levels(run_of(learned, DPO, None, grad_norm=0.0))["gradient norm"] == "red"
 
 
 # ---------------------------------------------------------------------------------------------------------- one fault each, rl

@@ -12,7 +12,6 @@ from cogumi.health.flags import (
     Flag,
     Level,
     Row,
-    Rule,
     RunHistory,
     fall,
     level_above,
@@ -343,7 +342,6 @@ def kl_to_the_sampler(run: RunHistory) -> Flag | None:
     return Flag("KL to the sampler", level_above(worst, red / 10, red), evidence, *why)
 
 
-OF_LOSS = (loss_trend, token_frequencies, loss_noise)
-SFT: tuple[Rule, ...] = (learned_tokens, padding, end_tokens, prompt_and_completion, *OF_LOSS)
-DPO: tuple[Rule, ...] = (learned_tokens, padding, loss_trend, preferences)
-RL: tuple[Rule, ...] = (kl_to_the_sampler, entropy, reward_varies, completions_end, reward_trend)
+SFT = (learned_tokens, padding, end_tokens, prompt_and_completion, loss_trend, token_frequencies, loss_noise)
+DPO = (learned_tokens, padding, loss_trend, preferences)
+RL = (kl_to_the_sampler, entropy, reward_varies, completions_end, reward_trend)

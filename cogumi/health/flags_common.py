@@ -4,16 +4,14 @@ import math
 import statistics
 from typing import Any
 
-from cogumi.health.flags import Flag, Rule, RunHistory, fall, level_above, noise
+from cogumi.health.flags import Flag, RunHistory, level_above, noise
 
 SETTLED_STEPS = 10  # before these a gradient norm is of a model that has not begun to move, or of a warm-up
 NO_RATE = 0.1  # Adam moves each weight by about the rate in a step, and weights are some hundredths
 WAIT_ROWS = 20
 LOSS_RISE = 0.1  # share of its start that a loss is to climb by, which benchmarks/verdict.py was read off
-LOWEST_NORM = {"sft": 0.1, "dpo": 0.1, "gspo": 0.001}  # axolotl's training-stability page
 WAITING = 0.2, 0.5  # yellow and red share of the time that is spent in waiting for the next batch
 UNTRAINED = 0.05  # share of log(vocabulary) within which a first loss is of weights that were never trained
-LEARNED = 0.5  # share of its start that a loss fell by, from which small gradients are of examples that are learned
 
 
 def finite_numbers(run: RunHistory) -> Flag:
@@ -68,7 +66,6 @@ def learning_rate(run: RunHistory) -> Flag | None:
 def gradient_norm(run: RunHistory) -> Flag | None:
     """The median norm before clipping; exactly 0 is a fault of its own, and most often another flag says whose."""
     name, rl = "gradient norm", run.setting.method == "gspo"
-    low = LOWEST_NORM[run.setting.method]
     high = run.thresholds.rl_grad_norm_high if rl else run.thresholds.grad_norm_high
     steps, norms = run.series("grad_norm", run.latest)
     if len(norms) < 3:
@@ -81,10 +78,6 @@ def gradient_norm(run: RunHistory) -> Flag | None:
         far = 100 if rl else 10  # an RL loss's scale depends on its normaliser
         level = level_above(median, high, far * high)
         return Flag(name, level, evidence, "updates are too large", "train.learning_rate, lower")
-    if median < low and (rl or not fall(run.series("loss")[1] or [0.0]).is_by(LEARNED)):
-        level = "red" if median < low / 100 else "yellow"
-        cause = "little is left to learn from these examples"
-        return Flag(name, level, evidence, cause, "train.learning_rate, higher")
     return Flag(name, "green", evidence)
 
 
@@ -153,11 +146,4 @@ def waiting_for_data(run: RunHistory) -> Flag | None:
     return Flag("waiting for data", level_above(part, *WAITING), evidence, *why)
 
 
-COMMON: tuple[Rule, ...] = (
-    finite_numbers,
-    learning_rate,
-    gradient_norm,
-    adapter_moves,
-    held_out_completions,
-    waiting_for_data,
-)
+COMMON = (finite_numbers, learning_rate, gradient_norm, adapter_moves, held_out_completions, waiting_for_data)

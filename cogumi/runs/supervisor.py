@@ -73,9 +73,6 @@ def supervise(trainer: int, run_dir: Path) -> None:
     started = read_json_or_empty(run_dir / START)
     if started.get("pid") == trainer:
         write_json(run_dir / START, {**started, "exit": code})
-        if code < 0:
-            with (run_dir / CONSOLE).open("a", encoding="utf-8") as console:
-                console.write(f"cogumi: process {trainer} was ended by {signal.Signals(-code).name}\n")
 
 
 def run_training(words: int, run_dir: Path, config: Any, overrides: Mapping[str, Any]) -> int:

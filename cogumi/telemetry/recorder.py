@@ -39,7 +39,7 @@ from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import read_json_or_empty
-from cogumi.telemetry.throughput import Throughput
+from cogumi.telemetry.throughput import PAUSED_STAGE, Meter, Throughput
 
 log = logging.getLogger("cogumi")
 LINE_SECONDS = 30.0
@@ -58,14 +58,15 @@ WORDS = {
 
 
 class StepTimer:
-    """The seconds of a step, with reading its data and without saving or evaluation; and those to the end, with both."""
+    """The seconds of a step, with reading its data and without saving or evaluation; and those to the end, with both.
+    A pause counts as no time at all."""
 
-    def __init__(self) -> None:
-        self.steps, self.excluded = 0, 0.0
+    def __init__(self, meter: Meter) -> None:
+        self.meter, self.steps = meter, 0
         self.mark = self.first = 0.0  # when the last step ended or its data began to be read; when the first one ended
 
     def clock(self) -> float:
-        return time.monotonic() - self.excluded
+        return time.monotonic() - self.meter.seconds().get(PAUSED_STAGE, 0.0)
 
     def begin_step(self) -> None:
         self.mark = self.clock()
@@ -76,10 +77,6 @@ class StepTimer:
         self.steps += 1
         self.first = now if self.steps == 1 else self.first
         return seconds
-
-    def exclude(self, seconds: float) -> None:
-        """The training has waited for so long, and it counts as no time at all."""
-        self.excluded += seconds
 
     def eta(self, steps_left: int) -> float | None:
         """At the mean pace since the first step, which warms up; None before the second."""
@@ -96,7 +93,7 @@ class Telemetry(TrainerCallback):
     def __init__(self, trainer: Any, heart: Heartbeat, name: str) -> None:
         self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
         self.bar: tqdm | None = None
-        self.pace = StepTimer()
+        self.pace = StepTimer(self.meter)
         self.throughput = heart.throughput = Throughput(trainer, heart.meter)
         if self.throughput.no_mfu:
             log.info("no MFU: %s", self.throughput.no_mfu)
@@ -110,16 +107,11 @@ class Telemetry(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, self)
 
     @contextmanager
-    def stage_beside(self, stage: str, counts: bool = True) -> Iterator[None]:
-        """Work between two steps that is no part of either. counts: whether the rest of the run will have it again, so that
-        it belongs to the pace; not so a pause."""
-        began = time.monotonic()
+    def stage_beside(self, stage: str) -> Iterator[None]:
+        """Work between two steps that is no part of either, and that the rest of the run will have again."""
         with self.meter.stage_inside(stage):
             yield
-        if counts:
-            self.pace.begin_step()
-        else:
-            self.pace.exclude(time.monotonic() - began)
+        self.pace.begin_step()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         truncate_metrics(self.run_dir, state)
@@ -265,9 +257,8 @@ class Samples(TrainerCallback):
         if self.limited:
             self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
         on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
-        limit = f", at most {SHARE:.0%} of the time" if on_the_way and self.limited else ""
-        said = f"before the first step, {on_the_way}and at the end{limit} (cogumi.samples_every)"
-        log.info("samples: %d held-out prompts %s", min(SAMPLES, len(self.prompts)), said)
+        when = f"before the first step, {on_the_way}and at the end (cogumi.samples_every)"
+        log.info("samples: %d held-out prompts %s", min(SAMPLES, len(self.prompts)), when)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
         run_dir, step, spent = self.telemetry.run_dir, state.global_step, self.telemetry.meter.seconds()

@@ -30,7 +30,8 @@ from cogumi.data.packing import padding_mask
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts
 from cogumi.stack.gpus import find_card
 
-HEARTBEAT, ROLLOUT = "heartbeat.json", "rollout"
+HEARTBEAT = "heartbeat.json"
+ROLLOUT, PAUSED_STAGE = "rollout", "paused"
 NOT_MULTIPLIED = {"original_module", "lora_embedding_A", "lora_embedding_B"}  # PEFT's: replaced by a copy, looked up
 EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

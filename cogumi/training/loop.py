@@ -40,6 +40,7 @@ from cogumi.telemetry.recorder import (
     truncate_metrics,
 )
 from cogumi.telemetry.status import BUDGET_SPENT
+from cogumi.telemetry.throughput import PAUSED_STAGE
 from cogumi.training.resumption import was_evaluated
 
 log = logging.getLogger("cogumi")
@@ -71,11 +72,10 @@ class ControlCallback(TrainerCallback):
         if self.rows:
             step = args.train_batch_size * args.gradient_accumulation_steps * PASSES
             self.every = max(math.ceil(state.max_steps / TIMES), math.ceil(self.rows / step / SHARE))
-            times = (state.max_steps - 1) // self.every
-            on_the_way = f"every {self.every} steps " if times else ""
-            cost = f"about {100 * (times + 2) * self.rows / step / state.max_steps:.1f} % of the computing"
-            when = f"before the first step, {on_the_way}and at the end, {cost} (data.eval_rows)"
-            log.info("held-out loss: %d rows %s", self.rows, when)
+            on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
+            log.info(
+                "held-out loss: %d rows before the first step, %sand at the end (data.eval_rows)", self.rows, on_the_way
+            )
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         forget_requests(self.telemetry.run_dir)  # what came too late
@@ -115,7 +115,7 @@ class ControlCallback(TrainerCallback):
         log.warning(
             "training is paused after step %d; `cogumi unpause %s` ends the pause", state.global_step, directory
         )
-        with protection.watchdog.excused(), self.telemetry.stage_beside("paused", counts=False):
+        with protection.watchdog.excused(), self.telemetry.meter.stage_inside(PAUSED_STAGE):
             while path.exists() and protection.preemption.received is None:
                 time.sleep(PAUSE_SECONDS)
         if not remove_request(path):
