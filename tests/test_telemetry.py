@@ -515,7 +515,7 @@ def test_an_unwritten_secret_is_itself_until_it_is_pickled() -> None:
     assert pickle.loads(pickle.dumps(secret)) == REDACTED
 
 
-def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_what_they_cost(sft: Config) -> None:
+def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_when(sft: Config) -> None:
     del sft["data"]["eval_rows"]
     sft["train"] |= {"max_steps": 52, "per_device_train_batch_size": 8, "logging_steps": 10}
     sft["cogumi"]["compile"] = "off"
@@ -529,12 +529,8 @@ def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_wh
     sampled = {row["step"] for row in read_jsonl(result.run_dir / "samples.jsonl")}
     assert {0, 52} <= sampled <= {0, 50, 52}
     log = (result.run_dir / "run.log").read_text()
-    assert re.search(
-        rf"held-out loss: \d+ rows before the first step, every {every} steps and at the end, about [\d.]+ %", log
-    )
-    assert re.search(
-        r"samples: 4 held-out prompts before the first step, every 50 steps and at the end, at most 2%", log
-    )
+    assert f"held-out loss: 8 rows before the first step, every {every} steps and at the end" in log
+    assert "samples: 4 held-out prompts before the first step, every 50 steps and at the end" in log
     spent = read_json(result.run_dir / "metrics.json")["seconds"]
     assert 0 < spent["samples"] < spent["train"]
     assert spent["eval"] > 0

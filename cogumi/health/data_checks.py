@@ -31,10 +31,8 @@ Tokens = Sequence[int]
 
 
 def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> WordOverlap | None:
-    """Of (prompt, completion) token ids, in the order of the data. None for fewer than twice OTHERS examples.
-
-    The same is asked of a piece of each prompt and the rest of it, which do belong together.
-    """
+    """Of (prompt, completion) token ids, and of a piece of each prompt and the rest of it, which do belong together.
+    None for fewer than twice OTHERS examples."""
     if len(documents) < 2 * OTHERS:
         return None
     prompts, completions = [set(prompt) for prompt, _ in documents], [set(rest) for _, rest in documents]
@@ -157,10 +155,8 @@ def shared_words_of_answers(trainer: Any) -> AnswerOverlap | None:
 
 
 def measure_pairs(trainer: Any) -> PairLosses | None:
-    """The loss of completions after their own prompts and after the next example's, by the trainer's own loss.
-
-    Some 2 * PAIRS forward passes of one example, without gradients; None where the data has no prompts, or only one.
-    """
+    """The loss of completions after their own prompts and after the next example's, by the trainer's own loss, in some
+    2 * PAIRS forward passes. None where the data has no prompts, or only one."""
     pieces = prompts_and_completions(trainer, PAIRS)[:PAIRS]
     if len(pieces) < PAIRS // 2 or len({tuple(prompt) for prompt, _, _ in pieces}) < len(pieces) // 2:
         return None

@@ -93,12 +93,9 @@ class AnswerOverlap:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What the collator makes of some examples before the first step. Counts are of tokens or examples.
-
-    masked: examples without one learned token. pads_learned: labelled places that the attention mask leaves out. ends:
-    learned tokens that end a text. entropy: of the learned tokens' frequencies, nats. pairs_now: the model when it was
-    asked again.
-    """
+    """What the collator makes of some examples before the first step. masked: examples without one learned token.
+    pads_learned: labelled places that the attention mask leaves out. ends: learned tokens that end a text. entropy: of the
+    learned tokens' frequencies, nats. pairs_now: the model when it was asked again."""
 
     examples: int
     masked: int

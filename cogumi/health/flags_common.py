@@ -46,7 +46,7 @@ def is_not_finite(value: Any) -> bool:
 
 
 def learning_rate(run: RunHistory) -> Flag | None:
-    """A rate that is zero, a warm-up that outlasts the run, a schedule that has ended before the run has."""
+    """A warm-up that outlasts the run."""
     steps, rates = run.series("learning_rate")
     warmup, longest = run.setting.warmup_steps, run.setting.max_steps
     if not rates:
@@ -55,11 +55,6 @@ def learning_rate(run: RunHistory) -> Flag | None:
     if 1 < longest <= warmup:
         evidence = f"{warmup} steps of warm-up in a run of {longest}"
         return Flag(name, "red", evidence, "the rate never reaches its peak", "train.warmup_steps")
-    idle = [step for step, rate in zip(steps, rates, strict=True) if rate == 0 and step > 1]
-    if len(idle) >= 3 and idle[-1] == steps[-1] and run.step < longest:
-        last_moving = max((i for i, rate in enumerate(rates) if rate > 0), default=-1)
-        evidence = f"the rate is 0 since step {steps[last_moving + 1]}, with {longest - run.step} steps to go"
-        return Flag(name, "red", evidence, "the schedule ends before the run does", "train.lr_scheduler_type")
     return Flag(name, "green", f"{rates[-1]:.3g} at step {steps[-1]}, at most {max(rates):.3g}")
 
 
@@ -99,10 +94,8 @@ def adapter_moves(run: RunHistory) -> Flag | None:
 
 
 def held_out_completions(run: RunHistory) -> Flag | None:
-    """Whether the model still writes something for held-out prompts: most completions empty, blank, or a loop, are none.
-
-    Red once half of the steps are done, unless the base did not either, or was never trained.
-    """
+    """Whether most completions of held-out prompts are neither empty, nor blank, nor a loop. Red once half of the steps are
+    done, unless those of the base are too, or it was never trained."""
     now = run.written[-1] if run.written else None
     if now is None or not now.step:
         return None

@@ -161,8 +161,8 @@ class Sentinel(TrainerCallback):
         return flag is not None and flag.level != "green" and (asked is None or step - asked >= ASK_AGAIN)
 
     def look(self, step: int, write: bool = False) -> None:
-        """Judge, say which flags are red for the first time, and keep flags.json.
-        A file that only gains green flags is written later, since that waits for the disk."""
+        """Judge, say which flags are red for the first time, and keep flags.json. One that only gains green flags is written
+        later, since that waits for the disk."""
         before = {(flag.name, flag.level) for flag in self.flags if flag.level != "green"}
         self.flags = judge(self.run())
         for flag in red_flags(self.flags):

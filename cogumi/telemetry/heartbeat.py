@@ -30,11 +30,7 @@ FINAL = ("loss", "eval_loss", "reward")
 
 @dataclass
 class Progress:
-    """How far the training is. Written by the thread that trains, read by the one that beats.
-
-    step_time: when the last step ended, which stands still when the training hangs. eta_seconds: to the end of the training,
-    as of `step_time`.
-    """
+    """How far the training is. step_time: when the last step ended. eta_seconds: to the end of the training, as of then."""
 
     step: int = 0
     steps: int | None = None
@@ -46,10 +42,7 @@ class Progress:
 
 class Heartbeat:
     """`with Heartbeat(run_dir, meter) as heart:` beats in a thread of its own until the block ends, and once more then.
-
-    The thread holds the interpreter for about a millisecond a beat and waits for nothing but the disk. `time` says that
-    the process lives; a training that hangs keeps its `step_time`, and one that holds the interpreter keeps its `time`.
-    """
+    A training that hangs keeps its `step_time`, and one that holds the interpreter keeps its `time`."""
 
     def __init__(self, run_dir: Path, meter: Meter) -> None:
         self.run_dir, self.meter = run_dir, meter

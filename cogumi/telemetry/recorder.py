@@ -84,11 +84,8 @@ class StepTimer:
 
 
 class Telemetry(TrainerCallback):
-    """Follows one trainer: adds perf/... to what it logs, writes that into the run directory, and shows it.
-
-    Each row with a loss has those that are known, for every reporter. perf/tokens_per_second counts no padding.
-    perf/mfu is a share. perf/gpu_memory_gb is the most that was reserved, in 10^9 bytes. perf/cost is the cost so far.
-    """
+    """Follows one trainer: adds perf/... to its rows with a loss, writes them into the run directory, and shows them.
+    perf/tokens_per_second counts no padding, perf/mfu is a share, perf/gpu_memory_gb the peak of reserved memory."""
 
     def __init__(self, trainer: Any, heart: Heartbeat, name: str) -> None:
         self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
@@ -239,8 +236,8 @@ def text_of(said: Any) -> str:
 
 
 class Samples(TrainerCallback):
-    """Writes samples after every `every` steps of a training.
-    None writes after each tenth of the steps, at least FEWEST apart, while this takes at most SHARE of the time."""
+    """Writes samples after every `every` steps. None: after each tenth of the steps, at least FEWEST apart, while this takes
+    at most SHARE of the time."""
 
     def __init__(
         self,
@@ -271,10 +268,8 @@ class Samples(TrainerCallback):
 def write_samples(
     run_dir: Path, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset, step: int, stops: Sequence[str]
 ) -> None:
-    """Add completions of the first prompts to samples.jsonl: rows of step, the prompt's columns, completion.
-
-    prompts: `prompt` (text), `prompt_ids`, and what would be the answer. Rows of this step and of later ones are replaced.
-    """
+    """Add completions of the first prompts to samples.jsonl, in place of rows of this step and of later ones.
+    prompts: `prompt` (text), `prompt_ids`, and what would be the answer."""
     drop_later_rows(run_dir / SAMPLES_FILE, step - 1)
     examples = prompts.select(range(min(SAMPLES, len(prompts))))
     with preserve_rng_and_mode(model):
@@ -285,7 +280,7 @@ def write_samples(
 
 @contextmanager
 def preserve_rng_and_mode(model: nn.Module) -> Iterator[None]:
-    """Put back, after the block, what it may have moved: every random state, and which modules were in training mode."""
+    """Put back, after the block, every random state, and which modules were in training mode."""
     modes = {module: module.training for module in model.modules()}
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
@@ -376,10 +371,8 @@ def set_status(run_dir: Path, state: str, **more: Any) -> None:
 
 
 def truncate_metrics(run_dir: Path, state: Any) -> None:
-    """Let the metrics end at the step that the training resumes from: what was logged later is logged again.
-
-    On a machine that fetched its checkpoint from a mirror they are what that checkpoint remembers.
-    """
+    """Let the metrics end at the step that the training resumes from, since later ones are logged again. On a machine that
+    fetched its checkpoint from a mirror they are what that checkpoint remembers."""
     path = run_dir / "metrics.jsonl"
     rows = read_jsonl(path)
     if not any("loss" in row for row in rows):

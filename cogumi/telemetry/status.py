@@ -41,10 +41,9 @@ NAMED = 3  # of the runs that a hint could name
 class Status:
     """One look at a run. Times are seconds since 1970; what the run does not say (yet) is None.
 
-    state: as in status.json, or died (that says it is at work, and its process is gone), or refused (its start; there is no
-    run). reason: why it ended, and what to do. alive: None where this machine cannot say. began: when the process did.
-    last_sign: when the run last wrote its status or heartbeat. latest, latest_steps: the last value of each metric among the
-    last logged rows, and its step. log: the file with the run's messages.
+    state: as in status.json, or died (its process is gone without a word), or refused (its start; there is no run). alive:
+    None where this machine cannot say. began: when the process did. last_sign: when the run last wrote its status or
+    heartbeat. latest, latest_steps: the last value of each metric and its step. log: the file with the run's messages.
     """
 
     run_dir: str

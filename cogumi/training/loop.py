@@ -28,17 +28,8 @@ from cogumi.health.verdict import Check, judge_gspo, judge_training
 from cogumi.methods import dpo
 from cogumi.methods.building import budget_reached
 from cogumi.methods.examples import Examples
-from cogumi.telemetry import trackers
+from cogumi.telemetry import recorder, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
-from cogumi.telemetry.recorder import (
-    Samples,
-    Telemetry,
-    preserve_rng_and_mode,
-    record_rollouts,
-    set_status,
-    terminal_loggers,
-    truncate_metrics,
-)
 from cogumi.telemetry.status import BUDGET_SPENT
 from cogumi.telemetry.throughput import PAUSED_STAGE
 from cogumi.training.resumption import was_evaluated
@@ -54,11 +45,13 @@ PAUSE_SECONDS = 0.5
 class ControlCallback(TrainerCallback):
     """Between two steps: measures the held-out loss, ends a training whose budget is spent, does what files ask for.
 
-    measured_rows: held-out rows whose loss is measured on the way, at each tenth of the steps or more rarely, so that it
-    stays cheap. The budget counts all parts of a run. Goes before callbacks that take the time of a step.
+    measured_rows: held-out rows whose loss is measured on the way, at each tenth of the steps or more rarely. The budget
+    counts all parts of a run. Goes before callbacks that take the time of a step.
     """
 
-    def __init__(self, trainer: Any, options: CogumiSection, telemetry: Telemetry, measured_rows: int = 0) -> None:
+    def __init__(
+        self, trainer: Any, options: CogumiSection, telemetry: recorder.Telemetry, measured_rows: int = 0
+    ) -> None:
         self.trainer, self.options, self.telemetry, self.rows = trainer, options, telemetry, measured_rows
         self.every = 0  # steps between two held-out losses
         self.spent: str | None = None
@@ -111,7 +104,7 @@ class ControlCallback(TrainerCallback):
         protection.saver.settle()  # the checkpoint of this step is there when the file is
         how = "`cogumi unpause`, or removing this file, ends the pause. A process that is ended now can be resumed."
         path.write_text(f"{reason}\n{how}\n")
-        set_status(directory, "paused", reason=reason)
+        recorder.set_status(directory, "paused", reason=reason)
         log.warning(
             "training is paused after step %d; `cogumi unpause %s` ends the pause", state.global_step, directory
         )
@@ -120,7 +113,7 @@ class ControlCallback(TrainerCallback):
                 time.sleep(PAUSE_SECONDS)
         if not remove_request(path):
             log.warning("the pause is over; training continues")
-        set_status(directory, "running", stage="train")
+        recorder.set_status(directory, "running", stage="train")
 
 
 def remove_request(path: Path) -> bool:
@@ -151,7 +144,7 @@ def fit(
 ) -> TrainingOutcome:
     """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
     run_dir, options, rl = run.run_dir, run.cogumi, run.cogumi.method == "gspo"
-    telemetry = Telemetry(trainer, heart, options.method)
+    telemetry = recorder.Telemetry(trainer, heart, options.method)
     trackers.set_tensorboard_directory(run_dir, trainer)
     trackers.begin_wandb(trainer)
     trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
@@ -169,12 +162,12 @@ def fit(
         heart.stalled = protection.saver.mirror.stalled
     samples_every = 0 if rl and options.samples_every is None else options.samples_every
     if samples_every != 0 and examples.prompts is not None:
-        trainer.add_callback(Samples(telemetry, tokenizer, examples.prompts, samples_every, options.stop))
+        trainer.add_callback(recorder.Samples(telemetry, tokenizer, examples.prompts, samples_every, options.stop))
     if rl:
-        record_rollouts(trainer, telemetry)
+        recorder.record_rollouts(trainer, telemetry)
     measure_loss = examples.held_out is not None and not rl
     if measure_loss:
-        trainer.evaluate = preserve_rng_and_mode(trainer.model)(trainer.evaluate)
+        trainer.evaluate = recorder.preserve_rng_and_mode(trainer.model)(trainer.evaluate)
     on_the_way = measure_loss and run.train.get("eval_strategy") is None
     control = ControlCallback(trainer, options, telemetry, len(trainer.eval_dataset) if on_the_way else 0)
     sentinel = Sentinel(
@@ -189,7 +182,7 @@ def fit(
         raise RefusedAtSetup.like(error) from error
     if measure_loss and not was_evaluated(run_dir, 0):
         trainer.evaluate()
-    with closing(telemetry), logging_redirect_tqdm(terminal_loggers()):  # lines above the bar, not in it
+    with closing(telemetry), logging_redirect_tqdm(recorder.terminal_loggers()):  # lines above the bar, not in it
         try:
             log_disk_forecast(run, trainer)
             trainer.train()
@@ -208,7 +201,7 @@ def fit(
     trackers.close_tensorboard(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
-        truncate_metrics(run_dir, state)
+        recorder.truncate_metrics(run_dir, state)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
     checks = judge_training(metrics, state.global_step, state.max_steps, ended is not None)
     checks.append(judge_moved(trainer.model, sentinel.start, options.tuning))
