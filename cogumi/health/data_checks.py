@@ -141,8 +141,8 @@ def prompts_and_completions(trainer: Any, examples: int) -> list[tuple[list[int]
 
 def shared_words_of(trainer: Any) -> WordOverlap | None:
     pieces = prompts_and_completions(trainer, EXAMPLES)
-    some = [pieces[i] for i in spread(len(pieces), DOCUMENTS)] if pieces else []
-    return shared_words([(prompt, [each for each in labels if each != IGNORED]) for prompt, _, labels in some])
+    some = ((pieces[i][0], pieces[i][2]) for i in spread(len(pieces), DOCUMENTS))
+    return shared_words([(prompt, [each for each in labels if each != IGNORED]) for prompt, labels in some])
 
 
 def shared_words_of_answers(trainer: Any) -> AnswerOverlap | None:
@@ -182,12 +182,9 @@ def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int])
 @contextmanager
 def evaluation_mode(trainer: Any) -> Iterator[None]:
     """The model in evaluation mode, and afterwards its modes, the generators and the trainer's metrics as they were."""
-    metrics = logged_metrics(trainer, "eval")
-    logged = {key: list(values) for key, values in metrics.items()}
     try:
         with preserve_rng_and_mode(trainer.model):
             trainer.model.eval()
             yield
     finally:
-        metrics.clear()
-        metrics.update(logged)
+        logged_metrics(trainer, "eval").clear()  # between two evaluations there are none

@@ -24,7 +24,7 @@ from cogumi.health.data_checks import examine_batches, measure_pairs, shared_wor
 from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, read_samples, red_flags
 from cogumi.health.flags_by_method import TELLS, token_frequencies
 from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
-from cogumi.health.verdict import Check, Scale, judge, safe_to_scale
+from cogumi.health.verdict import Check, judge
 from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
 
 log = logging.getLogger("cogumi")
@@ -150,8 +150,8 @@ class Sentinel(TrainerCallback):
             self.latest.append(row)
 
     def should_measure_pairs(self, batches: BatchStatistics, step: int) -> bool:
-        """Whether it is time to ask the model as it is now. Where the base cannot tell prompts apart, it is asked once.
-        Where the base can, it is asked when its loss comes to rest at the tokens' frequencies."""
+        """Whether to ask the model as it is now: once, where the base cannot tell prompts apart. Where the base can, when its
+        loss comes to rest at the tokens' frequencies."""
         if batches.pairs is None:
             return False
         asked = None if batches.pairs_now is None else batches.pairs_now.step
@@ -186,9 +186,6 @@ class Sentinel(TrainerCallback):
     def conclude(self) -> None:
         """Judge what there is at the end: of the steps, and then of the samples that are written after them."""
         self.look(self.trainer.state.global_step, write=True)
-
-    def answer(self) -> tuple[Scale, str]:
-        return safe_to_scale(self.run(), self.flags, (flag for _, flag in self.was_red.values()))
 
     def act_on_red(self, control: TrainerControl) -> None:
         """Do what `on_red` says, once for each flag: a user who unpauses the training has seen it."""

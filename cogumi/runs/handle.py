@@ -63,8 +63,7 @@ class Run:
         return read_jsonl(self.run_dir / "metrics.jsonl")
 
     def dashboard(self) -> None:
-        """Show the run: in a notebook a panel that follows it, with buttons; elsewhere one screen of text. It reads the
-        run's directory, so it shows any run, one that has ended too."""
+        """Show the run, also one that has ended: in a notebook a panel with buttons, elsewhere one screen of text."""
         from cogumi.notebook.panel import show_panel
 
         show_panel(self)
@@ -180,8 +179,8 @@ class Run:
         self._request(CHECKPOINT)
 
     def pause(self) -> None:
-        """Ask the run to save after the step that it is at, and to wait until `unpause()`, with all that it holds of the
-        machine. Raises UsageError where it has ended, or is paused already."""
+        """Ask the run to save after this step and to wait until `unpause()`, with all that it holds of the machine.
+        Raises UsageError where it has ended, or is paused already."""
         self._request(PAUSE)
 
     def unpause(self) -> None:

@@ -43,11 +43,10 @@ ENDING_SECONDS = 30.0
 def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:
     """Train one configuration in a process that outlives this one, the notebook, the terminal and the connection.
 
-    config, overrides: as for `cogumi.train`; COGUMI_* of the environment hold as well. Returns when the first step is done,
-    or some seconds after the configuration was found good. A run that is under way already is attached to, and one that
-    has finished is left as it is; both are said. An unfinished one is resumed from its last good checkpoint. An interrupt
-    (Ctrl-C) before it returns cancels the start: its processes are ended, and a directory that it made is removed.
-    Raises UsageError for what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
+    config, overrides: as for `cogumi.train`. Returns when the first step is done, or some seconds after the configuration was
+    found good. A run that is under way is attached to, and one that has finished is left as it is. An unfinished one is
+    resumed from its last good checkpoint. An interrupt (Ctrl-C) before it returns cancels the start. Raises UsageError for
+    what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
     """
     run = Run(refuse_mistakes(config, overrides, trains=True).run_dir.absolute())
     what = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))

@@ -2,9 +2,8 @@
 
     start -> launcher (ends at once) -> supervisor -> trainer
 
-The launcher leads a session of its own, so neither a terminal that closes nor a notebook that is restarted reaches what it
-leaves behind. Because it ends, those who kill a kernel's children do not find them either. The supervisor waits for the
-trainer and writes how it ended, which a process that was killed cannot do itself.
+The launcher leads a session of its own and ends, so neither a terminal that closes nor those who kill a kernel's children
+reach what it leaves behind. The supervisor writes how the trainer ended, which one that was killed cannot do itself.
 
 What to train comes on standard input, secrets and all, and is nowhere written but, redacted, in config.yaml. What there is
 to say before the first step goes, as JSON lines, into the pipe FD, which is closed when all of these have ended.

@@ -85,10 +85,8 @@ def default_reporter() -> str:
 
 
 def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
-    """Have TensorBoard's files written into the run directory, unless TENSORBOARD_LOGGING_DIR says where.
-
-    transformers would write them below checkpoints/, in a directory for each start, and into ./runs.
-    """
+    """Have TensorBoard's files written into the run directory, unless TENSORBOARD_LOGGING_DIR says where. transformers would
+    write them below checkpoints/, in a directory for each start, and into ./runs."""
     for board in callbacks_of(trainer, TensorBoardCallback):
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)

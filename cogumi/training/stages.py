@@ -24,7 +24,7 @@ from cogumi.forecast.memory_forecast import find_target
 from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.forecast.run_forecast import ForecastRequest, describe_stack, forecast_in_worker
 from cogumi.health.flags import red_flags
-from cogumi.health.verdict import Check, Scale, Verdict
+from cogumi.health.verdict import Check, Scale, Verdict, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
 from cogumi.merge.adapter_files import quantization_of, write_base_record
@@ -235,7 +235,7 @@ def make_verdict(fitted: TrainingOutcome) -> Verdict:
     if ended is not None and ended.state != SANITY_CHECKED:
         checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
     if sentinel.sanity is not None:
-        safe, why = sentinel.answer()
+        safe, why = safe_to_scale(sentinel.run(), sentinel.flags, (flag for _, flag in sentinel.was_red.values()))
         missed = [check.name for check in checks if not check.passed]
         if safe and missed:
             safe, why = Scale.NO, f"{' and '.join(missed)} failed"
