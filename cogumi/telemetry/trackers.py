@@ -92,9 +92,6 @@ def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
             board.logging_dir = str(run_dir / TENSORBOARD)
         survive_full_disk(board)
         log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
-    if not is_installed(TENSORBOARD) and not trainer.args.report_to:
-        install = pip_command("install tensorboard")
-        log.info("metrics are in metrics.jsonl alone: TensorBoard is not installed (%s)", install)
 
 
 def survive_full_disk(board: TensorBoardCallback) -> None:
