@@ -2,11 +2,11 @@
 
     start -> launcher (ends at once) -> supervisor -> trainer
 
-The launcher leads a session of its own and ends, so neither a terminal that closes nor those who kill a kernel's children
-reach what it leaves behind. The supervisor writes how the trainer ended, which one that was killed cannot do itself.
+The launcher leads a session of its own, which a terminal that closes does not reach. It ends, so those who kill a kernel's
+children do not find the rest. The supervisor writes how the trainer ended, which one that was killed cannot do itself.
 
-What to train comes on standard input, secrets and all, and is nowhere written but, redacted, in config.yaml. What there is
-to say before the first step goes, as JSON lines, into the pipe FD, which is closed when all of these have ended.
+What to train comes on standard input, secrets and all, and is nowhere written but, redacted, in config.yaml. FD is a pipe
+for JSON lines on what becomes of the start. It is closed when all of these have ended.
 """
 
 import faulthandler

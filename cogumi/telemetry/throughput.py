@@ -2,11 +2,11 @@
 
 FLOP per token = 4 N + 2 N_trained + 12 L d_attn T
 
-N counts the weights that a token is multiplied with: all matrices with the LM head, without the embedding table, and of a
-mixture of experts the share that a token is routed to. The forward pass takes 2 N, the gradient of the inputs 2 N, and that
-of the weights 2 N_trained (Kaplan et al. 2020, arXiv:2001.08361; Hu et al. 2021, arXiv:2106.09685). Attention takes
-12 L d_attn T, for L layers, d_attn = heads x head_dim, and T tokens attended to (PaLM, arXiv:2204.02311, appendix B),
-not halved for causality. T is sum n^2 / sum n over the documents, or the window of a layer where that is less.
+N counts the weights that a token is multiplied with: all matrices with the LM head, without the embedding table. Of a
+mixture of experts it counts the share that a token is routed to. The forward pass takes 2 N, the gradient of the inputs 2 N,
+and that of the weights 2 N_trained (Kaplan et al. 2020, arXiv:2001.08361; Hu et al. 2021, arXiv:2106.09685). Attention takes
+12 L d_attn T, for L layers, d_attn = heads x head_dim, and T tokens attended to (PaLM, arXiv:2204.02311, appendix B). It
+is not halved for causality. T is sum n^2 / sum n over the documents, or the window of a layer where that is less.
 
 With gradient checkpointing a perfect machine shows an MFU of 67 % with LoRA and 75 % without. TRL's chunked losses multiply
 the LM head only with learned tokens, which MFU does not know. A step that is made again after a kill counts again.
