@@ -222,8 +222,8 @@ def test_a_loss_at_rest_at_the_frequencies_is_the_rates_where_the_base_knew_more
     draw = random.Random(0)
     rests = [4.95 + draw.gauss(0, 0.05) for _ in range(100)]
     assert levels(run_of(rests))["token frequencies"] == "yellow"  # the text may have no more to it
-    told = replace(BATCHES, pairs=PairLosses(32, 4.9, 5.2, 3.5))
-    still, gone = PairLosses(32, 4.9, 5.1, 4.0, step=60), PairLosses(32, 5.0, 5.0, 0.4, step=60)
+    told = replace(BATCHES, pairs=PairLosses(4.9, 5.2, 3.5))
+    still, gone = PairLosses(4.9, 5.1, 4.0, step=60), PairLosses(5.0, 5.0, 0.4, step=60)
     assert levels(run_of(rests, batches=replace(told, pairs_now=still)))["token frequencies"] == "yellow"
     assert "rate is too high" in red(run_of(rests, batches=replace(told, pairs_now=gone))).cause
     rose = [4.95 - 0.3 * math.exp(-i / 8) + draw.gauss(0, 0.05) for i in range(100)]
@@ -233,8 +233,8 @@ def test_a_loss_at_rest_at_the_frequencies_is_the_rates_where_the_base_knew_more
 @pytest.mark.parametrize("seed", range(5))
 def test_a_loss_on_its_way_down_is_not_at_rest(seed: int) -> None:
     draw = random.Random(seed)
-    told = replace(BATCHES, pairs=PairLosses(32, 4.9, 5.2, 3.5))
-    gone = replace(told, pairs_now=PairLosses(32, 5.0, 5.0, 0.4, step=50))
+    told = replace(BATCHES, pairs=PairLosses(4.9, 5.2, 3.5))
+    gone = replace(told, pairs_now=PairLosses(5.0, 5.0, 0.4, step=50))
     for fall in (0.002, 0.004, 0.008):
         slow = [5.4 - fall * i + draw.gauss(0, 0.25) for i in range(100)]
         steady = [5.4 - fall * i + draw.gauss(0, 0.005) for i in range(100)]
@@ -249,7 +249,7 @@ def test_a_loss_on_its_way_down_is_not_at_rest(seed: int) -> None:
         (replace(BATCHES, masked=20), "learned tokens", "masked"),
         (replace(BATCHES, pads_learned=100), "padding", "labels padding"),
         (replace(BATCHES, pad_is_end=True, ends=0), "padding", "end tokens are masked"),
-        (replace(BATCHES, pairs=PairLosses(32, 2.0, 2.01, 0.4)), "prompt and completion", "shuffled"),
+        (replace(BATCHES, pairs=PairLosses(2.0, 2.01, 0.4)), "prompt and completion", "shuffled"),
     ],
 )
 def test_what_is_wrong_with_the_batches_is_red_before_the_first_step(
@@ -263,11 +263,11 @@ def test_what_is_wrong_with_the_batches_is_red_before_the_first_step(
 @pytest.mark.parametrize(
     ("pairs", "level"),
     [
-        (PairLosses(32, 2.0, 2.3, 6.0), "green"),
-        (PairLosses(32, 2.0, 2.02, 5.0), "green"),
-        (PairLosses(32, 2.0, 2.2, 1.0), "green"),
-        (PairLosses(32, 2.0, 2.0, 0.0), "red"),
-        (PairLosses(32, 3.6, 3.6, 0.0), "green"),  # a base that cannot tell them yet says nothing of the data
+        (PairLosses(2.0, 2.3, 6.0), "green"),
+        (PairLosses(2.0, 2.02, 5.0), "green"),
+        (PairLosses(2.0, 2.2, 1.0), "green"),
+        (PairLosses(2.0, 2.0, 0.0), "red"),
+        (PairLosses(3.6, 3.6, 0.0), "green"),  # a base that cannot tell them yet says nothing of the data
     ],
 )
 def test_pairs_that_help_or_cannot_tell_are_not_red(pairs: PairLosses, level: str) -> None:
@@ -277,25 +277,25 @@ def test_pairs_that_help_or_cannot_tell_are_not_red(pairs: PairLosses, level: st
 @pytest.mark.parametrize(
     ("words", "level", "cause"),
     [
-        (WordOverlap(256, 19.0, 5.4, 0.6), "green", ""),  # a small model, and whole rows
-        (WordOverlap(256, 0.4, 12.0, 0.5), "red", "shuffled"),
-        (WordOverlap(256, 2.5, 12.0, 0.5), "yellow", "does not use the prompts"),
+        (WordOverlap(19.0, 5.4, 0.6), "green", ""),  # a small model, and whole rows
+        (WordOverlap(0.4, 12.0, 0.5), "red", "shuffled"),
+        (WordOverlap(2.5, 12.0, 0.5), "yellow", "does not use the prompts"),
         (
-            WordOverlap(256, 0.4, 12.0, 0.02),
+            WordOverlap(0.4, 12.0, 0.02),
             "yellow",
             "does not use the prompts",
         ),  # labels share no words, whole or not
-        (WordOverlap(256, 0.4, 1.0, 0.5), "yellow", "does not use the prompts"),  # nor does this text with itself
+        (WordOverlap(0.4, 1.0, 0.5), "yellow", "does not use the prompts"),  # nor does this text with itself
     ],
 )
 def test_words_tell_shuffled_rows_from_a_weak_model(words: WordOverlap, level: str, cause: str) -> None:
-    asked = PairLosses(32, 3.61, 3.62, 1.8)
+    asked = PairLosses(3.61, 3.62, 1.8)
     weak = replace(BATCHES, pairs=asked, pairs_now=replace(asked, step=80), words=words)
     (flag,) = (flag for flag in judge(RunHistory(SFT, [], [], weak)) if flag.name == "prompt and completion")
     assert (flag.level, cause in flag.cause) == (level, True)
     if level == "yellow":  # before the first step it is only known that the base is weak
         assert levels(RunHistory(SFT, [], [], replace(weak, pairs_now=None)))["prompt and completion"] == "green"
-    strong = replace(weak, pairs=PairLosses(32, 3.2, 3.6, 9.0))
+    strong = replace(weak, pairs=PairLosses(3.2, 3.6, 9.0))
     assert levels(RunHistory(SFT, [], [], strong))["prompt and completion"] == "green"
 
 

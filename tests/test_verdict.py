@@ -219,8 +219,8 @@ def test_a_constant_reward_is_red_after_the_first_rollout() -> None:
 def test_a_loss_that_falls_from_6_to_below_1_raises_neither_noise_nor_prompts() -> None:
     draw = random.Random(0)
     losses = [0.37 + 5.73 * 0.93**i + draw.gauss(0, 0.12) for i in range(100)]
-    weak = PairLosses(32, 6.1, 6.1, 0.3)
-    words = WordOverlap(256, 9.0, 12.0, 0.5)  # completions share words with their own prompts
+    weak = PairLosses(6.1, 6.1, 0.3)
+    words = WordOverlap(9.0, 12.0, 0.5)  # completions share words with their own prompts
     batches = replace(BATCHES, pairs=weak, pairs_now=replace(weak, own=0.4, other=0.401, t=1.1, step=80), words=words)
     run = replace(run_of(losses, replace(SFT, examples_per_step=4)), batches=batches)
     assert [str(flag) for flag in judge(run) if flag.level != "green"] == []

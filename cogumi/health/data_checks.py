@@ -41,7 +41,7 @@ def shared_words(documents: Sequence[tuple[Tokens, Tokens]]) -> WordOverlap | No
     words = set[int]().union(*pieces)
     alike = len(words & set[int]().union(*completions)) / len(words) if words else 0.0
     t, t_within = students_t(gains(prompts, completions)), students_t(gains(others, pieces))
-    return WordOverlap(len(documents), t, t_within, alike)
+    return WordOverlap(t, t_within, alike)
 
 
 def shared_by_answers(documents: Sequence[tuple[Tokens, Tokens, Tokens]]) -> AnswerOverlap | None:
@@ -167,8 +167,7 @@ def measure_pairs(trainer: Any) -> PairLosses | None:
     gains = [b - a for a, b in zip(own, other, strict=True)]
     if not all(map(math.isfinite, gains)):
         return None  # the flag for finite numbers will say so
-    mean, mean_other = statistics.fmean(own), statistics.fmean(other)
-    return PairLosses(len(gains), mean, mean_other, students_t(gains), trainer.state.global_step)
+    return PairLosses(statistics.fmean(own), statistics.fmean(other), students_t(gains), trainer.state.global_step)
 
 
 def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int]) -> float:

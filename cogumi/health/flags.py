@@ -61,7 +61,6 @@ class PairLosses:
     """Loss per learned token (nats) of some completions after their own prompt and after another example's.
     `t`: Student's t of the paired difference. `step`: the optimizer step after which the model was asked."""
 
-    examples: int
     own: float
     other: float
     t: float
@@ -74,7 +73,6 @@ class WordOverlap:
     `t_within`: of pieces of the prompts and the rest of each, which do belong together. `alike`: share of the distinct
     tokens of those pieces that the completions use too."""
 
-    examples: int
     t: float
     t_within: float
     alike: float
