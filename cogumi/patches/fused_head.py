@@ -21,8 +21,8 @@ _NOT_REPLACED = object()
 _replaced: Any = _NOT_REPLACED  # what stood in TRL before `apply`: TRL's class, or None where triton is not installed
 
 
-def apply(force: bool = False) -> PatchStatus:
-    """Put `FusedLogProbFunction` in TRL's place, where no GPU can run TRL's kernel; `force`: on a GPU too, to compare.
+def apply() -> PatchStatus:
+    """Put `FusedLogProbFunction` in TRL's place, where no GPU can run TRL's kernel.
 
     Raises RuntimeError for another TRL, and when another package has replaced the kernel already.
     """
@@ -30,7 +30,7 @@ def apply(force: bool = False) -> PatchStatus:
     if _replaced is not _NOT_REPLACED:
         return status()
     device = triton_device()
-    if device is not None and not force:
+    if device is not None:
         return PatchStatus(NAME, False, f"TRL's Triton kernel runs on this {device} device")
     upstream: Any = importlib.import_module("trl.trainer.utils")
     present = upstream._ChunkedLogProbFunction
@@ -68,8 +68,8 @@ def status() -> PatchStatus:
     present = upstream._ChunkedLogProbFunction
     if present is not FusedLogProbFunction:
         return PatchStatus(NAME, False, f"applied, and since replaced by {_name(present)}")
-    why = "forced" if triton_device() else "no GPU that runs Triton"
-    return PatchStatus(NAME, True, f"TRL's losses use a PyTorch head: {why} (trl {version('trl')}, written for 1.15)")
+    why = f"no GPU that runs Triton (trl {version('trl')}, written for {WRITTEN_FOR})"
+    return PatchStatus(NAME, True, f"TRL's losses use a PyTorch head: {why}")
 
 
 def is_unsloth_kernel(kernel: Any) -> bool:

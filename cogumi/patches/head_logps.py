@@ -126,10 +126,10 @@ def _fold_tiles(
     targets: Tensor,
     law: _LogitScaling,
     tiles: _Tiles,
-    sums: _Sums,
+    all_sums: _Sums,
     keep: torch.dtype | None,
 ) -> list[Tensor]:
-    """Fold every tile into `sums`. With `keep`, returns exp(z - maximum) [n, v] in that dtype and its maximum [n], in turn.
+    """Fold every tile into the sums. With `keep`, returns exp(z - maximum) [n, v] in that dtype and its maximum [n], in turn.
 
     `hidden` has the accumulation dtype; `weight` and `bias` are cast tile by tile.
     """
@@ -139,57 +139,43 @@ def _fold_tiles(
         rows = weight[columns].to(hidden.dtype)
         some_bias = None if bias is None else bias[columns].to(hidden.dtype)
         for tokens in tiles.tokens:
+            sums = all_sums.of(tokens)
             z = law.logits(hidden[tokens], rows, some_bias, out=tiles.buffer("logits", tokens, columns))
-            e = _fold_tile(z, rows, targets[tokens], law, tiles, tokens, columns, sums.of(tokens))
+            inside, local = _locate_targets(targets[tokens], columns)
+            sums.target.copy_(torch.where(inside, z.gather(1, local.unsqueeze(1)).squeeze(1), sums.target))
+            if sums.plain is not None:
+                sums.plain.add_(z.sum(1))
+            if sums.best is None:
+                highest = z.amax(1)
+            else:
+                highest, where = z.max(1)
+                # Strictly above: among equal maxima the first counts, as in argmax.
+                sums.best.copy_(torch.where(highest > sums.maximum, where + columns.start, sums.best))
+
+            capped = sums.rows is not None and law.softcap is not None
+            slope = law.slope(z, out=tiles.buffer("slope", tokens, columns)) if capped else None
+
+            maximum = torch.maximum(sums.maximum, highest)
+            moved = sums.maximum - maximum
+            rescale = moved.exp()
+            below = z.sub_(maximum.unsqueeze(1))
+            if sums.shifted is None:
+                e = below.exp_()
+            else:
+                e = torch.exp(below, out=tiles.buffer("exp", tokens, columns))
+                # Each earlier term e * (z - old) becomes e * rescale * (z - old + old - new).
+                sums.shifted.addcmul_(sums.exp, moved).mul_(rescale).add_(below.mul_(e).sum(1))
+            sums.exp.mul_(rescale).add_(e.sum(1))
+            if sums.square is not None:
+                sums.square.mul_(rescale.square()).add_(torch.linalg.vector_norm(e, dim=1).square())
+            if sums.rows is not None:
+                if slope is not None:
+                    e.mul_(slope)
+                sums.rows.mul_(rescale.unsqueeze(1)).addmm_(e, rows)
+            sums.maximum.copy_(maximum)
             if keep is not None:
-                kept += [e.to(keep, copy=True), sums.maximum[tokens].clone()]
+                kept += [e.to(keep, copy=True), maximum]
     return kept
-
-
-def _fold_tile(
-    z: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    law: _LogitScaling,
-    tiles: _Tiles,
-    tokens: slice,
-    columns: slice,
-    sums: _Sums,
-) -> Tensor:
-    """Fold logits `z` [n, v], which are overwritten, into the views `sums` of their tokens; exp(z - maximum), in a buffer."""
-    inside, local = _locate_targets(targets, columns)
-    sums.target.copy_(torch.where(inside, z.gather(1, local.unsqueeze(1)).squeeze(1), sums.target))
-    if sums.plain is not None:
-        sums.plain.add_(z.sum(1))
-    if sums.best is None:
-        highest = z.amax(1)
-    else:
-        highest, where = z.max(1)
-        # Strictly above: among equal maxima the first counts, as in argmax.
-        sums.best.copy_(torch.where(highest > sums.maximum, where + columns.start, sums.best))
-
-    capped = sums.rows is not None and law.softcap is not None
-    slope = law.slope(z, out=tiles.buffer("slope", tokens, columns)) if capped else None
-
-    maximum = torch.maximum(sums.maximum, highest)
-    moved = sums.maximum - maximum
-    rescale = moved.exp()
-    below = z.sub_(maximum.unsqueeze(1))
-    if sums.shifted is None:
-        e = below.exp_()
-    else:
-        e = torch.exp(below, out=tiles.buffer("exp", tokens, columns))
-        # Each earlier term e * (z - old) becomes e * rescale * (z - old + old - new).
-        sums.shifted.addcmul_(sums.exp, moved).mul_(rescale).add_(below.mul_(e).sum(1))
-    sums.exp.mul_(rescale).add_(e.sum(1))
-    if sums.square is not None:
-        sums.square.mul_(rescale.square()).add_(torch.linalg.vector_norm(e, dim=1).square())
-    if sums.rows is not None:
-        if slope is not None:
-            e.mul_(slope)
-        sums.rows.mul_(rescale.unsqueeze(1)).addmm_(e, rows)
-    sums.maximum.copy_(maximum)
-    return e
 
 
 def _logp_gradient(sums: _Sums, weight: Tensor, targets: Tensor, law: _LogitScaling, tiles: _Tiles) -> Tensor:
@@ -249,7 +235,7 @@ def _recompute(
     targets: Tensor,
     log_z: Tensor,
     entropy: Tensor | None,
-    grad_logp: Tensor | None,
+    grad_logp: Tensor,
     grad_entropy: Tensor | None,
     law: _LogitScaling,
     tiles: _Tiles,
@@ -267,9 +253,8 @@ def _recompute(
         sum_bias = rows.new_zeros(len(rows)) if grad_bias is not None else None
         for tokens in tiles.tokens:
             z = law.logits(hidden[tokens], rows, some_bias, out=tiles.buffer("logits", tokens, columns))
-            slope = None
-            if law.softcap is not None:
-                slope = law.slope(z, out=tiles.buffer("slope", tokens, columns))
+            capped = law.softcap is not None
+            slope = law.slope(z, out=tiles.buffer("slope", tokens, columns)) if capped else None
             log_p = z.sub_(log_z[tokens].unsqueeze(1))
             if grad_entropy is None:
                 dz = log_p.exp_()
@@ -278,13 +263,10 @@ def _recompute(
                 dz = torch.exp(log_p, out=tiles.buffer("exp", tokens, columns))
                 log_p.add_(entropy[tokens].unsqueeze(1)).mul_(grad_entropy[tokens].unsqueeze(1))
             # dz = p so far; times -(g_logp + g_entropy * (log p + entropy)), then g_logp at the target.
-            if grad_logp is not None:
-                inside, local = _locate_targets(targets[tokens], columns)
-                upstream = grad_logp[tokens]
-                dz.mul_(-upstream.unsqueeze(1) if grad_entropy is None else log_p.add_(upstream.unsqueeze(1)).neg_())
-                dz.scatter_add_(1, local.unsqueeze(1), torch.where(inside, upstream, 0).unsqueeze(1))
-            else:
-                dz.mul_(log_p.neg_())
+            inside, local = _locate_targets(targets[tokens], columns)
+            upstream = grad_logp[tokens]
+            dz.mul_(-upstream.unsqueeze(1) if grad_entropy is None else log_p.add_(upstream.unsqueeze(1)).neg_())
+            dz.scatter_add_(1, local.unsqueeze(1), torch.where(inside, upstream, 0).unsqueeze(1))
             if slope is not None:
                 dz.mul_(slope)
             if grad_hidden is not None:
@@ -385,15 +367,17 @@ class _HeadFunction(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             return (None, None, None, *unused)
         # An entropy bonus whose coefficient is 0 (TRL's adaptive one, at rest) sends zeros: not worth two projections.
-        if grad_logp is not None and grad_entropy is not None and not grad_entropy.any():
+        if grad_logp is None:
+            grad_logp = torch.zeros_like(log_z)
+        elif grad_entropy is not None and not grad_entropy.any():
             grad_entropy = None
-        if gradient is not None and grad_logp is not None and grad_entropy is None:
+        if gradient is not None and grad_entropy is None:
             # Not in place: the graph may be retained for another backward.
             return ((gradient * grad_logp.unsqueeze(1)).to(hidden.dtype), None, None, *unused)
         wide = hidden.to(log_z.dtype)
         tiles = _Tiles(wide, len(weight), ctx.chunk_size)
         needs = ctx.needs_input_grad[:3]
-        if kept and grad_logp is not None and grad_entropy is None:
+        if kept and grad_entropy is None:
             grad_hidden, grad_weight = _backward_of_kept(
                 wide, weight, targets, log_z, kept, grad_logp, ctx.law, tiles, needs[0]
             )
