@@ -75,7 +75,6 @@ def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Envir
     report = said["report"]
     order = [
         "Python",
-        "C library",
         "temporary files",
         "work directory",
         "driver",

@@ -45,19 +45,6 @@ def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (found.state, found.fix) == ("warning", f"run {tmp_path}/bin/python -m cogumi doctor")
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "state"),
-    [
-        ("glibc", "2.27", "fatal"),
-        ("glibc", "2.28", "ok"),
-        ("glibc", "2.32", "ok"),
-        ("", "", "fatal"),
-    ],
-)
-def test_c_libraries(name: str, version: str, state: str) -> None:
-    assert checkup.glibc_finding(name, version).state == state
-
-
 # ------------------------------------------------------------------------------------------------------------------ boxes
 
 

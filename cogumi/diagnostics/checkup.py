@@ -17,7 +17,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -122,6 +122,12 @@ def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     return DoctorReport(tuple(found), time.perf_counter() - began)
 
 
+def check_disks(seen: CheckupState) -> Iterator[Finding]:
+    yield host.check_temporary_files()
+    yield host.check_directory(seen.work)
+    yield host.check_hub_cache(seen.work)
+
+
 def check_driver(seen: CheckupState) -> Iterator[Finding]:
     _, seen.torch_cuda = lanes.torch_build()
     found = list(host.check_driver(seen.torch_cuda, seen.timeout))
@@ -153,25 +159,6 @@ def check_python() -> Finding:
         cause = f"the active environment is {active}, and this is another Python: its packages are not seen here"
         return Finding("Python", "warning", place, cause, f"run {Path(active) / 'bin' / 'python'} -m cogumi doctor")
     return Finding("Python", "ok", place)
-
-
-def check_c_library() -> Finding:
-    system, processor = platform.system(), platform.machine()
-    if system == "Darwin" and processor == "arm64":
-        return Finding("C library", "ok", f"macOS {platform.mac_ver()[0]} on {processor}")
-    if (system, processor) == ("Linux", "x86_64"):
-        return glibc_finding(*platform.libc_ver())
-    cause = "the lanes are for Linux on x86-64, and for macOS on Apple silicon"
-    return Finding("C library", "warning", f"{system} {processor}", cause, "take such a machine")
-
-
-def glibc_finding(name: str, version: str) -> Finding:
-    """The wheels of every lane are for manylinux_2_28."""
-    figure = f"{name or 'unknown'} {version}".strip()
-    if name == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 28):
-        return Finding("C library", "ok", figure)
-    newer = "take an Ubuntu 22.04 or Debian 12 image, or newer"
-    return Finding("C library", "fatal", figure, "the wheels need glibc 2.28 or newer", newer)
 
 
 def check_torch(seen: CheckupState) -> Iterator[Finding]:
@@ -288,10 +275,9 @@ def with_explanation(plain: Finding, text: str, state: State | None = None) -> F
     return Finding(plain.what, state or plain.state, figure, first.cause, first.fix)
 
 
-CHECKS: tuple[tuple[str, Callable[[CheckupState], Iterator[Finding]]], ...] = (
-    ("Python", lambda _: iter([check_python()])),
-    ("C library", lambda _: iter([check_c_library()])),
-    ("disks", lambda seen: host.check_disks(seen.work)),
+CHECKS: tuple[tuple[str, Callable[[CheckupState], Iterable[Finding]]], ...] = (
+    ("Python", lambda _: [check_python()]),
+    ("disks", check_disks),
     ("driver", check_driver),
     ("environment", check_environment),
     ("packages", check_packages),

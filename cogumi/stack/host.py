@@ -22,7 +22,6 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 OWN_DISK = ("overlay", "fuse.fuse-overlayfs", "aufs")  # of a container
 BASE = 20_000_000_000  # bytes: an 8B model in bfloat16, and its tokenizer
 SCRATCH = 200_000_000  # bytes: what compilers and temporary files take
-SHARED = 1 << 30  # bytes: Docker's default is 64 MiB, which loaders and NCCL overrun
 # Libraries that torch's wheels bring themselves: another copy on LD_LIBRARY_PATH is taken instead.
 BROUGHT = {
     "libcudart", "libcublas", "libcublasLt", "libcudnn", "libnccl", "libnvJitLink", "libcusparse", "libcufft", "libnvrtc",
@@ -114,11 +113,12 @@ def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
 # ------------------------------------------------------------------------------------------------------------- the disks
 
 
-def check_disks(work: Path) -> Iterator[Finding]:
-    yield check_temporary_files()
-    yield check_directory(work)
-    yield check_hub_cache(work)
-    yield from check_shared_memory()
+def judge(what: str, figure: str, *rules: tuple[object, str, str]) -> Finding:
+    """A warning of the first rule that is broken, with its cause and fix; else that all is well."""
+    for broken, cause, fix in rules:
+        if broken:
+            return Finding(what, "warning", figure, cause, fix)
+    return Finding(what, "ok", figure)
 
 
 def check_temporary_files() -> Finding:
@@ -131,72 +131,63 @@ def check_temporary_files() -> Finding:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
         return Finding(what, "fatal", told or "/tmp", cause, fix)
     free = filesystem_of(place).space.free
-    figure = f"{place}: {format_bytes(free)} free"
-    if told and Path(told).absolute() != place.absolute():
-        cause = f"TMPDIR={told} cannot be written to (it is full, read-only or no directory), so {place} is taken"
-        return Finding(what, "warning", figure, cause, fix)
-    if free < SCRATCH:
-        cause = f"less than {format_bytes(SCRATCH)} is left there for temporary files"
-        return Finding(what, "warning", figure, cause, fix)
-    return Finding(what, "ok", figure)
+    useless = f"TMPDIR={told} cannot be written to (it is full, read-only or no directory), so {place} is taken"
+    return judge(
+        what,
+        f"{place}: {format_bytes(free)} free",
+        (told and Path(told).absolute() != place.absolute(), useless, fix),
+        (free < SCRATCH, f"less than {format_bytes(SCRATCH)} is left there for temporary files", fix),
+    )
 
 
 def check_directory(path: Path) -> Finding:
     """Whether the directory that holds runs can be written to, and whether it may be lost with the box."""
-    what, disk = "work directory", filesystem_of(path)
-    space, fix = disk.space, "work in a directory that you may write to"
-    figure = f"{path}: {format_bytes(space.free)} free of {format_bytes(space.total)}"
-    if space.read_only or not os.access(nearest_existing(path), os.W_OK):
-        cause = "runs/ and checkpoints/ are written here, and it cannot be written to"
-        return Finding(what, "warning", figure, cause, fix)
-    if space.inodes_free == 0:
-        cause = "all its inodes are taken: no file can be made"
-        return Finding(what, "warning", figure, cause, "remove many small files")
-    if disk.kind in IN_MEMORY:
-        cause = f"{disk.mount} is in memory: what is written here is lost when the box stops"
-        return Finding(
-            what, "warning", figure, cause, "work in a directory on a disk; cogumi.mirror copies checkpoints"
-        )
-    if disk.kind in OWN_DISK:
-        return Finding(what, "note", f"{figure}; the container's own disk, which is lost with it, or when a pod stops")
-    return Finding(what, "ok", figure)
+    disk, no_write = filesystem_of(path), not os.access(nearest_existing(path), os.W_OK)
+    found = judge(
+        "work directory",
+        describe_room(path, disk),
+        (
+            disk.space.read_only or no_write,
+            "runs/ and checkpoints/ are written here, and it cannot be written to",
+            "work in a directory that you may write to",
+        ),
+        (disk.space.inodes_free == 0, "all its inodes are taken: no file can be made", "remove many small files"),
+        (
+            disk.kind in IN_MEMORY,
+            f"{disk.mount} is in memory: what is written here is lost when the box stops",
+            "work in a directory on a disk; cogumi.mirror copies checkpoints",
+        ),
+    )
+    if found.state == "ok" and disk.kind in OWN_DISK:
+        lost = f"{found.figure}; the container's own disk, which is lost with it, or when a pod stops"
+        return Finding(found.what, "note", lost)
+    return found
 
 
 def check_hub_cache(work: Path) -> Finding:
     """The cache of models, which grows by tens of gigabytes, on a disk that has no room for it or does not stay."""
-    what, path = "Hugging Face cache", hub_cache()
+    path = hub_cache()
     disk = filesystem_of(path)
-    figure = f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
     others = [filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()]
     roomiest = max(others, key=writable_bytes)
     fix = "free space (cogumi disk status), or take a box with a larger disk"
     if roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk):
         fix = f"export HF_HOME={Path(roomiest.mount) / '.cache' / 'hf'}"
-    if disk.space.free < BASE:
-        cause = f"less than {format_bytes(BASE)} is left, which is one 8B model"
-        return Finding(what, "warning", figure, cause, fix)
-    if disk.kind in IN_MEMORY:
-        cause = f"{disk.mount} is in memory: every start of the box downloads the models again"
-        return Finding(what, "warning", figure, cause, "set HF_HOME to a disk that stays")
-    return Finding(what, "ok", figure)
+    in_memory = f"{disk.mount} is in memory: every start of the box downloads the models again"
+    return judge(
+        "Hugging Face cache",
+        describe_room(path, disk),
+        (disk.space.free < BASE, f"less than {format_bytes(BASE)} is left, which is one 8B model", fix),
+        (disk.kind in IN_MEMORY, in_memory, "set HF_HOME to a disk that stays"),
+    )
+
+
+def describe_room(path: Path, disk: Filesystem) -> str:
+    return f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
 
 
 def writable_bytes(disk: Filesystem) -> int:
     return 0 if disk.space.read_only else disk.space.free
-
-
-def check_shared_memory() -> Iterator[Finding]:
-    what, place = "shared memory", Path("/dev/shm")
-    if not place.is_dir():
-        return
-    space = filesystem_of(place).space
-    figure = f"/dev/shm: {format_bytes(space.free)} free of {format_bytes(space.total)}"
-    if space.total >= SHARED:
-        yield Finding(what, "ok", figure)
-        return
-    cause = "loaders with workers, NCCL and vLLM pass data through it, and end with a bus error when it is full"
-    fix = "start the container with --shm-size=8g, or set dataloader_num_workers: 0"
-    yield Finding(what, "warning", figure, cause, fix)
 
 
 # --------------------------------------------------------------------------------------------------------- the variables
