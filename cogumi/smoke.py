@@ -1,9 +1,9 @@
 """`python -m cogumi.smoke`: the whole path on this machine, checked, in about a minute.
 
-The stages are doctor, stack, standard library as data, small base, preflight, SFT, merge, GSPO, merge, and a comparison
-of the three models. SFT learns to rename variables, and about half of its demonstrations are careless. GSPO rewards
-right answers. The stages use public functions and `configs/smoke/chat-*.yaml`. Each row of the table is a check with
-its figure. Warnings stand below the table. The exit status is 0 only if all checks passed.
+The stages are doctor, stack, preflight, SFT, merge, GSPO, merge, and a comparison of the three models. SFT learns to
+rename variables, and about half of its demonstrations are careless. GSPO rewards right answers. The stages use public
+functions and `configs/smoke/chat-*.yaml`. Each row of the table is a check with its figure. Warnings stand below the
+table. The exit status is 0 only if all checks passed.
 """
 
 import json
@@ -88,10 +88,10 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from cogumi.models.loading import load_tokenizer, resolve_model
+    from cogumi.models.loading import SMALL_BASE, load_tokenizer, resolve_model
 
-    if model is not None:
-        load_tokenizer(resolve_model(model))
+    base = model or SMALL_BASE
+    load_tokenizer(resolve_model(base))
     disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
     started = time.monotonic()
     report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick)
@@ -101,7 +101,7 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     report.machine = torch.cuda.get_device_name() if report.on_gpu else threads
     write_json(status, {"state": "running"})
     try:
-        run_stages(report, model)
+        run_stages(report, base)
     except StageFailed:
         pass  # its row is in the report; the stages after it need what it made
     except BaseException as error:
@@ -113,18 +113,16 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     return report
 
 
-def run_stages(report: Report, model: str | None) -> None:
-    for name, check in (("doctor", check_environment), ("stack", check_stack), ("data", check_data)):
-        with stage(report, name):
-            check(report)
-    models = {"base": model or ""}
-    if model is None:
-        with stage(report, "base"):
-            models["base"] = check_base(report)
+def run_stages(report: Report, base: str) -> None:
+    models = {"base": base}
+    with stage(report, "doctor"):
+        check_environment(report)
+    with stage(report, "stack"):
+        check_stack(report)
     with stage(report, "preflight"):
-        check_fits(report, models["base"])
+        check_fits(report, base)
     with stage(report, "sft"):
-        models["SFT"] = check_sft(report, models["base"])
+        models["SFT"] = check_sft(report, base)
     with stage(report, "gspo"):
         models["GSPO"] = check_gspo(report, models["SFT"])
     with stage(report, "compare"):
@@ -189,38 +187,6 @@ def check_stack(report: Report) -> None:
     became = f"{config.loss_type}, {config.importance_sampling_level}, {config.epsilon:g}/{config.epsilon_high:g}"
     report.add("stack", "GRPOConfig(loss_type='gspo')", became, became == "grpo, sequence, 0.0003/0.0004")
     report.add("stack", "TRL's losses run here", head.reason, head.applied or fused_head.triton_device() is not None)
-
-
-def check_data(report: Report) -> None:
-    import polars as pl
-
-    from cogumi.data.stdlib_sample import sample_path
-
-    chats, tasks = (pl.read_parquet(sample_path(f"cogumi:stdlib-{kind}")) for kind in ("chat-noisy", "tasks"))
-    shared = chats.join(tasks, on="prompt").height
-    figure = f"{len(chats):,} conversations for SFT, {len(tasks):,} tasks for GSPO, {shared} in both"
-    enough = len(chats) > 500 and len(tasks) > 300 and not shared
-    report.add("data", "renamings in the standard library", figure, enough)
-
-
-def check_base(report: Report) -> str:
-    """The small base's loss on code must be well below that of guessing."""
-    import polars as pl
-    import torch
-
-    from cogumi.data.stdlib_sample import sample_path
-    from cogumi.models.loading import SMALL_BASE, load_model, load_tokenizer, resolve_model
-
-    path = resolve_model(SMALL_BASE)
-    model, tokenizer = load_model(path), load_tokenizer(path)
-    texts = pl.read_parquet(sample_path())["source"].sample(32, seed=0).to_list()
-    batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=128).to(model.device)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    with torch.no_grad():
-        loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.item()
-    guessing = torch.tensor(float(model.config.vocab_size)).log().item()
-    report.add("base", "loss on code, nats/token", f"{loss:.2f}, guessing is {guessing:.2f}", loss < 0.8 * guessing)
-    return path
 
 
 def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def test_the_whole_smoke_run_passes(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "run" / "smoke.json").read_text())
     assert report["passed"] is True
     assert {row["stage"] for row in report["rows"]} == {
-        "doctor", "stack", "data", "base", "preflight", "sft", "gspo", "compare"
+        "doctor", "stack", "preflight", "sft", "gspo", "compare"
     }  # fmt: skip
     checked = {row["checked"] for row in report["rows"]}
     assert {
@@ -58,7 +58,6 @@ def test_quick_with_a_model_of_ones_own(tiny_model: Path, tmp_path: Path) -> Non
     assert done.returncode == 1
     assert report["passed"] is False
     assert report["quick"] is True
-    assert "base" not in {row["stage"] for row in report["rows"]}
     failed = {row["checked"] for row in report["rows"] if not row["passed"]}
     assert failed == {"held-out loss falls by >= 10 %"}
 

@@ -518,7 +518,7 @@ def test_an_unknown_text_says_so(doctor: Callable[..., Any]) -> None:
     [
         (("--explain", "not-there.txt"), "cogumi: --explain not-there.txt: No such file or directory"),
         (("--explain", "."), "cogumi: --explain .: Is a directory"),
-        (("--explain", "-"), "cogumi: --explain -: there is nothing in standard input"),
+        (("--explain", "-"), "cogumi: --explain -: there is no text in it"),
     ],
 )
 def test_used_wrongly_is_one_line_and_status_2(words: tuple[str, ...], said: str, doctor: Callable[..., Any]) -> None:

@@ -1,12 +1,9 @@
 """The command line: a command parses, calls one public function, prints. Exit status 0 good, 1 failed, 2 used wrongly."""
 
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -133,11 +130,13 @@ def merge(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="The base's revision on the hub.")] = None,
     base_mode: Annotated[
-        str, typer.Option(help="full, or dequant: into the decoded weights of a quantized base.")
+        Literal["full", "dequant"], typer.Option(help="dequant: into the decoded weights of a quantized base.")
     ] = "full",
-    dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16 or float32.")] = "keep",
+    dtype: Annotated[
+        Literal["keep", "bfloat16", "float16", "float32"], typer.Option(help="Of what is written.")
+    ] = "keep",
     verify: Annotated[
-        str, typer.Option(help="elements; or logits: also run both models, in float32 in memory.")
+        Literal["elements", "logits"], typer.Option(help="logits: also run both models, in float32 in memory.")
     ] = "elements",
     weight: Annotated[float, typer.Option(help="What the adapter's update is multiplied by.")] = 1.0,
     add: Annotated[
@@ -156,7 +155,7 @@ def merge(
         with show_waiting("loading the libraries"):
             from cogumi.merge import check_merged
 
-        with errors_in_command_words(), failures_in_one_line():
+        with failures_in_one_line():
             found = check_merged(check, workers)
         print_json(asdict(found)) if as_json else print_text(found)
         return
@@ -167,35 +166,20 @@ def merge(
         from cogumi.merge import merge_adapter
 
     adapters = [(adapter, weight), *(parse_weighted_path(word) for word in add or [])]
-    with errors_in_command_words(), failures_in_one_line():
+    with failures_in_one_line():
         report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
     print_json(asdict(report)) if as_json else print_text(report)
-
-
-@contextmanager
-def errors_in_command_words() -> Iterator[None]:
-    """What Python is to be passed is named in the words of the command line."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(to_command_line(str(error))) from error
-
-
-def to_command_line(text: str) -> str:
-    text = re.sub(r"\b(base_mode|verify|dtype)='([a-z0-9]*)'", r"--\1 \2", text).replace("base_revision", "--revision")
-    text = re.sub(r"\bbase=(?=\S)", "--base ", text).replace("--base_mode", "--base-mode")
-    return text.replace(" base_mode", " --base-mode")
 
 
 def parse_weighted_path(word: str) -> tuple[Path, float]:
     """DIRECTORY=WEIGHT in two. Raises UsageError for anything else."""
     path, _, number = word.rpartition("=")
-    if not path:
-        raise UsageError(f"--add {word} is not a directory and a weight", fix="write DIRECTORY=WEIGHT")
     try:
-        return Path(path), float(number)
+        if path:
+            return Path(path), float(number)
     except ValueError:
-        raise UsageError(f"{number!r} is not a number", key=f"--add {word}", fix="write DIRECTORY=WEIGHT") from None
+        pass
+    raise UsageError(f"--add {word} is not a directory and a weight", fix="write DIRECTORY=WEIGHT")
 
 
 @app.command()
@@ -265,11 +249,8 @@ def read_text(place: str) -> str:
     except OSError as error:
         raise UsageError(f"{error.strerror}", key=key, fix="name a file with the traceback, or - to paste it") from None
     text = content.decode("utf-8", errors="replace")
-    wrong = f"there is nothing in {'standard input' if place == '-' else place}" if not text.strip() else ""
-    if 20 * (text.count("\ufffd") + text.count("\0")) > len(text):
-        wrong = "that is no text"
-    if wrong:
-        raise UsageError(wrong, key=key, fix="it takes the whole traceback or log")
+    if not text.strip() or 20 * (text.count("\ufffd") + text.count("\0")) > len(text):
+        raise UsageError("there is no text in it", key=key, fix="it takes the whole traceback or log")
     return text
 
 

@@ -90,12 +90,6 @@ def prepared_inputs(trainer: Any, inputs: Any) -> Any:
     return trainer._prepare_inputs(inputs)
 
 
-def save_rng_and_scaler(trainer: Any, directory: str) -> None:
-    """Write the random states, and the gradient scaler where there is one, as a checkpoint has them."""
-    trainer._save_rng_state(directory)
-    trainer._save_scaler(directory)
-
-
 def commit_of(config: Any) -> str | None:
     """The commit of the hub that a model was loaded from; None for a directory."""
     return getattr(config, "_commit_hash", None)
