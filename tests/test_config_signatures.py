@@ -1,6 +1,7 @@
 """What is read from the libraries' sources is what the libraries say: a move upstream fails here."""
 
 import dataclasses
+import inspect
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -15,6 +16,7 @@ from cogumi.config.binding import (
     HOMES,
     MORE_NAMES,
     NAMED_IN_HELP,
+    QUANTIZATION,
     config_class,
     hints_imported,
     hints_in_source,
@@ -26,13 +28,23 @@ from cogumi.core.errors import UsageError
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig", "LoraConfig", "BitsAndBytesConfig"])
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig", "LoraConfig"])
 def test_the_source_has_exactly_the_keys_of_the_signature(name: str) -> None:
     read, real = hints_in_source(name), hints_imported(name)
     assert read.keys() == real.keys()
     for key, hint in read.items():  # the same type, or one that says less, or an enumeration by its values
         said = str(hint)
         assert hint == real[key] or "Any" in said or "Literal" in said, key
+
+
+def test_the_hints_of_a_quantization_are_those_of_the_signature() -> None:
+    parameters = inspect.signature(config_class("BitsAndBytesConfig")).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
+    assert QUANTIZATION.keys() == defaults.keys()
+    for name, default in defaults.items():
+        if default is not None:
+            assert TypeAdapter(QUANTIZATION[name]).validate_python(default) == default
+            assert QUANTIZATION[name] is type(default) or get_origin(QUANTIZATION[name]) is Literal
 
 
 @pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig", "LoraConfig"])

@@ -60,19 +60,6 @@ def test_the_default_is_rank_16_on_every_linear_layer(sft: Config) -> None:
     assert (config.r, config.lora_alpha, config.lora_dropout, config.target_modules) == (16, 32, 0.0, "all-linear")
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "fix"),
-    [
-        ("lora_preset", "rl", "lora.r, lora.lora_alpha"),
-        ("loraplus_lr_ratio", 16, "lora.r, lora.lora_alpha"),
-        ("fallback", "/mnt", "cogumi.mirror"),
-    ],
-)
-def test_keys_that_were_dropped_name_what_to_set(key: str, value: Any, fix: str, sft: Config, golden: Golden) -> None:
-    with golden.raises("models", key=f"cogumi.{key}", fix=fix):
-        load_config(sft, **{f"cogumi__{key}": value})
-
-
 # --------------------------------------------------------------------------------------------------------- kinds of LoRA
 
 

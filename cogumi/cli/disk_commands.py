@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,8 +108,7 @@ def predict(
         print_json({"fits": found.fits, **asdict(found), "disks": disks, "lines": found.lines})
     else:
         console = Console(markup=False, highlight=False, emoji=False)  # which breaks lines
-        for line in found.lines:
-            console.print(escape_controls(line))
+        console.print("\n".join(map(escape_controls, found.lines)))
     raise typer.Exit(0 if found.fits else 1)
 
 
@@ -120,15 +120,13 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
 
     place = checkpoints_dir(directory)
     with failures_in_one_line(), show_waiting(f"reading the checkpoints of {place}"):
-        if CHECKPOINT_NAME.fullmatch(place.resolve().name):
-            one = inspect_while_running(place)
-            if one is None:
-                raise UsageError(
-                    f"{place} was removed while it was read", fix=f"verify {place.parent} for those that are there"
-                )
-            found = [unless_recent(one)]
-        else:
-            found = [unless_recent(finding) for finding in inspect_all(place)]
+        named = CHECKPOINT_NAME.fullmatch(place.resolve().name)
+        inspected = [inspect_while_running(place)] if named else inspect_all(place)
+        found = [unless_recent(finding) for finding in inspected if finding is not None]
+    if named and not found:
+        raise UsageError(
+            f"{place} was removed while it was read", fix=f"verify {place.parent} for those that are there"
+        )
     if not found:
         raise no_checkpoints(place)
     if as_json:
@@ -193,14 +191,15 @@ def prune(
         wrong = "at least 2, since the newest checkpoint is the one that a fault damages"
         raise UsageError(wrong, key=f"--keep {keep}")
     place = checkpoints_dir(directory)
-    if not list_checkpoints(place):
+    checkpoints = list_checkpoints(place)
+    if not checkpoints:
         raise no_checkpoints(place)
     with failures_in_one_line(), lock_directory(place) as free:
         if free is False:
             wrong = "a training is writing there, and removes old checkpoints itself"
             raise UsageError(wrong, place=place, fix="wait for it")
         with show_waiting(f"verifying what stays in {place}"):
-            going, staying = plan_pruning(place, keep, best_of(place))
+            going, staying = plan_pruning(place, keep, best_of(checkpoints))
         back = [(path, None if dry_run else remove(path)) for path in going]
     if as_json:
         removed = [{"path": path, "bytes_back": count} for path, count in back]
@@ -217,17 +216,12 @@ def prune(
         print_text(f"{format_bytes(sum(count or 0 for _, count in back))} came back")
 
 
-def best_of(directory: Path) -> Path | None:
-    """The checkpoint that the newest trainer state here calls the best."""
-    from cogumi.checkpoints.retention import list_checkpoints
-
-    for path in list_checkpoints(directory):
-        try:
-            state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            continue  # damaged, as its verification says; an older one knows as well
-        best = state.get("best_model_checkpoint") if isinstance(state, dict) else None
-        return directory / Path(best).name if isinstance(best, str) else None
+def best_of(checkpoints: list[Path]) -> Path | None:
+    """The checkpoint that the newest trainer state calls the best."""
+    for path in checkpoints:
+        with suppress(FileNotFoundError, ValueError, AttributeError):  # damaged, and an older one knows as well
+            best = json.loads((path / "trainer_state.json").read_text(encoding="utf-8")).get("best_model_checkpoint")
+            return Path(best) if isinstance(best, str) else None
     return None
 
 
@@ -267,9 +261,8 @@ def find_verified(staging: Path) -> str:
     from cogumi.checkpoints.verify import inspect
 
     for path in sorted(staging.iterdir()):
-        if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and inspect(path).state == "verified":
-            if os.path.lexists(staging.parent / path.name):
-                return ""
+        new = CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not os.path.lexists(staging.parent / path.name)
+        if new and inspect(path).state == "verified":
             return f"{path.name} in it is whole and verified; move it to {staging.parent} to resume from it"
     return ""
 

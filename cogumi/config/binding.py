@@ -9,7 +9,6 @@ import builtins
 import dataclasses
 import difflib
 import importlib.util
-import inspect
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,19 +25,24 @@ from cogumi.config.source import Origins, list_names, not_a_section
 STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
 # A dtype by name, which is what a written config has; code may pass torch's own object.
 PLAIN_NAME = BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))
-# Of BitsAndBytesConfig: the arguments whose default does not say what they are.
-QUANTIZATION_TYPES = {
+KEYS_OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
+MANY_CHOICES = 8  # more are not listed in a message where one is near
+Hints = Mapping[str, Any]
+# BitsAndBytesConfig has no annotations. tests/test_config_signatures.py compares this with its signature.
+QUANTIZATION: Hints = {
+    "load_in_8bit": bool,
+    "load_in_4bit": bool,
+    "llm_int8_threshold": float,
     "llm_int8_skip_modules": list[str],
+    "llm_int8_enable_fp32_cpu_offload": bool,
+    "llm_int8_has_fp16_weight": bool,
     "bnb_4bit_compute_dtype": Annotated[Literal["float32", "bfloat16", "float16"], PLAIN_NAME],
     "bnb_4bit_quant_type": Literal["nf4", "fp4"],
+    "bnb_4bit_use_double_quant": bool,
     "bnb_4bit_quant_storage": Annotated[
         Literal["uint8", "int8", "float16", "bfloat16", "float32", "float64"], PLAIN_NAME
     ],
 }
-KEYS_OF_OTHER_BITS = {"load_in_4bit": ("llm_int8_threshold", "llm_int8_has"), "load_in_8bit": ("bnb_4bit",)}
-WITHOUT_ANNOTATIONS = "BitsAndBytesConfig"
-MANY_CHOICES = 8  # more are not listed in a message where one is near
-Hints = Mapping[str, Any]
 # Where the classes are defined: the packages import their names lazily, which no source says in a general way.
 HOMES = {
     "SFTConfig": "trl.trainer.sft_config",
@@ -138,21 +142,11 @@ def config_class(name: str) -> Any:
 
 def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
     """Type by key of a library's config class, as the class itself says."""
+    if name == "BitsAndBytesConfig":
+        return QUANTIZATION
     owner = config_class(name)
-    if name == WITHOUT_ANNOTATIONS:
-        parameters = inspect.signature(owner).parameters.values()
-        return hints_of_defaults({each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD})
     hints = get_type_hints(owner)
     return {field.name: hints[field.name] for field in dataclasses.fields(owner) if field.init}
-
-
-def hints_of_defaults(defaults: Mapping[str, Any]) -> Hints:
-    """BitsAndBytesConfig has no annotations: a default says its type, and what is None by default says it in
-    QUANTIZATION_TYPES, or is not checked."""
-    return {
-        name: QUANTIZATION_TYPES.get(name, Any if default in (None, Any) else type(default))
-        for name, default in defaults.items()
-    }
 
 
 # ------------------------------------------------------------------------------------------------- read from the source
@@ -163,15 +157,12 @@ def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints:
 
     `Any` stands for what only the library can tell. asked: keys that are wanted, also those that unsloth may add.
     """
+    if name == "BitsAndBytesConfig":
+        return QUANTIZATION
     try:
         module, definition = find_class(HOMES[name], name)
     except LookupError:
         return hints_imported(name)
-    if name == WITHOUT_ANNOTATIONS:
-        inits = (each for each in definition.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
-        arguments = next(inits).args
-        names = [each.arg for each in arguments.args[1:]]
-        return hints_of_defaults(dict(zip(names, map(plain_value, arguments.defaults), strict=True)))
     fields = dict(fields_of_class(module, definition))
     if owner_of(name) == "trl" and (unsloth := file_of(UNSLOTH)) is not None:
         text = unsloth.read_text(encoding="utf-8")

@@ -47,11 +47,6 @@ FIXED_LORA_KEYS = {
     "auto_mapping": "PEFT writes it",
     "peft_version": "PEFT writes it",
 }
-DROPPED_KEYS = {  # and what to set instead
-    "cogumi.lora_preset": "set lora.r, lora.lora_alpha, lora.lora_dropout and lora.use_rslora",
-    "cogumi.fallback": "drop it: cogumi.mirror keeps copies in another place, and cogumi.on_full says what a full disk does",
-    "cogumi.loraplus_lr_ratio": "drop it: lora: has PEFT's own keys (lora.r, lora.lora_alpha, lora.use_rslora)",
-}
 # Values of lora.init_lora_weights that stand for a pass over the data, or over gradients, which a run does not make.
 PREPARED_INITS = ("eva", "corda")
 # What libraries ask of numbers and their types do not say: the rule in words, whether a number holds it, and the keys.
@@ -434,8 +429,6 @@ def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
         # The place of the key itself, or of the nearest section above it that is there.
         above = (".".join(path[:length]) for length in range(len(path), 0, -1))
         at = next((key for key in above if key in origins), "")
-        if dotted in DROPPED_KEYS:
-            raise origins.error(f"unknown key `{dotted}`", dotted, DROPPED_KEYS[dotted]) from None
         if problem["type"] == "extra_forbidden":
             section: Any = RunConfig
             for part in path[:-1]:

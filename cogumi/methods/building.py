@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
@@ -123,12 +124,13 @@ def build_trainer(
 
 def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
     """(model, peft_config): the model with its adapter on where the trainer cannot put it on, or a config for it to do so."""
-    unsloths = unsloth_rl.status().applied
+    if unsloths := unsloth_rl.status().applied:
+        model = unsloth_rl.add_mode_switches(model)
     if run.model.adapter is not None:
-        prepared = unsloth_rl.add_mode_switches(model) if unsloths else model
-        return load_adapter(prepared, run.model.adapter, run.model.revision), None
+        return load_adapter(model, run.model.adapter, run.model.revision), None
     lora = lora_config(run.lora, commit_of(model.config) or run.model.revision)
-    return (unsloth_rl.add_adapter(model, lora), None) if unsloths else (model, lora)
+    # unsloth's trainers ignore `peft_config`, and would train every weight of a model without an adapter.
+    return (get_peft_model(model, lora), None) if unsloths else (model, lora)
 
 
 # ------------------------------------------------------------------------------------------- where a run ends by itself

@@ -198,48 +198,44 @@ def decide(model: Any) -> ProbeVerdict:
 
 def probe_linear(device: torch.device) -> CompileProbe:
     """A straight line of two Linear4bit layers."""
-    return probe("a 4-bit layer", lambda layers: lambda x: layers[1](layers[0](x).relu()), device)
+    return probe("a 4-bit layer", lambda layers, x: layers[1](layers[0](x).relu()), device)
 
 
 def probe_zero_rows(device: torch.device) -> CompileProbe:
     """A loop over experts, of which one gets no row."""
+    chosen = torch.arange(ROWS, device=device) % (EXPERTS - 1)
 
-    def build(layers: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-        chosen = torch.arange(ROWS, device=device) % (EXPERTS - 1)
+    def experts(layers: list[Any], x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number, layer in enumerate(layers):
+            rows = torch.where(chosen == number)[0]
+            out = out.index_add(0, rows, layer(x[rows]))
+        return out
 
-        def experts(x: torch.Tensor) -> torch.Tensor:
-            out = torch.zeros_like(x)
-            for number, layer in enumerate(layers):
-                rows = torch.where(chosen == number)[0]
-                out = out.index_add(0, rows, layer(x[rows]))
-            return out
-
-        return experts
-
-    return probe("an expert without rows", build, device)
+    return probe("an expert without rows", experts, device)
 
 
-def probe(
-    name: str, build: Callable[[list[Any]], Callable[[torch.Tensor], torch.Tensor]], device: torch.device
-) -> CompileProbe:
-    began, before = time.perf_counter(), "uncompiled, too: "
+def probe(name: str, block: Callable[[list[Any], torch.Tensor], torch.Tensor], device: torch.device) -> CompileProbe:
+    began, error = time.perf_counter(), ""
     with torch.random.fork_rng(), dynamo_left_as_found(), torch.enable_grad():
         torch.manual_seed(0)
-        function = build([four_bit_layer(device) for _ in range(EXPERTS)])
-        x = torch.randn(ROWS, WIDTH, device=device)
+        layers = [four_bit_layer(device) for _ in range(EXPERTS)]
+        x, where = torch.randn(ROWS, WIDTH, device=device), "uncompiled, too: "
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return block(layers, x)
+
         try:
             expected = value_and_gradient(function, x)
-            before = ""
+            where = ""
             compiled = torch.compile(with_code_of_its_own(function), backend="aot_eager", fullgraph=True)
             found = value_and_gradient(compiled, x)
-        except Exception as failure:  # noqa: BLE001  what a compiler or a foreign patch raises is what the probe is for
-            error = f"{before}{first_line(failure)}"
-        else:
-            error = ""
             if not dynamo_counts()["graphs"]:
                 error = "Dynamo compiled nothing and said nothing"
             elif not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
                 error = "compiled, and its result or gradient differs from the eager one"
+        except Exception as failure:  # noqa: BLE001  what a compiler or a foreign patch raises is what the probe is for
+            error = f"{where}{first_line(failure)}"
     return CompileProbe(name, error, time.perf_counter() - began)
 
 

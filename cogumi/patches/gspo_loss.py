@@ -21,18 +21,10 @@ WRITTEN_FOR = "trl 1.15"
 # What else decides the objective or the update and has another default in unsloth's generated config, or is changed by
 # unsloth where it is left out: always passed, with TRL's default.
 SPELLED_OUT = (
-    "learning_rate",
-    "optim",
-    "weight_decay",
-    "warmup_steps",
-    "gradient_accumulation_steps",
-    "per_device_train_batch_size",
-    "seed",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_min",
+    "learning_rate", "optim", "weight_decay", "warmup_steps", "gradient_accumulation_steps", "per_device_train_batch_size",
+    "seed", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
-)
+)  # fmt: skip
 _watches: list[Callable[[Any], None]] = []
 _originals: dict[type, dict[str, Any]] = {}  # class -> the attributes `apply` replaced, as found in its own namespace
 _ABSENT = object()
@@ -95,17 +87,18 @@ def apply() -> PatchStatus:
     """
     import trl
 
-    config: Any = trl.GRPOConfig
-    if config not in _originals:
-        showing = {name: _wrap_display(getattr(config, name)) for name in ("to_dict", "__repr__", "__str__")}
-        spelling_out = {
-            "__init__": _wrap_init(config.__init__),
-            "__post_init__": _wrap_post_init(config.__post_init__),
-        }
-        _replace(config, spelling_out | showing)
-    trainer: Any = trl.GRPOTrainer
-    if trainer not in _originals:
-        _replace(trainer, {"__init__": _wrap_trainer_init(trainer.__init__)})
+    wrappers: dict[Any, dict[str, Callable[..., Any]]] = {
+        trl.GRPOConfig: {
+            "__init__": _wrap_init,
+            "__post_init__": _wrap_post_init,
+            **dict.fromkeys(("to_dict", "__repr__", "__str__"), _wrap_display),
+        },
+        trl.GRPOTrainer: {"__init__": _wrap_trainer_init},
+    }
+    for patched in wrappers.keys() - _originals.keys():
+        _originals[patched] = {name: vars(patched).get(name, _ABSENT) for name in wrappers[patched]}
+        for name, wrap in wrappers[patched].items():
+            setattr(patched, name, wrap(getattr(patched, name)))
     return status()
 
 
@@ -153,12 +146,6 @@ def grpo_config() -> Any:
     import trl
 
     return trl.GRPOConfig
-
-
-def _replace(patched: type, attributes: Mapping[str, Any]) -> None:
-    _originals[patched] = {name: vars(patched).get(name, _ABSENT) for name in attributes}
-    for name, value in attributes.items():
-        setattr(patched, name, value)
 
 
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:

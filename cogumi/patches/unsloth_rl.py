@@ -92,16 +92,6 @@ def import_unsloth() -> Any:
         ) from error
 
 
-def add_adapter(model: Any, lora: Any) -> Any:
-    """A transformers model as unsloth's trainers expect one: in its PEFT wrapper, with unsloth's two mode switches.
-
-    unsloth's trainers ignore `peft_config`, and would train every weight of a model that comes without an adapter.
-    """
-    from peft import get_peft_model
-
-    return get_peft_model(add_mode_switches(model), lora)
-
-
 def add_mode_switches(model: Any) -> Any:
     """The model with unsloth's two mode switches, before an adapter is added."""
     loader = importlib.import_module("unsloth").FastLanguageModel

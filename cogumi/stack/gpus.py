@@ -33,7 +33,7 @@ class Card:
     """
 
     name: str
-    words: frozenset[str]
+    words: str
     memory: int
     peak: float | None
     bandwidth: float
@@ -44,37 +44,32 @@ class Card:
         return self.memory * 2**20
 
 
-def card_row(name: str, words: str, memory: int, peak: float, bandwidth: float, capability: tuple[int, int]) -> Card:
-    """peak in TFLOP/s, 0 without bf16; bandwidth in GB/s."""
-    return Card(name, frozenset(words.split()), memory, peak * 1e12 or None, bandwidth * 1e9, capability)
-
-
 CARDS = (
-    card_row("B200", "B200", 183359, 2250, 8000, (10, 0)),
-    card_row("H200 NVL", "H200 NVL", 143771, 835.5, 4800, (9, 0)),
-    card_row("H200", "H200", 143771, 989.5, 4800, (9, 0)),
-    card_row("GH200", "GH200", 97871, 989.5, 4000, (9, 0)),
-    card_row("H100 PCIe", "H100 PCIE", 81559, 756.5, 2000, (9, 0)),
-    card_row("H100 NVL", "H100 NVL", 95830, 835.5, 3938, (9, 0)),
-    card_row("H100 SXM", "H100 80GB HBM3", 81559, 989.5, 3350, (9, 0)),
-    card_row("A100 80GB PCIe", "A100 80GB PCIE", 81920, 312, 1935, (8, 0)),
-    card_row("A100 80GB", "A100 80GB", 81920, 312, 2039, (8, 0)),
-    card_row("A100 40GB", "A100 40GB", 40960, 312, 1555, (8, 0)),
-    card_row("A800 80GB", "A800 80GB", 81920, 312, 2039, (8, 0)),
-    card_row("A40", "A40", 46068, 149.7, 696, (8, 6)),
-    card_row("A30", "A30", 24576, 165, 933, (8, 0)),
-    card_row("A10", "A10", 23028, 125, 600, (8, 6)),
-    card_row("L40S", "L40S", 46068, 362, 864, (8, 9)),
-    card_row("L40", "L40", 46068, 181, 864, (8, 9)),
-    card_row("L4", "L4", 23034, 121, 300, (8, 9)),
-    card_row("RTX 6000 Ada", "RTX 6000 ADA", 49140, 364.25, 960, (8, 9)),
-    card_row("RTX A6000", "RTX A6000", 49140, 154.85, 768, (8, 6)),
-    card_row("RTX 5090", "RTX 5090", 32607, 209.5, 1792, (12, 0)),
-    card_row("RTX 4090", "RTX 4090", 24564, 165.2, 1008, (8, 9)),
-    card_row("RTX 3090", "RTX 3090", 24576, 71, 936, (8, 6)),
-    card_row("V100 32GB", "V100 32GB", 32768, 0, 900, (7, 0)),
-    card_row("V100 16GB", "V100 16GB", 16384, 0, 900, (7, 0)),
-    card_row("T4", "T4", 15360, 0, 320, (7, 5)),
+    Card("B200", "B200", 183359, 2250e12, 8000e9, (10, 0)),
+    Card("H200 NVL", "H200 NVL", 143771, 835.5e12, 4800e9, (9, 0)),
+    Card("H200", "H200", 143771, 989.5e12, 4800e9, (9, 0)),
+    Card("GH200", "GH200", 97871, 989.5e12, 4000e9, (9, 0)),
+    Card("H100 PCIe", "H100 PCIE", 81559, 756.5e12, 2000e9, (9, 0)),
+    Card("H100 NVL", "H100 NVL", 95830, 835.5e12, 3938e9, (9, 0)),
+    Card("H100 SXM", "H100 80GB HBM3", 81559, 989.5e12, 3350e9, (9, 0)),
+    Card("A100 80GB PCIe", "A100 80GB PCIE", 81920, 312e12, 1935e9, (8, 0)),
+    Card("A100 80GB", "A100 80GB", 81920, 312e12, 2039e9, (8, 0)),
+    Card("A100 40GB", "A100 40GB", 40960, 312e12, 1555e9, (8, 0)),
+    Card("A800 80GB", "A800 80GB", 81920, 312e12, 2039e9, (8, 0)),
+    Card("A40", "A40", 46068, 149.7e12, 696e9, (8, 6)),
+    Card("A30", "A30", 24576, 165e12, 933e9, (8, 0)),
+    Card("A10", "A10", 23028, 125e12, 600e9, (8, 6)),
+    Card("L40S", "L40S", 46068, 362e12, 864e9, (8, 9)),
+    Card("L40", "L40", 46068, 181e12, 864e9, (8, 9)),
+    Card("L4", "L4", 23034, 121e12, 300e9, (8, 9)),
+    Card("RTX 6000 Ada", "RTX 6000 ADA", 49140, 364.25e12, 960e9, (8, 9)),
+    Card("RTX A6000", "RTX A6000", 49140, 154.85e12, 768e9, (8, 6)),
+    Card("RTX 5090", "RTX 5090", 32607, 209.5e12, 1792e9, (12, 0)),
+    Card("RTX 4090", "RTX 4090", 24564, 165.2e12, 1008e9, (8, 9)),
+    Card("RTX 3090", "RTX 3090", 24576, 71e12, 936e9, (8, 6)),
+    Card("V100 32GB", "V100 32GB", 32768, None, 900e9, (7, 0)),
+    Card("V100 16GB", "V100 16GB", 16384, None, 900e9, (7, 0)),
+    Card("T4", "T4", 15360, None, 320e9, (7, 5)),
 )
 
 
@@ -85,14 +80,14 @@ def words_in(name: str) -> set[str]:
 def find_card(device_name: str) -> Card | None:
     """The card by torch's name of it; None for one that is not in the table, rather than a wrong guess."""
     words = words_in(device_name)
-    return None if words & ANOTHER_CARD else next((card for card in CARDS if card.words <= words), None)
+    return None if words & ANOTHER_CARD else next((card for card in CARDS if words_in(card.words) <= words), None)
 
 
 def parse_card(name: str) -> Card:
     """The card that a user means by "h100" or "A100 80GB". Raises UsageError where it is none, or one of several."""
     words = words_in(name) - {"NVIDIA", "GEFORCE"}
     exact = [card for card in CARDS if words_in(card.name) == words]
-    found = exact or [card for card in CARDS if words and words <= words_in(card.name) | card.words]
+    found = exact or [card for card in CARDS if words and words <= words_in(f"{card.name} {card.words}")]
     if not found:
         raise UsageError(f"card {name!r} is not known", fix=f"there are {', '.join(card.name for card in CARDS)}")
     if len(found) > 1:
