@@ -241,8 +241,6 @@ def check_compiler(seen: CheckupState) -> Iterator[Finding]:
             off = report["switched_off_by"]
             for each in report["variables"]:
                 yield Finding("torch.compile", "warning" if off and each.startswith(f"{off}:") else "note", each)
-            for each in report["foreign"]:
-                yield Finding("torch.compile", "note", f"patched by others: {each}")
             how = f"{report['strategy']}: " if report["strategy"] else ""
             tried = "; ".join([report["strategy_reason"], *report["probes"]])
             yield Finding("4-bit layers", "ok", f"{how}{tried}")
@@ -291,16 +289,14 @@ CHECKS: tuple[tuple[str, Callable[[CheckupState], Iterable[Finding]]], ...] = (
 def render_finding(finding: Finding, width: int | None = None) -> Iterator[str]:
     """One finding as lines of a table; a fix is never broken, as it is to be copied."""
     columns = width or min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-    start, below = f"{finding.state:8} {finding.what:18} ", " " * 9
-    for head, rest, text in (
-        (start, " " * len(start), finding.figure),
-        (f"{below}cause  ", f"{below}       ", finding.cause),
-    ):
-        if text or head == start:
-            one_line = head + " ".join(text.split())
-            yield from textwrap.wrap(one_line, columns, subsequent_indent=rest, break_on_hyphens=False)
+    heads = {f"{finding.state:8} {finding.what:18} ": finding.figure}
+    if finding.cause:
+        heads[f"{' ' * 9}cause  "] = finding.cause
+    for head, text in heads.items():
+        line, indent = head + " ".join(text.split()), " " * len(head)
+        yield from textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False)
     for number, line in enumerate(finding.fix.splitlines()):
-        yield f"{below}{'       ' if number else 'fix    '}{line}"
+        yield f"{' ' * 9}{'       ' if number else 'fix    '}{line}"
 
 
 # ------------------------------------------------------------------------------------------- what runs in other processes
@@ -356,20 +352,18 @@ def run_step(name: str) -> Any:
 
     from cogumi.stack.probes import PROBES
 
-    run = STEPS.get(name) or PROBES[name]
-    return run("cuda" if torch.cuda.is_available() else "cpu")
+    return {**PROBES, **STEPS}[name]("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def import_all(names: Sequence[str]) -> dict[str, str]:
     """Import those that are installed; their versions."""
     found = {}
-    for name in names:
-        if find_spec(name) is not None:
-            try:
-                found[name] = str(getattr(importlib.import_module(name), "__version__", "?"))
-            except BaseException as raised:
-                raised.add_note(name)
-                raise
+    for name in filter(find_spec, names):
+        try:
+            found[name] = str(getattr(importlib.import_module(name), "__version__", "?"))
+        except BaseException as raised:
+            raised.add_note(name)
+            raise
     return found
 
 

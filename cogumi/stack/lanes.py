@@ -56,17 +56,11 @@ def lanes() -> tuple[Lane, ...]:
     read: dict[str, Any] = json.loads(Path(__file__).with_name("lanes.json").read_text())
     system = {"linux": "linux", "darwin": "macos"}.get(sys.platform, sys.platform)
     here = f"{system} {sys.version_info.major}.{sys.version_info.minor}"
-    return tuple(
-        Lane(
-            name,
-            each["file"],
-            each["cuda"],
-            each["driver"],
-            each["state"],
-            each["pins"] | each["pins_apart"].get(here, {}),
-        )
-        for name, each in read.items()
-    )
+    found = []
+    for name, each in read.items():
+        plain = {key: each[key] for key in ("file", "cuda", "driver", "state")}
+        found.append(Lane(name, pins=each["pins"] | each["pins_apart"].get(here, {}), **plain))
+    return tuple(found)
 
 
 def lane(name: str) -> Lane:
@@ -86,14 +80,13 @@ def lane_for(driver: str | None) -> Lane:
         raise UsageError(
             f"NVIDIA driver {driver!r}: that is no version", fix="nvidia-smi should say one such as 580.95.05"
         )
-    for_gpus = [(int(each.driver), each) for each in lanes() if each.driver is not None]
-    fitting = [each for oldest, each in for_gpus if oldest <= int(found[0])]
-    if not fitting:
-        oldest, last = min(for_gpus, key=lambda pair: pair[0])
-        raise UsageError(
-            f"NVIDIA driver {driver} is too old: CUDA {last.cuda} needs {oldest} or newer", fix="choose another host"
-        )
-    return fitting[0]
+    for_gpus = [each for each in lanes() if each.driver is not None]
+    for each in for_gpus:
+        if int(each.driver or 0) <= int(found[0]):
+            return each
+    last = min(for_gpus, key=lambda each: int(each.driver or 0))
+    too_old = f"NVIDIA driver {driver} is too old: CUDA {last.cuda} needs {last.driver} or newer"
+    raise UsageError(too_old, fix="choose another host")
 
 
 def installed_lane() -> Lane | None:
