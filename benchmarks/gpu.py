@@ -82,12 +82,13 @@ def probe_rows(quick: bool = False, device: str = "cuda", deadline: float = math
 
 
 def probe(name: str, device: str, timeout: float = TIMEOUT) -> list[Row]:
-    done = run_probe(name, device, timeout)
-    if done.missing:
-        return [missing("gpu_probes", name, done.missing)]
-    if done.error:
-        return [row("gpu_probes", name, "-", None, ok=False, note=f"failed: {done.error}")]
-    return [row("gpu_probes", name, metric, value, unit, note=note) for metric, value, unit, note in done.readings]
+    try:
+        readings = run_probe(name, device, timeout)
+    except ModuleNotFoundError as error:
+        return [missing("gpu_probes", name, str(error).removesuffix(" is not installed"))]
+    except RuntimeError as error:
+        return [row("gpu_probes", name, "-", None, ok=False, note=f"failed: {error}")]
+    return [row("gpu_probes", name, metric, value, unit, note=note) for metric, value, unit, note in readings]
 
 
 def head_rows(quick: bool = False, device: str = "cuda", deadline: float = math.inf) -> Iterator[Row]:

@@ -1,12 +1,9 @@
 """`python -m cogumi.smoke`: the whole path on this machine, checked, in about a minute.
 
-The stages are doctor, stack, preflight, SFT, merge, GSPO, merge, and a comparison of the three models. SFT learns to
-rename variables, and about half of its demonstrations are careless. GSPO rewards right answers. The stages use public
-functions and `configs/smoke/chat-*.yaml`. Each row of the table is a check with its figure. Warnings stand below the
-table. The exit status is 0 only if all checks passed.
+SFT learns to rename variables, and about half of its demonstrations are careless. GSPO rewards right answers. The
+stages use public functions and `configs/smoke/chat-*.yaml`. The exit status is 0 only if all checks passed.
 """
 
-import json
 import logging
 import platform
 import sys
@@ -26,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cogumi.core.errors import UsageError
+from cogumi.core.output import print_json, run_command
 from cogumi.core.run_directory import create_run_dir, write_json
 from cogumi.stack.gpus import use_one_gpu
 
@@ -78,8 +76,7 @@ class Report:
 def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = None) -> Report:
     """Run every stage, write `smoke.json` into the run directory, and return the report.
 
-    `quick` shortens both trainings, and asks neither for a rising reward nor for more right answers. `model` is a
-    directory or hub id to use instead of the small base. Raises UsageError if a path or model cannot be used.
+    quick: shorter trainings, of which no better answers are asked. Raises UsageError for a path or model of no use.
     """
     use_one_gpu()  # before torch is imported
     from cogumi.rl.patching import patch
@@ -263,19 +260,7 @@ def show(report: Report, console: Console) -> None:
         table.add_row(row.stage, row.checked, escape(row.figure), mark, f"{row.seconds:.1f}" if row.seconds else "")
     console.print(table)
     if report.samples:
-        title = f"what SFT and GSPO changed: every {COMPARED // SHOWN}th held-out prompt, greedy completions"
-        texts = Table(*report.samples[0], title=title, show_lines=True)
-        for sample in report.samples:
-            right = sample["right"].strip()
-            cells = {
-                name: f"[green]{escape(text)} ✓[/]" if name in report.exact and text.strip() == right else escape(text)
-                for name, text in sample.items()
-            }
-            texts.add_row(*cells.values())
-        texts.add_row(f"exactly right, of {COMPARED}", *(f"{share:.1%}" for share in report.exact.values()), "")
-        texts.add_row("only the first place renamed", *(f"{share:.1%}" for share in report.careless.values()), "")
-        texts.add_row("mean edit similarity", *(f"{mean:.3f}" for mean in report.similarity.values()), "")
-        console.print(texts)
+        console.print(table_of_samples(report))
     for flag in report.flags:
         console.print(flag, markup=False)
     passed = sum(row.passed for row in report.rows)
@@ -287,6 +272,21 @@ def show(report: Report, console: Console) -> None:
         console.print(said, soft_wrap=True)
 
 
+def table_of_samples(report: Report) -> Table:
+    title = f"what SFT and GSPO changed: every {COMPARED // SHOWN}th held-out prompt, greedy completions"
+    table = Table(*report.samples[0], title=title, show_lines=True)
+    for sample in report.samples:
+        right = sample["right"].strip()
+        marked = {name for name in report.exact if sample[name].strip() == right}
+        table.add_row(
+            *(f"[green]{escape(text)} ✓[/]" if name in marked else escape(text) for name, text in sample.items())
+        )
+    table.add_row(f"exactly right, of {COMPARED}", *(f"{share:.1%}" for share in report.exact.values()), "")
+    table.add_row("only the first place renamed", *(f"{share:.1%}" for share in report.careless.values()), "")
+    table.add_row("mean edit similarity", *(f"{mean:.3f}" for mean in report.similarity.values()), "")
+    return table
+
+
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="Shorter trainings, under 45 s with a cached base.")] = False,
     model: Annotated[str | None, typer.Option(help="A model directory or hub id instead of the small base.")] = None,
@@ -296,15 +296,13 @@ def main(
     """Train, merge and check a small model on this machine."""
     report = smoke(quick, model, run_dir)
     if as_json:
-        print(json.dumps(report.as_dict(), indent=2))
+        print_json(report.as_dict())
     else:
         show(report, Console(width=None if sys.stdout.isatty() else 140))
     raise typer.Exit(0 if report.passed else 1)
 
 
 if __name__ == "__main__":
-    from cogumi.core.output import run_command
-
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(main)
     run_command(command)

@@ -17,7 +17,6 @@ from disk_mounts import fill, mounting
 
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import Finding
-from cogumi.core.formatting import pip_command
 from cogumi.core.worker import Worker
 from cogumi.diagnostics import checkup
 from cogumi.diagnostics.checkup import DoctorReport, render_finding
@@ -148,14 +147,6 @@ def test_what_is_installed_here_is_whole() -> None:
     assert {"torch", "numpy", "pyarrow"} <= found.keys()
     assert found["numpy"] == importlib.metadata.version("numpy")
     assert list(lanes.check_files()) == []
-
-
-def test_libraries_of_two_cuda_majors() -> None:
-    names = ["nvidia-nccl-cu12", "nvidia-cublas", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-ml-py"]
-    (found,) = lanes.check_cuda_mix(names, "13.0")
-    assert (found.state, found.figure) == ("warning", "1 for CUDA 12, 2 for CUDA 13")
-    assert found.fix == pip_command("uninstall -y nvidia-nccl-cu12")
-    assert list(lanes.check_cuda_mix(names[1:], "13.0")) == []
 
 
 # ----------------------------------------------------------------------------------------------------------------- drivers

@@ -153,10 +153,7 @@ def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
 
 
 def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints:
-    """Type by key without importing the library, unless its source has the class in another place.
-
-    `Any` stands for what only the library can tell. asked: keys that are wanted, also those that unsloth may add.
-    """
+    """Type by key from the library's source, `Any` where only the library can tell. asked: keys unsloth may add."""
     if name == "BitsAndBytesConfig":
         return QUANTIZATION
     try:

@@ -1,8 +1,7 @@
 """Policy losses by name (`train.loss_type`), each with where its numbers are from.
 
-A loss is a set of TRL's own GRPOConfig values. A key in the config wins over the loss's value. Values equal to TRL's
-defaults are spelled out too, because unsloth's generated config has others. Those are a KL term for a loss that it does
-not know, learning rate 5e-5 and 8-bit AdamW.
+A loss is a set of TRL's own GRPOConfig values, which the config's own keys override. Values equal to TRL's defaults
+are spelled out too, because unsloth's generated config has others, such as a KL term and learning rate 5e-5.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """The GRPOConfig values of a named loss.
-
-    token_ratio: GSPO-token, the value of the sequence's ratio with each token's own gradient (`cogumi.rl.loss_capture`).
-    """
+    """The GRPOConfig values of a named loss. token_ratio: the sequence's ratio with each token's gradient."""
 
     values: dict[str, Any] = field(hash=False)
     token_ratio: bool = False
@@ -59,8 +55,5 @@ OURS = ("gspo", "gspo-length", "gspo-token")
 
 
 def preset(name: str) -> dict[str, Any]:
-    """GRPOConfig keyword arguments of a preset, for `trl.GRPOConfig(**preset("dapo"), ...)`. KeyError for other names.
-
-    Ours keep their names, which `cogumi.patch()` makes GRPOConfig understand, and with them their trainers' watch.
-    """
+    """For `trl.GRPOConfig(**preset("dapo"), ...)`; ours keep their names. KeyError for other names."""
     return {**PRESETS[name].values, **({"loss_type": name} if name in OURS else {})}

@@ -272,10 +272,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
 def read_config(
     config: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[RunConfig, Origins]:
-    """The configuration as far as it is known without importing trl and peft, and where its values come from.
-
-    Takes some hundredths of a second, and raises UsageError as `load_config` does.
-    """
+    """The configuration as far as it is known without importing trl and peft, and where its values come from."""
     values, origins = read_source(config)
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX):

@@ -1,7 +1,4 @@
-"""Where the values of a run come from: a YAML or a mapping, then the environment and the command line, each with its place.
-
-The YAMLs, recipes and templates that come with the package have names here, and `cogumi cp` copies them.
-"""
+"""Where the values of a run come from, each with its place; and the templates that come with the package."""
 
 import difflib
 import os
@@ -20,10 +17,7 @@ FOLDERS = {"configs": "*.yaml", "recipes": "*.py", "templates": "*.md"}
 
 
 class Origins(dict[str, str]):
-    """Where each value came from: dotted key -> "file.yaml:12", "environment COGUMI_X", "override".
-
-    label: the whole config, for keys that came from nowhere.
-    """
+    """Where each value came from, by dotted key: "file.yaml:12", "environment COGUMI_X"; else the label."""
 
     def __init__(self, label: str) -> None:
         super().__init__()

@@ -137,16 +137,6 @@ def check_driver(seen: CheckupState) -> Iterator[Finding]:
         yield Finding("torch", "warning", "CPU build", cause, f"remove {sys.prefix}, then {lanes.INSTALL}")
 
 
-def check_environment(seen: CheckupState) -> Iterator[Finding]:
-    yield from host.check_variables(os.environ, seen.work)
-    yield from lanes.check_cuda_mix(lanes.installed_versions(), seen.torch_cuda)
-
-
-def check_packages(_: CheckupState) -> Iterator[Finding]:
-    yield from lanes.check_files()
-    yield lanes.check_lane()
-
-
 def check_python() -> Finding:
     version, here = platform.python_version(), sys.prefix
     place = f"{version} in {here}" + ("" if sys.prefix != sys.base_prefix else ", which is no virtual environment")
@@ -277,8 +267,8 @@ CHECKS: tuple[tuple[str, Callable[[CheckupState], Iterable[Finding]]], ...] = (
     ("Python", lambda _: [check_python()]),
     ("disks", check_disks),
     ("driver", check_driver),
-    ("environment", check_environment),
-    ("packages", check_packages),
+    ("environment", lambda seen: host.check_variables(os.environ, seen.work)),
+    ("packages", lambda _: [*lanes.check_files(), lanes.check_lane()]),
     ("torch", check_torch),
     ("libraries", check_libraries),
     ("probes", check_probes),

@@ -84,11 +84,10 @@ def signatures() -> tuple[FailureSignature, ...]:
 
 
 def explain(text: str) -> tuple[Diagnosis, ...]:
-    """The known failures that a pasted traceback or a log speaks of, each once; none if it speaks of none.
+    """The known failures that a traceback or a log speaks of, each once and without secrets, the root first.
 
-    The root comes first. Python prints a cause before its consequence, so failures stand in the order of the text. One
-    that only follows from another one found here comes after those, and warnings come last. Secrets in the lines shown
-    are taken out.
+    Python prints a cause before its consequence, so failures stand in the order of the text. One that only follows from
+    another one found here comes after those, and warnings come last.
     """
     text = COLOURS.sub("", text)
     found: dict[str, tuple[FailureSignature, re.Match[str]]] = {}

@@ -1,7 +1,4 @@
-"""TRL's losses without Triton: `FusedLogProbFunction` in the place of TRL's kernel, where no GPU can run it.
-
-TRL 1.15 sends every loss through `trl.trainer.utils._ChunkedLogProbFunction`, Triton only: nothing trains without a GPU.
-"""
+"""`FusedLogProbFunction` in the place of TRL 1.15's head, which is Triton only: nothing trains without a GPU."""
 
 import importlib
 import importlib.util
@@ -22,10 +19,7 @@ _replaced: Any = _NOT_REPLACED  # what stood in TRL before `apply`: TRL's class,
 
 
 def apply() -> PatchStatus:
-    """Put `FusedLogProbFunction` in TRL's place, where no GPU can run TRL's kernel.
-
-    Raises RuntimeError for another TRL, and when another package has replaced the kernel already.
-    """
+    """Replace TRL's kernel where no GPU runs it. Raises RuntimeError for another TRL or another kernel."""
     global _replaced
     if _replaced is not _NOT_REPLACED:
         return status()

@@ -1,11 +1,9 @@
 """llama.cpp's converter on a tokenizer that was trained here: the name of its pre-tokenizer, where it is GPT-2's.
 
-A pre-tokenizer splits text before the merges. The converter knows one by a hash over the ids of one text, and refuses
-every vocabulary that is not on its list. But a ByteLevel one with its own regular expression is GPT-2's, whatever the
-vocabulary. llama.cpp calls it "gpt-2". All others stay refused. tests/test_export.py compares the ids with llama.cpp's.
+The converter knows a pre-tokenizer by a hash over the ids of one text, and refuses vocabularies that it does not know.
+A ByteLevel one with its own regular expression is GPT-2's, whatever the vocabulary. All others stay refused.
 
-`python -m cogumi.patches.gguf_pre_tokenizer SCRIPT arguments` runs the converter with the patch, as cogumi/merge/export.py
-does.
+`python -m cogumi.patches.gguf_pre_tokenizer SCRIPT arguments` runs the converter with the patch.
 """
 
 import importlib

@@ -21,9 +21,9 @@ WRITTEN_FOR = "trl 1.15"
 # What else decides the objective or the update and has another default in unsloth's generated config, or is changed by
 # unsloth where it is left out: always passed, with TRL's default.
 SPELLED_OUT = (
-    "learning_rate", "optim", "weight_decay", "warmup_steps", "gradient_accumulation_steps", "per_device_train_batch_size",
-    "seed", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_clip_max",
+    "learning_rate", "optim", "weight_decay", "warmup_steps", "gradient_accumulation_steps", "seed",
+    "per_device_train_batch_size", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max",
 )  # fmt: skip
 _watches: list[Callable[[Any], None]] = []
 _originals: dict[type, dict[str, Any]] = {}  # class -> the attributes `apply` replaced, as found in its own namespace
@@ -31,10 +31,7 @@ _ABSENT = object()
 
 
 def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """GRPOConfig keyword arguments with a loss type of ours spelled out; other loss types pass through unchanged.
-
-    Raises UsageError when another key contradicts it.
-    """
+    """GRPOConfig arguments, a loss type of ours spelled out. Raises UsageError for a key that contradicts it."""
     name = arguments.get("loss_type")
     if name not in OURS:
         return dict(arguments)
@@ -81,10 +78,7 @@ def drop_trl_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply() -> PatchStatus:
-    """Make `trl.GRPOConfig(loss_type="gspo")` mean GSPO in this process. Applying twice is applying once.
-
-    To be applied again after unsloth has put its own classes on `trl`.
-    """
+    """Make `trl.GRPOConfig(loss_type="gspo")` mean GSPO; once more after unsloth has put its classes on `trl`."""
     import trl
 
     wrappers: dict[Any, dict[str, Callable[..., Any]]] = {
@@ -122,14 +116,11 @@ def undo() -> PatchStatus:
 
 def status() -> PatchStatus:
     applied = grpo_config() in _originals
-    values = PRESETS["gspo"].values
-    became = f"grpo + sequence-level ratio, beta 0, epsilon {values['epsilon']:g}/{values['epsilon_high']:g}"
-    reason = (
-        f"loss_type='gspo' becomes {became}"
-        if applied
-        else "loss_type='gspo' is left to TRL, which fails at the first loss"
-    )
-    return PatchStatus(NAME, applied, f"{reason} (trl {version('trl')}, written for {WRITTEN_FOR})")
+    low, high = (PRESETS["gspo"].values[key] for key in ("epsilon", "epsilon_high"))
+    what = "is left to TRL, which fails at the first loss"
+    if applied:
+        what = f"becomes grpo + sequence-level ratio, beta 0, epsilon {low:g}/{high:g}"
+    return PatchStatus(NAME, applied, f"loss_type='gspo' {what} (trl {version('trl')}, written for {WRITTEN_FOR})")
 
 
 def loss_name(config: Any) -> str:

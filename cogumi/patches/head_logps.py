@@ -129,9 +129,9 @@ def _fold_tiles(
     all_sums: _Sums,
     keep: torch.dtype | None,
 ) -> list[Tensor]:
-    """Fold every tile into the sums. With `keep`, returns exp(z - maximum) [n, v] in that dtype and its maximum [n], in turn.
+    """Fold every tile into the sums; `hidden` has the accumulation dtype, to which `weight` and `bias` are cast.
 
-    `hidden` has the accumulation dtype; `weight` and `bias` are cast tile by tile.
+    With `keep`, returns exp(z - maximum) [n, v] in that dtype and its maximum [n], in turn.
     """
     kept: list[Tensor] = []
     # Vocabulary outside: a bf16 weight is then cast once, not once per token tile.

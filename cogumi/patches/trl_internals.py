@@ -41,10 +41,7 @@ def makes_rollouts(trainer: Any) -> bool:
 
 
 def observe_rollouts(trainer: Any, subscriber: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Have `subscriber(make, inputs)` called for each rollout: it calls `make(inputs)` and returns that batch, or its own.
-
-    A later subscriber is called first.
-    """
+    """Have `subscriber(make, inputs)` answer each rollout: `make(inputs)`, or its own. The last comes first."""
     wrap_method(trainer, MAKE_ROLLOUT, subscriber)
 
 

@@ -31,10 +31,9 @@ CPU_SWITCH = "UNSLOTH_ON_CPU"  # "1": also without a GPU, which unsloth has supp
 
 
 def apply() -> PatchStatus:
-    """Import unsloth and let it patch TRL, if unsloth is installed and there is CUDA or UNSLOTH_ON_CPU=1.
+    """Let unsloth patch TRL, where it is installed and there is CUDA or UNSLOTH_ON_CPU=1.
 
-    Raises UsageError where trl, transformers or peft was imported earlier, and where unsloth does not import. Raises
-    RuntimeError when unsloth lacks a function that this was written for.
+    Raises UsageError where it comes too late or does not import, RuntimeError where it lacks a function.
     """
     if reason := find_obstacle():
         return PatchStatus(NAME, False, reason)

@@ -30,10 +30,11 @@ name, data, out, *words = sys.argv[1:]
 settings = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
 
 on_gpu = torch.cuda.is_available()
-tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(
     name, dtype=torch.bfloat16 if on_gpu else torch.float32, device_map={"": 0} if on_gpu else None
 )
+lora = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+rows = load_dataset("parquet", data_files=data, split="train")
 args = trl.GRPOConfig(
     output_dir=f"{out}/checkpoints",
     bf16=on_gpu,
@@ -45,11 +46,9 @@ trainer = trl.GRPOTrainer(
     model=model,
     args=args,
     reward_funcs=rewards_of(["answer_similarity"]),  # or functions of your own
-    train_dataset=load_dataset("parquet", data_files=data, split="train").select_columns(["prompt", "answer"]),
-    processing_class=tokenizer,
-    peft_config=peft.LoraConfig(
-        r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-    ),
+    train_dataset=rows.select_columns(["prompt", "answer"]),
+    processing_class=AutoTokenizer.from_pretrained(name),
+    peft_config=lora,
 )
 cogumi.protect(trainer)
 trainer.train()

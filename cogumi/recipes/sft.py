@@ -15,9 +15,7 @@ import cogumi
 if len(sys.argv) < 4:
     sys.exit(__doc__)
 
-print(
-    cogumi.patch(graph_break="off")
-)  # before trl: with a GPU unsloth comes first, without one TRL's loss needs no Triton
+print(cogumi.patch(graph_break="off"))  # before trl
 
 import peft  # noqa: E402
 import torch  # noqa: E402
@@ -29,10 +27,11 @@ name, data, out, *words = sys.argv[1:]
 settings = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
 
 on_gpu = torch.cuda.is_available()
-tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(
     name, dtype=torch.bfloat16 if on_gpu else torch.float32, device_map={"": 0} if on_gpu else None
 )
+lora = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+rows = load_dataset("parquet", data_files=data, split="train")
 args = trl.SFTConfig(
     output_dir=f"{out}/checkpoints",
     assistant_only_loss=True,  # every turn of the assistant, and nothing else
@@ -44,11 +43,9 @@ set_seed(args.seed)  # the adapter's A is drawn when the trainer puts it on
 trainer = trl.SFTTrainer(
     model=model,
     args=args,
-    train_dataset=load_dataset("parquet", data_files=data, split="train").select_columns("messages"),
-    processing_class=tokenizer,
-    peft_config=peft.LoraConfig(
-        r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-    ),
+    train_dataset=rows.select_columns("messages"),
+    processing_class=AutoTokenizer.from_pretrained(name),
+    peft_config=lora,
 )
 cogumi.protect(trainer)  # checkpoints whole or absent, a disk that fills up, signals
 trainer.train()

@@ -124,11 +124,7 @@ def choose_gpu(text: str) -> OneGpu | None:
 
 @cache
 def use_one_gpu() -> OneGpu | None:
-    """Choose one of several GPUs for this process, once, and set the variable; None where there is nothing to choose.
-
-    What the user has set the variable to is kept. To be called before anything starts CUDA, best before torch is
-    imported.
-    """
+    """Choose one of several GPUs for this process, once, unless the user has. Call it before CUDA starts."""
     tool = shutil.which("nvidia-smi")
     if tool is None or VARIABLE in os.environ or cuda_has_started():
         return None

@@ -37,10 +37,7 @@ MODULES = (
 
 
 def check_driver(torch_cuda: str | None, timeout: float) -> Iterator[Finding]:
-    """What `nvidia-smi` says of the driver and the GPUs, and whether they run a torch built for `torch_cuda` ("13.0").
-
-    timeout: seconds; with a broken driver it may hang.
-    """
+    """What `nvidia-smi` says in `timeout` seconds, and whether the driver runs torch for `torch_cuda` ("13.0")."""
     tool, sign = shutil.which("nvidia-smi"), find_gpu_sign()
     if tool is None and not sign:
         yield Finding("driver", "note", "no NVIDIA GPU; everything runs on the CPU")

@@ -7,8 +7,7 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,10 +68,7 @@ def lane(name: str) -> Lane:
 
 
 def lane_for(driver: str | None) -> Lane:
-    """What requirements/install.sh picks for an NVIDIA driver ("580.95.05"), or for none.
-
-    Raises UsageError for a driver that is older than every lane's, and for one that is no version.
-    """
+    """What requirements/install.sh picks for a driver ("580.95.05") or none. UsageError for one too old."""
     if driver is None:
         return lane("cpu")
     found = re.match(r"\d+", driver)
@@ -130,11 +126,7 @@ def normalize_name(name: str) -> str:
 
 
 def torch_build() -> tuple[str | None, str | None]:
-    """(version, CUDA release) of the installed torch from its version.py, which is read and not run.
-
-    The index's wheel of 2.11.0 calls itself 2.11.0 in its metadata and 2.11.0+cu130 there. (None, None) without torch;
-    the release is None for a CPU build.
-    """
+    """(version, CUDA release or None) of torch from its version.py, which is not run; (None, None) without it."""
     try:
         torch = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -161,20 +153,6 @@ def join_names(names: list[str]) -> str:
     return ", ".join(names[:MOST]) + more
 
 
-def check_cuda_mix(names: Iterable[str], torch_cuda: str | None) -> Iterator[Finding]:
-    """NVIDIA's libraries of two CUDA majors beside each other. names: of the distributions that are installed."""
-    majors = {name: found[1] for name in names if (found := re.match(r"nvidia-.*-cu(1\d)$", name))}
-    if len(set(majors.values())) < 2:
-        return
-    own = (torch_cuda or "").split(".")[0]
-    strangers = sorted(name for name, major in majors.items() if major != own)
-    figure = ", ".join(f"{count} for CUDA {major}" for major, count in sorted(Counter(majors.values()).items()))
-    cause = "libraries of two CUDA majors are installed, and some share a file name: symbols go missing"
-    remove = pip_command(f"uninstall -y {' '.join(strangers)}")
-    fix = remove if own in majors.values() else f"make the environment anew: {INSTALL}"
-    yield Finding("NVIDIA libraries", "warning", figure, cause, fix)
-
-
 def check_files() -> Iterator[Finding]:
     """What an installation that was cut short leaves: no RECORD, files that are missing or shorter than they should be."""
     for each in importlib.metadata.distributions():
@@ -183,18 +161,16 @@ def check_files() -> Iterator[Finding]:
         version, record = read_metadata(each, "Version"), each.read_text("RECORD")
         recorded = record is not None or place.suffix != ".dist-info" or place.parent == OF_THE_SYSTEM
         missing = [part for part, there in {"RECORD": recorded, "METADATA": version}.items() if not there]
-        gone, cut = [], []
+        broken = []
         for line in (record or "").splitlines():
             path, size = line.partition(",")[0], line.rpartition(",")[2]
-            if LIBRARY.search(path):
+            if LIBRARY.search(path) and size.isdigit():
                 library = Path(str(each.locate_file(path)))
-                there = library.stat().st_size if library.exists() else None
-                if there is None:
-                    gone.append(library.name)
-                elif size.isdigit() and there != int(size):
-                    cut.append(f"{library.name} ({format_bytes(there)} of {format_bytes(int(size))})")
+                there = library.stat().st_size if library.exists() else 0
+                if there != int(size):
+                    broken.append(f"{library.name} ({format_bytes(there)} of {format_bytes(int(size))})")
         said = [f"without {' and '.join(missing)}"] if missing else []
-        said += [f"{join_names(names)} {what}" for names, what in ((gone, "missing"), (cut, "not whole")) if names]
+        said += [join_names(broken)] if broken else []
         if said:
             cause = "its installation was cut short, or files of it were removed since"
             again = pip_command(f"install --force-reinstall --no-deps {name}=={version}")

@@ -1,14 +1,10 @@
-"""Does the installed stack work on this machine? Each probe runs real kernels in another process.
-
-A native import can crash or hang, and takes nothing else with it there.
-"""
+"""Does the installed stack work here? Each probe runs real kernels in a process that may crash or hang."""
 
 import importlib.metadata
 import importlib.util
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from cogumi.core.worker import call
@@ -24,29 +20,21 @@ PACKAGES = {"matmul": "torch", "hub_flash_attn": "kernels"}
 HUB_FLASH_ATTN = "kernels-community/flash-attn2@db6b51744f0cd7061386442c09df890fc6d9f47e"
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """The outcome of one probe: readings, or the package that is missing, or the last line of what went wrong."""
+def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> list[Reading]:
+    """What one of PROBES reads on `device` ("cuda", "cuda:1", "cpu") in a fresh process, in at most `timeout` seconds.
 
-    name: str
-    readings: tuple[Reading, ...] = ()
-    missing: str | None = None
-    error: str | None = None
-
-
-def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> ProbeResult:
-    """Run one of PROBES on `device` ("cuda", "cuda:1", "cpu") in a fresh process, for at most `timeout` seconds."""
-    # Whether a package is there at all needs no import, hence no process.
+    Raises ModuleNotFoundError where its package is not installed, RuntimeError with the last line of what went wrong.
+    """
     package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
-        return ProbeResult(name, missing=package.replace("_", "-"))
+        raise ModuleNotFoundError(f"{package.replace('_', '-')} is not installed")
     try:
-        return ProbeResult(name, tuple(call(name, PROBES[name], device, environment=os.environ, timeout=timeout)))
+        return list(call(name, PROBES[name], device, environment=os.environ, timeout=timeout))
     except RuntimeError as error:
         why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
     found = next(iter(importlib.metadata.packages_distributions().get(package, ())), "")
     installed = f"{found} {importlib.metadata.version(found)}" if found else package
-    return ProbeResult(name, error=f"{installed}: {why[:300]}")
+    raise RuntimeError(f"{installed}: {why[:300]}")
 
 
 def probe_torch(device: str) -> list[Reading]:
@@ -189,17 +177,15 @@ def probe_unsloth(device: str) -> list[Reading]:
 
 
 def flash_attention(device: str = "cuda") -> tuple[str | None, str]:
-    """The flash attention whose forward and backward pass are right on this GPU, by the name that transformers has for it.
-
-    The reason is a figure, and what was wrong with those that were tried before.
-    """
+    """The flash attention that is right on this GPU, as transformers calls it, and the figures."""
     wrong: list[str] = []
     for name, called in (("flash_attn", "flash_attention_2"), ("hub_flash_attn", HUB_FLASH_ATTN)):
-        probe = run_probe(name, device, FLASH_TIMEOUT)
-        if probe.readings:
-            _, value, _, by = probe.readings[0]
+        try:
+            (_, value, _, by), *_ = run_probe(name, device, FLASH_TIMEOUT)
+        except (ModuleNotFoundError, RuntimeError) as error:
+            wrong.append(f"{called}: {error}")
+        else:
             return called, "; ".join([f"{by} computes what torch does, forward and backward, to {value:.2g}", *wrong])
-        wrong.append(f"{called}: {probe.error or f'{probe.missing} is not installed'}")
     return None, "; ".join(wrong)
 
 
