@@ -230,8 +230,8 @@ def test_every_preset_is_a_valid_config() -> None:
     import trl
 
     for name, each in PRESETS.items():
-        config = trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none", **each.values)
-        assert config.loss_type == each.values["loss_type"], name
+        config = trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none", **each)
+        assert config.loss_type == each["loss_type"], name
 
 
 def test_a_subclass_of_the_config_understands_the_name() -> None:

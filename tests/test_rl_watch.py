@@ -39,7 +39,7 @@ def test_the_first_loss_of_every_preset_is_the_formulas(name: str, make_trainer:
     assert record["backend"] == "trl"
     assert record["micro_batches"] == 2
     assert record["function"].endswith("GRPOTrainer._compute_loss")
-    assert record["arguments"]["loss_type"] == PRESETS[name].values["loss_type"]
+    assert record["arguments"]["loss_type"] == PRESETS[name]["loss_type"]
     assert record["relative_difference"]["loss"] < 1e-6
     assert record["relative_difference"]["gradient"] < 1e-5
     assert len(rows) == 2
@@ -393,7 +393,7 @@ def test_every_step_logs_the_metrics(make_trainer: Callable[..., Any]) -> None:
 def test_watching_does_not_change_the_run(make_trainer: Callable[..., Any]) -> None:
     def weights(watched: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        trainer = make_trainer(**PRESETS["gspo"].values, max_steps=3)
+        trainer = make_trainer(**PRESETS["gspo"], max_steps=3)
         if watched:
             watch(trainer)
         trainer.train()

@@ -4,56 +4,49 @@ A loss is a set of TRL's own GRPOConfig values, which the config's own keys over
 are spelled out too, because unsloth's generated config has others, such as a KL term and learning rate 5e-5.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The GRPOConfig values of a named loss. token_ratio: the sequence's ratio with each token's gradient."""
-
-    values: dict[str, Any] = field(hash=False)
-    token_ratio: bool = False
-
-
-def _preset(loss_type: str, level: str, token_ratio: bool = False, **values: Any) -> Preset:
+def _values(loss_type: str, level: str, **values: Any) -> dict[str, Any]:
     spelled_out = {"importance_sampling_level": level, "beta": 0.0, "scale_rewards": "group", "delta": None}
     spelled_out |= {"mask_truncated_completions": False}
-    return Preset({"loss_type": loss_type, **spelled_out, **values}, token_ratio)
+    return {"loss_type": loss_type, **spelled_out, **values}
 
 
 _GSPO_CLIP: dict[str, Any] = {"epsilon": 3e-4, "epsilon_high": 4e-4}  # arXiv:2507.18071, section 5.1
 _TOKEN_CLIP: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.2}
 
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, dict[str, Any]] = {
     # Mean over sequences of the clipped sequence ratio times the advantage: Zheng et al. 2025, arXiv:2507.18071, equation 5.
-    "gspo": _preset("grpo", "sequence", **_GSPO_CLIP),
+    "gspo": _values("grpo", "sequence", **_GSPO_CLIP),
     # gspo, each sequence weighted by its length: Fast-LLM's and LUSPO's sum (arXiv:2602.05261; epsilons of Fast-LLM's recipe).
-    "gspo-length": _preset("luspo", "sequence", epsilon=3e-3, epsilon_high=4e-3),
+    "gspo-length": _values("luspo", "sequence", epsilon=3e-3, epsilon_high=4e-3),
     # For advantages that vary along a sequence: clipped by its ratio, gradient token by token (arXiv:2507.18071, equation 13).
-    "gspo-token": _preset("grpo", "token", token_ratio=True, **_GSPO_CLIP),
+    "gspo-token": _values("grpo", "token", **_GSPO_CLIP),
     # Token ratios, mean over each sequence, then over sequences; a KL term: Shao et al. 2024, arXiv:2402.03300, equation 3.
-    "grpo": _preset("grpo", "token", beta=0.04, **_TOKEN_CLIP),
+    "grpo": _values("grpo", "token", beta=0.04, **_TOKEN_CLIP),
     # Sums divided by a constant, advantages not divided by the group's deviation: Liu et al. 2025, arXiv:2503.20783.
-    "dr_grpo": _preset("dr_grpo", "token", scale_rewards="none", **_TOKEN_CLIP),
+    "dr_grpo": _values("dr_grpo", "token", scale_rewards="none", **_TOKEN_CLIP),
     # Averaged over all tokens of the step, a higher upper clip: Yu et al. 2025, arXiv:2503.14476.
-    "dapo": _preset("dapo", "token", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
+    "dapo": _values("dapo", "token", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
     # Token ratios averaged over the tokens of each micro-batch, on which it depends: TRL's `bnpo`.
-    "bnpo": _preset("bnpo", "token", **_TOKEN_CLIP),
+    "bnpo": _values("bnpo", "token", **_TOKEN_CLIP),
     # REINFORCE weighted by the token ratio, capped and detached: MiniMax 2025, arXiv:2506.13585; cap of arXiv:2510.13786.
-    "cispo": _preset("cispo", "token", epsilon=0.2, epsilon_high=5.0),
+    "cispo": _values("cispo", "token", epsilon=0.2, epsilon_high=5.0),
     # Token ratios through a sigmoid gate instead of a clip, colder for negative advantages: arXiv:2511.20347.
-    "sapo": _preset("sapo", "token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, **_TOKEN_CLIP),
+    "sapo": _values("sapo", "token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, **_TOKEN_CLIP),
     # REINFORCE weighted by a Gamma-shaped function of the whole sequence's ratio: arXiv:2602.10693.
-    "vespo": _preset(
+    "vespo": _values(
         "vespo", "token", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, **_TOKEN_CLIP
     ),
 }
 
 # The names TRL does not know; the others mean TRL's own loss in a script and the preset in a run's YAML.
 OURS = ("gspo", "gspo-length", "gspo-token")
+# The loss with the value of the sequence's ratio and each token's own gradient (`cogumi.rl.loss_capture`).
+WITH_TOKEN_RATIO = "gspo-token"
 
 
 def preset(name: str) -> dict[str, Any]:
     """For `trl.GRPOConfig(**preset("dapo"), ...)`; ours keep their names. KeyError for other names."""
-    return {**PRESETS[name].values, **({"loss_type": name} if name in OURS else {})}
+    return {**PRESETS[name], **({"loss_type": name} if name in OURS else {})}

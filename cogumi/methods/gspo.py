@@ -44,7 +44,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     rewards_of(run.cogumi.rewards)
     train = {"loss_type": "gspo", **run.train}
     name = train["loss_type"]
-    values = PRESETS[name].values
+    values = PRESETS[name]
     for finding in check_clip_numbers(values | train | {"loss_type": values["loss_type"]}):
         raise UsageError(finding.message)
     key = "importance_sampling_level"

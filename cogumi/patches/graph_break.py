@@ -2,10 +2,8 @@
 
 The ladder, mildest first. `none`: it compiles as it is. `branchless`: an expert without rows ends the graph, so
 `bitsandbytes.matmul_4bit` gets a form that does not ask for them. `break_linear`: the graph breaks around each 4-bit
-layer and all below it, where Dynamo cannot trace one at all (torch 2.7).
-
-Each probe compiles a few lines with fullgraph and the aot_eager backend, forward and backward, and compares with eager
-execution. Dynamo's configuration and counters, the random numbers and `.grad` are as before afterwards.
+layer, where Dynamo cannot trace one at all (torch 2.7). Each probe compiles a few lines with fullgraph, forward and
+backward, compares with eager execution, and leaves Dynamo, the random numbers and `.grad` as they were.
 """
 
 import functools
@@ -79,9 +77,8 @@ class Replacement:
 def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
     """Find the mildest strategy that compiles and put it in place; applying twice is applying once.
 
-    choice: "auto" probes, "off" changes nothing, a name of STRATEGIES is put in place untried. model: whose 4-bit layers
-    and experts it is about; without one there may be experts. Compiled code is dropped where something changes. Raises
-    UsageError for another choice, where another strategy is in place already, and where another package's patch is in its way.
+    choice: "auto" probes, "off" changes nothing, one of STRATEGIES is put in place untried. model: whose 4-bit layers it
+    is about; without one there may be experts. Raises UsageError for another choice, and where a patch is in its way.
     """
     global _verdict
     if choice not in CHOICES:

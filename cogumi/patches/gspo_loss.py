@@ -35,7 +35,7 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     name = arguments.get("loss_type")
     if name not in OURS:
         return dict(arguments)
-    wanted = PRESETS[name].values["importance_sampling_level"]
+    wanted = PRESETS[name]["importance_sampling_level"]
     if (level := arguments.get("importance_sampling_level", wanted)) != wanted:
         ratio = "per sequence" if name != "gspo-token" else "the sequence's, with each token's gradient"
         raise UsageError(
@@ -45,13 +45,13 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     # As in TRL, a lone epsilon bounds both sides.
     both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
     # Elsewhere None is a value: max_grad_norm=None does not clip the gradient, a correction's clip_max=None has no bound.
-    given = {key: value for key, value in arguments.items() if value is not None or key not in PRESETS[name].values}
+    given = {key: value for key, value in arguments.items() if value is not None or key not in PRESETS[name]}
     return fill_defaults(name, both | given)
 
 
 def fill_defaults(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """GRPOConfig keyword arguments of a preset under `arguments`, with everything that unsloth has other defaults for."""
-    preset = PRESETS[name].values
+    preset = PRESETS[name]
     values = {**trl_defaults(SPELLED_OUT), **preset, **arguments, "loss_type": preset["loss_type"]}
     if values.get("generation_batch_size") is None and values.get("steps_per_generation") is None:
         values["steps_per_generation"] = values["gradient_accumulation_steps"]  # TRL's default, said aloud
@@ -71,7 +71,7 @@ def drop_trl_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     if arguments.get("loss_type") not in OURS:
         return dict(arguments)
-    upstream = trl_defaults(tuple(PRESETS[arguments["loss_type"]].values.keys() - {"loss_type"}))
+    upstream = trl_defaults(tuple(PRESETS[arguments["loss_type"]].keys() - {"loss_type"}))
     if not upstream.keys() <= arguments.keys():
         return dict(arguments)
     return {key: value for key, value in arguments.items() if key not in upstream or value != upstream[key]}
@@ -116,7 +116,7 @@ def undo() -> PatchStatus:
 
 def status() -> PatchStatus:
     applied = grpo_config() in _originals
-    low, high = (PRESETS["gspo"].values[key] for key in ("epsilon", "epsilon_high"))
+    low, high = (PRESETS["gspo"][key] for key in ("epsilon", "epsilon_high"))
     what = "is left to TRL, which fails at the first loss"
     if applied:
         what = f"becomes grpo + sequence-level ratio, beta 0, epsilon {low:g}/{high:g}"
@@ -128,7 +128,7 @@ def loss_name(config: Any) -> str:
     name = getattr(config, "cogumi_loss_name", None)
     if name is None:
         return str(config.loss_type)
-    values = PRESETS[name].values
+    values = PRESETS[name]
     kept = all(getattr(config, key) == values[key] for key in ("loss_type", "importance_sampling_level"))
     return name if kept else str(config.loss_type)
 
@@ -156,9 +156,9 @@ def _wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def __post_init__(self: Any) -> None:
         if (name := self.loss_type) in OURS:
             given = drop_trl_defaults({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-            said = {key: given[key] for key in ("loss_type", *PRESETS[name].values) if key in given}
+            said = {key: given[key] for key in ("loss_type", *PRESETS[name]) if key in given}
             for key, value in gspo_arguments(said).items():
-                if key in PRESETS[name].values:
+                if key in PRESETS[name]:
                     setattr(self, key, value)
             self.cogumi_loss_name = name
         original(self)

@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import nn
 from transformers.trainer_utils import SaveStrategy
 
-from cogumi.config.presets import PRESETS
+from cogumi.config.presets import WITH_TOKEN_RATIO
 from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import tokenized_prompts
@@ -122,7 +122,7 @@ def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False
 def ratio_is_per_sequence(args: Any) -> bool:
     """Whether one ratio stands for a whole completion. GSPO-token's does, though TRL computes it token by token."""
     name = loss_name(args)
-    return args.importance_sampling_level == "sequence" or (name in PRESETS and PRESETS[name].token_ratio)
+    return args.importance_sampling_level == "sequence" or name == WITH_TOKEN_RATIO
 
 
 def clips_sequences(args: Any) -> bool:

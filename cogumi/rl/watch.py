@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from cogumi.config.presets import PRESETS
+from cogumi.config.presets import WITH_TOKEN_RATIO
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
 from cogumi.patches.gspo_loss import loss_name
@@ -62,7 +62,7 @@ class LossWatch(TrainerCallback):
     def __init__(self, trainer: Any, record: Path) -> None:
         self.trainer, self.record = trainer, record
         name = loss_name(trainer.args)
-        self.token_ratio = name in PRESETS and PRESETS[name].token_ratio
+        self.token_ratio = name == WITH_TOKEN_RATIO
         self.metrics = PolicyMetrics()
         self.proof: LossCheck | None = None
         self.guarded = False

@@ -139,21 +139,16 @@ def check_temporary_files() -> Finding:
 
 def check_directory(path: Path) -> Finding:
     """Whether the directory that holds runs can be written to, and whether it may be lost with the box."""
-    disk, no_write = filesystem_of(path), not os.access(nearest_existing(path), os.W_OK)
+    disk = filesystem_of(path)
+    closed = disk.space.read_only or not os.access(nearest_existing(path), os.W_OK)
+    refused = "runs/ and checkpoints/ are written here, and it cannot be written to"
+    in_memory = f"{disk.mount} is in memory: what is written here is lost when the box stops"
     found = judge(
         "work directory",
         describe_room(path, disk),
-        (
-            disk.space.read_only or no_write,
-            "runs/ and checkpoints/ are written here, and it cannot be written to",
-            "work in a directory that you may write to",
-        ),
+        (closed, refused, "work in a directory that you may write to"),
         (disk.space.inodes_free == 0, "all its inodes are taken: no file can be made", "remove many small files"),
-        (
-            disk.kind in IN_MEMORY,
-            f"{disk.mount} is in memory: what is written here is lost when the box stops",
-            "work in a directory on a disk; cogumi.mirror copies checkpoints",
-        ),
+        (disk.kind in IN_MEMORY, in_memory, "work in a directory on a disk; cogumi.mirror copies checkpoints"),
     )
     if found.state == "ok" and disk.kind in OWN_DISK:
         lost = f"{found.figure}; the container's own disk, which is lost with it, or when a pod stops"
