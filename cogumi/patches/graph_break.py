@@ -3,7 +3,7 @@
 The ladder, mildest first. `none`: it compiles as it is. `branchless`: an expert without rows ends the graph, so
 `bitsandbytes.matmul_4bit` gets a form that does not ask for them. `break_linear`: the graph breaks around each 4-bit
 layer, where Dynamo cannot trace one at all (torch 2.7). Each probe compiles a few lines with fullgraph, forward and
-backward, compares with eager execution, and leaves Dynamo, the random numbers and `.grad` as they were.
+backward, and compares with eager execution. It leaves Dynamo, the random numbers and `.grad` as they were.
 """
 
 import functools
