@@ -155,7 +155,7 @@ def prepare_fim(path: Path, tokenizer: Any, cache: Path, eval_rows: int = 0) -> 
         return Chunk(data.dataset.data.table, dropped)
 
     options = CONFIG.model_dump(mode="json")
-    source = Source(path.name, [path], {"source": "source"}, tokenize, files_identity([path]), options, text_only=True)
+    source = Source(path.name, [path], {"source": "source"}, tokenize, files_identity([path]), options)
     return prepare([source], Selection(eval_rows), {"tokenizer": tokenizer_identity(tokenizer)}, cache_dir=cache)
 
 

@@ -85,7 +85,7 @@ def examples_of(
 ) -> FimData:
     """What `make` makes of all rows. Raises UsageError where that is nothing."""
     controls = read_controls(tokenizer)
-    chunk = make(rows, first_row, tokenizer=tokenizer, controls=controls, config=config, columns={"source": column})
+    chunk = make(rows.select(source=column), first_row, controls=controls, config=config)
     dropped = {reason: rows_of_it.count for reason, rows_of_it in chunk.dropped.items()}
     if not len(chunk.table):
         said = report_of(name, rows.height, 0, dropped)

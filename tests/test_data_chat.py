@@ -41,7 +41,7 @@ def test_every_shape_is_the_same_example(shape: dict[str, Any]) -> None:
 def tokens(rows: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
     frame = pl.DataFrame(rows, strict=False)
     chosen = FormatOptions("sft", "chat", **options)
-    chunk = tokenize_for(chosen, chat_tokenizer("qwen3"), columns_for(chosen, frame.columns))(frame, 0)
+    chunk = tokenize_for(chosen, chat_tokenizer("qwen3"))(frame.select(**columns_for(chosen, frame.columns)), 0)
     assert not chunk.dropped
     return list(chunk.table.to_pylist())
 
@@ -129,7 +129,7 @@ def test_bad_rows_are_counted_with_the_first_of_them(learn: str) -> None:
     ]
     frame = pl.DataFrame({"messages": column})
     options = FormatOptions("sft", "chat", learn=learn)  # type: ignore[arg-type]
-    chunk = tokenize_for(options, chat_tokenizer("qwen3"), columns_for(options, frame.columns))(frame, 100)
+    chunk = tokenize_for(options, chat_tokenizer("qwen3"))(frame.select(**columns_for(options, frame.columns)), 100)
     assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
         "without any assistant turn": (2, 101),
         "with an empty answer": (1, 102),

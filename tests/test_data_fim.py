@@ -341,8 +341,9 @@ def test_every_drop_is_counted_and_reported(starcoder):
         (pl.DataFrame({"source": ["word " * 2000]}), "1 longer than 512 tokens"),
         (pl.DataFrame({"source": []}, schema={"source": pl.String}), "0 rows"),
         (pl.DataFrame({"source": [None]}), "1 null"),
+        (pl.DataFrame({"source": [1, 2]}), "a column of text, and this one holds Int64"),
     ],
-    ids=["short", "long", "empty", "null"],
+    ids=["short", "long", "empty", "null", "numbers"],
 )
 def test_unusable_rows_are_a_usage_error(starcoder, build, frame, message, golden: Golden):
     with golden.raises("data", message=message):

@@ -6,6 +6,7 @@ import polars as pl
 import pytest
 from golden import Golden
 
+from cogumi.core.errors import UsageError
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.fim import FAMILIES, FimConfig
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
@@ -20,7 +21,7 @@ def options(method: str, format: str, **more: Any) -> FormatOptions:
 
 def chunk_of(rows: dict[str, list[Any]], name: str, chosen: FormatOptions) -> Chunk:
     frame = pl.DataFrame(rows)
-    return tokenize_for(chosen, chat_tokenizer(name), columns_for(chosen, frame.columns))(frame, 0)
+    return tokenize_for(chosen, chat_tokenizer(name))(frame.select(**columns_for(chosen, frame.columns)), 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -141,6 +142,38 @@ def test_of_a_completion_of_several_turns_the_tools_are_not_learned() -> None:
 # ------------------------------------------------------------------------------------------------------- prompts for RL
 
 
+@pytest.mark.parametrize(
+    ("method", "format", "rows"),
+    [
+        ("sft", "prompt_completion", {"prompt": ["2 + 3?", [{"role": "user", "content": "?"}]], "completion": ["5", "6"]}),
+        ("gspo", "prompt_completion", {"prompt": ["2 + 3?", [{"role": "user", "content": "?"}]]}),
+        ("dpo", "preference", {
+            "prompt": ["2 + 3?", [{"role": "user", "content": "?"}]], "chosen": ["5", "6"], "rejected": ["7", "8"]
+        }),
+    ],
+)  # fmt: skip
+def test_text_in_some_rows_and_messages_in_others_are_refused(
+    method: str, format: str, rows: Any, golden: Golden
+) -> None:
+    columns = {name: pl.Series(values, dtype=pl.Object) for name, values in rows.items()}
+    with golden.raises("data", key="data.source", message="others are messages"):
+        chunk_of(columns, "qwen3", options(method, format))
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [([1, "7"], None), ([{"x": [1]}, {"x": ["7"]}], None), ([1, 2.5], [1.0, 2.5]), ([None, 3], [None, 3])],
+)
+def test_what_the_rewards_are_given_is_of_one_kind(values: list[Any], kept: list[Any] | None) -> None:
+    rows = {"prompt": ["a", "b"], "answer": pl.Series(values, dtype=pl.Object)}
+    chosen = options("gspo", "prompt_completion", columns={"answer": "answer"})
+    if kept is None:
+        with pytest.raises(UsageError, match=r"data\.columns\.answer: its values are of several kinds"):
+            chunk_of(rows, "qwen3", chosen)
+    else:
+        assert chunk_of(rows, "qwen3", chosen).table["answer"].to_pylist() == kept
+
+
 def test_a_prompt_over_the_budget_is_dropped_and_one_that_is_no_text_too() -> None:
     rows = {"prompt": ["short", "long " * 50, 5, "also short"], "completion": ["a", "b", "c", "d"]}
     rows["prompt"] = pl.Series(rows["prompt"], dtype=pl.Object)
@@ -176,7 +209,7 @@ def test_prompts_of_text_and_their_gold_answers() -> None:
     frame = pl.DataFrame(rows)
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.chat_template = None
-    chunk = tokenize_for(chosen, tokenizer, columns_for(chosen, frame.columns))(frame, 0)
+    chunk = tokenize_for(chosen, tokenizer)(frame.select(**columns_for(chosen, frame.columns)), 0)
     assert chunk.table.to_pylist() == [{"prompt": "2 + 3?", "answer": "5"}]
     assert list(chunk.dropped) == ["with an empty prompt", "null", "containing a special token"]
     completed = chunk_of({"prompt": ["p"], "completion": ["5"]}, "qwen3", options("gspo", "prompt_completion"))
@@ -212,13 +245,13 @@ def test_pieces_are_laid_out_as_the_same_cut_is() -> None:
     rows = pl.DataFrame({name: pieces[name][:] for name in ("prefix", "middle", "suffix")})
     for method, whole in (("sft", tokenize_for_sft), ("gspo", prompts_for_rl)):
         chosen = options(method, "fim", fim=config)
-        from_pieces = tokenize_for(chosen, tokenizer, columns_for(chosen, rows.columns))(rows, 0)
-        from_code = tokenize_for(chosen, tokenizer, columns_for(chosen, code.columns))(code, 0)
+        from_pieces = tokenize_for(chosen, tokenizer)(rows.select(**columns_for(chosen, rows.columns)), 0)
+        from_code = tokenize_for(chosen, tokenizer)(code.select(**columns_for(chosen, code.columns)), 0)
         assert from_code.table.to_pylist() == whole(code, tokenizer, config).dataset.to_list()
         # The order of the pieces is drawn by the row's index, which dropped rows have shifted: compare where it is not.
         config_psm = FimConfig(max_length=200, spm_rate=0)
         chosen = options(method, "fim", fim=config_psm)
-        from_pieces = tokenize_for(chosen, tokenizer, columns_for(chosen, rows.columns))(rows, 0)
+        from_pieces = tokenize_for(chosen, tokenizer)(rows.select(**columns_for(chosen, rows.columns)), 0)
         assert from_pieces.table.to_pylist() == whole(code, tokenizer, config_psm).dataset.to_list()
     assert not from_pieces.dropped
 

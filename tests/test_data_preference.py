@@ -38,7 +38,7 @@ def chat_pairs(system: bool = True) -> Rows:
 def chunk_of(rows: Rows, tokenizer: Any, **options: Any) -> Chunk:
     frame = pl.DataFrame(rows, strict=False)
     chosen = FormatOptions("dpo", "preference", **options)
-    chunk = tokenize_for(chosen, tokenizer, columns_for(chosen, frame.columns))(frame, 0)
+    chunk = tokenize_for(chosen, tokenizer)(frame.select(**columns_for(chosen, frame.columns)), 0)
     assert len(frame) == len(chunk.table) + sum(each.count for each in chunk.dropped.values())
     return chunk
 

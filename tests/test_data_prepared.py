@@ -52,7 +52,7 @@ def words(rows: pl.DataFrame, first_row: int) -> Chunk:
 
 def source(path: Path, texts: list[str | None], weight: float = 1.0, tokenize: Any = words) -> Source:
     pl.DataFrame({"other": range(len(texts)), "code": texts}, schema_overrides={"code": pl.String}).write_parquet(path)
-    return Source(path.name, [path], {"text": "code"}, tokenize, files_identity([path]), "words", weight, True)
+    return Source(path.name, [path], {"text": "code"}, tokenize, files_identity([path]), "words", weight)
 
 
 def run(sources: list[Source], tmp_path: Path, **selection: Any) -> Prepared:
@@ -262,7 +262,7 @@ def test_every_setting_has_a_key_of_its_own(tmp_path, tiny_model):
     keys += [key(eval_rows=2), key(max_rows=9), key(fraction=0.5), key(deduplicate=True), key(seed=1)]
     keys += [
         key([replace(one, options="other")]),
-        key([replace(one, columns={"text": "code", "more": "other"}, text_only=False)]),
+        key([replace(one, columns={"text": "code", "more": "other"})]),
         key([replace(one, name="other")]),
         key([replace(one, weight=2.0)]),
         key([one, one]),

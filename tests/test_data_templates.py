@@ -42,7 +42,7 @@ def conversations(count: int = 24, system: bool = True) -> Rows:
 def chunk_of(rows: Rows, tokenizer: Any, format: str = "chat", method: str = "sft", **options: Any) -> Chunk:
     frame = pl.DataFrame(rows, strict=False)
     chosen = FormatOptions(method, format, **options)  # type: ignore[arg-type]
-    chunk = tokenize_for(chosen, tokenizer, columns_for(chosen, frame.columns))(frame, 0)
+    chunk = tokenize_for(chosen, tokenizer)(frame.select(**columns_for(chosen, frame.columns)), 0)
     assert len(frame) == len(chunk.table) + sum(each.count for each in chunk.dropped.values())
     return chunk
 
@@ -275,7 +275,7 @@ def test_chunks_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> No
     rows[5]["messages"] = [{"role": "user", "content": "x"}]
     frame = pl.DataFrame(rows)
     options = FormatOptions("sft", "chat", max_length=200)
-    make = tokenize_for(options, tokenizer, columns_for(options, frame.columns))
+    make, frame = tokenize_for(options, tokenizer), frame.select(**columns_for(options, frame.columns))
     whole = make(frame, 0)
     parts = [make(frame[at : at + 5], at) for at in range(0, len(frame), 5)]
     assert [row for part in parts for row in part.table.to_pylist()] == whole.table.to_pylist()

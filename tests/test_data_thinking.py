@@ -30,7 +30,7 @@ def learned(
     tokenizer = chat_tokenizer(name)
     frame = pl.DataFrame({"messages": [[QUESTION, answer]]})
     options = FormatOptions("sft", "chat", learn=learn, thinking=thinking)  # type: ignore[arg-type]
-    chunk = tokenize_for(options, tokenizer, columns_for(options, frame.columns))(frame, 0)
+    chunk = tokenize_for(options, tokenizer)(frame.select(**columns_for(options, frame.columns)), 0)
     if not len(chunk.table):
         return [], "", list(chunk.dropped)
     row = chunk.table.to_pylist()[0]
@@ -224,7 +224,7 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     assert args.chat_template_kwargs == {"enable_thinking": False}
     rows = pl.DataFrame({"messages": [[{"role": "user", "content": text[:20]}, PLAIN] for text in texts()[:4]]})
     options = FormatOptions("gspo", "chat", thinking=False)
-    chunk = tokenize_for(options, tokenizer, columns_for(options, rows.columns))(rows, 0)
+    chunk = tokenize_for(options, tokenizer)(rows.select(**columns_for(options, rows.columns)), 0)
     torch.manual_seed(0)
     trainer = trl.GRPOTrainer(
         model=tiny_for(tokenizer), reward_funcs=rewards, args=args, train_dataset=Dataset(chunk.table), processing_class=tokenizer

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from cogumi.data.selection import (
     choose_rows,
     row_hashes,
 )
-from cogumi.data.sources import Alike, batches
+from cogumi.data.sources import batches
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,15 +65,11 @@ class Source:
     options: Any
     """What decides what `tokenize` makes of a row, as JSON: the format and its settings."""
     weight: float = 1.0
-    text_only: bool = False
-    alike: Mapping[str, Alike] = field(default_factory=dict)
-    """Both as `sources.batches` takes them."""
 
     def batches(self, files: Sequence[Path] | None = None) -> Iterator[pl.DataFrame]:
         """The rows of its files, or of these, by field."""
-        columns = list(dict.fromkeys(self.columns.values()))
-        for rows in batches(files or self.files, columns, text_only=self.text_only, alike=self.alike):
-            yield rows.select(pl.col(column).alias(name) for name, column in self.columns.items())
+        for rows in batches(files or self.files, list(dict.fromkeys(self.columns.values()))):
+            yield rows.select(**self.columns)
 
 
 @dataclass(frozen=True)

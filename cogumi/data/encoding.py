@@ -180,8 +180,6 @@ class Rendering:
     """What rows of conversations, prompts or pairs become token ids with."""
 
     options: FormatOptions
-    columns: Mapping[str, str]
-    """Field -> column of the rows."""
     tokenizer: Any
     special: list[str]
     """What the tokenizer reads as control tokens."""

@@ -12,7 +12,7 @@ cut ignores token boundaries, because an editor's cursor does.
   suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any
@@ -24,7 +24,7 @@ import pyarrow as pa
 from cogumi.config.schema import FimConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.encoding import Ids, cuts_at_spaces, encode, encode_by_words, list_array, special_texts
-from cogumi.data.rows import Chunk, Dropped, count_dropped
+from cogumi.data.rows import Chunk, Dropped, count_dropped, rewarded_columns
 
 PLAIN, PSM, SPM = 0, 1, 2
 """Left to right; prefix, suffix, middle; suffix, prefix, middle."""
@@ -112,6 +112,7 @@ INSTRUCTION = (
 class Controls:
     """What the assembly needs from a tokenizer, read once."""
 
+    tokenizer: Any
     tokens: FimTokens | None
     runs: dict[int, list[list[int]]]
     """By order: ids before the first text, between the two, before the middle, and after it."""
@@ -162,10 +163,10 @@ def read_controls(tokenizer: Any) -> Controls:
     guard = tokens.texts()[0] if tokens else tokenizer.eos_token
     special = list(dict.fromkeys([*(tokens.texts() if tokens else []), *special_texts(tokenizer)]))
     guarded = read(f"{guard}a b")[1:] != read("a b")
-    return Controls(tokens, runs, guard if guarded else None, special, cuts_at_spaces(tokenizer))
+    return Controls(tokenizer, tokens, runs, guard if guarded else None, special, cuts_at_spaces(tokenizer))
 
 
-def tokenize_pieces(examples: pl.DataFrame, tokenizer: Any, controls: Controls) -> list[list[Ids]]:
+def tokenize_pieces(examples: pl.DataFrame, controls: Controls) -> list[list[Ids]]:
     """The seven runs of ids of each example: control, first text, control, second text, control, middle, end."""
     order = examples["order"]
     fim = (order != PLAIN).to_list()
@@ -184,7 +185,7 @@ def tokenize_pieces(examples: pl.DataFrame, tokenizer: Any, controls: Controls) 
         # Behind a control token stand all pieces but a plain row's text and an instruction, which open the sequence.
         guarded = [each and controls.tokens is not None for each in fim] * 2 + fim
         texts = [controls.guard + text if guard else text for text, guard in zip(texts, guarded, strict=True)]
-    ids = encode_by_words(tokenizer, texts) if controls.by_words else encode(tokenizer, texts)
+    ids = (encode_by_words if controls.by_words else encode)(controls.tokenizer, texts)
     if controls.guard is not None:
         ids = [each[1:] if guard else each for each, guard in zip(ids, guarded, strict=True)]
     control = {kind: [np.array(run, np.int32) for run in runs] for kind, runs in controls.runs.items()}
@@ -235,20 +236,19 @@ class DroppedCounter:
         return frame.filter(holds)
 
 
-def cut_rows(
-    rows: pl.DataFrame, columns: Mapping[str, str], controls: Controls, config: FimConfig, dropping: DroppedCounter
-) -> pl.DataFrame:
+def cut_rows(rows: pl.DataFrame, controls: Controls, config: FimConfig, dropping: DroppedCounter) -> pl.DataFrame:
     """Examples: `row`, `order`, `prefix`, `middle`, `suffix`, and `shown_prefix` and `shown_suffix`, which trimming may
-    shorten. A plain row is all middle. `columns` is {"source": column}, or names the three pieces."""
+    shorten. A plain row is all middle. The rows have `source`, or the three pieces, which are not cut again."""
     # Philox is a counter-based generator whose every count yields four 64-bit words: row i owns count first_row + i.
     bits = np.random.Philox(key=config.seed, counter=[dropping.first_row, 0, 0, 0])
     draws = np.random.Generator(bits).random((rows.height, 4))
     frame = pl.DataFrame(draws, schema=["fim", "spm", "length", "start"]).with_row_index("row")
-    for name, column in columns.items():
-        frame = _with_text(frame, rows[column][frame["row"]], name, dropping)
+    for name in rows.columns:
+        if name in ("source", *PIECES):
+            frame = _with_text(frame, rows[name][frame["row"]], dropping)
     spm = pl.col("spm") < controls.spm_rate(config.spm_rate)
     frame = frame.with_columns(order=pl.when(spm).then(SPM).otherwise(PSM))
-    if "source" in columns:
+    if "source" in rows.columns:
         frame = _cut(frame, controls, config, dropping)
     else:
         frame = dropping.keep(frame, pl.col("middle") != "", "with an empty middle", "prefix")
@@ -258,13 +258,17 @@ def cut_rows(
     return frame.select("row", "order", *PIECES, shown_prefix="prefix", shown_suffix="suffix")
 
 
-def _with_text(frame: pl.DataFrame, raw: pl.Series, name: str, dropping: DroppedCounter) -> pl.DataFrame:
-    """The frame with a column of text; rows that have none are dropped."""
+def _with_text(frame: pl.DataFrame, raw: pl.Series, dropping: DroppedCounter) -> pl.DataFrame:
+    """The frame with a column of text; rows that have none are dropped. Raises UsageError for a column of another kind."""
+    if raw.dtype not in (pl.String, pl.Binary, pl.Null):
+        kind = "several kinds of values" if raw.dtype == pl.Object else raw.dtype
+        key = "data.column" if raw.name == "source" else f"data.columns.{raw.name}"
+        raise UsageError(f"fim needs a column of text, and this one holds {kind}", key=key, fix="name another")
     # polars' own cast fails for the whole column at the first invalid byte, even when not strict.
     text = pl.Series([_decode(value) for value in raw], dtype=pl.String) if raw.dtype == pl.Binary else raw
-    frame = frame.with_columns(raw=raw, **{name: text.cast(pl.String)})
+    frame = frame.with_columns(raw.alias("raw"), text.cast(pl.String).alias(raw.name))
     frame = dropping.keep(frame, pl.col("raw").is_not_null(), "null", "raw")
-    return dropping.keep(frame, pl.col(name).is_not_null(), "not UTF-8", "raw").drop("raw")
+    return dropping.keep(frame, pl.col(raw.name).is_not_null(), "not UTF-8", "raw").drop("raw")
 
 
 def _decode(value: bytes | None) -> str | None:
@@ -311,23 +315,12 @@ def _without_special_texts(
 # ------------------------------------------------------------------------------------------------------------ examples
 
 
-def fim_sft_chunk(
-    rows: pl.DataFrame,
-    first_row: int,
-    *,
-    tokenizer: Any,
-    controls: Controls,
-    config: FimConfig,
-    columns: Mapping[str, str],
-) -> Chunk:
+def fim_sft_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, config: FimConfig) -> Chunk:
     """Tokenized examples: `input_ids` and `completion_mask`.
 
     The mask is 1 on the middle and its end token. On a plain row it is 1 on all but the beginning of sequence.
-    `columns` is {"source": the column of code}, or names `prefix`, `middle` and `suffix`, which are not cut again.
     """
-    dropping = DroppedCounter(first_row)
-    examples = cut_rows(rows, columns, controls, config, dropping)
-    kept, pieces = _fitting(examples, tokenizer, controls, config, dropping)
+    kept, pieces, dropped = _fitting(rows, first_row, controls, config)
     learned = np.array([0, 0, 0, 0, 0, 1, 1], np.int8)
     lengths = np.array([[*map(len, runs)] for runs in pieces], np.int64).reshape(-1, 7)
     mask = np.tile(learned, len(pieces)).repeat(lengths.ravel())
@@ -335,52 +328,42 @@ def fim_sft_chunk(
         "input_ids": list_array([*chain.from_iterable(pieces)], lengths.sum(1), pa.int32()),
         "completion_mask": list_array([mask], lengths.sum(1), pa.int8()),
     }
-    return Chunk(pa.table(table), dropping.dropped, _trimmed(kept))
+    return Chunk(pa.table(table), dropped, _trimmed(kept))
 
 
-def fim_prompts_chunk(
-    rows: pl.DataFrame,
-    first_row: int,
-    *,
-    tokenizer: Any,
-    controls: Controls,
-    config: FimConfig,
-    columns: Mapping[str, str],
-) -> Chunk:
-    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`, and what else `columns` names.
+def fim_prompts_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, config: FimConfig) -> Chunk:
+    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`, and the rows' other columns.
 
     `tokenizer(prompt)` gives the ids that `fim_sft_chunk` puts before the middle of the same row; UsageError where it reads
     other ids. The pieces are the source even where `overlong="trim"` shortened what the prompt shows. `fim_rate` does not
     apply: a plain row has nothing to ask for. The budget is that of the whole example.
     """
-    dropping = DroppedCounter(first_row)
-    config = config.model_copy(update={"fim_rate": 1.0})
-    of_fim = {name: column for name, column in columns.items() if name in ("source", *PIECES)}
-    examples = cut_rows(rows, of_fim, controls, config, dropping)
-    kept, pieces = _fitting(examples, tokenizer, controls, config, dropping)
+    kept, pieces, dropped = _fitting(rows, first_row, controls, config.model_copy(update={"fim_rate": 1.0}))
     prompts = prompt_texts(kept, controls)
-    refuse_other_prompts(prompts[:32], pieces, tokenizer)
+    refuse_other_prompts(prompts[:32], pieces, controls.tokenizer)
     table = {"prompt": pa.array(prompts, pa.string())}
     table |= {piece: pa.array(kept[piece].to_list(), pa.string()) for piece in ("prefix", "suffix", "middle")}
-    others = {name: column for name, column in columns.items() if name not in of_fim}
-    table |= {name: rows[column][kept["row"]].to_arrow() for name, column in others.items()}
-    return Chunk(pa.table(table), dropping.dropped, _trimmed(kept))
+    others = [name for name in rows.columns if name not in ("source", *PIECES)]
+    table |= rewarded_columns(rows[kept["row"]], others)
+    return Chunk(pa.table(table), dropped, _trimmed(kept))
 
 
 def _fitting(
-    examples: pl.DataFrame, tokenizer: Any, controls: Controls, config: FimConfig, dropping: DroppedCounter
-) -> tuple[pl.DataFrame, list[list[Ids]]]:
-    """The examples that fit the budget, trimmed for it where the config says so, and their tokens."""
+    rows: pl.DataFrame, first_row: int, controls: Controls, config: FimConfig
+) -> tuple[pl.DataFrame, list[list[Ids]], dict[str, Dropped]]:
+    """The examples that fit the budget, trimmed for it where the config says so, their tokens, and what was dropped."""
+    dropping = DroppedCounter(first_row)
+    examples = cut_rows(rows, controls, config, dropping)
     if config.overlong == "trim":
-        examples = _trim(examples, tokenizer, controls, config.max_length)
-    pieces = tokenize_pieces(examples, tokenizer, controls)
+        examples = _trim(examples, controls, config.max_length)
+    pieces = tokenize_pieces(examples, controls)
     fits = [sum(map(len, runs)) <= config.max_length for runs in pieces]
     reason = f"longer than {config.max_length} tokens"
     kept = dropping.keep(examples, pl.Series(fits, dtype=pl.Boolean), reason, "middle")
-    return kept, list(compress(pieces, fits))
+    return kept, list(compress(pieces, fits)), dropping.dropped
 
 
-def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length: int) -> pl.DataFrame:
+def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.DataFrame:
     """Shorten the shown prefix's start and suffix's end, by characters, until each FIM example fits the budget.
 
     Text is shortened and tokenized again rather than tokens cut off, because a cut token sequence is not what the
@@ -390,7 +373,7 @@ def _trim(examples: pl.DataFrame, tokenizer: Any, controls: Controls, max_length
     done: list[pl.DataFrame] = []
     left = examples.with_row_index("at")
     while left.height:
-        lengths = np.array([[*map(len, runs)] for runs in tokenize_pieces(left, tokenizer, controls)])
+        lengths = np.array([[*map(len, runs)] for runs in tokenize_pieces(left, controls)])
         context_tokens = lengths[:, 1] + lengths[:, 3]
         n_prefix, n_suffix = (
             left[each].str.len_chars().cast(pl.Int64).to_numpy() for each in ("shown_prefix", "shown_suffix")

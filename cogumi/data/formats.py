@@ -41,8 +41,7 @@ from cogumi.data.encoding import (
     special_texts,
 )
 from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk, read_controls
-from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, parse_rows, try_each
-from cogumi.data.sources import Alike
+from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, parse_rows, rewarded_columns, try_each
 
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
@@ -63,7 +62,6 @@ SHAPES: dict[str, list[tuple[str, ...]]] = {
     "preference": [("chosen", "rejected")],
 }
 OPTIONAL = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}
-SIDES = ("prompt", "completion", "chosen", "rejected")
 PROMPT_MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 
 
@@ -100,19 +98,6 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
     return {each: found[each] for each in dict.fromkeys(wanted_fields) if each in found}
 
 
-def column_kinds(options: FormatOptions, columns: Mapping[str, str]) -> dict[str, Alike]:
-    """Which of these columns ({field: column}) have to hold values of one kind, and how alike they have to be.
-
-    What the rewards are given becomes an arrow column. Prompts are texts or messages, and so are completions.
-    """
-    if options.format == "fim":  # which is text, and nothing else is let in
-        return {}
-    rewarded: dict[str, Alike] = {
-        column: "throughout" for name, column in columns.items() if name not in FIELDS[options.format]
-    }
-    return rewarded | {columns[side]: "text or messages" for side in SIDES if side in columns}
-
-
 def _near(name: str, names: Sequence[str]) -> str:
     near = nearest(name, names)
     return f"did you mean {near}?" if near else f"there is {', '.join(names) or 'none'}"
@@ -132,24 +117,30 @@ def learned_parts(format: str, train: Mapping[str, Any]) -> Literal["turns", "co
     return "all" if completion is False and assistant is False else "turns"
 
 
-def tokenize_for(options: FormatOptions, tokenizer: Any, columns: Mapping[str, str]) -> Tokenize:
-    """What makes examples of rows that have these columns (see `columns_for`).
+def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
+    """What makes examples of rows that have the fields of `columns_for`.
 
     Raises UsageError, now or for the first rows, for a tokenizer or chat template that cannot be used for it.
     """
     if options.format == "fim":
         make = fim_prompts_chunk if options.method == "gspo" else fim_sft_chunk
-        controls = read_controls(tokenizer)
-        return partial(make, tokenizer=tokenizer, controls=controls, config=options.fim, columns=dict(columns))
+        return partial(make, controls=read_controls(tokenizer), config=options.fim)
     if tokenizer.eos_token is None:
         raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
-    return partial(make_chunk, using=Rendering(options, dict(columns), tokenizer, special_texts(tokenizer)))
+    return partial(make_chunk, using=Rendering(options, tokenizer, special_texts(tokenizer)))
 
 
 def layout_note(options: FormatOptions, tokenizer: Any) -> str:
     """What a report of the data should add: why a layout is not the one asked for; mostly nothing."""
     return read_controls(tokenizer).order_note(options.fim.spm_rate) if options.format == "fim" else ""
+
+
+def are_text(rows: Sequence[bool]) -> bool:
+    """Whether rows are text, not messages. Raises UsageError where some are: those two are not tokenized alike."""
+    if any(rows) and not all(rows):
+        raise UsageError("some rows are text and others are messages", key="data.source", fix="write them alike")
+    return all(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- supervised
@@ -159,9 +150,9 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     """`input_ids` and `completion_mask` of conversations, or of prompts and completions."""
     dropped: dict[str, Dropped] = {}
     learn = using.options.learn
-    make = read_completion if "prompt" in using.columns else partial(read_conversation, learn=learn)
-    made, at = parse_rows(rows, first_row, using.columns, make, dropped, using.special)
-    plain = any(isinstance(each, tuple) for each in made)
+    make = read_completion if "prompt" in rows.columns else partial(read_conversation, learn=learn)
+    made, at = parse_rows(rows, first_row, make, dropped, using.special)
+    plain = are_text([isinstance(each, tuple) for each in made])
     by_turns = learn == "turns" and not plain
 
     def render(each: Conversation | tuple[str, str]) -> tuple[str, Any]:
@@ -190,8 +181,8 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
 def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """`prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer tokenizes them (trl 1.15, dpo_trainer.py, tokenize_fn)."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = parse_rows(rows, first_row, using.columns, read_pair, dropped, using.special)
-    plain = bool(pairs) and isinstance(pairs[0]["prompt"], str)
+    pairs, at = parse_rows(rows, first_row, read_pair, dropped, using.special)
+    plain = are_text([isinstance(pair["prompt"], str) for pair in pairs])
     texts, at = try_each(pairs, at, partial(render_pair, using=using), dropped, lambda pair: tuple(pair.values()))
     ids = [encode(using.tokenizer, [each[side] for each in texts], plain) for side in range(3)]
     fit = partial(fit_pair, options=using.options)
@@ -250,11 +241,11 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
 
     A prompt carries roles and contents only: GRPOTrainer renders it with its own tools. One over the budget is dropped.
     """
-    columns, options = using.columns, using.options
+    options, columns = using.options, rows.columns
     dropped: dict[str, Dropped] = {}
     chat = "prompt" not in columns
-    made, at = parse_rows(rows, first_row, columns, read_question if chat else read_prompt, dropped, using.special)
-    text = not any(isinstance(prompt, list) for prompt, _ in made)
+    made, at = parse_rows(rows, first_row, read_question if chat else read_prompt, dropped, using.special)
+    text = are_text([isinstance(prompt, str) for prompt, _ in made])
 
     def render(each: tuple[Any, str | None]) -> tuple[Any, str, str | None]:
         """(prompt, as the model sees it, answer)."""
@@ -281,7 +272,5 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     table = {"prompt": pa.array([each[0] for each in usable], pa.string() if text else PROMPT_MESSAGES)}
     if "answer" not in others and (chat or "completion" in columns):
         table["answer"] = pa.array([each[2] for each in usable], pa.string())
-    for name in others:
-        values = rows[columns[name]][[row - first_row for row in at]]
-        table[name] = pa.array(values.to_list()) if values.dtype == pl.Object else values.to_arrow()
+    table |= rewarded_columns(rows[[row - first_row for row in at]], others)
     return Chunk(pa.table(table), dropped)

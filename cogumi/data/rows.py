@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -49,8 +49,8 @@ class Chunk:
 
 
 Tokenize = Callable[[pl.DataFrame, int], Chunk]
-"""Makes examples of rows, of which the first has this index in the whole source. What it makes of a row depends on the row,
-its index and what is in the cache key alone. A chunk of which nothing is usable is no error."""
+"""Makes examples of rows, whose columns are the fields of the format and whose first has this index in the whole source.
+What it makes of a row depends on the row, its index and what is in the cache key alone. An empty chunk is no error."""
 
 
 class BadRow(Exception):
@@ -135,19 +135,18 @@ def iter_strings(value: Any) -> Iterator[str]:
 def parse_rows(
     rows: pl.DataFrame,
     first_row: int,
-    columns: Mapping[str, str],
     make: Callable[[dict[str, Any]], T],
     dropped: dict[str, Dropped],
     special: list[str],
 ) -> tuple[list[T], list[int]]:
-    """What `make` makes of each row, given as {field: value}, and the index of the row.
+    """What `make` makes of each row, given as {column: value}, and the index of the row.
 
     Rows that it refuses are counted. So are rows whose texts contain one of the tokenizer's control tokens (`special`),
     which the tokenizer would read as the token itself.
     """
-    values = zip(*(rows[column].to_list() for column in columns.values()), strict=True)
+    values = zip(*(column.to_list() for column in rows), strict=True)
     indices = range(first_row, first_row + rows.height)
-    made, at = try_each(values, indices, lambda row: make(dict(zip(columns, row, strict=True))), dropped)
+    made, at = try_each(values, indices, lambda row: make(dict(zip(rows.columns, row, strict=True))), dropped)
     texts = pl.Series(["\0".join(iter_strings(each)) for each in made], dtype=pl.String)
     hits = texts.str.contains_any(special)
 
@@ -157,6 +156,19 @@ def parse_rows(
         return made[at]
 
     return try_each(range(len(made)), at, refuse_special, dropped, texts.__getitem__)
+
+
+def rewarded_columns(rows: pl.DataFrame, names: Sequence[str]) -> dict[str, pa.Array]:
+    """These columns of the rows, for the rewards. Raises UsageError where one holds several kinds of values."""
+    found = {}
+    for name in names:
+        values = rows[name]
+        try:
+            found[name] = pa.array(values.to_list()) if values.dtype == pl.Object else values.to_arrow()
+        except pa.ArrowException as error:
+            what = f"its values are of several kinds ({error})"
+            raise UsageError(what, key=f"data.columns.{name}", fix="write them alike") from error
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- arrow file

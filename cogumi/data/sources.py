@@ -6,11 +6,11 @@ batches held 130 MB of a 260 MB file, and more of a larger one. These batches ho
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -27,18 +27,6 @@ MOST_ROWS = 16_384
 """Rows of a batch at most: a parquet footer counts a repeated text once, so its size may say too little."""
 BUFFER_BYTES = 2**20
 
-KINDS = {
-    str: "text",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-    type(None): "null",
-}
-Alike = Literal["throughout", "text or messages"]
-"""How alike the values of a column have to be: in all that they hold, or not text here and a list of messages there."""
-
 
 def column_names(files: Sequence[Path]) -> list[str]:
     """The columns of these files, in the order in which they come up; of JSON lines those of the first batch."""
@@ -47,7 +35,7 @@ def column_names(files: Sequence[Path]) -> list[str]:
         with _damage_refused(file):
             found: Iterable[str]
             if kind_of(file) == JSON_LINES:
-                found = chain.from_iterable(record for _, record in next(_record_blocks(file), []))
+                found = chain.from_iterable(next(_record_blocks(file), []))
             elif kind_of(file) == CSV:
                 found = _csv_reader(file, None).schema.names
             else:
@@ -56,26 +44,17 @@ def column_names(files: Sequence[Path]) -> list[str]:
     return list(names)
 
 
-def batches(
-    files: Sequence[Path], columns: Sequence[str], *, text_only: bool = False, alike: Mapping[str, Alike] | None = None
-) -> Iterator[pl.DataFrame]:
+def batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pl.DataFrame]:
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
     CSV columns are text. A column of JSON lines that is not all text, all booleans, all integers or all floats holds
     Python objects, as they were written. A frame's types would give every message the keys of all others. Text that is
-    not UTF-8 is binary.
-
-    `text_only` refuses columns that are neither text nor binary; `alike` those whose values are of several kinds, which
-    only JSON lines can hold. Raises UsageError, naming the file, for JSON lines the line, and the fix.
+    not UTF-8 is binary. Raises UsageError, naming the file, for JSON lines the line, and the fix.
     """
+    read = {JSON_LINES: _json_batches, CSV: _csv_batches}
     for file in files:
         with _damage_refused(file):
-            if kind_of(file) == JSON_LINES:
-                yield from _json_batches(file, columns, text_only, alike or {})
-            elif kind_of(file) == CSV:
-                yield from _csv_batches(file, columns)
-            else:
-                yield from _parquet_batches(file, columns, text_only)
+            yield from read.get(kind_of(file) or "", _parquet_batches)(file, columns)
 
 
 @contextmanager
@@ -96,11 +75,6 @@ def _refuse_missing(file: Path, columns: Sequence[str], names: Iterable[str]) ->
             raise UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
 
 
-def _not_text(column: str, kind: str, place: Path | str, texts: Sequence[str]) -> UsageError:
-    fix = f"name a text column of: {', '.join(texts) or 'none there'}"
-    return UsageError(f"column {column!r} holds {kind}, not text", place=place, fix=fix)
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
@@ -108,14 +82,10 @@ def _first_line(error: Exception) -> str:
 # -------------------------------------------------------------------------------------------------------------- parquet
 
 
-def _parquet_batches(file: Path, columns: Sequence[str], text_only: bool) -> Iterator[pl.DataFrame]:
+def _parquet_batches(file: Path, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
     with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as parquet:
         schema = pl.DataFrame(parquet.schema_arrow.empty_table()).schema
         _refuse_missing(file, columns, schema)
-        for column in columns:
-            if text_only and schema[column] not in (pl.String, pl.Binary, pl.Categorical, pl.Enum, pl.Null):
-                texts = [name for name, kind in schema.items() if kind == pl.String]
-                raise _not_text(column, str(schema[column]), file, texts)
         dictionary_encoded = [name for name in columns if schema[name] in (pl.Categorical, pl.Enum)]
         rows = _rows_at_a_time(parquet.metadata, columns)
         for batch in parquet.iter_batches(rows, columns=columns, use_threads=False):
@@ -138,34 +108,20 @@ def _rows_at_a_time(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
 # ----------------------------------------------------------------------------------------------------------- JSON lines
 
 
-def _json_batches(
-    file: Path, columns: Sequence[str], text_only: bool, alike: Mapping[str, Alike]
-) -> Iterator[pl.DataFrame]:
+def _json_batches(file: Path, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
     seen: dict[str, None] = {}
-    first_of_kind: dict[str, tuple[str, int]] = {}  # by the place of a value: its kind, the line
     for block in _record_blocks(file):
-        for line, record in block:
-            seen.update(dict.fromkeys(record))
-            for column in columns:
-                value = record.get(column)
-                if text_only and not isinstance(value, str | None):
-                    texts = [key for key, each in record.items() if isinstance(each, str)]
-                    raise _not_text(column, KINDS[type(value)], f"{file}:{line}", texts)
-                for place, kind in _kinds(value, column, alike.get(column)):
-                    before, at = first_of_kind.setdefault(place, (kind, line))
-                    if kind != before:
-                        what = f"column {place!r} holds {kind}, but {before} at {file.name}:{at}"
-                        raise UsageError(what, place=f"{file}:{line}", fix="write its values alike")
-        yield pl.DataFrame([_series(column, [record.get(column) for _, record in block]) for column in columns])
+        seen.update(dict.fromkeys(chain.from_iterable(block)))
+        yield pl.DataFrame([_series(column, [record.get(column) for record in block]) for column in columns])
     if seen:
         _refuse_missing(file, columns, seen)
 
 
-def _record_blocks(file: Path) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-    """(the number of its line from 1, the object) of about BATCH_BYTES of lines at a time. Blank lines are no rows."""
+def _record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
+    """The objects of about BATCH_BYTES of lines at a time. Blank lines are no rows."""
     if file.stat().st_size == 0:
         raise UsageError("it is empty", place=file, fix="check what wrote it, or give another file")
-    records: list[tuple[int, dict[str, Any]]] = []
+    records: list[dict[str, Any]] = []
     size = 0
     with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as lines:
         for number, line in enumerate(lines, 1):
@@ -173,7 +129,7 @@ def _record_blocks(file: Path) -> Iterator[list[tuple[int, dict[str, Any]]]]:
                 continue
             # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
             text = line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
-            records.append((number, _record(file, number, text)))
+            records.append(_record(file, number, text))
             size += len(line)
             if size >= BATCH_BYTES or len(records) == MOST_ROWS:
                 yield records
@@ -187,26 +143,12 @@ def _record(file: Path, number: int, text: str) -> dict[str, Any]:
         fix = f"convert it: jq -c '.[]' {file.name} > rows.jsonl"
         raise UsageError("one array, not one object a line", place=file, fix=fix)
     try:
-        record = json.loads(text)
-        wrong = None if isinstance(record, dict) else f"a row is one object, and this is {KINDS[type(record)]}"
+        record, wrong = json.loads(text), "not an object, as a row is"
     except (ValueError, RecursionError) as error:
-        wrong = f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
-    if wrong:
+        record, wrong = None, f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
+    if not isinstance(record, dict):
         raise UsageError(wrong, place=f"{file}:{number}", fix="write or download the file again")
-    return record  # type: ignore[no-any-return]
-
-
-def _kinds(value: Any, place: str, alike: Alike | None) -> Iterator[tuple[str, str]]:
-    """(place, kind) of a value that has to be like others, and of everything in it: answer, answer.x, answer[]."""
-    if value is None or alike is None or (alike == "text or messages" and not isinstance(value, str | list)):
-        return
-    yield place, KINDS[type(value)]
-    if alike == "throughout" and isinstance(value, dict):
-        for key, each in value.items():
-            yield from _kinds(each, f"{place}.{key}", alike)
-    elif alike == "throughout" and isinstance(value, list):
-        for each in value:
-            yield from _kinds(each, f"{place}[]", alike)
+    return record
 
 
 def _series(name: str, values: list[Any]) -> pl.Series:

@@ -18,7 +18,7 @@ from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
 from cogumi.data.chat_templates import prints_date, read_template
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.formats import column_kinds, columns_for, layout_note, learned_parts, tokenize_for
+from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import locate
 from cogumi.data.sources import column_names
@@ -158,12 +158,10 @@ def sources_of(
             name=located.name,
             files=located.files,
             columns=columns,
-            tokenize=tokenize_for(options, tokenizer, {name: name for name in columns}),
+            tokenize=tokenize_for(options, tokenizer),
             identity=located.identity,
             options=options.as_json(),
             weight=getattr(each, "weight", 1.0),
-            text_only=options.format == "fim",
-            alike=column_kinds(options, columns),
         )
         found.append((source, options))
     return found
