@@ -33,12 +33,12 @@ ASK = textwrap.dedent(
     for asked in json.loads(sys.argv[1]):
         lines.clear()
         try:
-            found = locate(asked.pop("source"), **asked)
+            name, files, identity = locate(asked.pop("source"), **asked)
         except UsageError as error:
             print(json.dumps({"key": error.key, "message": error.message, "fix": error.fix, "place": error.place}))
             continue
-        texts = [text for frame in batches(found.files, ["text"]) for text in frame["text"]]
-        print(json.dumps({"name": found.name, "identity": found.identity, "texts": texts, "log": lines}))
+        texts = [text for frame in batches(files, ["text"]) for text in frame["text"]]
+        print(json.dumps({"name": name, "identity": identity, "texts": texts, "log": lines}))
     """
 )
 
@@ -165,7 +165,7 @@ def test_a_local_file_wins_over_a_hub_id(tmp_path, monkeypatch, golden: Golden):
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "data").mkdir()
     pl.DataFrame({"text": ["local"]}).write_parquet("some/data/rows.parquet")
-    assert [file.name for file in locate("some/data").files] == ["rows.parquet"]
+    assert [file.name for file in locate("some/data")[1]] == ["rows.parquet"]
     for key in ("revision", "subset"):
         with golden.raises("data", message=f"data.{key} would be ignored: some/data", fix="drop it"):
             locate("some/data", **{key: "main"})
@@ -179,8 +179,8 @@ def test_a_local_file_wins_over_a_hub_id(tmp_path, monkeypatch, golden: Golden):
 def test_a_split_of_a_directory_laid_out_like_the_hubs(tmp_path, golden: Golden):
     for split in ("train", "test"):
         pl.DataFrame({"text": [split]}).write_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
-    assert [file.name for file in locate(str(tmp_path), split="test").files] == ["test-00000-of-00001.parquet"]
-    assert len(locate(str(tmp_path)).files) == 2
+    assert [file.name for file in locate(str(tmp_path), split="test")[1]] == ["test-00000-of-00001.parquet"]
+    assert len(locate(str(tmp_path))[1]) == 2
     with golden.raises("data", key="data.split", message="'dev'", fix="train, test"):
         locate(str(tmp_path), split="dev")
 

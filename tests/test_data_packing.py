@@ -20,6 +20,7 @@ from cogumi.data.packing import (
     rows_per_step,
     with_labels,
 )
+from cogumi.telemetry.recorder import preserve_rng_and_mode
 
 VOCABULARY = 128
 SHAPE = {
@@ -48,7 +49,7 @@ def model_of(kind: str, more: dict[str, Any], attention: str | None = None, dtyp
     with torch.no_grad():  # at the size of its first weights a layer adds less than bfloat16 can tell
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.ndim > 1 else 1)
-    return model.to(dtype)
+    return model.to(dtype).eval()
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,8 @@ def test_the_probe_leaves_modes_and_random_states_and_sees_the_adapter() -> None
     model.train()
     model.base_model.model.model.layers[0].eval()
     before, state = [module.training for module in model.modules()], torch.get_rng_state()
-    with torch.random.fork_rng():
-        assert not probe_packing(model, documents(), pad_token_id=0)
+    with preserve_rng_and_mode(model):
+        assert not probe_packing(model.eval(), documents(), pad_token_id=0)
     assert [module.training for module in model.modules()] == before
     assert len(set(before)) == 2
     assert torch.equal(torch.get_rng_state(), state)

@@ -7,8 +7,7 @@ along the sequence, or with its own mask, still lets examples read each other: `
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -81,18 +80,19 @@ def padding_mask(position_ids: torch.Tensor) -> torch.Tensor:
     return begins & torch.nn.functional.pad(begins[:, 1:], (0, 1), value=True)
 
 
+@torch.no_grad()
 def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: int) -> Leak:
     """Send pairs of documents through the model packed and apart, and return the pair that differs least beyond rounding.
 
-    documents: token ids of at least two examples, of which the last DOCUMENT tokens are used (chats begin alike). Packed as
-    the training packs them: a row of the pair and, but for flash attention, one of its first document beside it.
+    model: in evaluation mode. documents: token ids of at least two examples, of which the last DOCUMENT tokens are used
+    (chats begin alike). Packed as the training packs them: a row of the pair and, but for flash attention, one of its first
+    document beside it.
     """
     ends = [list(document[-DOCUMENT:]) for document in documents if len(document) > 1]
-    if len(ends) < 2:
-        raise ValueError("packing is probed with two documents of at least two tokens")
     pairs = list(zip(ends[::2], ends[1::2], strict=False))[:PAIRS]
-    with evaluation_mode(model):
-        leaks = [probe_pair(model, *pair, pad_token_id) for pair in pairs]
+    if not pairs:
+        raise ValueError("packing is probed with two documents of at least two tokens")
+    leaks = [probe_pair(model, *pair, pad_token_id) for pair in pairs]
     return min(leaks, key=lambda leak: leak.distance / leak.bound if leak.bound else leak.distance)
 
 
@@ -121,19 +121,6 @@ def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) 
     dtypes = {each.dtype for each in model.parameters() if each.is_floating_point() and each.dtype.itemsize > 1}
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes) * alone.abs().max().item()  # of the coarsest
     return Leak((packed - alone).abs().max().item(), max(TIMES_MEASURED * measured, TIMES_EPSILON * epsilon))
-
-
-@contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """Eval mode without gradients, for the length of a block that leaves neither a mode nor a random state changed."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def with_labels(examples: Dataset) -> Dataset:

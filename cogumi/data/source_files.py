@@ -6,7 +6,6 @@ Imports nothing that reads them, so that a missing one is refused at once.
 import glob
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -71,34 +70,27 @@ def refuse_other_kinds(name: str, paths: Iterable[str | Path]) -> None:
             raise UsageError(what, place=name, fix="convert it and give the file")
 
 
-@dataclass(frozen=True)
-class Located:
-    """The files of one source, all on this machine."""
+def locate(
+    source: str, *, revision: str | None = None, split: str | None = None, subset: str | None = None
+) -> tuple[str, Sequence[Path], Any]:
+    """(name, files, identity) of a source, downloaded where it is on the hub.
 
-    name: str
-    files: Sequence[Path]
-    identity: Any
-    """JSON that is another one where the rows may be others: the commit on the hub, or what `files_identity` says."""
-
-
-def locate(source: str, *, revision: str | None = None, split: str | None = None, subset: str | None = None) -> Located:
-    """The files that `source` stands for, downloaded where they are on the hub.
-
-    A local file or directory wins over a hub id of the same spelling. split: of a hub data set ("train" by default), or of
-    a directory laid out like one. Raises UsageError as `find_files` and `dataset_files` do.
+    identity: JSON that is another one where the rows may be others. A local file or directory wins over a hub id of the
+    same spelling. split: of a hub data set ("train" by default), or of a directory laid out like one. Raises UsageError as
+    `find_files` and `dataset_files` do.
     """
     from cogumi.data.stdlib_sample import SAMPLES, sample_path
     from cogumi.hub.downloads import dataset_files, fetch_dataset, split_of
 
     if source in SAMPLES:
         sample = [sample_path(source)]
-        return Located(source, sample, files_identity(sample))
+        return source, sample, files_identity(sample)
     if source.startswith("cogumi:"):
         raise UsageError(f"{source} is not known", key="data.source", fix=f"there is {', '.join(SAMPLES)}")
     if not Path(source).exists() and is_hub_id(source):
         commit, paths = dataset_files(source, revision, split, subset)
         refuse_other_kinds(source, paths)
-        return Located(f"{source}@{commit[:7]}", fetch_dataset(source, commit, paths), [source, commit, paths])
+        return f"{source}@{commit[:7]}", fetch_dataset(source, commit, paths), [source, commit, paths]
     for key, value in (("revision", revision), ("subset", subset)):
         if value is not None:
             raise UsageError(f"data.{key} would be ignored: {source} is a local file, not a hub id", fix="drop it")
@@ -109,7 +101,7 @@ def locate(source: str, *, revision: str | None = None, split: str | None = None
         refuse_other_kinds(source, found)
     else:
         raise UsageError(f"data.split would be ignored: {source} is not a directory nor a hub id", fix="drop it")
-    return Located(source, found, files_identity(found))
+    return source, found, files_identity(found)
 
 
 def files_identity(files: Sequence[Path]) -> list[list[Any]]:

@@ -12,8 +12,6 @@ functions of `cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs
 import ast
 import io
 import itertools
-import logging
-import os
 import platform
 import random
 import re
@@ -30,8 +28,6 @@ import polars as pl
 
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_atomic
-
-log = logging.getLogger(__name__)
 
 FORMAT_VERSION, TASKS_VERSION = 1, 9
 """Parts of the cached files' names: raise one when the filter or the columns change, or what is made of a function."""
@@ -71,45 +67,36 @@ def write_sample(path: Path) -> Path:
     Columns: `path` (relative to the library's folder), `name` (`Class.method`), `source` (dedented, parses on its own),
     `licence`. Rows are sorted by file and position; the same Python gives the same bytes.
     """
-    rows = collect_functions(Path(sysconfig.get_paths()["stdlib"]))
-    log.info("sample %s: %s functions", path.name, f"{rows.height:,}")
-    return write_frame(path, rows, compression="zstd")
+    return write_frame(path, collect_functions(Path(sysconfig.get_paths()["stdlib"])), compression="zstd")
 
 
 def collect_functions(library: Path) -> pl.DataFrame:
     """The functions below `library` that are kept, with the columns of `SCHEMA`. UsageError where there is no source."""
     rows: dict[str, tuple[str, str, str, str]] = {}  # by source
-    for file in _source_files(library):
+    # By their parts, so that the order does not depend on the file system.
+    for file in sorted(library.rglob("*.py")):
+        relative = file.relative_to(library)
+        if not SKIPPED_FOLDERS.isdisjoint(relative.parts):
+            continue
         try:
-            text = file.read_bytes().decode("utf-8-sig")
+            text = file.read_text("utf-8-sig")
             with warnings.catch_warnings():  # the library's own invalid escapes are not this user's business
                 warnings.simplefilter("ignore")
                 tree = ast.parse(text)
         except (UnicodeDecodeError, SyntaxError):
             continue
-        relative = file.relative_to(library).as_posix()
-        # ast counts lines by \n, \r\n and \r only; str.splitlines would also split at form feeds and shift them.
-        lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        lines = text.split("\n")  # str.splitlines would also split at form feeds, where ast counts no line
         for name, function in _functions(tree, ""):
             first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 1
             last = function.end_lineno or function.lineno
             source = textwrap.dedent("\n".join(lines[first:last]) + "\n")
             # One that is still indented has a string at column 0, so that no indent is common to all lines.
             if MIN_LINES <= last - first <= MAX_LINES and not source[0].isspace():
-                rows.setdefault(source, (relative, name, source, LICENCE))
+                rows.setdefault(source, (relative.as_posix(), name, source, LICENCE))
     if not rows:
         what = "this Python ships no library source to make a sample of"
         raise UsageError(what, place=library, fix="give your own parquet file")
     return pl.DataFrame(list(rows.values()), schema=SCHEMA, orient="row")
-
-
-def _source_files(library: Path) -> list[Path]:
-    """The .py files below `library`, sorted by their parts so that the order does not depend on the file system."""
-    files: list[Path] = []
-    for folder, subfolders, names in os.walk(library):
-        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        files.extend(Path(folder, name) for name in names if name.endswith(".py"))
-    return sorted(files, key=lambda file: file.relative_to(library).parts)
 
 
 def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -136,11 +123,11 @@ def write_frame(path: Path, frame: pl.DataFrame, **options: Any) -> Path:
 
 
 def _message(role: str, content: str | pl.Expr) -> pl.Expr:
-    content = pl.col(content) if isinstance(content, str) else content
-    return pl.concat_list(pl.struct(pl.lit(role).alias("role"), content.alias("content")))
+    """A list of one message; a str is the column of its content."""
+    return pl.concat_list(pl.struct(role=pl.lit(role), content=content))
 
 
-def _conversation(answer: pl.Expr) -> dict[str, pl.Expr]:
+def _conversation(answer: str | pl.Expr) -> dict[str, Any]:
     user, assistant = _message("user", "task"), _message("assistant", answer)
     return {"messages": pl.concat_list(user, assistant), "prompt": user, "answer": answer}
 
@@ -151,11 +138,11 @@ PAIRS = {
     "chosen": _message("assistant", "renamed"),
     "rejected": _message("assistant", "careless"),
 }
-SAMPLES: dict[str, tuple[Any, dict[str, pl.Expr]]] = {
+SAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "cogumi:stdlib": (True, {}),
-    "cogumi:stdlib-chat": (True, _conversation(pl.col("renamed"))),
+    "cogumi:stdlib-chat": (True, _conversation("renamed")),
     "cogumi:stdlib-chat-noisy": (~IN_TASKS, _conversation(NOISY)),
-    "cogumi:stdlib-tasks": (IN_TASKS, _conversation(pl.col("renamed"))),
+    "cogumi:stdlib-tasks": (IN_TASKS, _conversation("renamed")),
     "cogumi:stdlib-pairs": (~IN_TASKS, PAIRS),
 }
 """By name which of the `renamings` are taken and the columns made of them; of the first the functions themselves."""

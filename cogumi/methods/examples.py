@@ -135,7 +135,7 @@ def sources_of(
     entries: Sequence[MixEntry | DataSection] = run.data.mix or [run.data]
     found = []
     for each in entries:
-        located = locate(each.source or "", revision=each.revision, split=each.split, subset=each.subset)
+        name, files, identity = locate(each.source or "", revision=each.revision, split=each.split, subset=each.subset)
         options = FormatOptions(
             method=run.cogumi.method,
             format=each.format or run.data.format,
@@ -149,17 +149,17 @@ def sources_of(
             today=today,
             fim=fim,
         )
-        names = column_names(located.files)  # whose errors name the file
+        names = column_names(files)  # whose errors name the file
         try:
             columns = columns_for(options, names)
         except UsageError as error:
-            raise UsageError(f"{error}", place=located.name) from None
+            raise UsageError(f"{error}", place=name) from None
         source = Source(
-            name=located.name,
-            files=located.files,
+            name=name,
+            files=files,
             columns=columns,
             tokenize=tokenize_for(options, tokenizer),
-            identity=located.identity,
+            identity=identity,
             options=options.as_json(),
             weight=getattr(each, "weight", 1.0),
         )

@@ -21,6 +21,7 @@ from cogumi.data.packing import (
     with_labels,
 )
 from cogumi.patches import unsloth_rl
+from cogumi.telemetry.recorder import preserve_rng_and_mode
 
 log = logging.getLogger("cogumi")
 PACKING = "packing"  # of decisions.json: whether rows are packed, why, and what a step is then
@@ -82,7 +83,8 @@ def pack_datasets(
         log.info("packing: %s, as when the run began", "on" if decided["safe"] else "off")
     else:
         first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
-        leak = probe_packing(model, first if len(first) > 1 else first * 2, processing_class.pad_token_id)
+        with preserve_rng_and_mode(model):
+            leak = probe_packing(model.eval(), first if len(first) > 1 else first * 2, processing_class.pad_token_id)
         decided = {"safe": not leak, "distance": leak.distance, "bound": leak.bound}
         if leak:
             log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
