@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from cogumi.core.errors import UsageError
 from cogumi.data import encoding as encoding
 from cogumi.data import fim
+from cogumi.data.encoding import FormatOptions
 from cogumi.data.fim import FAMILIES, INSTRUCTION, FimConfig, FimTokens, detect_fim_tokens
+from cogumi.data.formats import tokenize_for
 from cogumi.data.stdlib_sample import sample_path
 from tests.fim_examples import FimData, prompts_for_rl, tokenize_for_sft
 
@@ -350,10 +352,10 @@ def test_unusable_rows_are_a_usage_error(starcoder, build, frame, message, golde
         build(frame, starcoder, FimConfig(), name="files")
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(rows, byte_level, golden: Golden):
+def test_a_tokenizer_without_an_end_token_is_refused(byte_level, golden: Golden):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_level))
     with golden.raises("data", fix="eos_token"):
-        tokenize_for_sft(rows, tokenizer, FimConfig())
+        tokenize_for(FormatOptions("sft", "fim"), tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,17 @@ import polars as pl
 import pytest
 
 from cogumi.data import selection as module
-from cogumi.data.selection import HELD_OUT, NOTHING, TRAIN, UNUSED, Selection, choose_rows, divide_by_shares, row_hashes
+from cogumi.data.selection import (
+    HELD_OUT,
+    NOTHING,
+    TRAIN,
+    UNUSED,
+    Selection,
+    choose_rows,
+    count_states,
+    divide_by_shares,
+    row_hashes,
+)
 
 
 def hashes_of(rows: list[dict[str, object]], seed: int = 0) -> list[int]:
@@ -58,7 +68,7 @@ def test_any_choice_is_what_sorting_all_rows_gives(monkeypatch, block):
             deduplicate=bool(rng.random() < 0.5),
         )
         states = np.zeros(len(hashes), np.uint8)
-        counts = choose_rows(hashes, states, bounds, weights, asked)
+        duplicates = choose_rows(hashes, states, bounds, weights, asked)
 
         held_out, trained = (hashes[states == state].tolist() for state in (HELD_OUT, TRAIN))
         assert len(set(held_out)) == len(held_out) <= asked.eval_rows
@@ -66,15 +76,16 @@ def test_any_choice_is_what_sorting_all_rows_gives(monkeypatch, block):
         assert not set(held_out) & set(trained)
         left = [h for h in hashes.tolist() if h not in set(held_out)]
         real = [h for h in left if h != NOTHING]
-        assert sum(each.duplicates for each in counts) == len(real) - len(set(real))
+        assert duplicates == len(real) - len(set(real))
         if asked.deduplicate:
             real = [h for h in trained if h != NOTHING]
             assert len(real) == len(set(real))
-        for part, count in zip(itertools.pairwise(bounds), counts, strict=True):
+        for part in itertools.pairwise(bounds):
             mine, its = hashes[slice(*part)], states[slice(*part)]
             chosen = np.sort(mine[its == TRAIN])
             assert (chosen == np.sort(mine[(its == TRAIN) | (its == UNUSED)])[: len(chosen)]).all()
-            assert count.train == len(chosen)
+            assert sum(count_states(its)) == len(its)
+            assert count_states(its)[TRAIN] == len(chosen)
         if len(heights) == 1 and not asked.deduplicate:
             free = len(left)
             wanted = min(free, max(1, round(free * asked.fraction))) if free else 0
@@ -99,5 +110,5 @@ def test_shares_are_exact_in_decimals():
     assert divide_by_shares(11, shares) == [10, 1]
     states = np.zeros(10_100, np.uint8)
     hashes = np.arange(10_100, dtype=np.uint64)
-    counts = choose_rows(hashes, states, [0, 9_000, 10_100], [0.9, 0.1], Selection())
-    assert [each.train for each in counts] == [9_000, 1_000]
+    choose_rows(hashes, states, [0, 9_000, 10_100], [0.9, 0.1], Selection())
+    assert [count_states(part)[TRAIN] for part in (states[:9_000], states[9_000:])] == [9_000, 1_000]

@@ -1,8 +1,8 @@
-"""From files to examples on the disk that a trainer maps into memory: streamed, and kept under a key of all that shapes them.
+"""From files to examples on the disk that a trainer maps into memory, kept under a key of all that shapes them.
 
 Rows are read twice: their hashes choose what is held out and trained on (`cogumi.data.selection`), then the chosen rows
-become examples in arrow files. Neither pass holds more than a batch. The files are a directory that is written aside and
-renamed: there whole, or not at all. What TRL makes of them (packed rows) `datasets` puts beside them.
+become examples in arrow files. Neither pass holds more than a batch. The directory is written aside and renamed: it is
+there whole, or not at all. `datasets` puts what TRL makes of the files (packed rows) beside them.
 """
 
 import hashlib
@@ -15,12 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import platformdirs
 import polars as pl
+from tqdm.auto import tqdm
 
 from cogumi.core.durability import NO_SPACE, lock_directory, sync_path, write_synced
 from cogumi.core.errors import UsageError
@@ -31,10 +33,11 @@ from cogumi.data.selection import (
     HELD_OUT,
     LIKE_HELD_OUT,
     TRAIN,
-    Counts,
+    UNUSED,
     Selection,
     States,
     choose_rows,
+    count_states,
     row_hashes,
 )
 from cogumi.data.sources import batches
@@ -46,9 +49,7 @@ log = logging.getLogger("cogumi")
 
 LIBRARIES = ("tokenizers", "transformers", "trl", "polars", "pyarrow", "datasets")
 RECORD = "prepared.json"
-WAIT_SECONDS = 0.5
 EQUAL = {COPY: "equal to an earlier row", LIKE_HELD_OUT: "equal to a held-out row"}
-HELD_OUT_NAME = "held out (data.eval_rows)"
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,11 @@ class Data:
     def refuse_bad_rows(self) -> None:
         """Raise UsageError with the first of the rows that were dropped for what they hold (data.bad_rows: fail)."""
         harmless = ("longer than", *EQUAL.values())
-        bad = {reason: dropped for reason, dropped in self.dropped.items() if not reason.startswith(harmless)}
-        for reason, first in bad.items():
-            count = sum(dropped.count for dropped in bad.values())
-            what = (
-                f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}"
-            )
+        bad = [(reason, each) for reason, each in self.dropped.items() if not reason.startswith(harmless)]
+        if bad:
+            (reason, first), count = bad[0], sum(each.count for _, each in bad)
+            where = f"the first is row {first.row:,}: {first.excerpt}"
+            what = f"{count:,} bad rows, {first.count:,} of them {reason}; {where}"
             raise UsageError(what, place=self.name, fix="repair them, or drop them with data.bad_rows: drop")
 
 
@@ -238,7 +238,7 @@ def alone(home: Path, key: str) -> Iterator[Path | None]:
         if not waits:
             log.info("another process prepares the same data: waiting for it")
         waits = True
-        time.sleep(WAIT_SECONDS)
+        time.sleep(0.5)
     yield None
 
 
@@ -247,10 +247,25 @@ def alone(home: Path, key: str) -> Iterator[Path | None]:
 
 def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
     try:
-        counts, states = _select(sources, selection, out)
-        record = _tokenize(sources, selection, counts, states, out)
-        for used in ("hashes", "states"):
-            (out / used).unlink()
+        counts, duplicates, states = _select(sources, selection, out)
+        train, held_out = _tokenize(sources, states, out)
+        used = sum(each[TRAIN] for each in counts)
+        left = used + sum(each[UNUSED] + each[COPY] for each in counts)
+        name = sources[0].name if len(sources) == 1 else f"{len(sources)} sources"
+        note = f"{used:,} of {len(states):,} rows chosen" if used < left else ""
+        wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
+        record = {
+            "train": train.close(name) | {"duplicates": duplicates, "note": note},
+            "held_out": held_out.close("held out (data.eval_rows)") | {"duplicates": 0} if wanted else None,
+            "sources": [
+                f"{source.name}: {count[TRAIN]:,} of {sum(count):,} rows ({count[TRAIN] / sum(count):.0%})"
+                + (f", {count[HELD_OUT]:,} held out" if count[HELD_OUT] else "")
+                for source, count in zip(sources, counts, strict=True)
+                if len(sources) > 1
+            ],
+        }
+        for passing in ("hashes", "states"):
+            (out / passing).unlink()
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
@@ -260,8 +275,8 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
     sync_path(out)
 
 
-def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple[list[Counts], States]:
-    """(counts by source, what becomes of each row of all sources): the first pass."""
+def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple[list[list[int]], int, States]:
+    """(counts of states by source, duplicates, what becomes of each row of all sources): the first pass."""
     rows_of = [0] * len(sources)
     with (out / "hashes").open("wb") as file:
         for number, _, rows in _numbered(sources, "choosing rows", None):
@@ -273,25 +288,23 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
     bounds = [0, *np.cumsum(rows_of).tolist()]
     hashes = np.memmap(out / "hashes", np.uint64, "r")
     states = np.memmap(out / "states", np.uint8, "w+", shape=(bounds[-1],))
-    counts = choose_rows(hashes, states, bounds, [source.weight for source in sources], selection)
-    if any(count.train for count in counts):
-        return counts, states
+    duplicates = choose_rows(hashes, states, bounds, [source.weight for source in sources], selection)
+    counts = [count_states(states[start:stop]) for start, stop in pairwise(bounds)]
+    if any(count[TRAIN] for count in counts):
+        return counts, duplicates, states
     for source, count in zip(sources, counts, strict=True):
-        copies = count.duplicates if selection.deduplicate else 0
-        if count.rows == count.held_out + count.like_held_out + copies:
+        if not count[UNUSED]:
             raise UsageError(
-                f"of its {count.rows:,} rows {count.held_out:,} are held out (data.eval_rows), "
-                f"{count.like_held_out:,} are equal to those and {copies:,} to earlier ones: none is left to train on",
+                f"of its {sum(count):,} rows {count[HELD_OUT]:,} are held out (data.eval_rows), "
+                f"{count[LIKE_HELD_OUT]:,} are equal to those and {count[COPY]:,} to earlier ones: none is left to train on",
                 place=source.name,
-                fix="lower data.eval_rows" if count.held_out else "data.deduplicate=false keeps copies",
+                fix="lower data.eval_rows" if count[HELD_OUT] else "data.deduplicate=false keeps copies",
             )
-    return counts, states
+    return counts, duplicates, states
 
 
-def _tokenize(
-    sources: Sequence[Source], selection: Selection, counts: Sequence[Counts], states: States, out: Path
-) -> dict[str, Any]:
-    """The second pass: the chosen rows become examples. Returns the record."""
+def _tokenize(sources: Sequence[Source], states: States, out: Path) -> tuple[ExamplesWriter, ExamplesWriter]:
+    """(what is trained on, what is held out): the second pass makes examples of the chosen rows."""
     train, held_out = ExamplesWriter(out / "train.arrow"), ExamplesWriter(out / "held_out.arrow")
     for number, first_row, rows in _numbered(sources, "preparing", len(states)):
         here = np.asarray(states[first_row : first_row + rows.height])
@@ -304,30 +317,11 @@ def _tokenize(
             chosen = np.flatnonzero(here == state)
             if len(chosen):
                 part.add(sources[number].tokenize, rows[chosen], first_row + chosen)
-    wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
-    used = sum(each.train for each in counts)
-    left = sum(each.rows - each.held_out - each.like_held_out for each in counts)
-    name = sources[0].name if len(sources) == 1 else f"{len(sources)} sources"
-    about_train = {
-        "duplicates": sum(each.duplicates for each in counts),
-        "note": f"{used:,} of {len(states):,} rows chosen" if used < left else "",
-    }
-    return {
-        "train": train.close(name) | about_train,
-        "held_out": held_out.close(HELD_OUT_NAME) | {"duplicates": 0} if wanted else None,
-        "sources": [
-            f"{source.name}: {count.train:,} of {count.rows:,} rows ({count.train / count.rows:.0%})"
-            + (f", {count.held_out:,} held out" if count.held_out else "")
-            for source, count in zip(sources, counts, strict=True)
-            if len(sources) > 1
-        ],
-    }
+    return train, held_out
 
 
 def _numbered(sources: Sequence[Source], doing: str, total: int | None) -> Iterator[tuple[int, int, pl.DataFrame]]:
     """(number of the source, place of the first row among the rows of all sources, rows by field), batch by batch."""
-    from tqdm.auto import tqdm
-
     row = 0
     with tqdm(desc=doing, unit=" rows", total=total, delay=5, mininterval=1) as bar:
         for number, source in enumerate(sources):

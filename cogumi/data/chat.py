@@ -1,12 +1,11 @@
-"""Conversations of the usual shapes as the messages that chat templates take.
+"""Conversations of the usual shapes as the messages that chat templates take: a list of `{"role", "content"}`.
 
 The shapes are OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`,
-`input`, `output`. Each becomes a list of `{"role", "content"}`. `reasoning_content`, `tool_calls`, `tool_call_id` and
-`name` stay where a message has them.
+`input`, `output`. `reasoning_content`, `tool_calls`, `tool_call_id` and `name` stay where a message has them.
 
 - Null fields are absent fields: columns give every message the keys of all others, and templates ask `'tool_calls' in
   message`. Arguments of a tool call may be JSON text, as OpenAI's API writes them, in which a null stays null.
-- Parts of text are joined. A picture or a sound is no text: the row is dropped.
+- Parts of text are joined. A row with a picture or a sound is dropped.
 - Two turns of one role in a row stay: whether that is a conversation is the template's to say.
 """
 
@@ -63,32 +62,30 @@ def read_messages(value: Any) -> list[Message]:
     return [message_of(each) for each in messages]
 
 
+def first_of(raw: Mapping[str, Any], *keys: str) -> Any:
+    return next((raw[key] for key in keys if raw.get(key) is not None), None)
+
+
 def message_of(raw: Any) -> Message:
     if not isinstance(raw, Mapping):
         raise BadRow("with a message that is no object")
-    name = raw.get("role") if raw.get("role") is not None else raw.get("from")
+    name, content = first_of(raw, "role", "from"), first_of(raw, "content", "value")
     lower = name.strip().lower() if isinstance(name, str) else None
-    content = raw.get("content") if raw.get("content") is not None else raw.get("value")
     if lower in CALLS:
         call = parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
         called = call if isinstance(call, list) else [call]
         return {"role": "assistant", "content": "", "tool_calls": [tool_call_of(each) for each in called]}
     if lower not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
-    message: Message = {"role": ROLES[lower]}
     calls = raw.get("tool_calls")
     if content is None and not calls:
         raise BadRow("with a message that has no content")
-    message["content"] = "" if content is None else join_parts(content)
+    message: Message = {"role": ROLES[lower], "content": "" if content is None else join_parts(content)}
     if calls:
         message["tool_calls"] = [tool_call_of(each) for each in calls]
-    thought = next((raw[key] for key in THOUGHTS if raw.get(key)), None)
-    if thought is not None:
-        message["reasoning_content"] = join_parts(thought)
-    for key in ("name", "tool_call_id"):
-        if raw.get(key) is not None:
-            message[key] = join_parts(raw[key])
-    return message
+    texts = {"reasoning_content": next((raw[key] for key in THOUGHTS if raw.get(key)), None)}
+    texts |= {key: raw.get(key) for key in ("name", "tool_call_id")}
+    return message | {key: join_parts(text) for key, text in texts.items() if text is not None}
 
 
 def join_parts(content: Any) -> str:
@@ -113,13 +110,13 @@ def tool_call_of(raw: Any) -> dict[str, Any]:
     called = function if isinstance(function, Mapping) else raw
     if not isinstance(called, Mapping) or not isinstance(called.get("name"), str):
         raise BadRow("with a tool call that names no function")
-    arguments = called.get("arguments")
+    arguments, reason = called.get("arguments"), "with tool-call arguments that are no JSON object"
     if isinstance(arguments, str):
-        arguments = parse_json(arguments, "with tool-call arguments that are no JSON object")
+        arguments = parse_json(arguments, reason)
     else:
         arguments = without_nulls({} if arguments is None else arguments)
     if not isinstance(arguments, Mapping):
-        raise BadRow("with tool-call arguments that are no JSON object")
+        raise BadRow(reason)
     call: dict[str, Any] = {"type": "function", "function": {"name": called["name"], "arguments": arguments}}
     if isinstance(raw.get("id"), str):
         call["id"] = raw["id"]
@@ -159,10 +156,10 @@ def read_text(value: Any) -> str:
 
 def last_turn(messages: Sequence[Message], role: str) -> int:
     """The index of the last message of this role. Raises BadRow where there is none."""
-    found = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == role), None)
-    if found is None:
-        raise BadRow(f"without any {role} turn")
-    return found
+    for at in reversed(range(len(messages))):
+        if messages[at]["role"] == role:
+            return at
+    raise BadRow(f"without any {role} turn")
 
 
 def refuse_empty_answers(messages: Sequence[Message], first: int = 0) -> None:
@@ -207,10 +204,9 @@ def without_nulls(value: Any) -> Any:
 
 def row_messages(row: dict[str, Any]) -> list[Message]:
     """The messages of a chat row of any shape."""
-    for name in ("messages", "conversations"):
-        if name in row:
-            return read_messages(row[name])
-    return alpaca_messages(row["instruction"], row.get("input"), row["output"], row.get("system"))
+    if "instruction" in row:
+        return alpaca_messages(row["instruction"], row.get("input"), row["output"], row.get("system"))
+    return read_messages(row["messages"] if "messages" in row else row["conversations"])
 
 
 def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation:
@@ -241,8 +237,7 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
 
 def read_pair(row: dict[str, Any]) -> dict[str, Any]:
     """{"prompt", "chosen", "rejected"}, all text or all messages, and "tools". Raises BadRow."""
-    sides: dict[str, Side] = {side: text_or_messages(row[side]) for side in ("chosen", "rejected")}
-    chosen, rejected = sides["chosen"], sides["rejected"]
+    chosen, rejected = text_or_messages(row["chosen"]), text_or_messages(row["rejected"])
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("whose chosen and rejected are of two kinds")
     if chosen == rejected:

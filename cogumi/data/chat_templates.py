@@ -3,10 +3,10 @@
 Two ways of writing thoughts are known: `<think>...</think>` before the answer (Qwen3, DeepSeek-R1 and many after them)
 and gpt-oss's harmony channels (`analysis` before `final`).
 
-Where the assistant's turns lie is known from `{% generation %}` marks: the template's own, or those of the training
-version that TRL ships for it. The marked part less the generation prompt is what the model has to produce. A template
-without marks (Llama 3.1's) is rendered twice for each turn: up to it with the generation prompt, and to its end. If one
-of the two texts is no beginning of the whole conversation, the row is dropped.
+`{% generation %}` marks say where the assistant's turns lie: the template's own, or those of TRL's training version. The
+marked part less the generation prompt is what the model has to produce. A template without marks (Llama 3.1's) is
+rendered twice for each turn: up to it with the generation prompt, and to its end. The row is dropped where one of the two
+texts is no beginning of the whole conversation.
 """
 
 import re
@@ -44,10 +44,7 @@ class Thinking:
 
 
 def read_thinking(template: str, flag: bool | None) -> Thinking:
-    """What `cogumi.thinking` means for this chat template.
-
-    Raises UsageError for true where the template knows nothing of thoughts.
-    """
+    """What `cogumi.thinking` means for this chat template. Raises UsageError for true where it knows no thoughts."""
     if CHANNEL in template:
         style, key = "harmony", "thinking"
     elif CLOSE in template:
@@ -58,18 +55,16 @@ def read_thinking(template: str, flag: bool | None) -> Thinking:
     if flag and style == "none" and switch is None:
         fix = "drop the key, or start from a model whose template has it"
         raise UsageError("true, but this model's chat template knows no thinking", key="cogumi.thinking", fix=fix)
-    kwargs: dict[str, Any] = {}
-    if flag is not None and switch is not None:
-        kwargs = {switch[1]: flag}
-        if switch[1] == "reasoning_effort":  # the least that gpt-oss was trained with is low: it has no off
-            kwargs = {} if flag else {"reasoning_effort": "low"}
+    kwargs: dict[str, Any] = {switch[1]: flag} if flag is not None and switch is not None else {}
+    if "reasoning_effort" in kwargs:  # the least that gpt-oss was trained with is low: it has no off
+        kwargs = {} if flag else {"reasoning_effort": "low"}
     return Thinking(flag, style, key, kwargs)  # type: ignore[arg-type]
 
 
 def adapt_thought(message: dict[str, Any], thinking: Thinking) -> dict[str, Any]:
     """An assistant's message with its thought removed, or under the key from which this template renders it.
 
-    Raises BadRow where the thought never closes, or cannot be shown although nothing says to leave it out.
+    Raises BadRow where the thought never closes, or has no place although nothing says to leave it out.
     """
     if message["role"] != "assistant":
         return message
@@ -106,9 +101,6 @@ def visible_text(reply: str, style: str, opened: bool = False) -> str | None:
     return text.rpartition(CLOSE)[2].lstrip("\n")
 
 
-# ------------------------------------------------------------------------------------------------------- chat templates
-
-
 PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 Spans = list[tuple[int, int]]
 """Character positions in a rendered text, in order."""
@@ -128,10 +120,9 @@ class ChatTemplate:
     thinking: Thinking
     variables: dict[str, Any] = field(repr=False)
     """What every rendering is given: special tokens, the thinking switch, the date."""
-    header: str
+    header: str = ""
     """What of the generation prompt the marks take in."""
-    prompt_opens_thought: bool
-    """The generation prompt ends inside a thought."""
+    prompt_opens_thought: bool = False
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
         return self.render(messages, tools)[0]
@@ -141,10 +132,7 @@ class ChatTemplate:
         return self.render(messages, tools, add_generation_prompt=True)[0]
 
     def turns(self, conversation: Conversation) -> tuple[str, Spans]:
-        """The whole conversation as text, and where in it the assistant's turns lie, less those of its prompt.
-
-        Raises BadRow where the template refuses it, or rewrites the turns that are to be learned.
-        """
+        """The whole conversation as text, and where in it the assistant's turns lie, less those of its prompt."""
         messages, tools, first = conversation.messages, conversation.tools, conversation.prompt_length
         own = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if self.marked is None:
@@ -185,8 +173,8 @@ class ChatTemplate:
 def read_template(tokenizer: Any, thinking: bool | None = None, today: str | None = None) -> ChatTemplate:
     """A tokenizer's chat template under the run's thinking flag.
 
-    `today` (2025-12-31) is what templates that print the date are told; None leaves it to the clock, so that examples
-    made tomorrow differ. Raises UsageError: no template, one that does not render, a flag it cannot follow.
+    `today` (2025-12-31) is what templates that print the date are told; None is the clock's. Raises UsageError: no
+    template, one that does not render, a flag it cannot follow.
     """
     if tokenizer.chat_template is None:
         of_sft = "for cogumi.method: sft set train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
@@ -198,9 +186,8 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     variables = dict(tokenizer.special_tokens_map) | known.template_kwargs
     if today is not None:
         variables["strftime_now"] = date.fromisoformat(today).strftime
-    bare = ChatTemplate(
-        text, tokenizer.get_chat_template(tools=[{}]), _marked(tokenizer, text), known, variables, "", False
-    )
+    with_tools = tokenizer.get_chat_template(tools=[{}])
+    bare = ChatTemplate(text, with_tools, _marked(tokenizer, text), known, variables)
     try:
         prompt = bare.prompt(PROBE[:1])
         asked = bare.whole(PROBE[:1])

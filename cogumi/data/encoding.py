@@ -1,8 +1,8 @@
 """Texts as token ids, and which of them are learned.
 
-Two ways lead to a mask. *The last turn, or a completion*: what follows the prompt's own tokens in prompt and completion,
-as TRL's SFTTrainer finds it (trl 1.15, sft_trainer.py, tokenize_fn). *Every turn*: the tokens of the spans that
-`ChatTemplate.turns` gives; a token that only begins before a span, or ends behind it, is learned.
+*The last turn, or a completion*: what follows the prompt's own tokens in prompt and completion, as TRL's SFTTrainer finds
+it (trl 1.15, sft_trainer.py, tokenize_fn). *Every turn*: the tokens of the spans that `ChatTemplate.turns` gives. A token
+that only begins before a span, or ends behind it, is learned.
 """
 
 import json
@@ -94,12 +94,12 @@ def cuts_at_spaces(tokenizer: Any) -> bool:
 
 
 def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
-    """`encode`, but every distinct word is tokenized once: code repeats its words, and it takes a third of the time.
+    r"""`encode`, but every distinct word is tokenized once: code repeats its words, and it takes a third of the time.
 
-    Cuts lie only where these tokenizers cut whatever is around, because no alternative of their expressions continues.
-    One place is after a letter or a digit, before an ASCII character of another kind. Others are between punctuation and a
-    space, and before a space that a letter or punctuation follows. `\\s+(?!\\S)` leaves such a space to the word. A digit
-    does not count there, because some tokenizers split digits off first. Characters beyond ASCII never take part.
+    Cuts lie only where no alternative of these tokenizers' expressions continues: after a letter or a digit, before an
+    ASCII character of another kind; between punctuation and a space; before a space that a letter or punctuation follows,
+    which `\s+(?!\S)` leaves to the word. A digit does not count there, because some tokenizers split digits off first.
+    Characters beyond ASCII never take part.
     """
     if not any(texts):
         return encode(tokenizer, texts)
@@ -248,16 +248,14 @@ def masked_chunk(
 
     def fit(example: tuple[tuple[Ids, Mask], str]) -> tuple[Ids, Mask, bool]:
         ids, mask = example[0]
-        if most is None or len(ids) <= most:
-            over, within = False, ""
-        elif options.overlong == "drop":
+        over = most is not None and len(ids) > most
+        if over and options.overlong == "drop":
             raise BadRow(options.too_long)
-        else:
-            over, within = True, f" within {most} tokens"
+        if most is not None and over:
             kept = slice(-most, None) if options.truncation_mode == "keep_end" else slice(most)
             ids, mask = ids[kept], mask[kept]
         if not mask.any():
-            raise BadRow(f"with nothing to learn{within}")
+            raise BadRow(f"with nothing to learn within {most} tokens" if over else "with nothing to learn")
         return ids, mask, over
 
     fitting, _ = try_each(zip(examples, values, strict=True), rows, fit, dropped, lambda example: example[1])

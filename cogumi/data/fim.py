@@ -2,14 +2,11 @@
 
 A source is cut at two character positions into prefix, middle and suffix. The model sees prefix and suffix and learns
 the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix. The
-cut ignores token boundaries, because an editor's cursor does.
+cut ignores token boundaries, because an editor's cursor does. It depends on the seed, the row's index and its text alone.
 
-- Every piece is tokenized on its own and the control tokens are put in by id. A row whose text contains a special
-  token of the tokenizer is dropped. That text would become a control token in the middle of the code.
-- The cut of row i depends on the seed, i and the text alone.
-- Tokenizers of the SentencePiece kind put a "▁" before a text's first word. Pieces are tokenized as they stand after
-  a control token, as the same tokenizer reads the prompt at inference. Some (Llama 2 style) hence have a "▁" before
-  suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
+Every piece is tokenized on its own, and the control tokens are put in by id. SentencePiece tokenizers put a "▁" before a
+text's first word, so pieces are tokenized as they stand after a control token, as in the prompt at inference. Some (Llama
+2 style) hence have a "▁" before suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
 """
 
 from collections.abc import Sequence
@@ -37,8 +34,7 @@ Runs = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 class FimTokens:
     """One family's control tokens in its order; `psm` or `spm` is None where the family was not trained on that order.
 
-    In `psm` the first text is the prefix and the second the suffix, in `spm` the other way round. `end` closes the
-    middle; None means the tokenizer's end of sequence. `ids` is empty until `detect_fim_tokens` fills it.
+    `end` closes the middle; None is the tokenizer's end of sequence. `ids` is empty until `detect_fim_tokens` fills it.
     """
 
     family: str
@@ -60,8 +56,7 @@ class FimTokens:
 
 
 def _paper_family(family: str, prefix: str, suffix: str, middle: str) -> FimTokens:
-    """PSM is <PRE> prefix <SUF> suffix <MID>, and SPM is <PRE> <SUF> suffix <MID> prefix.
-    SPM is the second variant of arXiv:2207.14255 (its appendix on SPM encoding), which opens like PSM."""
+    """SPM is <PRE> <SUF> suffix <MID> prefix, the variant of arXiv:2207.14255's appendix that opens like PSM."""
     return FimTokens(family, psm=((prefix,), (suffix,), (middle,)), spm=((prefix, suffix), (middle,), ()))
 
 
@@ -132,16 +127,12 @@ class Controls:
         """Why the orders are not those asked for; empty where they are."""
         if self.tokens is None:
             return "no FIM tokens in this tokenizer: instruction prompts"
-        if self.spm_rate(asked) == asked:
-            return ""
         order = "PSM" if self.tokens.psm else "SPM"
-        return f"{self.tokens.family} was trained on {order} only: spm_rate not used"
+        only = f"{self.tokens.family} was trained on {order} only: spm_rate not used"
+        return "" if self.spm_rate(asked) == asked else only
 
 
 def read_controls(tokenizer: Any) -> Controls:
-    if tokenizer.eos_token_id is None:
-        raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
-
     def read(text: str, special_tokens: bool = False) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
@@ -154,15 +145,16 @@ def read_controls(tokenizer: Any) -> Controls:
         raise UsageError(what, fix="FIM needs one that does not")
     lead, end = dressed[:before], [tokenizer.eos_token_id]
     plain = [lead, [], [], end]
-    runs = {PLAIN: plain} if tokens else {PLAIN: plain, PSM: plain}  # the instruction is one text
-    if tokens is not None:
+    runs = {PLAIN: plain, PSM: plain}  # an instruction is one text
+    if tokens:
         for order, texts in ((PSM, tokens.psm), (SPM, tokens.spm)):
-            if texts is not None:
+            if texts:
                 opening, between, after = ([tokens.ids[text] for text in run] for run in texts)
                 runs[order] = [lead + opening, between, after, [tokens.ids[tokens.end]] if tokens.end else end]
-    guard = tokens.texts()[0] if tokens else tokenizer.eos_token
-    special = list(dict.fromkeys([*(tokens.texts() if tokens else []), *special_texts(tokenizer)]))
+    controls = tokens.texts() if tokens else []
+    guard = controls[0] if controls else tokenizer.eos_token
     guarded = read(f"{guard}a b")[1:] != read("a b")
+    special = list(dict.fromkeys([*controls, *special_texts(tokenizer)]))
     return Controls(tokenizer, tokens, runs, guard if guarded else None, special, cuts_at_spaces(tokenizer))
 
 
@@ -220,12 +212,12 @@ def refuse_other_prompts(prompts: Sequence[str], pieces: Sequence[list[Ids]], to
 PIECES = ("prefix", "middle", "suffix")
 
 
+@dataclass
 class DroppedCounter:
     """The rows dropped so far, by reason."""
 
-    def __init__(self, first_row: int):
-        self.first_row = first_row
-        self.dropped: dict[str, Dropped] = {}
+    first_row: int
+    dropped: dict[str, Dropped] = field(default_factory=dict)
 
     def keep(self, frame: pl.DataFrame, keep: pl.Expr | pl.Series, reason: str, text: str) -> pl.DataFrame:
         """The rows to keep; the others are counted under `reason`, the first with its `text` column."""
@@ -334,9 +326,8 @@ def fim_sft_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, con
 def fim_prompts_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, config: FimConfig) -> Chunk:
     """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`, and the rows' other columns.
 
-    `tokenizer(prompt)` gives the ids that `fim_sft_chunk` puts before the middle of the same row; UsageError where it reads
-    other ids. The pieces are the source even where `overlong="trim"` shortened what the prompt shows. `fim_rate` does not
-    apply: a plain row has nothing to ask for. The budget is that of the whole example.
+    `tokenizer(prompt)` gives the ids before the middle of `fim_sft_chunk`; UsageError where it gives others. The pieces are
+    the source even where `overlong="trim"` shortened the prompt. `fim_rate` does not apply: a plain row asks for nothing.
     """
     kept, pieces, dropped = _fitting(rows, first_row, controls, config.model_copy(update={"fim_rate": 1.0}))
     prompts = prompt_texts(kept, controls)
@@ -366,9 +357,8 @@ def _fitting(
 def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.DataFrame:
     """Shorten the shown prefix's start and suffix's end, by characters, until each FIM example fits the budget.
 
-    Text is shortened and tokenized again rather than tokens cut off, because a cut token sequence is not what the
-    tokenizer makes of any text. What cannot fit (the middle alone is too long) and plain rows stay as they are, for
-    the caller to drop.
+    Text is shortened and tokenized again, because a cut token sequence is not what the tokenizer makes of any text. What
+    cannot fit (the middle alone is too long) and plain rows stay as they are, for the caller to drop.
     """
     done: list[pl.DataFrame] = []
     left = examples.with_row_index("at")

@@ -72,8 +72,8 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
     """
     method, format = options.method, options.format
     if format not in FORMATS[method]:
-        fix = f"one of {', '.join(FORMATS[method])}"
-        raise UsageError(f"{format} is not for cogumi.method: {method}", key="data.format", fix=fix)
+        what, fix = f"{format} is not for cogumi.method: {method}", f"one of {', '.join(FORMATS[method])}"
+        raise UsageError(what, key="data.format", fix=fix)
     for its_field, column in options.columns.items():
         key = f"data.columns.{its_field}"
         if column not in names:
@@ -92,8 +92,8 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
         how = "set data.column to one of them" if format == "fim" else "data.columns says which column is which"
         fix = f"the data has {', '.join(names) or 'none'}: {how}"
         raise UsageError(f"{format} needs the columns {wanted}", key="data.format", fix=fix)
-    others = [each for each in options.columns if each not in FIELDS[format]]
     tools = () if format == "fim" else ("tools",)
+    others = [each for each in options.columns if each not in FIELDS[format]]
     wanted_fields = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *others]
     return {each: found[each] for each in dict.fromkeys(wanted_fields) if each in found}
 
@@ -106,8 +106,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 def learned_parts(format: str, train: Mapping[str, Any]) -> Literal["turns", "completion", "all"]:
     """What `train.completion_only_loss` and `train.assistant_only_loss` mean for a format.
 
-    Neither: every turn of a conversation, the completion of a prompt. Both: the same as the completion alone, since
-    what it answers with is the assistant's. Both false: everything.
+    Neither: every turn of a conversation, the completion of a prompt. Both: the completion. Both false: everything.
     """
     completion, assistant = (train.get(f"{each}_only_loss") for each in ("completion", "assistant"))
     if format == "prompt_completion":
@@ -122,11 +121,11 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
 
     Raises UsageError, now or for the first rows, for a tokenizer or chat template that cannot be used for it.
     """
+    if tokenizer.eos_token is None:
+        raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     if options.format == "fim":
         make = fim_prompts_chunk if options.method == "gspo" else fim_sft_chunk
         return partial(make, controls=read_controls(tokenizer), config=options.fim)
-    if tokenizer.eos_token is None:
-        raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
     return partial(make_chunk, using=Rendering(options, tokenizer, special_texts(tokenizer)))
 
@@ -212,9 +211,8 @@ def render_pair(pair: dict[str, Any], using: Rendering) -> tuple[str, str, str]:
 def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[tuple[Ids, Ids, Ids], bool]:
     """((prompt, chosen, rejected), whether something was cut) of the ids of a prompt and of both wholes.
 
-    The prompt ends where its own tokens part from either whole's. What is cut is what TRL's collator cuts at
-    `max_length`. From the start (keep_end) it cuts unlike lengths of one prompt, so that is left to it. Raises BadRow
-    where nothing is left to compare.
+    The prompt ends where its own tokens part from either whole's. Cut is what TRL's collator cuts at `max_length`, but from
+    the start (keep_end), where it cuts unlike lengths of one prompt. Raises BadRow where nothing is left to compare.
     """
     prompt, chosen, rejected, _ = pair
     start = min(shared_prefix(prompt, chosen), shared_prefix(prompt, rejected))
@@ -237,7 +235,7 @@ def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[t
 
 
 def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
-    """`prompt`, and for the rewards `answer` (the gold answer, null where a row has none) and the other columns.
+    """`prompt`, and for the rewards `answer` (null where a row has none) and the other columns.
 
     A prompt carries roles and contents only: GRPOTrainer renders it with its own tools. One over the budget is dropped.
     """

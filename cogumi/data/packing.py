@@ -1,14 +1,14 @@
 """Packing several examples into a row: is it safe with this model, how full are the rows, how many rows are a step?
 
-TRL's `bfd` packing lays the rows of a micro-batch end to end in one sequence, without an attention mask, as flash
-attention wants them. Any other attention computes the whole square of the sequence, so it gets the rows beside each
-other (`collate_rows_apart`). transformers 5.17 makes a block-diagonal mask of the position ids. A model with a state
-along the sequence, or with its own mask, still lets examples read each other: `probe_packing` measures this.
+TRL's `bfd` packing lays the rows of a micro-batch end to end in one sequence without an attention mask, for flash
+attention. Any other attention computes the whole square of the sequence, so it gets the rows beside each other
+(`collate_rows_apart`), and transformers 5.17 makes a block-diagonal mask of the position ids. A model with a state along
+the sequence, or with its own mask, still lets examples read each other: `probe_packing` measures this.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,36 +25,6 @@ PAIRS = 3  # of documents: a leak is in each of them, a router that rounding tip
 # Logits of the same document apart, in two batch shapes, already differ by what other kernels and sums round differently.
 TIMES_MEASURED = 4
 TIMES_EPSILON = 4  # of the dtype, times the largest logit: where the two shapes happened to agree bit for bit
-
-
-@dataclass(frozen=True)
-class Leak:
-    """Logits of two documents packed, against the same apart: the largest difference, and what rounding explains of it."""
-
-    distance: float
-    bound: float
-
-    def __bool__(self) -> bool:
-        return not self.distance <= self.bound  # NaN is a leak
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A data set whose rows hold several examples: `input_ids`, `labels` and TRL's `seq_lengths` (tokens of each example)."""
-
-    rows: Dataset
-    row_length: int
-    examples: int
-    tokens: int
-
-    @property
-    def examples_per_row(self) -> float:
-        return self.examples / len(self.rows)
-
-    @property
-    def efficiency(self) -> float:
-        """The share of the slots of full rows that holds a token."""
-        return self.tokens / (len(self.rows) * self.row_length)
 
 
 def wants_one_sequence(model: Any) -> bool:
@@ -81,8 +51,10 @@ def padding_mask(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: int) -> Leak:
-    """Send pairs of documents through the model packed and apart, and return the pair that differs least beyond rounding.
+def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: int) -> tuple[float, float]:
+    """(distance, bound) of logits of two documents packed and apart: the largest difference, what rounding explains of it.
+
+    Of several pairs it is the one that differs least beyond rounding.
 
     model: in evaluation mode. documents: token ids of at least two examples, of which the last DOCUMENT tokens are used
     (chats begin alike). Packed as the training packs them: a row of the pair and, but for flash attention, one of its first
@@ -92,11 +64,11 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
     pairs = list(zip(ends[::2], ends[1::2], strict=False))[:PAIRS]
     if not pairs:
         raise ValueError("packing is probed with two documents of at least two tokens")
-    leaks = [probe_pair(model, *pair, pad_token_id) for pair in pairs]
-    return min(leaks, key=lambda leak: leak.distance / leak.bound if leak.bound else leak.distance)
+    found = [probe_pair(model, *pair, pad_token_id) for pair in pairs]
+    return min(found, key=lambda pair: pair[0] / (pair[1] or 1))
 
 
-def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) -> Leak:
+def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) -> tuple[float, float]:
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     flat = DataCollatorForLanguageModeling(pad_token_id, padding_free=True)
@@ -120,7 +92,7 @@ def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) 
     measured = (alone - together).abs().max().item()
     dtypes = {each.dtype for each in model.parameters() if each.is_floating_point() and each.dtype.itemsize > 1}
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes) * alone.abs().max().item()  # of the coarsest
-    return Leak((packed - alone).abs().max().item(), max(TIMES_MEASURED * measured, TIMES_EPSILON * epsilon))
+    return (packed - alone).abs().max().item(), max(TIMES_MEASURED * measured, TIMES_EPSILON * epsilon)
 
 
 def with_labels(examples: Dataset) -> Dataset:
@@ -137,20 +109,11 @@ def with_labels(examples: Dataset) -> Dataset:
     return labelled.with_format(None)
 
 
-def pack(labelled: Dataset, row_length: int, strategy: str = "bfd") -> Packed:
-    """The examples in rows of at most `row_length` tokens, by TRL. An example that is longer is cut (`bfd`)."""
-    from trl import pack_dataset
-
-    rows = pack_dataset(labelled, row_length, strategy)
-    lengths = rows.data.column("input_ids")
-    return Packed(rows, row_length, len(labelled), pc.sum(pc.list_value_length(lengths)).as_py())
-
-
-def rows_per_step(packed: Packed, micro_batch: int, accumulation: int) -> tuple[int, int]:
+def rows_per_step(examples_per_row: float, micro_batch: int, accumulation: int) -> tuple[int, int]:
     """(rows of a micro-batch, micro-batches accumulated), which hold about the examples that were asked for.
 
     The number of rows is the one nearest to micro_batch x accumulation examples, in micro-batches that are no larger.
     """
-    rows = max(1, round(micro_batch * accumulation / packed.examples_per_row))
+    rows = max(1, round(micro_batch * accumulation / examples_per_row))
     at_once = max(size for size in range(1, min(micro_batch, rows) + 1) if rows % size == 0)
     return at_once, rows // at_once

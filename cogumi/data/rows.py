@@ -63,10 +63,8 @@ class BadRow(Exception):
 
 def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any, count: int = 1) -> None:
     """Count rows, of which row number `row`, which holds `value`, is the first. Rows come in their order."""
-    if reason in dropped:
-        dropped[reason] = replace(dropped[reason], count=dropped[reason].count + count)
-    else:
-        dropped[reason] = Dropped(count, row, excerpt_of(value))
+    before = dropped.get(reason)
+    dropped[reason] = replace(before, count=before.count + count) if before else Dropped(count, row, excerpt_of(value))
 
 
 def excerpt_of(value: Any) -> str:
@@ -141,8 +139,7 @@ def parse_rows(
 ) -> tuple[list[T], list[int]]:
     """What `make` makes of each row, given as {column: value}, and the index of the row.
 
-    Rows that it refuses are counted. So are rows whose texts contain one of the tokenizer's control tokens (`special`),
-    which the tokenizer would read as the token itself.
+    Rows that it refuses are counted, and so are those whose texts contain a control token of the tokenizer (`special`).
     """
     values = zip(*(column.to_list() for column in rows), strict=True)
     indices = range(first_row, first_row + rows.height)

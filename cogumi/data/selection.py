@@ -1,8 +1,8 @@
 """Which rows are held out, trained on, or left alone: by what they hold, not by where they stand.
 
-Every row has a hash of its used columns, keyed with the seed. The rows with the smallest hashes are held out. Those
+Every row has a hash of its used columns, keyed with the seed. The rows with the smallest hashes are held out, and those
 with the next smallest are trained on where not all are wanted. So the order of the rows and their spread over files do
-not matter, and a row added to the source moves few others. Equal rows are never on both sides.
+not matter, a row added to the source moves few others, and equal rows are never on both sides.
 
 The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row), and are sorted bucket by bucket.
 """
@@ -47,18 +47,6 @@ class Selection:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What becomes of the rows of one source."""
-
-    rows: int
-    train: int
-    held_out: int
-    like_held_out: int
-    duplicates: int
-    """Rows equal to an earlier one (of any source), beyond those equal to a held-out row. Dropped or not."""
-
-
 def held_out_rows(rows: int, asked: int | None) -> int:
     """How many rows are held out: as many as were asked for, or one in ONE_IN, at most MOST_HELD_OUT."""
     return min(MOST_HELD_OUT, rows // ONE_IN) if asked is None else asked
@@ -67,8 +55,8 @@ def held_out_rows(rows: int, asked: int | None) -> int:
 def row_hashes(rows: pl.DataFrame, seed: int) -> Hashes:
     """blake2b of each row's columns by name and value, 8 bytes, keyed with the seed; NOTHING where all are null.
 
-    Nested values count as their JSON with sorted keys. Keys whose value is null are left out, because a frame gives a
-    key of one message to all others. Bytes count as the text that they spell.
+    Nested values count as their JSON with sorted keys, less keys whose value is null: a frame gives a key of one message
+    to all others. Bytes count as the text that they spell.
     """
 
     def as_bytes(value: Any) -> bytes | None:
@@ -95,8 +83,8 @@ def row_hashes(rows: pl.DataFrame, seed: int) -> Hashes:
 
 def choose_rows(
     hashes: Hashes, states: States, bounds: Sequence[int], weights: Sequence[float], selection: Selection
-) -> list[Counts]:
-    """Write into `states` what becomes of every row, and count it by source.
+) -> int:
+    """Write into `states` what becomes of every row. Returns how many are equal to an earlier one, held-out rows apart.
 
     hashes: of all sources' rows, one source after the other; states: as long, all UNUSED. bounds: where sources begin,
     and the end. Source i gives the share weights[i] / sum(weights) of the examples and of the held-out rows. There are
@@ -109,30 +97,31 @@ def choose_rows(
     wanted = divide_by_shares(held_out_rows(len(hashes), selection.eval_rows), shares)
     for part, count in zip(parts, wanted, strict=True):
         held_out = np.union1d(held_out, mark_held_out(hashes[part], states[part], count, held_out))
-    duplicates = np.zeros(len(parts), np.int64)
+    duplicates = 0
     for rows in iter_ascending(hashes):
         states[rows[np.isin(hashes[rows], held_out) & (states[rows] == UNUSED)]] = LIKE_HELD_OUT
         rows = rows[(states[rows] == UNUSED) & (hashes[rows] != NOTHING)]
         copies = rows[~is_first(hashes[rows])]
-        duplicates += np.histogram(copies, np.asarray(bounds))[0]
+        duplicates += len(copies)
         if selection.deduplicate:
             states[copies] = COPY
 
     totals = [] if selection.max_rows is None else [selection.max_rows]
     for part, share in zip(parts, shares, strict=True):
-        unused = int(np.count_nonzero(states[part] == UNUSED))
+        unused = count_states(states[part])[UNUSED]
         limit = min(unused, max(1, round(unused * Fraction(str(selection.fraction)))))
         totals.append(int(limit / share))
-    counts = []
-    for part, count, copies in zip(parts, divide_by_shares(min(totals), shares), duplicates, strict=True):
+    for part, count in zip(parts, divide_by_shares(min(totals), shares), strict=True):
         for rows in iter_ascending(hashes[part]):
             chosen = rows[states[part][rows] == UNUSED][:count]
             states[part][chosen] = TRAIN
             count -= len(chosen)
-        kept = (int(np.count_nonzero(states[part] == state)) for state in (TRAIN, HELD_OUT, LIKE_HELD_OUT))
-        train, out, like_out = kept
-        counts.append(Counts(part.stop - part.start, train, out, like_out, int(copies)))
-    return counts
+    return duplicates
+
+
+def count_states(states: States) -> list[int]:
+    """How many rows are UNUSED, TRAIN, HELD_OUT, LIKE_HELD_OUT and COPY."""
+    return [int(np.count_nonzero(states == state)) for state in range(COPY + 1)]
 
 
 def mark_held_out(hashes: Hashes, states: States, count: int, taken: Hashes) -> Hashes:

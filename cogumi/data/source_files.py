@@ -26,9 +26,9 @@ def refuse_missing(source: str) -> None:
 
 
 def find_files(path: str | Path) -> list[Path]:
-    """The files `path` stands for, at least one: a file, a glob, or a directory's files of the first kind that it has.
+    """The files `path` stands for, at least one, in name order: a file, a glob, or those of a directory, however deep.
 
-    The kinds are parquet, then JSON lines, then CSV; files come in name order, however deep.
+    Of a directory's files those of the first kind that it has: parquet, JSON lines, CSV.
     """
     given = Path(path)
     if given.is_file():

@@ -1,7 +1,7 @@
 """Read columns of parquet, JSON-lines and CSV files as a stream, with errors that say what to change.
 
-A batch is some 8 MiB, whatever the size of the file. pyarrow reads it page by page through a small buffer. polars' own
-batches held 130 MB of a 260 MB file, and more of a larger one. These batches hold 60 MB of either.
+A batch is some 8 MiB, whatever the size of the file: pyarrow reads it page by page through a small buffer, and holds 60 MB
+of any file. polars' own batches held 130 MB of a 260 MB file, and more of a larger one.
 """
 
 import io
@@ -47,9 +47,9 @@ def column_names(files: Sequence[Path]) -> list[str]:
 def batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pl.DataFrame]:
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
-    CSV columns are text. A column of JSON lines that is not all text, all booleans, all integers or all floats holds
-    Python objects, as they were written. A frame's types would give every message the keys of all others. Text that is
-    not UTF-8 is binary. Raises UsageError, naming the file, for JSON lines the line, and the fix.
+    CSV columns are text, and text that is not UTF-8 is binary. A column of JSON lines that is not all text, all booleans,
+    all integers or all floats holds Python objects: a frame's types would give every message the keys of all others.
+    Raises UsageError, naming the file, for JSON lines the line, and the fix.
     """
     read = {JSON_LINES: _json_batches, CSV: _csv_batches}
     for file in files:

@@ -1,12 +1,11 @@
 """Samples that need no download: the functions of the running Python's own standard library, as code, chat and pairs.
 
-They are real code by many hands, and their licence (PSF-2.0) allows this use. A row is one function or method. Test
-suites and vendored and generated files are left out, so that a tiny model learns in minutes. So are very short and very
-long functions, functions inside functions, and exact copies.
+They are real code by many hands, and their licence (PSF-2.0) allows this use. A row is one function or method. Left out
+are test suites, vendored and generated files, functions inside functions, copies, and very short or long ones.
 
 The tasks are to rename a variable in a few lines of these functions: real code, and one right answer that anyone sees.
-The noisy sample answers about half of them carelessly. A reward or pairs can correct what SFT learns from it. The
-functions of `cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs, to compare all methods on them.
+The noisy sample answers about half of them carelessly, which a reward or pairs can correct. The functions of
+`cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs, to compare all methods on them.
 """
 
 import ast
@@ -35,12 +34,10 @@ MIN_LINES, MAX_LINES = 3, 40
 MIN_TASK, MAX_TASK = 15, 40  # characters of the lines of a task, so that half a minute of training is enough
 MIN_NAME, COMMON_NAME = 3, 20  # a new name's letters, and functions in which it is a variable
 IN_TASKS = pl.col("draw") >= 4  # of the six numbers that a function draws
-LICENCE = "PSF-2.0"
 SKIPPED_FOLDERS = frozenset([
     "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip",
     "__pycache__", "__phello__", "pydoc_data",
 ])  # fmt: skip
-SCHEMA = {"path": pl.String, "name": pl.String, "source": pl.String, "licence": pl.String}
 
 
 def sample_path(name: str = "cogumi:stdlib") -> Path:
@@ -64,14 +61,13 @@ def sample_path(name: str = "cogumi:stdlib") -> Path:
 def write_sample(path: Path) -> Path:
     """Write the standard library's functions to one parquet file and return its path.
 
-    Columns: `path` (relative to the library's folder), `name` (`Class.method`), `source` (dedented, parses on its own),
-    `licence`. Rows are sorted by file and position; the same Python gives the same bytes.
+    `source` is dedented and parses on its own. Rows are sorted by file and position; the same Python gives the same bytes.
     """
     return write_frame(path, collect_functions(Path(sysconfig.get_paths()["stdlib"])), compression="zstd")
 
 
 def collect_functions(library: Path) -> pl.DataFrame:
-    """The functions below `library` that are kept, with the columns of `SCHEMA`. UsageError where there is no source."""
+    """The functions below `library` that are kept. UsageError where there is no source."""
     rows: dict[str, tuple[str, str, str, str]] = {}  # by source
     # By their parts, so that the order does not depend on the file system.
     for file in sorted(library.rglob("*.py")):
@@ -80,8 +76,7 @@ def collect_functions(library: Path) -> pl.DataFrame:
             continue
         try:
             text = file.read_text("utf-8-sig")
-            with warnings.catch_warnings():  # the library's own invalid escapes are not this user's business
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):  # of the library's own invalid escapes
                 tree = ast.parse(text)
         except (UnicodeDecodeError, SyntaxError):
             continue
@@ -92,11 +87,11 @@ def collect_functions(library: Path) -> pl.DataFrame:
             source = textwrap.dedent("\n".join(lines[first:last]) + "\n")
             # One that is still indented has a string at column 0, so that no indent is common to all lines.
             if MIN_LINES <= last - first <= MAX_LINES and not source[0].isspace():
-                rows.setdefault(source, (relative.as_posix(), name, source, LICENCE))
+                rows.setdefault(source, (relative.as_posix(), name, source, "PSF-2.0"))
     if not rows:
         what = "this Python ships no library source to make a sample of"
         raise UsageError(what, place=library, fix="give your own parquet file")
-    return pl.DataFrame(list(rows.values()), schema=SCHEMA, orient="row")
+    return pl.DataFrame(list(rows.values()), schema=["path", "name", "source", "licence"], orient="row")
 
 
 def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -151,9 +146,8 @@ SAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
 def renamings(sources: list[str]) -> pl.DataFrame:
     """One task of each function that has one: to rename a variable in a few of its lines.
 
-    The columns are `task` ("Rename total to count:" and the lines), `renamed` (the lines after it), `careless` and
-    `draw`. `careless` has only the first place renamed. `draw` is 0 to 5 and depends on the function. The new name is a
-    variable's name elsewhere in `sources`. The same sources give the same rows.
+    Columns: `task` ("Rename total to count:" and the lines), `renamed` (the lines after it), `careless` (only the first
+    place renamed), `draw` (0 to 5, by the function). The new name is a variable's name elsewhere in `sources`.
     """
     trees = [ast.parse(source).body[0] for source in sources]
     uses = Counter(name for tree in trees for name in _variables(tree))

@@ -13,7 +13,7 @@ from datasets import Dataset
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.cache import Data, Source
-from cogumi.data.packing import pack, rows_per_step, with_labels
+from cogumi.data.packing import rows_per_step, with_labels
 from cogumi.data.rows import Lengths, token_lengths
 from cogumi.data.selection import held_out_rows
 from cogumi.forecast.preflight_report import Line
@@ -143,13 +143,16 @@ def count_rows(file: Path) -> int:
 
 def packed_rows(run: RunConfig, examples: Dataset) -> PackedRows | None:
     """What packing makes of a micro-batch, by a sample; None where nothing is packed."""
+    from trl import pack_dataset
+
     if not run.train.get("packing") or run.cogumi.method != "sft":
         return None
     length = int(run.train.get("max_length") or longest_example(run))
-    found = pack(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
+    rows = pack_dataset(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
+    per_row = len(examples) / len(rows)
     at_once = run.train.get("per_device_train_batch_size") or 8
-    rows_at_once, _ = rows_per_step(found, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
-    return PackedRows(found.examples_per_row, rows_at_once)
+    rows_at_once, _ = rows_per_step(per_row, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
+    return PackedRows(per_row, rows_at_once)
 
 
 def describe_data(found: DataSample, run: RunConfig) -> Line:

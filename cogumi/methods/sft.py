@@ -6,6 +6,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 
 from cogumi.config.schema import RunConfig
@@ -14,7 +15,6 @@ from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.packing import (
     PAIRS,
     collate_rows_apart,
-    pack,
     probe_packing,
     rows_per_step,
     wants_one_sequence,
@@ -75,6 +75,8 @@ def pack_datasets(
 
     A resumed run keeps what it decided before its first step.
     """
+    from trl import pack_dataset
+
     args, place = copy.copy(args), run.run_dir / DECISIONS
     if args.packing and args.packing_strategy == "wrapped":
         log.warning("packing: `wrapped` cuts examples and lets them read each other; `bfd` does neither")
@@ -84,39 +86,47 @@ def pack_datasets(
     else:
         first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
         with preserve_rng_and_mode(model):
-            leak = probe_packing(model.eval(), first if len(first) > 1 else first * 2, processing_class.pad_token_id)
-        decided = {"safe": not leak, "distance": leak.distance, "bound": leak.bound}
-        if leak:
+            documents = first if len(first) > 1 else first * 2
+            distance, bound = probe_packing(model.eval(), documents, processing_class.pad_token_id)
+        decided = {"safe": distance <= bound, "distance": distance, "bound": bound}  # NaN is not safe
+        if not decided["safe"]:
             log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
-                        "%.1e: examples would read each other", leak.distance, leak.bound)  # fmt: skip
+                        "%.1e: examples would read each other", distance, bound)  # fmt: skip
         else:
-            log.info("packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)",
-                     leak.distance, leak.bound)  # fmt: skip
+            log.info(
+                "packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)", distance, bound
+            )
     write_section(place, PACKING, decided)
     if decided["safe"] is False:
         args.packing = args.padding_free = False
     if not args.packing:  # of padding_free alone batches stay as they are
         return {"args": args}
-    packed = pack(with_labels(train_dataset), args.max_length, args.packing_strategy)
+    length = args.max_length
+    packed = pack_dataset(with_labels(train_dataset), length, args.packing_strategy)
+    examples_per_row = len(train_dataset) / len(packed)
+    tokens = pc.sum(pc.list_value_length(packed.data.column("input_ids"))).as_py()
+    efficiency = tokens / (len(packed) * length)  # the share of the slots of full rows that holds a token
     asked = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    at_once, accumulated = rows_per_step(packed, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    at_once, accumulated = rows_per_step(
+        examples_per_row, args.per_device_train_batch_size, args.gradient_accumulation_steps
+    )
     args.per_device_train_batch_size, args.gradient_accumulation_steps = at_once, accumulated
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
     args.eval_packing = False  # the held-out loss is that of an unpacked run
     rows = at_once * accumulated
-    found = rows * packed.examples_per_row
+    found = rows * examples_per_row
     log.info("packing: %d examples in %d rows of %d tokens, %.1f %% of the slots used",
-             packed.examples, len(packed.rows), packed.row_length, 100 * packed.efficiency)  # fmt: skip
+             len(train_dataset), len(packed), length, 100 * efficiency)  # fmt: skip
     log.info("packing: asked %d examples a step; %.1f examples a row, %d rows a step (%d x %d accumulated) = %.1f examples",
-             asked, packed.examples_per_row, rows, at_once, accumulated, found)  # fmt: skip
+             asked, examples_per_row, rows, at_once, accumulated, found)  # fmt: skip
     if abs(found - asked) > CLOSE * asked:
         log.warning("packing: a step of %.1f examples is not the %d that were asked for; shorten train.max_length %d for rows "
-                    "of fewer examples", found, asked, packed.row_length)  # fmt: skip
-    figures = {"examples": packed.examples, "rows": len(packed.rows), "efficiency": packed.efficiency}
+                    "of fewer examples", found, asked, length)  # fmt: skip
+    figures = {"examples": len(train_dataset), "rows": len(packed), "efficiency": efficiency}
     of_step = {"asked_per_step": asked, "rows_per_step": rows, "examples_per_step": found}
     write_section(place, PACKING, decided | figures | of_step)
     held_out = None if eval_dataset is None else with_labels(eval_dataset)
-    return {"args": args, "train_dataset": packed.rows, "eval_dataset": held_out}
+    return {"args": args, "train_dataset": packed, "eval_dataset": held_out}
 
 
 def refuse_other_labels(trainer: Any, dataset: Any) -> None:
