@@ -96,10 +96,10 @@ def cuts_at_spaces(tokenizer: Any) -> bool:
 def encode_by_words(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
     r"""`encode`, but every distinct word is tokenized once: code repeats its words, and it takes a third of the time.
 
-    Cuts lie only where no alternative of these tokenizers' expressions continues: after a letter or a digit, before an
-    ASCII character of another kind; between punctuation and a space; before a space that a letter or punctuation follows,
-    which `\s+(?!\S)` leaves to the word. A digit does not count there, because some tokenizers split digits off first.
-    Characters beyond ASCII never take part.
+    Cuts lie only where no alternative of these tokenizers' expressions continues. One place is after a letter or a digit,
+    before an ASCII character of another kind. Others are between punctuation and a space, and before a space that a letter
+    or punctuation follows. `\s+(?!\S)` leaves such a space to the word. A digit does not count there, because some
+    tokenizers split digits off first. Characters beyond ASCII never take part.
     """
     if not any(texts):
         return encode(tokenizer, texts)

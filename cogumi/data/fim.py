@@ -5,7 +5,7 @@ the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suff
 cut ignores token boundaries, because an editor's cursor does. It depends on the seed, the row's index and its text alone.
 
 Every piece is tokenized on its own, and the control tokens are put in by id. SentencePiece tokenizers put a "▁" before a
-text's first word, so pieces are tokenized as they stand after a control token, as in the prompt at inference. Some (Llama
+text's first word. So pieces are tokenized as they stand after a control token, as in the prompt at inference. Some (Llama
 2 style) hence have a "▁" before suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
 """
 

@@ -2,7 +2,7 @@
 
 TRL's `bfd` packing lays the rows of a micro-batch end to end in one sequence without an attention mask, for flash
 attention. Any other attention computes the whole square of the sequence, so it gets the rows beside each other
-(`collate_rows_apart`), and transformers 5.17 makes a block-diagonal mask of the position ids. A model with a state along
+(`collate_rows_apart`). transformers 5.17 makes a block-diagonal mask of the position ids. A model with a state along
 the sequence, or with its own mask, still lets examples read each other: `probe_packing` measures this.
 """
 

@@ -2,7 +2,7 @@
 
 Every row has a hash of its used columns, keyed with the seed. The rows with the smallest hashes are held out, and those
 with the next smallest are trained on where not all are wanted. So the order of the rows and their spread over files do
-not matter, a row added to the source moves few others, and equal rows are never on both sides.
+not matter. A row added to the source moves few others, and equal rows are never on both sides.
 
 The hashes lie in a file (8 bytes a row), the choice in another (1 byte a row), and are sorted bucket by bucket.
 """
@@ -55,8 +55,8 @@ def held_out_rows(rows: int, asked: int | None) -> int:
 def row_hashes(rows: pl.DataFrame, seed: int) -> Hashes:
     """blake2b of each row's columns by name and value, 8 bytes, keyed with the seed; NOTHING where all are null.
 
-    Nested values count as their JSON with sorted keys, less keys whose value is null: a frame gives a key of one message
-    to all others. Bytes count as the text that they spell.
+    Nested values count as their JSON with sorted keys, without keys whose value is null. A frame gives a key of one
+    message to all others. Bytes count as the text that they spell.
     """
 
     def as_bytes(value: Any) -> bytes | None:
@@ -96,7 +96,14 @@ def choose_rows(
     held_out = np.empty(0, np.uint64)
     wanted = divide_by_shares(held_out_rows(len(hashes), selection.eval_rows), shares)
     for part, count in zip(parts, wanted, strict=True):
-        held_out = np.union1d(held_out, mark_held_out(hashes[part], states[part], count, held_out))
+        for rows in iter_ascending(hashes[part]):
+            if not count:
+                break
+            here = hashes[part][rows]
+            chosen = (is_first(here) & (here != NOTHING) & ~np.isin(here, held_out)).nonzero()[0][:count]
+            states[part][rows[chosen]] = HELD_OUT
+            held_out = np.union1d(held_out, here[chosen])
+            count -= len(chosen)
     duplicates = 0
     for rows in iter_ascending(hashes):
         states[rows[np.isin(hashes[rows], held_out) & (states[rows] == UNUSED)]] = LIKE_HELD_OUT
@@ -122,21 +129,6 @@ def choose_rows(
 def count_states(states: States) -> list[int]:
     """How many rows are UNUSED, TRAIN, HELD_OUT, LIKE_HELD_OUT and COPY."""
     return [int(np.count_nonzero(states == state)) for state in range(COPY + 1)]
-
-
-def mark_held_out(hashes: Hashes, states: States, count: int, taken: Hashes) -> Hashes:
-    """HELD_OUT for the first row with each of the `count` smallest hashes that are not `taken`. Returns those hashes."""
-    chosen = [np.empty(0, np.int64)]
-    for rows in iter_ascending(hashes):
-        if not count:
-            break
-        here = hashes[rows]
-        new = rows[is_first(here) & (here != NOTHING) & ~np.isin(here, taken)][:count]
-        chosen.append(new)
-        count -= len(new)
-    places = np.concatenate(chosen)
-    states[places] = HELD_OUT
-    return np.asarray(hashes[places])
 
 
 def iter_ascending(hashes: Hashes) -> Iterator[npt.NDArray[np.int64]]:

@@ -1,6 +1,6 @@
 """Read columns of parquet, JSON-lines and CSV files as a stream, with errors that say what to change.
 
-A batch is some 8 MiB, whatever the size of the file: pyarrow reads it page by page through a small buffer, and holds 60 MB
+A batch is some 8 MiB, whatever the size of the file. pyarrow reads it page by page through a small buffer, and holds 60 MB
 of any file. polars' own batches held 130 MB of a 260 MB file, and more of a larger one.
 """
 
@@ -48,7 +48,7 @@ def batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pl.DataFr
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
     CSV columns are text, and text that is not UTF-8 is binary. A column of JSON lines that is not all text, all booleans,
-    all integers or all floats holds Python objects: a frame's types would give every message the keys of all others.
+    all integers or all floats holds Python objects. A frame's types would give every message the keys of all others.
     Raises UsageError, naming the file, for JSON lines the line, and the fix.
     """
     read = {JSON_LINES: _json_batches, CSV: _csv_batches}

@@ -146,8 +146,8 @@ SAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
 def renamings(sources: list[str]) -> pl.DataFrame:
     """One task of each function that has one: to rename a variable in a few of its lines.
 
-    Columns: `task` ("Rename total to count:" and the lines), `renamed` (the lines after it), `careless` (only the first
-    place renamed), `draw` (0 to 5, by the function). The new name is a variable's name elsewhere in `sources`.
+    `task` is "Rename total to count:" and the lines, `renamed` the lines after it. `careless` has only the first place
+    renamed, `draw` is 0 to 5 by the function. The new name is a variable's name elsewhere in `sources`.
     """
     trees = [ast.parse(source).body[0] for source in sources]
     uses = Counter(name for tree in trees for name in _variables(tree))
