@@ -2,7 +2,7 @@
 
 `importing`: a notebook's first cell, and every `cogumi status`. `smoke`: as a newcomer runs it, cold cache, with memory of the
 whole process tree. `preflight`: seconds and memory of forecasting an 8B and a 20B mixture of experts from a config.json,
-imports and the search for the largest batch, length and rank included; tests/test_memory.py says how near it comes.
+imports included; tests/test_memory.py says how near it comes.
 """
 
 from __future__ import annotations

@@ -164,9 +164,9 @@ def check_environment(report: Report) -> None:
 
 def check_fits(report: Report, model: str) -> None:
     from cogumi.core.formatting import format_memory
-    from cogumi.forecast.run_forecast import preflight
+    from cogumi.forecast.run_forecast import forecast_run
 
-    found = preflight(SFT, **overrides_of(report, "sft", model))
+    found = forecast_run(SFT, None, None, overrides_of(report, "sft", model))
     said = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
     if memory := found.figures.get("memory"):
         said.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")

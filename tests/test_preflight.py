@@ -22,7 +22,6 @@ from cogumi.forecast.data_sample import describe_data, sample_data
 from cogumi.forecast.disk_forecast import forecast_disks
 from cogumi.forecast.memory_forecast import (
     MemoryForecast,
-    StepForecast,
     Target,
     autocast_dtype,
     find_target,
@@ -34,13 +33,12 @@ from cogumi.forecast.memory_forecast import (
 )
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.run_forecast import (
-    MeasuredSteps,
+    Pace,
     TimeForecast,
     describe_stack,
     describe_time,
-    extrapolate_time,
-    forecast_in_process,
     forecast_run,
+    forecast_time,
     steps_of,
 )
 from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
@@ -70,10 +68,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def each_step_once() -> Iterator[None]:
     """What a step takes does not depend on the price or on how many steps follow: one of the same run is run once."""
-    found: dict[str, StepForecast] = {}
+    found: dict[str, MemoryForecast] = {}
     original = memory_forecast.forecast_step
 
-    def step_on(run: RunConfig, config: Any, work: StepShape, target: Target) -> StepForecast:
+    def step_on(run: RunConfig, config: Any, work: StepShape, target: Target) -> MemoryForecast:
         asked = run.model_dump()
         for section, names in {"cogumi": ("max_cost", "price_per_hour", "sanity", "run_dir"), "train": COUNTS}.items():
             for name in names:
@@ -90,7 +88,7 @@ def each_step_once() -> Iterator[None]:
 
 def preflight(config: Any, card: str | None = None, train: Any = None, **overrides: Any) -> PreflightReport:
     """As the command line does it, in this process; tests/test_preflight_before.py has it apart."""
-    return forecast_run(config, card, train, overrides, forecast_in_process)
+    return forecast_run(config, card, train, overrides, apart=False)
 
 
 def config_of(base: Path, tmp_path: Path, **sections: Any) -> dict[str, Any]:
@@ -199,9 +197,8 @@ def test_more_memory_is_needed_for_more(wide: Path, tmp_path: Path) -> None:
         run.train["gradient_checkpointing"] = sections.get("train", {}).get("gradient_checkpointing", True)
         dtype, autocast = weights_dtype(target, "auto"), autocast_dtype(run, target)
         trainer = planned_trainer(run, AutoConfig.from_pretrained(wide), dtype, "sdpa", 2)
-        return MemoryForecast(
-            run_step(trainer, StepShape("sft", rows, 512, padded=padded), autocast, on_card=True)
-        ).peak
+        work = StepShape("sft", rows, 512, padded=padded)
+        return MemoryForecast(run_step(trainer, work, autocast, on_card=True), work, target.free).peak
 
     base = peak()
     assert peak(padded=False) < base
@@ -274,7 +271,7 @@ def test_a_probe_here_is_not_of_another_card() -> None:
 def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
     found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
-    how_long = extrapolate_time(run, StepShape("sft", 16, 128), found, MeasuredSteps(10, 20.0))
+    how_long = forecast_time(run, StepShape("sft", 16, 128), found, Pace(2.0, measured=10))
     assert (how_long.steps, how_long.seconds, how_long.measured) == (100, 200.0, 10)
 
 
@@ -342,7 +339,7 @@ def test_the_time_of_dpo_has_its_reference_in_it(wide: Path, tmp_path: Path) -> 
 def test_a_measured_time_has_the_pass_before_the_steps_in_it() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
     found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
-    assert extrapolate_time(run, StepShape("sft", 16, 128), found, MeasuredSteps(10, 20.0, 7.0)).seconds == 207.0
+    assert forecast_time(run, StepShape("sft", 16, 128), found, Pace(2.0, 7.0)).seconds == 207.0
 
 
 def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
@@ -439,7 +436,6 @@ def test_the_command_prints_json_and_its_status_is_whether_it_fits(
     found = json.loads(said)
     assert found["fits"] is True
     assert {each["stage"] for each in found["lines"]} >= {"data", "memory", "time", "disk"}
-    assert found["figures"]["memory"]["largest"]["rows"] > 4
     larger = ("train.per_device_train_batch_size=512", "train.max_length=1024")
     status, said, _ = command_line("preflight", "run.yaml", "--card", "t4", *larger)
     assert status == 1

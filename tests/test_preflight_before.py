@@ -101,7 +101,7 @@ def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Pa
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["model"]["quantization_config"] = {"load_in_4bit": True}
     config["cogumi"]["preflight"] = "off"
-    assert forecast_run(config, None, None, {}, forecast_lines).fits
+    assert forecast_run(config, None, None, {}, apart=False).fits
     assert cogumi.train(config).passed
 
 

@@ -95,9 +95,9 @@ def preflight(
 
     refuse_mistakes(config, words, trains=probe)
     with show_waiting("forecasting memory, time and disk"), libraries():
-        from cogumi.forecast.run_forecast import forecast_in_process, forecast_run
+        from cogumi.forecast.run_forecast import forecast_run
 
-        report = forecast_run(config, card, train if probe else None, words, forecast_in_process)
+        report = forecast_run(config, card, train if probe else None, words, apart=False)
     print_report(report, as_json)
     raise typer.Exit(0 if report.fits else 1)
 

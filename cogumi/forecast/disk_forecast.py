@@ -381,8 +381,12 @@ def download_bytes(name: str, revision: str | None) -> int | None:
     return sum(file.size or 0 for file in missing)
 
 
-def describe_disks(found: DiskForecast) -> list[Line]:
+def describe_disks(run: RunConfig) -> list[Line]:
     """A line for each filesystem, with what would make it large enough, and what is not known."""
+    try:
+        found = forecast_disks(run)
+    except (ValueError, ImportError) as error:  # of a setting that the libraries look at when it is first used
+        raise UsageError(one_line(error), key="train") from error
     lines = []
     for disk in found.disks:
         fix = "name a directory on another disk (cogumi.run_dir, HF_HOME)"

@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from cogumi.core import worker
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_duration, one_line
 from cogumi.core.notices import show_seconds
-from cogumi.forecast import data_sample, disk_forecast, memory_forecast
+from cogumi.forecast import data_sample, memory_forecast
 from cogumi.forecast.data_sample import DataSample
+from cogumi.forecast.disk_forecast import describe_disks
 from cogumi.forecast.memory_forecast import Target, find_target, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.training_step import StepShape, planned_trainer
@@ -37,7 +38,7 @@ from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import refuse_quantized_already, resolve_model
 from cogumi.rl.patching import patch
 from cogumi.stack.lanes import check_lane
-from cogumi.telemetry.throughput import TokenFlops, flops_of
+from cogumi.telemetry.throughput import flops_of
 
 # What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
 REFUSALS = (ValueError, ImportError, RuntimeError)
@@ -51,12 +52,12 @@ ForecastLines = tuple[list[Line], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class MeasuredSteps:
-    """Steps that were made, the seconds they took in all, and those before them, of dpo's reference."""
+class Pace:
+    """Seconds of a step, dpo's reference included, and of what comes before the steps. measured: steps made to know."""
 
-    steps: int
-    seconds: float
+    step: float
     before: float = 0.0
+    measured: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,25 +69,21 @@ class ForecastRequest:
     of_base: Any
     found: DataSample
     target: Target
-    probe: MeasuredSteps | None = None
+    probe: Pace | None = None
 
 
 @show_seconds("preflight: data, memory, time and disk of the run are being worked out")
-def preflight(
-    config: Config, card: str | None = None, train: Callable[..., Any] | None = None, **overrides: Any
-) -> PreflightReport:
-    """`cogumi.preflight`, where torch may be imported (`cogumi.runs`)."""
-    return forecast_run(config, card, train, overrides, forecast_in_worker)
-
-
 def forecast_run(
     config: Config,
     card: str | None,
     train: Callable[..., Any] | None,
     overrides: dict[str, Any],
-    ahead: Callable[[ForecastRequest], ForecastLines],
+    apart: bool = True,
 ) -> PreflightReport:
-    """`preflight`, with `forecast_lines` in this process or apart. train: `cogumi.train`, where ten steps are to be made."""
+    """`cogumi.preflight`, where torch may be imported. train: `cogumi.train`, where ten steps are to be made.
+
+    apart: False in a process that does nothing else, whose trainers and settings may then stay if it sees no GPU.
+    """
     run, target = load_config(config, **overrides), find_target(card)
     refuse_impossible(run.cogumi)
     if train is not None and card is not None:
@@ -105,7 +102,8 @@ def forecast_run(
         found = data_sample.sample_data(run, load_run_tokenizer(run, base), of_base)
     tried = measure_steps(run, train, config, overrides) if train is not None else None
     first = [] if card is not None else [describe_stack()]
-    lines, figures = ahead(ForecastRequest(run, base, of_base, found, target, tried))
+    forecast = forecast_in_worker if apart or torch.cuda.is_available() else forecast_lines
+    lines, figures = forecast(ForecastRequest(run, base, of_base, found, target, tried))
     return PreflightReport(
         str(target), (*first, data_sample.describe_data(found, run), *lines), {"data": found.as_dict(), **figures}
     )
@@ -129,11 +127,6 @@ def forecast_in_worker(asked: ForecastRequest) -> ForecastLines:
     return found
 
 
-def forecast_in_process(asked: ForecastRequest) -> ForecastLines:
-    """`forecast_lines` for a process that does nothing else, apart only where it sees a GPU."""
-    return forecast_in_worker(asked) if torch.cuda.is_available() else forecast_lines(asked)
-
-
 def forecast_lines(asked: ForecastRequest) -> ForecastLines:
     """Builds trainers in this process, whose settings are the process's; `forecast_in_worker` has one for it."""
     patch(graph_break="off")  # without it TRL takes no gspo, and its losses need a GPU
@@ -152,31 +145,14 @@ def forecast_lines(asked: ForecastRequest) -> ForecastLines:
     else:
         lines.append(memory_forecast.describe_memory(memory, chosen_run, chosen))  # its keys are those of the YAML
         figures["memory"] = memory.as_dict()
-        if not (found.looked_at or configured_steps(run)):
-            said = "how many steps are in the data is not known"
-            return [
-                *lines,
-                Line("time", said, "unknown", "set train.max_steps to plan with"),
-                *disk_lines(asked.run),
-            ], figures
-        if asked.probe is not None:
-            how_long = extrapolate_time(run, work, found, asked.probe)
+        if found.looked_at or configured_steps(run):
+            time = forecast_time(run, work, found, asked.probe or estimate_pace(run, of_base, work, found, target))
+            lines.append(describe_time(time, run, target))
+            figures["time"] = vars(time)
         else:
-            dtype = weights_dtype(target, run.model.dtype)
-            model = planned_trainer(run, of_base, dtype, run.model.attn_implementation).model
-            weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize
-            step = estimate_step(run, work, found, flops_of(model), target, weights)
-            how_long = forecast_time(run, work, found, step)
-        lines.append(describe_time(how_long, run, target))
-        figures["time"] = vars(how_long)
-    return lines + disk_lines(asked.run), figures
-
-
-def disk_lines(run: RunConfig) -> list[Line]:
-    try:
-        return disk_forecast.describe_disks(disk_forecast.forecast_disks(run))
-    except (ValueError, ImportError) as error:  # of a setting that the libraries look at when it is first used
-        raise UsageError(one_line(error), key="train") from error
+            said = "how many steps are in the data is not known"
+            lines.append(Line("time", said, "unknown", "set train.max_steps to plan with"))
+    return lines + describe_disks(asked.run), figures
 
 
 def choose_for_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:
@@ -237,13 +213,15 @@ def steps_of(run: RunConfig, work: StepShape, found: DataSample) -> int:
     return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches)))
 
 
-def forecast_time(run: RunConfig, work: StepShape, found: DataSample, step: float | None) -> TimeForecast:
-    """The time of all steps from that of one in seconds, None where it is not known."""
+def forecast_time(run: RunConfig, work: StepShape, found: DataSample, pace: Pace | None) -> TimeForecast:
+    """The time of all steps; pace: None where it is not known."""
     steps, whole = steps_of(run, work, found), None
     if run.cogumi.sanity is not None and run.cogumi.sanity < steps:
         steps, whole = run.cogumi.sanity, steps
     tokens = round(steps * tokens_of_a_step(run, work, found))
-    return TimeForecast(steps, tokens, None if step is None else steps * step, whole=whole)
+    if pace is None:
+        return TimeForecast(steps, tokens, None, whole=whole)
+    return TimeForecast(steps, tokens, steps * pace.step + pace.before, pace.measured, whole)
 
 
 def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> float:
@@ -255,30 +233,26 @@ def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> floa
     return rows * examples * found.mean
 
 
-def estimate_step(
-    run: RunConfig, work: StepShape, found: DataSample, arithmetic: TokenFlops, target: Target, weights: int
-) -> float | None:
-    """Seconds of a step, dpo's reference included. weights: bytes of the base as it is loaded."""
+def estimate_pace(run: RunConfig, config: Any, work: StepShape, found: DataSample, target: Target) -> Pace | None:
+    """By the arithmetic of the model; None for a card whose speed is not known. config: the base's."""
     card = target.card
     if card is None or card.peak is None:
         return None
-    context = found.mean + work.completion
+    dtype = weights_dtype(target, run.model.dtype)
+    model = planned_trainer(run, config, dtype, run.model.attn_implementation).model
+    arithmetic, context = flops_of(model), found.mean + work.completion
     passes = arithmetic.hardware(context, recomputed=run.train.get("gradient_checkpointing") is not False)
     if run.cogumi.method == "dpo":
         passes += arithmetic.forward(context)
     seconds = tokens_of_a_step(run, work, found) * passes / (REACHED * card.peak)
     if work.rollout:
         documents = work.rows * work.micro_batches
+        weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize
         seconds += documents / work.rollout * work.completion * weights / card.bandwidth
-    return seconds
+    return Pace(seconds)
 
 
-def extrapolate_time(run: RunConfig, work: StepShape, found: DataSample, probe: MeasuredSteps) -> TimeForecast:
-    time = forecast_time(run, work, found, probe.seconds / probe.steps)
-    return replace(time, seconds=(time.seconds or 0.0) + probe.before, measured=probe.steps)
-
-
-def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> MeasuredSteps:
+def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> Pace:
     """Ten steps of the run itself in a directory that is removed; downloads and loads the model."""
     log = logging.getLogger("cogumi")
     level = log.level
@@ -294,7 +268,8 @@ def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overri
         finally:
             log.setLevel(level)
         figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
-    return MeasuredSteps(figures["steps"], figures["step_seconds"], figures["seconds"].get(REFERENCE, 0.0))
+    steps, before = figures["steps"], figures["seconds"].get(REFERENCE, 0.0)
+    return Pace(figures["step_seconds"] / steps, before, steps)
 
 
 def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:

@@ -196,9 +196,9 @@ class FormPanel:
 def preflight(values: dict[str, Any], card: str | None) -> PreflightReport:
     """Of the process of a preflight."""
     use_one_gpu()
-    from cogumi.forecast.run_forecast import forecast_in_process, forecast_run
+    from cogumi.forecast.run_forecast import forecast_run
 
-    return forecast_run(values, card, None, {}, forecast_in_process)
+    return forecast_run(values, card, None, {}, apart=False)
 
 
 def describe_field(field: Any) -> str:

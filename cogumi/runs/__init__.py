@@ -60,9 +60,9 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
     """
     refuse_mistakes(config, overrides, trains=probe)
     with libraries():
-        from cogumi.forecast.run_forecast import preflight as preflight_here
+        from cogumi.forecast.run_forecast import forecast_run
 
-    return preflight_here(config, card, train if probe else None, **overrides)
+    return forecast_run(config, card, train if probe else None, overrides)
 
 
 @contextmanager
