@@ -27,7 +27,6 @@ def some_call(level: str, rows: int = 6, width: int = 7, seed: int = 0) -> LossI
         ref=None,
         mask=mask,
         advantages=torch.randn(rows, generator=generator),
-        entropy=torch.rand(rows, width, generator=generator),
         function=some_call,
         arguments={"importance_sampling_level": level, "epsilon_low": LOW, "epsilon_high": HIGH},
     )
@@ -44,7 +43,7 @@ def plain_loop(calls: list[LossInputs]) -> dict[str, float]:
             if not places:
                 continue
             tokens += len(places)
-            new, old, entropy = ([x[row, t].item() for t in places] for x in (call.new, call.old, call.entropy))  # type: ignore[index]
+            new, old = ([x[row, t].item() for t in places] for x in (call.new, call.old))  # type: ignore[index]
             logs = [n - o for n, o in zip(new, old, strict=True)]
             if call.arguments["importance_sampling_level"] == "sequence":
                 logs = [sum(logs) / len(logs)]
@@ -54,21 +53,14 @@ def plain_loop(calls: list[LossInputs]) -> dict[str, float]:
                 {
                     "new_logprobs": sum(new) / len(new),
                     "old_logprobs": sum(old) / len(old),
-                    "entropy": sum(entropy) / len(entropy),
-                    "advantage": call.advantages[row].item(),
                     "ratio_new_old": sum(own) / len(own),
                     "kl_new_old": sum(r - x - 1 for r, x in zip(own, logs, strict=True)) / len(own),
                     "clipped_ratio_fraction": sum(r < 1 - LOW or r > 1 + HIGH for r in own) / len(own),
                 }
             )
     means = {name: sum(d[name] for d in documents) / len(documents) for name in documents[0]}
-    advantages = [d["advantage"] for d in documents]
     return means | {
-        "ratio_new_old_sum": sum(ratios),
-        "ratio_new_old_squared_sum": sum(r * r for r in ratios),
         "effective_sample_size": sum(ratios) ** 2 / len(ratios) / sum(r * r for r in ratios),
-        "max_advantage": max(advantages),
-        "min_advantage": min(advantages),
         "max_ratio": max(ratios),
         "min_ratio": min(ratios),
         "num_tokens": tokens,
@@ -105,7 +97,6 @@ def test_a_step_does_not_depend_on_how_it_is_cut_up() -> None:
     parts = [
         LossInputs(
             *(x if x is None else x[rows] for x in (whole.new, whole.old, whole.ref, whole.mask, whole.advantages)),  # type: ignore[arg-type]
-            entropy=whole.entropy[rows],  # type: ignore[index]
             function=whole.function,
             arguments=whole.arguments,
         )
@@ -128,27 +119,6 @@ def test_nothing_but_masked_rows_is_zero_and_not_an_error() -> None:
     assert found["num_segments"] == found["num_tokens"] == found["ratio_new_old"] == 0
     assert math.isnan(found["effective_sample_size"])
     assert "max_ratio" not in found
-
-
-def test_without_entropies_there_is_no_entropy_rather_than_a_zero() -> None:
-    call = some_call("sequence")
-    call.entropy = None
-    metrics = PolicyMetrics()
-    metrics.add(call, 0.0)
-    assert "policy/entropy" not in metrics.take(OneProcess())
-    metrics.add(some_call("sequence"), 0.0)
-    assert "policy/entropy" in metrics.take(OneProcess())  # of this step nothing is missing
-
-
-def test_advantages_may_vary_along_the_sequence() -> None:
-    call = some_call("sequence")
-    per_token = torch.randn(call.mask.shape, generator=torch.Generator().manual_seed(3))
-    call.advantages = per_token
-    keep = call.mask > 0
-    rows = [per_token[i][keep[i]].double().mean().item() for i in range(len(keep)) if keep[i].any()]
-    found = measured([call])
-    assert found["advantage"] == pytest.approx(sum(rows) / len(rows), rel=1e-12)
-    assert found["max_advantage"] == pytest.approx(per_token[keep].max().item())
 
 
 def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one() -> None:

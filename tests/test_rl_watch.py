@@ -216,7 +216,7 @@ def test_a_token_without_weight_is_not_taken_for_a_clipped_one() -> None:
     def cut(drift: float, advantage: float) -> bool:
         old = -ones
         call = LossInputs(new=old + drift, old=old, ref=None, mask=ones, advantages=torch.full((2,), advantage),
-                        entropy=None, function=None, arguments=arguments, weight=torch.zeros(2, 1))  # fmt: skip
+                        function=None, arguments=arguments, weight=torch.zeros(2, 1))  # fmt: skip
         return has_clipped_gradient(call)
 
     assert not cut(0.0, 1.0)
@@ -372,22 +372,17 @@ def test_a_script_is_watched_because_of_the_name_alone(make_trainer: Callable[..
 
 
 def test_every_step_logs_the_metrics(make_trainer: Callable[..., Any]) -> None:
-    """On-policy step, then one that is 4 documents late; TRL's own entropy and clip figures agree where defined alike."""
+    """On-policy step, then one that is 4 documents late."""
     _, rows = trained(make_trainer(max_steps=4))
     names = (
-        "new_logprobs", "old_logprobs", "ratio_new_old", "ratio_new_old_sum", "ratio_new_old_squared_sum", "kl_new_old",
-        "clipped_ratio_fraction", "advantage", "min_advantage", "max_advantage", "entropy", "num_tokens",
-        "num_segments", "staleness", "effective_sample_size",
+        "new_logprobs", "old_logprobs", "ratio_new_old", "min_ratio", "max_ratio", "kl_new_old",
+        "clipped_ratio_fraction", "num_tokens", "num_segments", "staleness", "effective_sample_size",
     )  # fmt: skip
     assert all(f"policy/{name}" in row for row in rows for name in names)
     assert [row["policy/staleness"] for row in rows] == [0, 4, 0, 4]
     assert [row["policy/num_segments"] for row in rows] == [4, 4, 4, 4]
     assert rows[0]["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
     assert rows[1]["policy/ratio_new_old"] != pytest.approx(1, abs=1e-6)
-    full = [row for row in rows if row["policy/num_tokens"] == 4 * 8]
-    assert full, "no step with completions of equal length"
-    for row in full:  # equal lengths: the mean over tokens is the mean over documents
-        assert row["policy/entropy"] == pytest.approx(row["entropy"], rel=1e-5)
 
 
 def test_watching_does_not_change_the_run(make_trainer: Callable[..., Any]) -> None:

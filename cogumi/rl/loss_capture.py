@@ -38,8 +38,6 @@ class LossInputs:
     """(B, T) 1 for the tokens that count: completion, and not written by a tool."""
     advantages: Tensor
     """(B,), or (B, T) where they vary along the sequence."""
-    entropy: Tensor | None
-    """(B, T) of the policy at the sampling temperature, in nats; None under unsloth, which computes none."""
     function: Any
     """What computed the loss."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +75,7 @@ def capture_loss_inputs(
 
 @contextmanager
 def capture_trl_loss(trainer: Any, inputs: dict[str, Any], token_ratio: bool = False) -> Iterator[list[LossInputs]]:
-    """TRL 1.15: its loss asks the trainer for log-probabilities and entropies once, and reads the rest from `inputs`.
+    """TRL 1.15: its loss asks the trainer for log-probabilities once, and reads the rest from `inputs`.
 
     With `token_ratio`, `inputs` gets other old log-probabilities once the new ones are known. The loss then forms
     GSPO-token's ratio: the sequence's in value, each token's in gradient.
@@ -87,7 +85,7 @@ def capture_trl_loss(trainer: Any, inputs: dict[str, Any], token_ratio: bool = F
 
     def overhear(*args: Any, **kwargs: Any) -> Any:
         result = compute(*args, **kwargs)
-        call = read_trl_inputs(trainer, inputs, new=result[0], entropy=result[1])
+        call = read_trl_inputs(trainer, inputs, result[0])
         calls.append(call)
         if token_ratio:
             inputs["old_per_token_logps"] = gspo_token_old_logps(call)
@@ -97,7 +95,7 @@ def capture_trl_loss(trainer: Any, inputs: dict[str, Any], token_ratio: bool = F
         yield calls
 
 
-def read_trl_inputs(trainer: Any, inputs: dict[str, Any], new: Tensor, entropy: Tensor | None) -> LossInputs:
+def read_trl_inputs(trainer: Any, inputs: dict[str, Any], new: Tensor) -> LossInputs:
     mask = inputs["completion_mask"]
     corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and trainer.loss_type != "vespo"
     return LossInputs(
@@ -106,7 +104,6 @@ def read_trl_inputs(trainer: Any, inputs: dict[str, Any], new: Tensor, entropy: 
         ref=inputs.get("ref_per_token_logps") if trainer.beta != 0 else None,
         mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
         advantages=inputs["advantages"],
-        entropy=entropy,
         function=getattr(type(trainer), INNER_LOSS),
         arguments={
             "loss_type": trainer.loss_type,
@@ -204,7 +201,6 @@ def read_unsloth_inputs(
         ref=given["ref_logps"] if beta != 0 else None,
         mask=given["mask"],
         advantages=given["advantages"],
-        entropy=None,
         function=function,
         arguments={"beta": beta, **{key: value for key, value in settings.items() if not callable(value)}},
         weight=sampler_ratio if weighed else None,

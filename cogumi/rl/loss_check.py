@@ -68,7 +68,7 @@ class LossCheck:
 
         if call.new.requires_grad:
             call.new.register_hook(note)
-        self.calls.append(replace(call, new=call.new.detach(), entropy=None))  # no graph: backward frees it
+        self.calls.append(replace(call, new=call.new.detach()))  # no graph: backward frees it
         self.losses.append(loss.detach())
 
     def check(self, scale: float = 1.0) -> dict[str, Any]:

@@ -38,7 +38,7 @@ log = logging.getLogger("cogumi")
 RECORD = "loss.json"
 PREFIX = "policy/"
 NOT_THE_USERS = ("trl.", "transformers.", "unsloth", "cogumi.")
-EXTREMES = (f"{PREFIX}max_", f"{PREFIX}min_")
+EXTREMES = {f"{PREFIX}max_ratio": max, f"{PREFIX}min_ratio": min}
 
 
 def watch(trainer: Any, record: str | Path | None = None) -> "LossWatch":
@@ -175,8 +175,8 @@ class LossWatch(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         logged = logged_metrics(self.trainer, "train")
         for name, value in self.metrics.take(self.trainer.accelerator).items():
-            if name.startswith(EXTREMES):  # TRL logs the mean over the steps since it last did
-                logged[name] = [(max if "max_" in name else min)([*logged[name], value])]
+            if name in EXTREMES:  # TRL logs the mean over the steps since it last did
+                logged[name] = [EXTREMES[name]([*logged[name], value])]
             else:
                 logged[name].append(value)
 
@@ -185,15 +185,7 @@ class LossWatch(TrainerCallback):
 # optimizer step. The KL estimate R - log R - 1 is Schulman's k3 (http://joschu.net/blog/kl-approx.html). Means are over
 # documents (completions with at least one token that counts), each token weighing 1 / its document's length.
 # Micro-batches are summed before anything is divided, so that a metric does not depend on how a step was cut up.
-MEANS = (
-    "new_logprobs",
-    "old_logprobs",
-    "ratio_new_old",
-    "kl_new_old",
-    "clipped_ratio_fraction",
-    "advantage",
-    "entropy",
-)
+MEANS = ("new_logprobs", "old_logprobs", "ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "staleness")
 
 
 class PolicyMetrics:
@@ -201,47 +193,35 @@ class PolicyMetrics:
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.maxima: dict[str, Tensor] = {}
-        self.has_entropy = True
+        self.extremes: Tensor | None = None  # (2,): the largest ratio, and the smallest times -1
 
     def add(self, call: LossInputs, staleness: float, token_ratio: bool = False) -> None:
         """One micro-batch; `staleness`: documents trained on since the policy that wrote it."""
         with torch.no_grad():
-            sums, maxima = reduce_micro_batch(call, staleness, token_ratio)
-        self.has_entropy &= call.entropy is not None
+            sums, extremes = reduce_micro_batch(call, staleness, token_ratio)
         self.sums = {name: self.sums[name] + value if self.sums else value for name, value in sums.items()}
-        if self.maxima:
-            maxima = {name: torch.maximum(self.maxima[name], value) for name, value in maxima.items()}
-        self.maxima = maxima
+        self.extremes = extremes if self.extremes is None else torch.maximum(self.extremes, extremes)
 
     def take(self, accelerator: Any) -> dict[str, float]:
         """The step's metrics over all processes, named `policy/...`; empty if no micro-batch was added. Starts anew."""
-        if not self.sums:
+        if self.extremes is None:
             return {}
-        count = len(self.sums)
-        gathered = accelerator.gather(torch.stack([*self.sums.values(), *self.maxima.values()])[None]).cpu()
-        summed = dict(zip(self.sums, gathered[:, :count].sum(0).tolist(), strict=True))
-        largest = dict(zip(self.maxima, gathered[:, count:].amax(0).tolist(), strict=True))
-        self.sums, self.maxima = {}, {}
-        documents = max(summed["num_segments"], 1.0)
-        metrics = {name: summed[name] / documents for name in (*MEANS, "staleness")}
-        if not self.has_entropy:
-            del metrics["entropy"]
-        self.has_entropy = True
-        total, squared = summed["ratio_new_old_sum"], summed["ratio_new_old_squared_sum"]
-        metrics |= {"ratio_new_old_sum": total, "ratio_new_old_squared_sum": squared}
+        gathered = accelerator.gather(torch.cat([torch.stack(list(self.sums.values())), self.extremes])[None]).cpu()
+        summed = dict(zip(self.sums, gathered[:, :-2].sum(0).tolist(), strict=True))
+        largest, smallest = gathered[:, -2:].amax(0).tolist()
+        self.sums, self.extremes = {}, None
+        metrics = {name: summed[name] / max(summed["num_segments"], 1.0) for name in MEANS}
         metrics |= {name: summed[name] for name in ("num_tokens", "num_segments")}
         if summed["num_segments"] > 0:
-            metrics |= {name: largest[name] for name in ("max_advantage", "max_ratio")}
-            metrics |= {name: -largest[name] for name in ("min_advantage", "min_ratio")}
-        metrics["effective_sample_size"] = effective_sample_size(total, squared, summed["num_ratios"])
+            metrics |= {"max_ratio": largest, "min_ratio": -smallest}
+        metrics["effective_sample_size"] = effective_sample_size(
+            summed["ratios"], summed["squared_ratios"], summed["num_ratios"]
+        )
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def reduce_micro_batch(
-    call: LossInputs, staleness: float, token_ratio: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(sums, maxima) of one micro-batch by name, float64. What is a minimum is the maximum of its negative."""
+def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """(sums by name, the largest ratio and the largest negative one (2,)) of one micro-batch, float64."""
     keep = call.mask > 0
     mask = keep.double()
     lengths = mask.sum(-1)
@@ -256,43 +236,29 @@ def reduce_micro_batch(
     if is_per_sequence(call, token_ratio):
         log_ratio = torch.where(nonempty, sequence_log_ratio(call).double(), 0.0)
         share = own = documents
-        has_ratio = nonempty
     else:
         log_ratio = torch.where(keep, (call.new.detach() - call.old_logps()).double(), 0.0)
-        share, own, has_ratio = weight, mask, keep
+        share, own = weight, mask
     ratio = torch.exp(log_ratio)
     low, high = call.arguments["epsilon_low"], call.arguments["epsilon_high"]
     clipped = ((ratio < 1 - low) | (ratio > 1 + high)).double()
-    advantages = call.advantages.double()
-    advantages = advantages[:, None].expand_as(mask) if advantages.dim() == 1 else advantages
     sums = {
         "new_logprobs": per_document(call.new),
         "old_logprobs": per_document(call.old_logps()),
         "ratio_new_old": (ratio * share).sum(),
         "kl_new_old": ((ratio - log_ratio - 1) * share).sum(),
         "clipped_ratio_fraction": (clipped * share).sum(),
-        "advantage": per_document(advantages),
-        "entropy": per_document(torch.zeros_like(mask) if call.entropy is None else call.entropy),
         # Over what has a ratio of its own: documents at sequence level, tokens at token level.
-        "ratio_new_old_sum": (ratio * own).sum(),
-        "ratio_new_old_squared_sum": (ratio.square() * own).sum(),
+        "ratios": (ratio * own).sum(),
+        "squared_ratios": (ratio.square() * own).sum(),
         "num_ratios": own.sum(),
         "num_tokens": mask.sum(),
         "num_segments": documents.sum(),
         "staleness": documents.sum() * staleness,
     }
-    nothing = torch.full((1,), -math.inf, dtype=torch.float64, device=mask.device)
-
-    def greatest(values: Tensor, where: Tensor) -> Tensor:
-        return torch.cat([torch.where(where, values, -math.inf).flatten(), nothing]).amax()
-
-    maxima = {
-        "max_advantage": greatest(advantages, keep),
-        "max_ratio": greatest(ratio, has_ratio),
-        "min_advantage": greatest(-advantages, keep),
-        "min_ratio": greatest(-ratio, has_ratio),
-    }
-    return sums, maxima
+    nothing = torch.full((2, 1), -math.inf, dtype=torch.float64, device=mask.device)
+    signed = torch.where(own.flatten() > 0, torch.stack([ratio.flatten(), -ratio.flatten()]), -math.inf)
+    return sums, torch.cat([signed, nothing], dim=1).amax(1)
 
 
 def effective_sample_size(total: float, squared: float, count: float) -> float:
