@@ -10,9 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from cogumi import disk as usage
 from cogumi.checkpoints import verify
 from cogumi.checkpoints.manifest import write_manifest
+from cogumi.config.schema import load_config
 from cogumi.core.disk_space import space_of
 from cogumi.core.durability import lock_directory
+from cogumi.hub.downloads import Download
 
 Run = Callable[..., tuple[int, str, str]]
 CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where the small base is, once it is made
@@ -538,6 +538,7 @@ def test_predict_says_what_it_cannot_know(
     """A hub's model whose config is in the cache, and whose weights are not, without a network."""
     from huggingface_hub import constants
 
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     model = tmp_path / "hub" / "models--some--body"
@@ -558,48 +559,28 @@ def test_predict_says_what_it_cannot_know(
     assert found["notes"] == []
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    (snapshot / "model-1.safetensors").touch()
+    (snapshot / "model.safetensors").rename(snapshot / "model-1.safetensors")
     assert "is not known" in run("predict", config, "model.name=some/body")[1]
 
 
-def test_the_download_is_what_the_hub_says_and_the_cache_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a server that answers as the hub's API does, in the form it had in November 2026."""
-    from huggingface_hub import constants
+@pytest.mark.parametrize("config", ["sft"], indirect=True)
+def test_the_download_is_what_the_hub_says_and_the_cache_lacks(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cogumi.forecast import disk_forecast
 
-    from cogumi.forecast.disk_forecast import download_bytes
-
-    sizes = {"model-1.safetensors": 5_000_000, "model-2.safetensors": 3_000_000, "original/all.safetensors": 8_000_000,
-             "pytorch_model.bin": 8_000_000, "config.json": 10}  # fmt: skip
-    files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known = self.path.startswith("/api/models/some/body")
-            body = json.dumps({"id": "some/body", "siblings": files} if known else {"error": "not found"}).encode()
-            self.send_response(200 if known else 404)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        assert download_bytes("some/body", None) == 8_000_000
-        commit = "0123456789abcdef0123456789abcdef01234567"
-        cached = tmp_path / "hub" / "models--some--body" / "snapshots" / commit / "model-1.safetensors"
-        cached.parent.mkdir(parents=True)
-        cached.touch()
-        assert download_bytes("some/body", commit) == 3_000_000
-        del files[:3]
-        assert download_bytes("some/body", None) == 8_000_000
-        assert download_bytes("no/body", None) is None
-        server.shutdown()
-    assert download_bytes("some/body", None) is None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    download = Download(
+        "some/body", "0123456789abcdef0123456789abcdef01234567", {"a.safetensors": 5, "b.safetensors": 3}
+    )
+    monkeypatch.setattr(disk_forecast, "find_commit", lambda name, revision: download.commit)
+    monkeypatch.setattr(disk_forecast, "plan_download", lambda name, commit: download)
+    run = load_config(config, model__name="some/body")
+    for cached, wanted in (("config.json", [8]), ("a.safetensors", [3]), ("b.safetensors", [])):
+        download.snapshot.mkdir(parents=True, exist_ok=True)
+        (download.snapshot / cached).touch()
+        needs, notes = disk_forecast.download_need(run)
+        assert ([need.end for need in needs], notes) == (wanted, [])
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)

@@ -33,6 +33,7 @@ name, revision = sys.argv[1], sys.argv[2] or None
 try:
     plan = download.plan_download(name, download.find_commit(name, revision))
     if plan is not None:
+        plan.refuse_no_room()
         print("PATHS", json.dumps(list(plan.sizes)), flush=True)
         print("AT", download.fetch(plan))
     else:

@@ -308,12 +308,6 @@ def test_a_copied_model_uses_its_own_head(build: Callable[..., Any]) -> None:
         assert largest(trainer.model.lm_head(torch.ones(1, 64, dtype=torch.bfloat16))) > 0
 
 
-def test_trls_own_switch_beside_it_is_refused(build: Callable[..., Any]) -> None:
-    trainer = build(tied=False, peft=True, cast_lm_head_to_fp32=True)
-    with pytest.raises(UsageError, match=r"remove train\.cast_lm_head_to_fp32"):
-        fp32_lm_head(trainer)
-
-
 def test_trls_own_switch_still_raises_for_peft_on_a_tied_model(build: Callable[..., Any]) -> None:
     """Why this module exists: when TRL no longer does, look again."""
     with pytest.raises(AttributeError, match="embed_tokens"):

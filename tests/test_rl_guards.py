@@ -11,7 +11,6 @@ import torch
 from cogumi.core.errors import UsageError
 from cogumi.health.verdict import judge_gspo
 from cogumi.rl import guards
-from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.guards import NAMES, OWN_OBJECTIVE, find_problems, guard_trainer
 from cogumi.rl.memory_plan import check_groups
 from cogumi.rl.sampling import use_rollout_logps
@@ -65,11 +64,9 @@ def test_a_script_is_told_what_the_sections_are_and_how_to_accept(make_trainer: 
     assert "train.epsilon 0.2" in said
 
 
-def test_what_is_refused_about_a_sampler_and_a_head_names_its_key(make_trainer: Callable[..., Any]) -> None:
+def test_what_is_refused_about_a_sampler_names_its_key(make_trainer: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match=r"cogumi.behaviour_logps: rollout needs .*generation_kwargs.num_beams"):
         use_rollout_logps(make_trainer(generation_kwargs={"num_beams": 2}))
-    with pytest.raises(UsageError, match=r"train\.cast_lm_head_to_fp32: true .*cogumi.fp32_lm_head"):
-        fp32_lm_head(make_trainer(cast_lm_head_to_fp32=True))
 
 
 def test_every_refusal_names_how_to_accept_it_and_is_let_pass(make_trainer: Callable[..., Any]) -> None:
@@ -418,11 +415,11 @@ def test_a_reward_on_chat_data_gets_what_it_is_annotated_with(make_trainer: Call
 def test_a_scaled_rope_counts_with_its_scale(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(**GOOD)
     config = trainer.model.config
-    assert guards.context_length(trainer) == (512, "the model's max_position_embeddings")
+    assert guards.context_of(trainer.model.config) == 512
     config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    assert guards.context_length(trainer) == (2048, "the model's max_position_embeddings")
+    assert guards.context_of(trainer.model.config) == 2048
     config.rope_parameters = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 128}
-    assert guards.context_length(trainer) == (512, "the model's max_position_embeddings")
+    assert guards.context_of(trainer.model.config) == 512
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,9 @@ def test_the_first_loss_of_every_preset_is_the_formulas(name: str, make_trainer:
     assert len(rows) == 2
 
 
-def test_a_ratio_away_from_one_is_proven_too(make_trainer: Callable[..., Any]) -> None:
+def test_a_ratio_away_from_one_is_proven_too(
+    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """With other old log-probabilities, as a sampler with numerics of its own gives them, both sides of the clip."""
     trainer = make_trainer(gradient_accumulation_steps=2, steps_per_generation=4)
     watch(trainer)
@@ -56,9 +58,10 @@ def test_a_ratio_away_from_one_is_proven_too(make_trainer: Callable[..., Any]) -
         return output | {"old_per_token_logps": output["old_per_token_logps"] + rows}
 
     observe_rollouts(trainer, drifted)
-    record, _ = trained(trainer)
-    assert record["ratio_max_deviation"] == pytest.approx(1e-3, rel=0.3)
-    assert 0 < record["ratio_outside_clip"] <= 1
+    record, rows = trained(trainer)
+    assert rows[0]["policy/max_ratio"] - 1 == pytest.approx(1e-3, rel=0.3)
+    assert 0 < rows[0]["policy/clipped_ratio_fraction"] <= 1
+    assert "step 1: the ratios are up to 0.00" in caplog.text
     assert record["relative_difference"]["gradient"] < 1e-4
 
 

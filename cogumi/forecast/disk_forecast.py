@@ -33,11 +33,11 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import Disk, Need, format_bytes, group_needs, hub_cache
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import read_json
 from cogumi.core.safetensors_file import make_header
 from cogumi.disk import disk_bytes
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import keep_on_meta
+from cogumi.hub.downloads import find_commit, plan_download
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config, lora_of
@@ -117,29 +117,24 @@ def optimizer_states(trainer: Any) -> list[dict[str, Any]]:
         embeddings = [each for each in trainer.model.modules() if isinstance(each, torch.nn.Embedding)]
         whole = {id(each.weight) for each in embeddings}
     trained = [each for each in trainer.model.parameters() if each.requires_grad]
-    states = [step_on_fakes(kind, settings, [each for each in trained if id(each) not in whole])]
+    parts = [(settings, [each for each in trained if id(each) not in whole])]
     if whole:
-        states.append(step_on_fakes(kind, settings | {"optim_bits": 32}, [p for p in trained if id(p) in whole]))
-    return states
+        parts.append((settings | {"optim_bits": 32}, [each for each in trained if id(each) in whole]))
+    return [step_on_fakes(kind, *part) for part in parts]
 
 
 def step_on_fakes(kind: Any, settings: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
     optimizer = kind([torch.nn.Parameter(torch.empty(0))], **settings)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        optimizer.param_groups[0]["params"] = [fake_parameter(each) for each in parameters]
+        fakes = [torch.nn.Parameter(torch.empty(each.shape, dtype=each.dtype)) for each in parameters]
+        for fake in fakes:
+            fake.grad = torch.empty_like(fake)
+        optimizer.param_groups[0]["params"] = fakes  # on the CPU, where nothing is paged
         if kind.__module__.startswith("bitsandbytes"):  # what it does with the state, once made, needs no kernel
             optimizer.update_step, optimizer.initialized = lambda *_: None, True
             optimizer.mng = SimpleNamespace(index2config={}, pid2config={})  # the process's own has other trainers' too
         optimizer.step()
-        found: dict[str, Any] = optimizer.state_dict()
-        return found
-
-
-def fake_parameter(parameter: Any) -> Any:
-    """A parameter of the same shape and dtype with a gradient, on the CPU, where nothing is paged."""
-    fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-    fake.grad = torch.empty_like(fake)
-    return fake
+        return dict(optimizer.state_dict())
 
 
 def torch_save_bytes(value: Any) -> int:
@@ -238,7 +233,10 @@ def forecast_trainer(
     if adapter_into is not None:
         needs.append(Need(ADAPTER, adapter_into, 0, each.weights + each.tokenizer))
     if merged_into is not None:
-        size = merged_bytes(base_config(trainer.model)) + tokenizer_bytes(trainer.processing_class)
+        config = trainer.model.config
+        if config.name_or_path:  # whose dtype a merge keeps: a loaded model's says what it was loaded in
+            config = AutoConfig.from_pretrained(config.name_or_path, revision=commit_of(config))
+        size = merged_bytes(config) + tokenizer_bytes(trainer.processing_class)
         needs.append(Need(MERGED, merged_into, 0, size))
     notes = (*(() if regular else (NO_SAVES,)), *notes)
     return DiskForecast(each.total, keep, held, saves, tuple(group_needs(needs)), notes)
@@ -274,12 +272,6 @@ def count_saves(trainer: Any, step: int) -> int | None:
         return None
     every = max(1, math.ceil(args.save_steps if args.save_steps >= 1 else args.save_steps * last))
     return math.ceil(last / every) - step // every if step < last else 0
-
-
-def base_config(model: Any) -> Any:
-    """The config that the base has on disk, whose dtype a merge keeps: a loaded model's says what it was loaded in."""
-    name = model.config.name_or_path
-    return AutoConfig.from_pretrained(name, revision=commit_of(model.config)) if name else model.config
 
 
 # ------------------------------------------------------------------------------------------------- from a config alone
@@ -345,40 +337,16 @@ def saving_trainer(config: Any, dtype: torch.dtype, args: Any, lora: Any = None,
 
 
 def download_need(run: RunConfig) -> tuple[list[Need], list[str]]:
-    """What the weights will take in the hub's cache, and a line where it is not known."""
-    name, revision = run.model.name, run.model.revision
-    if name.startswith("cogumi:") or Path(name).is_dir() or is_cached(name, revision):
+    """What the files of the model will take in the hub's cache, and a line where it is not known."""
+    name = run.model.name
+    if name.startswith("cogumi:"):
         return [], []
-    size = download_bytes(name, revision)
-    if size is None:
-        return [], [f"what the download of {name} takes in {hub_cache()} is not known: the hub cannot be asked"]
-    return [Need(DOWNLOAD, hub_cache(), size, size)], []
-
-
-def is_cached(name: str, revision: str | None) -> bool:
-    """Whether a model's weights are in the hub's cache, all of them."""
-    from huggingface_hub import try_to_load_from_cache
-
-    index = try_to_load_from_cache(name, "model.safetensors.index.json", revision=revision)
-    files = set(read_json(Path(index))["weight_map"].values()) if isinstance(index, str) else {"model.safetensors"}
-    return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
-
-
-def download_bytes(name: str, revision: str | None) -> int | None:
-    """Bytes of the weights that are not in the cache yet, as the hub says; None where it cannot be asked."""
-    import httpx
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
     try:
-        files = HfApi().model_info(name, revision=revision, timeout=10, files_metadata=True).siblings or []
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError):
-        return None
-    top = [file for file in files if "/" not in file.rfilename]
-    weights = [file for file in top if file.rfilename.endswith(".safetensors")]
-    weights = weights or [file for file in top if file.rfilename.endswith(".bin")]
-    missing = [each for each in weights if try_to_load_from_cache(name, each.rfilename, revision=revision) is None]
-    return sum(file.size or 0 for file in missing)
+        download = plan_download(name, find_commit(name, run.model.revision))
+    except UsageError as error:
+        return [], [f"what the download of {name} takes in {hub_cache()} is not known: {error}"]
+    size = download.to_fetch if download is not None else 0
+    return [Need(DOWNLOAD, hub_cache(), size, size)] if size else [], []
 
 
 def describe_disks(run: RunConfig) -> list[Line]:

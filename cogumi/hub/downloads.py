@@ -179,7 +179,7 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
 
 def plan_download(name: str, commit: str | None) -> Download | None:
     """What is to be fetched for a model at a commit; None for a directory. Raises UsageError where the repository has no
-    weights that transformers loads, or the disk has no room. Without a network the cache must have all weights."""
+    weights that transformers loads. Without a network the cache must have all weights."""
     if commit is None or Path(name).exists():
         return None
     answered = True
@@ -200,9 +200,7 @@ def plan_download(name: str, commit: str | None) -> Download | None:
             fix = "connect, or unset HF_HUB_OFFLINE"
         raise UsageError(what, key="model.name", fix=fix)
     needed = {path: sizes[path] for path in sorted(sizes) if path in weights or is_beside_weights(path)}
-    download = Download(name, commit, needed)
-    download.refuse_no_room()
-    return download
+    return Download(name, commit, needed)
 
 
 def weight_files(name: str, commit: str, paths: Mapping[str, int]) -> list[str]:

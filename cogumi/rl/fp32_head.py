@@ -31,14 +31,9 @@ def fp32_lm_head(trainer: Any) -> None:
     Call it once the trainer is built and before it trains. Weights keep their dtype and modules their class, and no
     hook is added. So what is saved, merged or embedded is what it was. The hidden states are still bf16.
 
-    Raises UsageError for a head that is no plain Linear, has an adapter, or is switched by TRL too. It does so, too,
-    for unsloth imported without UNSLOTH_VLLM_FP32_LM_HEAD=1.
+    Raises UsageError for a head that is no plain Linear or has an adapter, and for unsloth imported without
+    UNSLOTH_VLLM_FP32_LM_HEAD=1. TRL's own switch is refused with the other settings of a run.
     """
-    if trainer.args.cast_lm_head_to_fp32:
-        raise UsageError(
-            "train.cast_lm_head_to_fp32: true turns the weights into fp32, and cogumi.fp32_lm_head: true leaves them",
-            fix="remove train.cast_lm_head_to_fp32",
-        )
     policy, reference = unwrap_peft(trainer.model), trainer.ref_model
     models = [policy] if reference is None else [policy, unwrap_peft(reference)]
     heads = [require_frozen_head(model) for model in models]

@@ -113,9 +113,10 @@ def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False
         return found
     found += check_rollout_size(len(dataset), args)
     images = {"image", "images"} & set(dataset.column_names)
-    known = trainer.environment_factories is None and "prompt" in dataset.column_names and not images
-    if known and (context := context_length(trainer)) is not None:
-        found += check_prompt_lengths(measure_prompts(trainer), args.max_completion_length or 0, *context)
+    if trainer.environment_factories is None and "prompt" in dataset.column_names and not images:
+        if not is_run_trainer(trainer) and len(dataset):  # a run tried them before
+            found += try_rewards(trainer)
+        found += check_prompt_lengths(trainer)
     return found
 
 
@@ -129,8 +130,17 @@ def clips_sequences(args: Any) -> bool:
     return ratio_is_per_sequence(args) and args.loss_type in CLIPPED
 
 
+# Where a model drops activations -> what switches it off, in the order in which it is named.
+DROPOUT_FIXES = {
+    "lora": "lora.lora_dropout: 0 (train.disable_dropout: true does the same)",
+    "module": "train.disable_dropout: true",
+    # TRL's switch sets the p of nn.Dropout modules, and nothing else.
+    "functional": "0.0 for it in the model's config.json (train.disable_dropout does not reach it)",
+}
+
+
 def list_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
-    """(kind, place, probability) of every place where the model drops activations: LoRA's, other modules', functional calls."""
+    """(key of DROPOUT_FIXES, place, probability) of every place where the model drops activations."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, DROPOUTS):
@@ -140,8 +150,7 @@ def list_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
         for attribute, value in vars(module).items():
             if "dropout" in attribute and isinstance(value, float) and value > 0:
                 found.append(("functional", f"{name}.{attribute}", value))
-    order = ("lora", "module", "functional")
-    return sorted(found, key=lambda each: order.index(each[0]))
+    return sorted(found, key=lambda each: list(DROPOUT_FIXES).index(each[0]))
 
 
 def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: bool) -> Iterator[GuardFinding]:
@@ -152,15 +161,9 @@ def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: boo
     """
     if not active:
         return
-    fixes = {
-        "lora": "lora.lora_dropout: 0 (train.disable_dropout: true does the same)",
-        "module": "train.disable_dropout: true",
-        # TRL's switch sets the p of nn.Dropout modules, and nothing else.
-        "functional": "0.0 for it in the model's config.json (train.disable_dropout does not reach it)",
-    }
     kind, place, p = active[0]
     others = f" and {len(active) - 1} more" if len(active) > 1 else ""
-    fix = " and ".join(fixes[kind] for kind in dict.fromkeys(each[0] for each in active))
+    fix = " and ".join(DROPOUT_FIXES[kind] for kind in dict.fromkeys(each[0] for each in active))
     name = "lora.lora_dropout" if kind == "lora" else "dropout"
     message = (
         f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks. At 0.05 that took 75 % of "
@@ -215,7 +218,12 @@ def check_loss_settings(args: Any, backend: Backend) -> Iterator[GuardFinding]:
         )
         yield GuardFinding("wide-clip", True, message)
     if level == "sequence" and backend == "trl" and args.use_bias_correction_kl and args.beta > 0:
-        yield check_kl_correction(args.beta)
+        # TRL 1.15 multiplies each token's KL term by the ratio, which is unbiased for a token's ratio (docs/gspo.md).
+        message = (
+            f"train.beta {args.beta:g}: a sequence's ratio corrects a token's KL gradient by 1/N only, so it stays that of "
+            "KL(ref || policy); set train.use_bias_correction_kl: false, or train.loss_type: gspo-token"
+        )
+        yield GuardFinding("kl-correction", False, message)
 
 
 def check_clip_numbers(values: Mapping[str, Any]) -> Iterator[GuardFinding]:
@@ -246,20 +254,6 @@ def check_narrow_clip(loss_type: str, epsilon: float, high: float) -> Iterator[G
             "would clip almost every token after one step; leave them out for the preset's"
         )
         yield GuardFinding("narrow-clip", False, message)
-
-
-def check_kl_correction(beta: float) -> GuardFinding:
-    """TRL 1.15 multiplies each token's KL term by the ratio: unbiased for a token's ratio, and not for a sequence's.
-
-    With `d = log p_ref - log p` and `k = e^d - d - 1` a token's gradient is `1 - e^d` without it, in expectation that of
-    `KL(ref || policy)`. Corrected by a token's ratio it is `1 - e^d + k = -d`, that of `KL(policy || ref)`. By a
-    sequence's ratio each token gets the mean of k, in which its own k weighs only 1/N.
-    """
-    message = (
-        f"train.beta {beta:g}: a sequence's ratio corrects a token's KL gradient by 1/N only, so it stays that of "
-        "KL(ref || policy); set train.use_bias_correction_kl: false, or train.loss_type: gspo-token"
-    )
-    return GuardFinding("kl-correction", False, message)
 
 
 def check_ratio(args: Any) -> Iterator[GuardFinding]:
@@ -304,12 +298,36 @@ def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
         yield GuardFinding("less-than-a-rollout", True, message)
 
 
-def context_length(trainer: Any) -> tuple[int, str] | None:
-    """(tokens, setting) that prompt and completion must fit into; None where the model names no limit."""
+def try_rewards(trainer: Any) -> Iterator[GuardFinding]:
+    """Every reward function called once on the first prompt: what it raises there, it raises after the first rollout."""
+    row, group = trainer.train_dataset[0], trainer.num_generations
+    for function in trainer.reward_funcs:
+        if not isinstance(function, nn.Module):
+            wrong = try_reward(function, row, group, trainer_state=trainer.state)
+            if wrong is not None:
+                yield GuardFinding("reward", *wrong)
+
+
+def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
+    """Prompts that leave less room in the context than a completion may take, as the trainer will render them."""
+    completion = trainer.args.max_completion_length or 0
+    limit, setting = context_of(trainer.model.config), POSITIONS
     if trainer.use_vllm and trainer.args.vllm_max_model_length is not None:
-        return trainer.args.vllm_max_model_length, "train.vllm_max_model_length"
-    limit = context_of(trainer.model.config)
-    return None if limit is None else (limit, POSITIONS)
+        limit, setting = trainer.args.vllm_max_model_length, "train.vllm_max_model_length"
+    if limit is None:
+        return
+    prompts = trainer.train_dataset["prompt"]
+    lengths: list[int] = []
+    for start in range(0, len(prompts), TOKENIZED_AT_ONCE):
+        lengths += map(len, tokenized_prompts(trainer, prompts[start : start + TOKENIZED_AT_ONCE]))
+    if over := sum(length + completion > limit for length in lengths):
+        longest = max(lengths)
+        fits = f"set train.max_completion_length: {limit - longest}" if longest < limit else "shorten them"
+        message = (
+            f"{over} of {len(lengths)} prompts are too long: the longest has {longest} tokens, with "
+            f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}"
+        )
+        yield GuardFinding("long-prompts", True, message)
 
 
 def context_of(config: Any) -> int | None:
@@ -321,24 +339,3 @@ def context_of(config: Any) -> int | None:
         return limit
     original = rope.get("original_max_position_embeddings") or limit
     return max(limit, int(original * rope.get("factor", 1.0)))
-
-
-def measure_prompts(trainer: Any) -> list[int]:
-    """Tokens of every prompt as the trainer will render it, chat template and all."""
-    prompts = trainer.train_dataset["prompt"]
-    lengths: list[int] = []
-    for start in range(0, len(prompts), TOKENIZED_AT_ONCE):
-        lengths += map(len, tokenized_prompts(trainer, prompts[start : start + TOKENIZED_AT_ONCE]))
-    return lengths
-
-
-def check_prompt_lengths(lengths: Sequence[int], completion: int, limit: int, setting: str) -> Iterator[GuardFinding]:
-    """Prompts that leave less room in the context than a completion may take. All in tokens."""
-    if over := sum(length + completion > limit for length in lengths):
-        longest = max(lengths)
-        fits = f"set train.max_completion_length: {limit - longest}" if longest < limit else "shorten them"
-        message = (
-            f"{over} of {len(lengths)} prompts are too long: the longest has {longest} tokens, with "
-            f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}"
-        )
-        yield GuardFinding("long-prompts", True, message)

@@ -28,22 +28,15 @@ GATES = tuple(f"{name}_{sign}" for name in ("sapo_temperature", "vespo_k", "vesp
 class LossInputs:
     """One micro-batch as the loss that ran received it. B sequences of at most T completion tokens."""
 
-    new: Tensor
-    """(B, T) log-probabilities under the policy that is trained, with their graph, in nats."""
-    old: Tensor | None
-    """(B, T) log-probabilities under the policy that wrote the completions; None: the loss took `new.detach()`."""
-    ref: Tensor | None
-    """(B, T) log-probabilities under the reference model; None without a KL term."""
-    mask: Tensor
-    """(B, T) 1 for the tokens that count: completion, and not written by a tool."""
-    advantages: Tensor
-    """(B,), or (B, T) where they vary along the sequence."""
-    function: Any
-    """What computed the loss."""
+    new: Tensor  # (B, T) log-probabilities under the policy that is trained, with their graph, in nats
+    old: Tensor | None  # (B, T), under the policy that wrote the completions; None: the loss took `new.detach()`
+    ref: Tensor | None  # (B, T), under the reference model; None without a KL term
+    mask: Tensor  # (B, T) 1 for the tokens that count: completion, and not written by a tool
+    advantages: Tensor  # (B,), or (B, T) where they vary along the sequence
+    function: Any  # what computed the loss
+    # The loss's settings: as it was called under unsloth, as it reads them off the trainer under TRL.
     arguments: dict[str, Any] = field(default_factory=dict)
-    """The loss's settings: as it was called under unsloth, as it reads them off the trainer under TRL."""
-    weight: Tensor | None = None
-    """(B, T) or (B, 1) factor of the policy term: TRL's correction for the sampler's own numerics (vLLM)."""
+    weight: Tensor | None = None  # (B, T) or (B, 1), of the policy term: TRL's correction for vLLM's own numerics
 
     def old_logps(self) -> Tensor:
         return self.new.detach() if self.old is None else self.old

@@ -7,7 +7,7 @@ Both the value that the loss returned and the gradient that reached those log-pr
 import hashlib
 import inspect
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,15 @@ BOUNDARY = 1e-6  # a ratio this close to the clip may fall on either side of it 
 
 class WrongLossError(RuntimeError):
     """The loss that ran is not the loss that was asked for."""
+
+
+@dataclass
+class ObservedCall:
+    """A micro-batch without its graph. gradient: (B, T), which reached the new log-probabilities; None before backward."""
+
+    inputs: LossInputs
+    loss: Tensor
+    gradient: Tensor | None = None
 
 
 class LossCheck:
@@ -44,9 +53,7 @@ class LossCheck:
         self.asked_for, self.unproven = asked_for, unproven
         self.own, self.written = own, written
         self.token_ratio = token_ratio
-        self.calls: list[LossInputs] = []
-        self.losses: list[Tensor] = []
-        self.gradients: dict[int, Tensor] = {}
+        self.calls: list[ObservedCall] = []
         self.step = 0
         self.moved = False  # has any ratio been other than 1?
         self.record: dict[str, Any] = {"unproven": unproven, "asserted": False, "clip_seen_at_step": None}
@@ -61,15 +68,14 @@ class LossCheck:
 
     def add(self, call: LossInputs, loss: Tensor) -> None:
         """One micro-batch: what went in, what came out; its gradient is noted when it passes."""
-        index = len(self.calls)
+        seen = ObservedCall(replace(call, new=call.new.detach()), loss.detach())  # no graph: backward frees it
 
         def note(gradient: Tensor) -> None:
-            self.gradients[index] = gradient.detach()
+            seen.gradient = gradient.detach()
 
         if call.new.requires_grad:
             call.new.register_hook(note)
-        self.calls.append(replace(call, new=call.new.detach()))  # no graph: backward frees it
-        self.losses.append(loss.detach())
+        self.calls.append(seen)
 
     def check(self, scale: float = 1.0) -> dict[str, Any]:
         """Before each optimizer step: the record of the comparison, for `loss.json`. `scale`: the gradient scaler's.
@@ -83,33 +89,32 @@ class LossCheck:
                 "log-probabilities: it is not the loss that was asked for"
             )
         if self.step == 1 and self.calls:
+            first = self.calls[0].inputs
             self.record |= {
-                **describe_function(self.calls[0].function),
-                "arguments": {name: to_json(value) for name, value in self.calls[0].arguments.items()},
+                **describe_function(first.function),
+                "arguments": {name: to_json(value) for name, value in first.arguments.items()},
                 "micro_batches": len(self.calls),
-                **measure_ratios(self.calls),
             }
         if self.own is not None:
             self.record |= describe_function(self.own)
         self._check_settings()
         if not self.unproven:
-            for index in range(len(self.calls)):
-                self._compare(index, scale)
+            for seen in self.calls:
+                self._compare(seen, scale)
             self.record["relative_difference"] = self.worst | {"tolerance": TOLERANCE, "steps": self.step}
-        self.calls, self.losses = [], []
-        self.gradients = {}
+        self.calls = []
         return self.record
 
     def _check_settings(self) -> None:
         for name, wanted in self.asked_for.items():
-            found = self.calls[0].arguments.get(name)
+            found = self.calls[0].inputs.arguments.get(name)
             same = math.isclose(found, wanted) if isinstance(wanted, float) and found is not None else found == wanted
             if not same:
                 place = f" (in {format_location(self.written)})" if self.written is not None else ""
                 raise WrongLossError(f"the loss ran with {name}={found!r}{place}, and {wanted!r} was asked for")
 
-    def _compare(self, index: int, scale: float) -> None:
-        call, loss, gradient = self.calls[index], self.losses[index], self.gradients.get(index)
+    def _compare(self, seen: ObservedCall, scale: float) -> None:
+        call, loss, gradient = seen.inputs, seen.loss, seen.gradient
         expected, size, slope = loss_and_gradient(call, self.token_ratio)
         if not torch.isfinite(loss) and not torch.isfinite(expected):
             return  # wrong together: it is the run that is not a number, which its verdict says
@@ -184,18 +189,6 @@ def clip_bounds(call: LossInputs, token_ratio: bool) -> tuple[Tensor, float, flo
     else:
         log_ratio = call.new - call.old_logps()
     return log_ratio.double().exp(), 1 - call.arguments["epsilon_low"], 1 + call.arguments["epsilon_high"]
-
-
-def measure_ratios(calls: list[LossInputs]) -> dict[str, float]:
-    """How far the ratios of the first step are from 1: nothing has been learned yet, so it is numerics."""
-    nonempty = [call.mask.sum(-1) > 0 for call in calls]
-    pairs = zip(calls, nonempty, strict=True)
-    deviation = torch.cat([sequence_log_ratio(call).double().exp()[rows] - 1 for call, rows in pairs])
-    low, high = calls[0].arguments["epsilon_low"], calls[0].arguments["epsilon_high"]
-    if not deviation.numel():
-        return {"ratio_max_deviation": math.nan, "ratio_outside_clip": math.nan}
-    outside = (deviation < -low) | (deviation > high)
-    return {"ratio_max_deviation": deviation.abs().amax().item(), "ratio_outside_clip": outside.double().mean().item()}
 
 
 def list_unchecked_terms(trainer: Any) -> list[str]:

@@ -65,7 +65,7 @@ class LossWatch(TrainerCallback):
         self.token_ratio = name == WITH_TOKEN_RATIO
         self.metrics = PolicyMetrics()
         self.proof: LossCheck | None = None
-        self.guarded = False
+        self.guarded, self.first_step = False, True
         self.rollout_step = 0
         trainer.reward_funcs = [as_annotated(each) for each in trainer.reward_funcs]
         self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.compute_watched_loss
@@ -158,14 +158,6 @@ class LossWatch(TrainerCallback):
                     raise
                 own = format_accept_call(OWN_OBJECTIVE, accepted_by(self.trainer))
                 raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {own}") from None
-            on_policy = self.rollout_step == self.trainer.state.global_step
-            if self.proof.step == 1 and on_policy and found.get("ratio_outside_clip", 0.0) > 0:
-                log.warning(
-                    "step 1: the ratios are up to %.2g away from 1 and %.0f%% of them outside the clip, before anything was "
-                    "learned: sampler's and trainer's numerics differ. Take an fp32 head on both sides, or widen the clip",
-                    found["ratio_max_deviation"],
-                    100 * found["ratio_outside_clip"],
-                )
             self.proof = None if self.proof.is_complete else self.proof
             if self.trainer.accelerator.is_main_process:
                 self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -173,8 +165,17 @@ class LossWatch(TrainerCallback):
                 write_json(self.record, asked | {"accepted": sorted(accepted_by(self.trainer))} | found)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        logged = logged_metrics(self.trainer, "train")
-        for name, value in self.metrics.take(self.trainer.accelerator).items():
+        logged, metrics = logged_metrics(self.trainer, "train"), self.metrics.take(self.trainer.accelerator)
+        on_policy = self.rollout_step == self.trainer.state.global_step - 1
+        if self.first_step and on_policy and metrics.get(f"{PREFIX}clipped_ratio_fraction", 0.0) > 0:
+            log.warning(
+                "step 1: the ratios are up to %.2g away from 1 and %.0f%% of them outside the clip, before anything was "
+                "learned: sampler's and trainer's numerics differ. Take an fp32 head on both sides, or widen the clip",
+                max(metrics[f"{PREFIX}max_ratio"] - 1, 1 - metrics[f"{PREFIX}min_ratio"]),
+                100 * metrics[f"{PREFIX}clipped_ratio_fraction"],
+            )
+        self.first_step = False
+        for name, value in metrics.items():
             if name in EXTREMES:  # TRL logs the mean over the steps since it last did
                 logged[name] = [EXTREMES[name]([*logged[name], value])]
             else:

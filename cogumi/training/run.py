@@ -95,6 +95,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     if run.model.adapter is not None:
         check_base(run.model.adapter, of_base, run.model.revision)
     download = plan_download(base, run.model.revision)
+    if download is not None:
+        download.refuse_no_room()
     tokenizer = building.load_run_tokenizer(run, base)
     examples = prepare_examples(run, tokenizer, of_base)
     if run.cogumi.method == "gspo":
