@@ -14,7 +14,6 @@ from cogumi.rl import guards
 from cogumi.rl.guards import NAMES, OWN_OBJECTIVE, find_problems, guard_trainer
 from cogumi.rl.memory_plan import check_groups
 from cogumi.rl.sampling import use_rollout_logps
-from cogumi.rl.watch import watch
 
 # A rollout of four optimizer steps: nothing to say about.
 GOOD = {"steps_per_generation": 4}
@@ -257,51 +256,6 @@ def test_a_ratio_that_is_always_one_is_said(
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize(
-    ("config", "nearest"),
-    [
-        ({"save_steps": 4}, None),
-        ({"save_steps": 6}, "4 or 8"),
-        ({"save_steps": 3}, "4$"),
-        ({"save_steps": 6, "gradient_accumulation_steps": 2}, None),
-        ({"save_steps": 4, "num_iterations": 2}, "8$"),
-        ({"save_steps": 150}, None),  # none before the last step
-        ({"save_steps": 6, "save_only_model": True}, None),
-        ({"save_strategy": "epoch"}, None),
-    ],
-)
-def test_checkpoints_inside_a_rollout_are_warned_about_in_a_script(
-    config: dict[str, Any], nearest: str | None, make_trainer: Callable[..., Any]
-) -> None:
-    """A script may never resume, so it is warned; a run saves the rollout beside the checkpoint."""
-    trainer = make_trainer(**{"save_strategy": "steps", "max_steps": 100, **GOOD, **config})
-    warned = messages(trainer, False)
-    assert messages(trainer, True) == []
-    trainer.cogumi_run = True
-    assert messages(trainer, True) == messages(trainer, False) == []
-    if nearest is None:
-        assert warned == []
-    else:
-        (message,) = warned
-        assert f"train.save_steps: {nearest}".rstrip("$") in message
-        assert message.endswith(nearest.rstrip("$"))
-
-
-def test_trls_own_save_steps_do_not_stop_a_script(
-    make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    import trl
-
-    default = trl.GRPOConfig.__dataclass_fields__["save_steps"].default
-    trainer = make_trainer(steps_per_generation=3, per_device_train_batch_size=4, save_strategy="steps", max_steps=2000)
-    assert trainer.args.save_steps == default == 500
-    watch(trainer).guard()
-    (said,) = [record.getMessage() for record in caplog.records if "inside a rollout" in record.getMessage()
-               and "save_steps" in record.getMessage()]  # fmt: skip
-    assert "cogumi.protect(trainer)" in said
-    assert "train.save_steps: 498 or 501" in said
-
-
 def test_what_a_checkpoint_inside_a_rollout_does(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     """Resumed at step 2 of a rollout of 4, TRL samples anew at once; resumed at step 4 it goes on as it would have."""
 
@@ -316,7 +270,6 @@ def test_what_a_checkpoint_inside_a_rollout_does(make_trainer: Callable[..., Any
             return generate(inputs)
 
         trainer._generate_and_score_completions = note
-        assert bool(messages(trainer)) == (save_steps % 4 != 0)
         trainer.train(resume_from_checkpoint=resume)
         return steps
 

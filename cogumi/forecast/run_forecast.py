@@ -274,12 +274,14 @@ def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overri
 
 def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
     """The line on time and cost; red where the budget ends the run before its steps do."""
-    asked, price = run.cogumi, run.cogumi.price_per_hour
+    price, limits = (
+        run.cogumi.price_per_hour,
+        {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost},
+    )
+    budgets = {key: limit for key, limit in limits.items() if limit is not None}
     unpriced = "; cost: not known (set cogumi.price_per_hour)" if price is None else ""
     ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
     said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
-    limits = {"cogumi.max_hours": asked.max_hours, "cogumi.max_cost": asked.max_cost}
-    budgets = {key: limit for key, limit in limits.items() if limit is not None}
     if pace.seconds is None:
         unjudged = "".join(f", nor what {key} allows" for key in budgets)
         said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"

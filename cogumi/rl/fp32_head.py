@@ -37,8 +37,6 @@ def fp32_lm_head(trainer: Any) -> None:
     policy, reference = unwrap_peft(trainer.model), trainer.ref_model
     models = [policy] if reference is None else [policy, unwrap_peft(reference)]
     heads = [require_frozen_head(model) for model in models]
-    if has_fp32_head(heads[0]):
-        return
     if backend_of(trainer) == "unsloth":
         require_unsloth_in_fp32()
     else:
@@ -65,11 +63,6 @@ def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
             tiles = head.weight.split(VOCABULARY_TILE)
             logits = torch.cat([nn.functional.linear(wide, rows.to(dtype)) for rows in tiles], dim=-1)
         return logits if head.bias is None else logits + head.bias.to(dtype)
-
-
-def has_fp32_head(head: nn.Module) -> bool:
-    """Whether `fp32_lm_head` has been here."""
-    return getattr(head.forward, "__func__", None) is project_in_fp32
 
 
 def unwrap_peft(model: Any) -> Any:

@@ -3,22 +3,20 @@
 Settings are named as in a run's YAML: `train.` is TRL's GRPOConfig, `lora.` peft's LoraConfig.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers.trainer_utils import SaveStrategy
 
 from cogumi.config.presets import WITH_TOKEN_RATIO
 from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import tokenized_prompts
+from cogumi.rewards.named_rewards import try_reward
 from cogumi.rl.loss_capture import Backend
 from cogumi.rl.loss_check import CLIPPED
-from cogumi.rl.memory_plan import nearest_multiples
 
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
@@ -31,8 +29,8 @@ OWN_OBJECTIVE = "own-objective"  # the trainer's loss is the user's own, and is 
 # What a script may accept: the names of findings.
 NAMES = (
     *("dropout", "pad-is-eos", "token-aggregation", "two-temperatures", "epsilon", "beta", "delta", "wide-clip"),
-    *("narrow-clip", "kl-correction", "ratio-always-one", "checkpoint-inside-rollout", "less-than-a-rollout"),
-    *("long-prompts", OWN_OBJECTIVE),
+    *("narrow-clip", "kl-correction", "ratio-always-one", "less-than-a-rollout"),
+    *("reward", "long-prompts", OWN_OBJECTIVE),
 )
 _accepted: frozenset[str] = frozenset()
 
@@ -106,9 +104,6 @@ def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
     if clips_sequences(args) and not rollout_logps and not corrected:
         found += check_ratio(args)
-    # cogumi.protect saves what TRL does not, and a run is protected before its first step.
-    if not (is_run_trainer(trainer) or hasattr(trainer, "cogumi_protection")):
-        found += check_checkpoints(trainer)
     if not isinstance(dataset, Dataset):
         return found
     found += check_rollout_size(len(dataset), args)
@@ -267,23 +262,6 @@ def check_ratio(args: Any) -> Iterator[GuardFinding]:
             f"paper's four steps a rollout set train.steps_per_generation: {4 * accumulation}"
         )
         yield GuardFinding("ratio-always-one", False, message)
-
-
-def check_checkpoints(trainer: Any) -> Iterator[GuardFinding]:
-    """TRL 1.15 saves neither its position in a rollout nor the rollout, and a resumed run starts with a new one."""
-    args = trainer.args
-    if args.save_strategy != SaveStrategy.STEPS or args.save_only_model or args.save_steps < 1:
-        return
-    total = max(args.max_steps, trainer.state.max_steps)  # the state knows it once training has begun
-    generate_every = args.steps_per_generation * args.num_iterations
-    aligned = generate_every // math.gcd(generate_every, args.gradient_accumulation_steps)
-    if args.save_steps % aligned and not 0 < total <= args.save_steps:
-        message = (
-            f"train.save_steps {args.save_steps}: a checkpoint would fall inside a rollout of {aligned} steps, which TRL does "
-            "not save, so a resumed run would train on other rollouts; use cogumi.protect(trainer), which saves it, or set "
-            f"train.save_steps: {nearest_multiples(args.save_steps, aligned)}"
-        )
-        yield GuardFinding("checkpoint-inside-rollout", False, message)
 
 
 def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:

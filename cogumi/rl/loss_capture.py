@@ -164,18 +164,9 @@ def wrap_efficient_loss(original: Any, calls: list[LossInputs]) -> Any:
 
 def wrap_slow_loss(original: Any, calls: list[LossInputs]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def compute(
-        ref: Tensor | None,
-        new: Tensor,
-        old: Tensor | None,
-        sampling_per_token_logps: Tensor | None,
-        input_ids: Tensor,
-        mask: Tensor,
-        beta: float,
-        advantages: Tensor,
-        **settings: Any,
-    ) -> Any:
-        outputs = original(ref, new, old, sampling_per_token_logps, input_ids, mask, beta, advantages, **settings)
+    def compute(*given: Any, **settings: Any) -> Any:
+        ref, new, old, _, _, mask, beta, advantages = given  # the fourth and fifth: the sampler's, and input_ids
+        outputs = original(*given, **settings)
         named = {"new_logps": new, "old_logps": old, "ref_logps": ref, "mask": mask, "advantages": advantages}
         calls.append(read_unsloth_inputs(original, named, beta, settings, outputs[4]))
         return outputs

@@ -43,15 +43,14 @@ class LossCheck:
     """
 
     def __init__(
-        self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str], own: Any = None, written: Any = None
+        self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str], written: Any = None, own: bool = False
     ) -> None:
         """`asked_for`: the settings the loss must have been called with; `unproven`: terms the formula leaves out.
 
-        `own`: the function that computes an objective of the user's own, which is compared with nothing. `written`: the
-        user's function that the loss comes out of, which a message names.
+        `written`: the user's function that the loss comes out of. `own`: its objective is compared with nothing.
         """
         self.asked_for, self.unproven = asked_for, unproven
-        self.own, self.written = own, written
+        self.written, self.own = written, own
         self.token_ratio = token_ratio
         self.calls: list[ObservedCall] = []
         self.step = 0
@@ -83,7 +82,7 @@ class LossCheck:
         Raises WrongLossError when a setting, the value or the gradient is not what was asked for.
         """
         self.step += 1
-        if not self.calls and self.own is None:
+        if not self.calls and not self.own:
             raise WrongLossError(
                 f"{format_location(self.written) or 'compute_loss of the trainer'} made a step without asking for the new "
                 "log-probabilities: it is not the loss that was asked for"
@@ -95,8 +94,8 @@ class LossCheck:
                 "arguments": {name: to_json(value) for name, value in first.arguments.items()},
                 "micro_batches": len(self.calls),
             }
-        if self.own is not None:
-            self.record |= describe_function(self.own)
+        if self.own:
+            self.record |= describe_function(self.written)
         self._check_settings()
         if not self.unproven:
             for seen in self.calls:

@@ -144,16 +144,15 @@ def step_bytes(
     * (6 h + I) 4 where e < 4: PEFT keeps an adapter's weights in fp32 and each adapted layer a copy of its input.
     * with gradient checkpointing only h e, and one layer in full while it is computed again.
 
-    These count once: gradients in flight, (2 h + 2 I) e per token, and the attention mask, s^2 (1 + e) per document. So
-    do hidden states and their gradient at the head in fp32, and two tiles of logits of TRL's fused head. Weights, their
-    gradients, optimizer state, the scores of eager attention, the rollout's KV cache and a reference model are left
-    out. The forecast on fake tensors (`cogumi.forecast`) counts all of them, with the batch that this formula picks.
+    These count once: gradients in flight, the attention mask, and at the head hidden states in fp32 and two tiles of
+    logits. Weights, their gradients, optimizer state, the scores of eager attention, the rollout's KV cache and a
+    reference model are left out. The forecast on fake tensors (`cogumi.forecast`) counts all of them.
     """
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
     tokens = documents * length
     layer = (16 * h + 4 * inner) * e + ((6 * h + inner) * 4 if e < 4 else 0)
     kept = shape.layers * h * e + layer if gradient_checkpointing else shape.layers * layer
-    in_flight = (2 * h + 2 * inner) * e + 2 * h * 4
+    in_flight = (2 * h + 2 * inner) * e + 2 * h * 4  # the last: at the head
     mask = documents * length**2 * (1 + e)
     head = 2 * min(tokens, HEAD_TILE[0]) * min(shape.vocabulary, HEAD_TILE[1]) * 4
     return tokens * (kept + in_flight) + mask + head

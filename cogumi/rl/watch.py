@@ -87,7 +87,7 @@ class LossWatch(TrainerCallback):
         written = self.written(backend)
         if OWN_OBJECTIVE in accepted:
             own = written or getattr(type(self.trainer), INNER_LOSS)
-            self.proof = LossCheck({}, self.token_ratio, [OWN_OBJECTIVE], own)
+            self.proof = LossCheck({}, self.token_ratio, [OWN_OBJECTIVE], own, own=True)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
         else:
