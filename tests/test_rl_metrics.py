@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cogumi.rl.loss_capture import LossInputs
-from cogumi.rl.watch import PolicyMetrics, effective_sample_size
+from cogumi.rl.watch import PolicyMetrics
 
 LOW, HIGH = 3e-4, 4e-4
 
@@ -119,11 +119,6 @@ def test_nothing_but_masked_rows_is_zero_and_not_an_error() -> None:
     assert found["num_segments"] == found["num_tokens"] == found["ratio_new_old"] == 0
     assert math.isnan(found["effective_sample_size"])
     assert "max_ratio" not in found
-
-
-def test_effective_sample_size_is_one_for_equal_weights_and_one_nth_for_a_single_one() -> None:
-    assert effective_sample_size(8.0, 8.0, 8.0) == 1
-    assert effective_sample_size(5.0, 25.0, 10.0) == pytest.approx(1 / 10)
 
 
 def test_processes_are_added_up() -> None:

@@ -101,8 +101,8 @@ def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSamp
         )
     chosen = max(0, round((rows - held_out_rows(rows, run.data.eval_rows)) * run.data.fraction))
     trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
-    counted, packed = Lengths(lengths), packed_rows(run, Dataset(tables[0]))
-    return DataSample(looked_at, examples, truncated, dropped, counted, rows, trained, packed)
+    packed = packed_rows(run, Dataset(tables[0]))
+    return DataSample(looked_at, examples, truncated, dropped, Lengths(lengths), rows, trained, packed)
 
 
 def measure_data(run: RunConfig, data: Data, tokenizer: Any) -> DataSample:

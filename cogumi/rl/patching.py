@@ -4,11 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cogumi.patches import PatchStatus
-from cogumi.patches import fused_head as fused_head
+from cogumi.patches import PatchStatus, fused_head, gspo_loss, unsloth_rl
 from cogumi.patches import graph_break as four_bit
-from cogumi.patches import gspo_loss as gspo
-from cogumi.patches import unsloth_rl as unsloth_rl
 
 __all__ = ["PatchReport", "PatchStatus", "patch"]
 
@@ -33,10 +30,10 @@ def patch(rl: bool = True, graph_break: str = "auto", accept: Iterable[str] | No
     let pass. A later call that names some replaces them, and None leaves them. Raises UsageError where unsloth would
     come too late, for another graph_break and for a name that is no finding.
     """
-    modules = (unsloth_rl, gspo, fused_head)  # unsloth first: it puts classes of its own on trl
+    modules = (unsloth_rl, gspo_loss, fused_head)  # unsloth first: it puts classes of its own on trl
     of_trl = tuple(module.apply() if rl else module.status() for module in modules)
     if rl:
-        gspo.watch_trainers(watch_trainer)
+        gspo_loss.watch_trainers(watch_trainer)
     if accept is not None:
         from cogumi.rl.guards import accept_findings  # imports transformers, and unsloth has to be first
 

@@ -215,9 +215,9 @@ class PolicyMetrics:
         metrics |= {name: summed[name] for name in ("num_tokens", "num_segments")}
         if summed["num_segments"] > 0:
             metrics |= {"max_ratio": largest, "min_ratio": -smallest}
-        metrics["effective_sample_size"] = effective_sample_size(
-            summed["ratios"], summed["squared_ratios"], summed["num_ratios"]
-        )
+        # (sum R)^2 / (n sum R^2), the share of n samples that importance weights leave in effect, in (0, 1]. Kish 1965.
+        squares = summed["num_ratios"] * summed["squared_ratios"]
+        metrics["effective_sample_size"] = summed["ratios"] ** 2 / squares if squares > 0 else math.nan
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
@@ -260,8 +260,3 @@ def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) ->
     nothing = torch.full((2, 1), -math.inf, dtype=torch.float64, device=mask.device)
     signed = torch.where(own.flatten() > 0, torch.stack([ratio.flatten(), -ratio.flatten()]), -math.inf)
     return sums, torch.cat([signed, nothing], dim=1).amax(1)
-
-
-def effective_sample_size(total: float, squared: float, count: float) -> float:
-    """(sum R)^2 / (n sum R^2), the share of n samples that importance weights leave in effect, in (0, 1]. Kish 1965."""
-    return total * total / (count * squared) if squared > 0 and count > 0 else math.nan
