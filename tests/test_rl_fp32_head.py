@@ -271,16 +271,6 @@ def test_the_head_kernel_gets_fp32_outside_autocast(build: Callable[..., Any], m
     assert seen == [(torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.bfloat16, False)]
 
 
-def test_twice_is_once(build: Callable[..., Any]) -> None:
-    trainer = build(tied=True, peft=True)
-    fp32_lm_head(trainer)
-    plain = unwrap_peft(trainer.model)
-    scoring, heading = plain.forward, plain.lm_head.forward
-    fp32_lm_head(trainer)
-    assert plain.forward == scoring
-    assert plain.lm_head.forward == heading
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_projection_against_float64_over_several_tiles(dtype: torch.dtype, bias: bool) -> None:
