@@ -52,10 +52,10 @@ SHAPE = {
 
 
 def planned_run(
-    directory: Path, keep: int = 2, staying: int = 2, reserve: int = SIZE, saves: int | None = 10, needs: Any = ()
+    directory: Path, keep: int = 2, staying: int = 2, saves: int | None = 10, needs: Any = ()
 ) -> DiskForecast:
     """The forecast of a run with checkpoints of a megabyte, two of them kept, ten to come."""
-    need, held = checkpoints_need(directory, committed(directory), SIZE, staying, saves, reserve)
+    need, held = checkpoints_need(directory, committed(directory), SIZE, staying, saves)
     return DiskForecast(SIZE, keep, held, saves, tuple(group_needs([need, *needs])))
 
 
@@ -92,13 +92,12 @@ def disk(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("changes", "held", "training", "end"),
     [
-        ({}, 3, 4, 2),  # two that stay, one being written, and the reserve
-        ({"keep": 3, "staying": 3}, 4, 5, 3),
-        ({"staying": 3}, 4, 5, 3),  # the best beside the two newest
-        ({"saves": None}, 3, 4, 2),
-        ({"saves": 2}, 2, 3, 2),
-        ({"saves": 1}, 1, 2, 1),
-        ({"saves": 1, "reserve": 0}, 1, 1, 1),
+        ({}, 3, 3, 2),  # two that stay, and one being written
+        ({"keep": 3, "staying": 3}, 4, 4, 3),
+        ({"staying": 3}, 4, 4, 3),  # the best beside the two newest
+        ({"saves": None}, 3, 3, 2),
+        ({"saves": 2}, 2, 2, 2),
+        ({"saves": 1}, 1, 1, 1),
         ({"saves": 0}, 0, 0, 0),
     ],
 )
@@ -136,11 +135,8 @@ def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
     assert committed(tmp_path) == [second, first]
     found = planned_run(tmp_path)
     assert found.held == 3
-    assert found.disks[0].training == 4 * SIZE - there
+    assert found.disks[0].training == 3 * SIZE - there
     assert found.disks[0].end == 0
-    with (tmp_path / ".cogumi-ballast").open("xb") as file:
-        os.posix_fallocate(file.fileno(), 0, SIZE)
-    assert planned_run(tmp_path).disks[0].training == pytest.approx(3 * SIZE - there, abs=4096)
     (tmp_path / ".cogumi-saving").mkdir()
     (tmp_path / ".cogumi-saving" / "half").write_bytes(bytes(SIZE // 2))
     assert planned_run(tmp_path).disks[0].training == pytest.approx(2.5 * SIZE - there, abs=4 * 4096)
@@ -154,7 +150,7 @@ def test_two_paths_on_one_disk_share_its_space(disk: Any, tmp_path: Path) -> Non
     apart = [results[0], Need("merged model", other / "merged", 0, 7 * SIZE)]
     found = planned_run(one / "checkpoints", needs=apart)
     assert [(each.filesystem.mount, each.wanted) for each in found.disks] == [
-        (str(one), 4 * SIZE),
+        (str(one), 3 * SIZE),
         (str(other), 7 * SIZE),
     ]
     (tmp_path / "link").symlink_to(other)
@@ -162,14 +158,14 @@ def test_two_paths_on_one_disk_share_its_space(disk: Any, tmp_path: Path) -> Non
 
 
 def test_a_disk_that_is_too_small_and_what_helps(disk: Any) -> None:
-    small = disk(6)
+    small = disk(5)
     found = planned_run(small, keep=4, staying=4, needs=[Need("merged model", small / "merged", 0, 7 * SIZE)])
     free = os.statvfs(small).f_bavail * 4096
     assert not found.fits
     assert found.disks[0].short == 11 * SIZE - free
     said = "\n".join(found.lines)
     assert "wants 11.0 MB more at the end (checkpoints 4.0 MB, merged model 7.0 MB)" in said
-    assert "does not fit: 5.0 MB are missing" in said
+    assert "does not fit: 6.0 MB are missing" in said
     assert "save_total_limit: 2 takes 2.0 MB less" in said
     assert "cogumi.merge=false takes 7.0 MB less" in said
     assert len(found.lines) == 3
@@ -227,7 +223,7 @@ def test_a_disk_of_the_size_that_is_wanted_is_just_enough(
     enough: bool, disk: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = forecast_trainer(trainer_on(tmp_path / "elsewhere"), keep=2).disks[0].wanted
-    assert wanted > 40_000_000
+    assert wanted > 30_000_000
     # The blocks at the ends of the files come on top; less than half a checkpoint is missing otherwise.
     small = disk((wanted + 1_000_000 if enough else wanted - 2_000_000) // 1_000_000)
     trainer = cogumi.protect(trainer_on(small / "checkpoints"), keep=2)
@@ -236,7 +232,7 @@ def test_a_disk_of_the_size_that_is_wanted_is_just_enough(
     assert ahead.saves == 4
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    complaints = [row.message for row in caplog.records if "no room" in row.message or "does not fit" in row.message]
+    complaints = [row.message for row in caplog.records if "does not fit" in row.message]
     assert bool(complaints) != enough
     over = forecast_trainer(trainer, keep=2)
     assert (over.saves, over.disks[0].wanted, over.held) == (0, 0, 2)
@@ -248,7 +244,7 @@ def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None
     found = forecast_trainer(cogumi.protect(trainer_on(tmp_path, max_steps=12)), keep=2)
     assert (found.saves, found.held) == (4, 4)  # after step 4: the one at 4, two that stay, the one being written
     there = bytes_there(tmp_path)
-    assert found.disks[0].training == 5 * found.checkpoint - there
+    assert found.disks[0].training == 4 * found.checkpoint - there
 
 
 @pytest.mark.parametrize(
@@ -360,7 +356,7 @@ def test_eight_billion_parameters_take_no_memory(tmp_path: Path) -> None:
     assert found.checkpoint == pytest.approx(3 * 4 * adapter, rel=2e-3)  # weights and AdamW's two moments in float32
     sizes = {need.what: need for need in found.disks[0].needs}
     assert sizes["merged model"].end == pytest.approx(2 * base, rel=1e-4)
-    assert sizes[CHECKPOINTS].training == 4 * found.checkpoint
+    assert sizes[CHECKPOINTS].training == 3 * found.checkpoint
     assert found.saves == 18
     whole = checkpoint_bytes(saving_trainer(config, BF16, args))
     assert whole.total == pytest.approx(3 * 2 * base, rel=1e-3)

@@ -279,7 +279,6 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
     write(run / "a/checkpoints/checkpoint-keep-this/x", 20_000)
     write(run / "a/checkpoints/.cogumi-saving/checkpoint-15/x", 30_000)
     write(run / "a/checkpoints/.cogumi-trash-checkpoint-1-ab12/x", 31_000)
-    write(run / "a/checkpoints/.cogumi-ballast", 32_000)
     write(run / "a/checkpoints/aside-checkpoint-3-ab12/x", 33_000)
     write(run / "a/merged.partial-0123abcd/x", 34_000)
     write(run / "wandb/y", 8_000)
@@ -301,7 +300,6 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
         ("checkpoints", here): du(checkpoints / "checkpoint-5") + du(checkpoints / "checkpoint-10"),
         (usage.STAGING, here): du(checkpoints / ".cogumi-saving"),
         (usage.TRASH, here): du(checkpoints / ".cogumi-trash-checkpoint-1-ab12"),
-        (usage.RESERVE, here): du(checkpoints / ".cogumi-ballast"),
         (usage.ASIDE, here): du(checkpoints / "aside-checkpoint-3-ab12"),
         (usage.MERGE, here): du(run / "a/merged.partial-0123abcd"),
         ("wandb", here): du(run / "wandb"),
@@ -329,12 +327,10 @@ def test_another_disk_below_is_not_counted(mount: Mount, caches_at: Path, tmp_pa
 def test_names_are_those_that_checkpoints_and_merges_give() -> None:
     from cogumi.checkpoints.commit import ASIDE_PREFIX, STAGING_NAME
     from cogumi.checkpoints.retention import TRASH_PREFIX
-    from cogumi.checkpoints.saving import BALLAST_NAME
 
     kinds = {
         STAGING_NAME: usage.STAGING,
         f"{TRASH_PREFIX}checkpoint-5-ab12": usage.TRASH,
-        BALLAST_NAME: usage.RESERVE,
         f"{ASIDE_PREFIX}checkpoint-5-ab12": usage.ASIDE,
         "checkpoint-5": "checkpoints",
         "merged.partial-0123abcd": usage.MERGE,
@@ -353,7 +349,6 @@ def test_leftovers_and_why_they_may_be_in_use(tmp_path: Path, monkeypatch: pytes
     write(place / ".cogumi-saving/checkpoint-5/x", 10_000)
     trash = write(place / ".cogumi-trash-checkpoint-1-ab12/x", 20_000).parent
     write(tmp_path / "merged.partial-0123abcd/x", 30_000)
-    write(place / ".cogumi-ballast", 40_000)
     write(place / "checkpoint-5/x", 10)
     write(place / ".cogumi-trash-file", 10)  # a file is not what a removal leaves
     (place / ".cogumi-trash-link").symlink_to(tmp_path)
@@ -366,7 +361,6 @@ def test_leftovers_and_why_they_may_be_in_use(tmp_path: Path, monkeypatch: pytes
     assert found() == {
         ".cogumi-saving": (usage.STAGING, ""),
         trash.name: (usage.TRASH, ""),
-        ".cogumi-ballast": (usage.RESERVE, ""),
         "merged.partial-0123abcd": (usage.MERGE, ""),
     }
     assert {row.bytes for row in list_leftovers(tmp_path) if row.what == usage.TRASH} == {du(trash)}

@@ -54,8 +54,8 @@ def protect(
     keep: how many of the newest checkpoints stay, at least 2. The default is args.save_total_limit, where None keeps
     all. The best one, the one resumed from, and those that hold a file named KEEP stay too. resume: "auto" lets
     `trainer.train()` continue from the newest checkpoint that verifies; "never" only where it is told to. on_full: what
-    happens when neither the reserve nor older checkpoints made enough room. "continue" trains on and tries again at the
-    next save, "pause" waits for space, "stop" ends the training. mirror: a directory, an fsspec URL such as
+    happens when older checkpoints do not make enough room. "continue" trains on and tries again at the next save,
+    "pause" waits for space, "stop" ends the training. mirror: a directory, an fsspec URL such as
     s3://bucket/run, or hf://user/repository. Each checkpoint is copied there beside the training, and a resume fetches
     one that is newer than those here. on_hung: what happens when there is no sign of life for 20 times the median step,
     and for minutes. The stacks of all threads go to log_path (run.log in args.output_dir). Then "continue" waits. "stop"

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,6 @@ from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import format_bytes
-from cogumi.disk import disk_bytes
 from cogumi.patches import replaced
 from cogumi.patches.torch_internals import first_line
 from cogumi.patches.trl_internals import (
@@ -41,8 +39,6 @@ from cogumi.patches.trl_internals import (
 
 log = logging.getLogger(__name__)
 
-# Space for one more save, taken while there is some and let go when there is none.
-BALLAST_NAME = ".cogumi-ballast"
 RETRY_SECONDS = 15.0
 MIRROR_SECONDS = 3600.0
 
@@ -88,12 +84,11 @@ class Saver:
                 self.mirror.send(resumed_from)
 
     def remove_leftovers(self) -> None:
-        """Remove the reserve, and a save that no thread is at work on. The caller holds the directory's lock."""
+        """Remove a save that no thread is at work on. The caller holds the directory's lock."""
         directory = Path(self.trainer.args.output_dir)
         try:
             if self.pending is None:
                 remove_staging(directory)
-            (directory / BALLAST_NAME).unlink(missing_ok=True)
         except OSError as error:  # a disk that is read-only by now must not hide why the training ended
             log.warning("%s: what a save left there cannot be removed (%s)", directory, first_line(error))
 
@@ -102,13 +97,8 @@ class Saver:
         self.settle()
         output_dir = Path(getattr(self.trainer, OUTPUT_DIRECTORY)(trial))
         final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
-        if final in self.committed or self.write(model, trial, final):
-            return
-        for make_room in (self.drop_ballast, self.prune_for_room):
-            while make_room(output_dir):
-                if self.write(model, trial, final):
-                    return
-        self.apply_full_policy(final, lambda: self.write(model, trial, final))
+        if final not in self.committed and not self.write(model, trial, final):
+            self.make_room(final, lambda: self.write(model, trial, final))
 
     def write(self, model: Any, trial: Any, final: Path) -> bool:
         """Stage a checkpoint and have it committed; False where the disk is full, and then nothing of it is left."""
@@ -172,8 +162,7 @@ class Saver:
             if not is_disk_full(error, final.parent):
                 raise
             log.warning("%s could not be committed (%s)", final, first_line(error))
-            if not (self.drop_ballast(final.parent) and self.commit_again(staged, final)):
-                self.apply_full_policy(final, lambda: self.commit_again(staged, final))
+            self.make_room(final, lambda: self.commit_again(staged, final))
             return
         self.pending = None
         self.conclude(final, finding)
@@ -199,7 +188,6 @@ class Saver:
             self.mirror.send(final)
         if self.keep is not None:
             self.prune(final.parent, self.keep)
-        self.take_ballast(final.parent, disk_bytes(final))
 
     def prune(self, output_dir: Path, keep: int) -> None:
         """Let older checkpoints go, one that stays having just been read back."""
@@ -229,25 +217,6 @@ class Saver:
         pinned = [] if self.resumed_from is None else [self.resumed_from]
         return Path(best) if best else None, frozenset(pinned)
 
-    def take_ballast(self, output_dir: Path, size: int) -> None:
-        """Take the space of one more checkpoint from the disk while it has some."""
-        path = output_dir / BALLAST_NAME
-        if path.exists():
-            return
-        try:
-            with path.open("xb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            if path.exists():  # without an inode left, or on a read-only disk, there is not even the file
-                path.unlink()
-            log.warning("no room for a reserve of one more checkpoint beside %s (%s)", output_dir, error.strerror)
-
-    def drop_ballast(self, output_dir: Path) -> bool:
-        if there := (output_dir / BALLAST_NAME).exists():
-            (output_dir / BALLAST_NAME).unlink()
-            log.warning("let go of the reserve in %s", output_dir)
-        return there
-
     def prune_for_room(self, output_dir: Path) -> bool:
         """Leave the newest that verifies, the best, and the one resumed from; where all stay, remove the oldest alone.
 
@@ -259,8 +228,11 @@ class Saver:
         going = plan_pruning(output_dir, 1, *self.kept_checkpoints(), self.look)[0]
         return self.remove(going[:1] if self.keep is None else going)
 
-    def apply_full_policy(self, final: Path, again: Callable[[], bool]) -> None:
-        """The checkpoint is not to be had. again: tries once more, and says whether it worked."""
+    def make_room(self, final: Path, again: Callable[[], bool]) -> None:
+        """Let older checkpoints go until a new one fits, or do what `on_full` says. again: tries, and says if it worked."""
+        while self.prune_for_room(final.parent):
+            if again():
+                return
         place = final.parent.absolute()
         if self.on_full == "pause" and not self.asked_to_end():
             log.error("training waits: %s does not fit. Free space on the disk of %s", final.name, place)

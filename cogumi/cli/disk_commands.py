@@ -227,22 +227,22 @@ def best_of(checkpoints: list[Path]) -> Path | None:
 
 @disk_app.command()
 def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False) -> None:
-    """Remove what interrupted trainings left (.cogumi-saving, .cogumi-trash-*, .cogumi-ballast), and nothing else."""
-    from cogumi.disk import RESERVE, STAGING, TRASH, list_leftovers
+    """Remove what interrupted trainings left (.cogumi-saving, .cogumi-trash-*), and nothing else."""
+    from cogumi.disk import STAGING, TRASH, list_leftovers
 
     check_directory(directory)
     removed: list[Leftover] = []
     kept: list[tuple[Leftover, str]] = []
     with failures_in_one_line():
         for row in list_leftovers(directory):
-            if row.what not in (STAGING, TRASH, RESERVE):
+            if row.what not in (STAGING, TRASH):
                 continue
             if reason := row.in_use or (find_verified(Path(row.path)) if row.what == STAGING else ""):
                 kept.append((row, reason))
                 continue
             removed.append(row)
             if not dry_run:
-                Path(row.path).unlink() if row.what == RESERVE else shutil.rmtree(row.path)
+                shutil.rmtree(row.path)
     if as_json:
         left = [asdict(row) | {"reason": reason} for row, reason in kept]
         print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})

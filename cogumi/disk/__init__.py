@@ -27,13 +27,11 @@ log = logging.getLogger(__name__)
 # What cogumi leaves in a directory of checkpoints; cogumi.checkpoints and cogumi.merge give these names.
 STAGING = "unfinished save"
 TRASH = "unfinished removal"
-RESERVE = "reserve for a save"
 ASIDE = "checkpoints set aside"
 MERGE = "unfinished merge"
 LEFTOVERS = {
     STAGING: re.compile(r"\.cogumi-saving"),
     TRASH: re.compile(r"\.cogumi-trash-.+"),
-    RESERVE: re.compile(r"\.cogumi-ballast"),
     ASIDE: re.compile(r"aside-checkpoint-\d+-[0-9a-f]+"),
     MERGE: re.compile(r".+\.partial-[0-9a-f]{8}"),
 }
@@ -141,7 +139,7 @@ def list_leftovers(directory: Path) -> list[Leftover]:
     for place in (directory, directory / "checkpoints"):
         for path in sorted(place.iterdir()) if place.is_dir() else []:
             what = kind_of(path.name, LEFTOVERS)
-            if what is not None and not path.is_symlink() and path.is_dir() != (what == RESERVE):
+            if what is not None and not path.is_symlink() and path.is_dir():
                 try:
                     found.append(Leftover(what, str(path), disk_bytes(path), describe_use(path)))
                 except FileNotFoundError:

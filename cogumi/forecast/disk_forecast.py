@@ -3,8 +3,8 @@
 There is no table of bytes per parameter here. PEFT or the model gives the weights. The trainer's optimizer takes a step on
 tensors without memory, and torch.save writes its state with the data left out. So it takes a config.json and no weights.
 
-A run takes most disk at one of two moments. One is a save: the new checkpoint lies beside those that stay and the
-reserve for one more (cogumi.protect). The other is its end, when it writes adapter and merged model without a reserve.
+A run takes most disk at one of two moments. One is a save: the new checkpoint lies beside those that stay. The other is
+its end, when it writes adapter and merged model.
 """
 
 import copy
@@ -27,7 +27,6 @@ from cogumi.checkpoints.commit import STAGING_NAME
 from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
 from cogumi.checkpoints.protection import run_keep_limit
 from cogumi.checkpoints.retention import PIN_NAME, list_checkpoints
-from cogumi.checkpoints.saving import BALLAST_NAME
 from cogumi.checkpoints.verify import bytes_of
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import Disk, Need, format_bytes, group_needs, hub_cache
@@ -189,8 +188,7 @@ class DiskForecast:
     @property
     def lines(self) -> list[str]:
         """A few lines for a log: what is wanted, what there is, and what helps where it does not fit."""
-        reserve = "" if self.saves == 0 or NO_SAVES in self.notes else " and a reserve of one"
-        most = f"one checkpoint is {format_bytes(self.checkpoint)}; at most there are {self.held}{reserve}"
+        most = f"one checkpoint is {format_bytes(self.checkpoint)}; at most there are {self.held}"
         helps = [
             f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in self.disks if disk.short
         ]
@@ -228,7 +226,7 @@ def forecast_trainer(
     saves = count_saves(trainer, step_of(ours[0]) if ours else 0) if regular else 1
     # They stay beside the newest: those that are pinned, the one resumed from, and the best.
     beside = sum((path / PIN_NAME).exists() for path in ours) + bool(ours) + (args.metric_for_best_model is not None)
-    need, held = checkpoints_need(directory, ours, each.total, keep + beside, saves, each.total if regular else 0)
+    need, held = checkpoints_need(directory, ours, each.total, keep + beside, saves)
     needs = [need, *more]
     if adapter_into is not None:
         needs.append(Need(ADAPTER, adapter_into, 0, each.weights + each.tokenizer))
@@ -242,9 +240,7 @@ def forecast_trainer(
     return DiskForecast(each.total, keep, held, saves, tuple(group_needs(needs)), notes)
 
 
-def checkpoints_need(
-    directory: Path, ours: list[Path], each: int, staying: int, saves: int | None, reserve: int
-) -> tuple[Need, int]:
+def checkpoints_need(directory: Path, ours: list[Path], each: int, staying: int, saves: int | None) -> tuple[Need, int]:
     """What checkpoints take beyond those that are there, and how many there are at most.
 
     staying: how many stay at once. saves: how many are to come (None: not known).
@@ -252,13 +248,13 @@ def checkpoints_need(
     if saves == 0:  # with nothing to come nothing is wanted, however unequal those are that are there
         return Need(CHECKPOINTS, directory, 0, 0), len(ours)
     taken = 0
-    for path in (*ours, directory / STAGING_NAME, directory / BALLAST_NAME):
+    for path in (*ours, directory / STAGING_NAME):
         with suppress(FileNotFoundError):  # a save or a removal has just given it another name
             taken += disk_bytes(path)
     total = math.inf if saves is None else len(ours) + saves
     at_end = max(staying, len(ours))  # what is there beyond `keep` has its reason
     held = int(min(total, at_end + 1))
-    training, end = held * each + reserve - taken, int(min(total, at_end)) * each - taken
+    training, end = held * each - taken, int(min(total, at_end)) * each - taken
     return Need(CHECKPOINTS, directory, max(0, training), max(0, end)), held
 
 
