@@ -551,7 +551,7 @@ def test_a_staging_directory_that_leads_elsewhere(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors", "trainer_state.json"])
 def test_a_file_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> None:
-    """As plain Trainer's, which its structure alone says to be whole."""
+    """As plain Trainer's, whose torch files are not read before the resume."""
     trainer, _ = make(tmp_path, max_steps=2)
     trainer.train()
     path = tmp_path / "checkpoint-2" / name

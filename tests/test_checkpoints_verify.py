@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import cogumi
 from cogumi.checkpoints.manifest import (
@@ -28,7 +27,7 @@ from cogumi.checkpoints.manifest import (
     write_manifest,
 )
 from cogumi.checkpoints.retention import inspect_all, last_good_checkpoint
-from cogumi.checkpoints.verify import CheckpointState, check_torch_file, inspect
+from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.durability import sha256_file
 from cogumi.core.errors import UsageError
 
@@ -124,31 +123,6 @@ of_each_file = pytest.mark.parametrize(
     ("kind", "name"),
     [pytest.param(kind, name, id=f"{kind}-{name}") for kind, names in FILES.items() for name in names],
 )
-
-# Without a manifest these go through, and nothing else of the above does. What they come to, when a run is resumed:
-# nothing where the file is not read by a resume, another run without a word where it is.
-UNSEEN: dict[str, set[str]] = {
-    # Not read by a resume: the script brings the model's configuration, the tokenizer and the arguments.
-    "config.json": {"deleted", "one byte short"},
-    "generation_config.json": {"deleted", "one byte short"},
-    "tokenizer.json": {"deleted"},
-    "tokenizer_config.json": {"deleted", "one byte short"},
-    "training_args.bin": {"deleted"},
-    "README.md": {"deleted", "one byte short", "half"}
-    | {f"{place} byte flipped" for place in ("first", "middle", "last")},
-    # The newline after the last brace: the content is the same.
-    "model.safetensors.index.json": {"one byte short"},
-    "trainer_state.json": {"one byte short"},
-    # Silent divergences: numbers that are whole and wrong, and a part of another step.
-    "model.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
-    "model-00001-of-00003.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
-    "model-00002-of-00003.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
-    "model-00003-of-00003.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
-    "adapter_model.safetensors": {"middle byte flipped", "last byte flipped", "of another step"},
-    "optimizer.pt": {"of another step"},
-    "scheduler.pt": {"of another step"},
-    "rng_state.pth": {"of another step"},
-}
 
 
 def small_llama() -> Any:
@@ -274,7 +248,7 @@ def test_an_intact_checkpoint_is_verified_with_a_manifest_and_unverified_without
     newest = home / "checkpoint-4"
     finding = inspect(newest)
     assert (finding.path, finding.step, finding.state) == (newest, 4, "unverified")
-    assert MANIFEST_NAME in finding.reason
+    assert finding.reason == "written without cogumi: not verified"
     assert finding.bytes == sum(path.stat().st_size for path in newest.iterdir())
     write_manifest(newest, 4)
     weight = finding.bytes + (newest / MANIFEST_NAME).stat().st_size
@@ -293,17 +267,21 @@ def test_with_a_manifest_every_corruption_is_rejected(copy: Copy, kind: str, nam
         assert last_good_checkpoint(home) == home / "checkpoint-2", damage
 
 
-@of_each_file
-def test_without_a_manifest_every_corruption_is_rejected_but_those_listed(copy: Copy, kind: str, name: str) -> None:
-    for damage in damages(name):
+@pytest.mark.parametrize("kind", FILES)
+def test_without_a_manifest_missing_parts_and_weights_that_are_cut_off_are_rejected(copy: Copy, kind: str) -> None:
+    parts = ["trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+    weights = [name for name in FILES[kind] if name.endswith(".safetensors")]
+    changes = [("deleted", name) for name in parts] + [("of another step", parts[0]), ("emptied", parts[0])]
+    for damage in ("emptied", "one byte short", "half", "nothing but zeros", "zeros at the end"):
+        changes += [(damage, name) for name in weights]
+    for damage, name in changes:
         home = copy(kind, manifest=False)
         DAMAGE[damage](home / "checkpoint-4" / name, home / "checkpoint-2" / name)
-        finding = inspect(home / "checkpoint-4")
-        if damage in UNSEEN.get(name, set()):
-            assert finding.state == "unverified", (damage, finding)
-        else:
-            whole = name in ("model.safetensors", "model.safetensors.index.json") and damage == "deleted"
-            rejected(finding, "no weights" if whole else name)
+        rejected(inspect(home / "checkpoint-4"), name)
+        assert last_good_checkpoint(home) == home / "checkpoint-2", (damage, name)
+    for name in weights:
+        (home / "checkpoint-4" / name).unlink()
+    rejected(inspect(home / "checkpoint-4"), "no weights")
 
 
 def test_a_file_that_was_cut_off_is_said_to_be(copy: Copy) -> None:
@@ -367,7 +345,6 @@ def test_a_sealed_manifest_of_another_shape_is_rejected_in_one_line(tmp_path: Pa
     (directory / MANIFEST_NAME).write_text(seal({key: value for key, value in content.items() if value is not None}))
     finding = inspect(directory)
     assert (finding.state, "\n" in finding.reason) == ("rejected", False)
-    assert f"{MANIFEST_NAME} is damaged: it " in finding.reason
 
 
 def test_a_manifest_that_is_nested_too_deep_is_rejected_in_one_line(tmp_path: Path) -> None:
@@ -483,116 +460,10 @@ def test_an_empty_checkpoint_directory_is_rejected(tmp_path: Path) -> None:
     rejected(inspect(tmp_path / "checkpoint-3"), "did not finish")
 
 
-def test_a_manifest_of_weights_that_lack_a_shard_does_not_make_them_whole(copy: Copy) -> None:
-    newest = copy("sharded", manifest=False) / "checkpoint-4"
-    (newest / FILES["sharded"][3]).unlink()
-    write_manifest(newest, 4)
-    rejected(inspect(newest), f"{FILES['sharded'][3]} is missing (named in model.safetensors.index.json)")
-
-
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_a_second_adapter_in_a_directory_of_its_own_has_to_be_whole_too(copy: Copy, name: str) -> None:
-    newest = copy("lora", manifest=False) / "checkpoint-4"
-    (newest / "second").mkdir()
-    for part in ("adapter_model.safetensors", "adapter_config.json"):
-        shutil.copy(newest / part, newest / "second" / part)
-    assert inspect(newest).state == "unverified"
-    (newest / "second" / name).write_bytes(b"[")
-    rejected(inspect(newest), f"second/{name} is damaged")
-    (newest / "second" / name).unlink()
-    rejected(inspect(newest), f"second/{name} is missing")
-
-
 def test_distributed_runs_have_an_rng_state_a_process(copy: Copy) -> None:
     newest = copy("full", manifest=False) / "checkpoint-4"
     (newest / "rng_state.pth").rename(newest / "rng_state_0.pth")
     assert inspect(newest).state == "unverified"
-
-
-# ---- what the structural check knows of the formats ----
-
-
-def test_a_shard_whose_tensors_are_not_the_index_s_is_rejected(copy: Copy) -> None:
-    newest = copy("sharded", manifest=False) / "checkpoint-4"
-    shard = newest / FILES["sharded"][2]
-    tensors = load_file(shard)
-    name = sorted(tensors)[0]
-    tensors["renamed"] = tensors.pop(name)
-    save_file(tensors, shard, {"format": "pt"})
-    rejected(inspect(newest), name, shard.name)
-
-
-@pytest.mark.parametrize(
-    "content", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": []}', "[]"]
-)
-def test_an_index_that_names_no_shards_is_rejected(copy: Copy, content: str) -> None:
-    newest = copy("sharded", manifest=False) / "checkpoint-4"
-    (newest / "model.safetensors.index.json").write_text(content)
-    rejected(inspect(newest), "model.safetensors.index.json")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda entry: entry["shape"].append(2),
-        lambda entry: entry.update(dtype="F64"),
-        lambda entry: entry["data_offsets"].reverse(),
-        lambda entry: entry.update(data_offsets=[8, 12]),
-        lambda entry: entry.update(data_offsets=[offset + 4 for offset in entry["data_offsets"]]),
-        lambda entry: entry.update(data_offsets=["0", "4"]),
-        lambda entry: entry.pop("dtype"),
-        lambda entry: entry.update(shape=None),
-    ],
-)
-def test_a_header_that_is_wrong_about_a_tensor_is_rejected(copy: Copy, change: Callable[[Any], object]) -> None:
-    newest = copy("full", manifest=False) / "checkpoint-4"
-    data = (newest / "model.safetensors").read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    change(header[next(name for name in header if name != "__metadata__")])
-    body = json.dumps(header).encode()
-    (newest / "model.safetensors").write_bytes(len(body).to_bytes(8, "little") + body + data[8 + length :])
-    rejected(inspect(newest), "model.safetensors", "header")
-
-
-def test_no_flipped_byte_of_a_torch_file_is_accepted_and_read_as_something_else(copy: Copy, tmp_path: Path) -> None:
-    """Padding and copies of numbers may change unseen: torch.load then gives what was saved. At the very end
-    (the last entry of the directory and where the directory is) what is overlooked makes torch.load fail, and never
-    read wrongly."""
-    source = copy("full", manifest=False) / "checkpoint-4" / "scheduler.pt"
-    data, saved = source.read_bytes(), torch.load(source)
-    flipped = tmp_path / "scheduler.pt"
-    same = failed = 0
-    for at in range(len(data)):
-        flipped.write_bytes(flip(data, at))
-        try:
-            check_torch_file("scheduler.pt", flipped)
-        except CheckpointDamaged:
-            continue
-        try:
-            assert torch.load(flipped) == saved, at
-            same += 1
-        except RuntimeError:
-            assert at >= data.rindex(b"PK\x01\x02"), at
-            failed += 1
-    assert same < 0.6 * len(data)  # a file of 200 bytes of content; in an optimizer's, one byte in a thousand
-    assert failed <= 50
-
-
-@pytest.mark.parametrize("records", [[], ["notes.txt"]])
-def test_a_zip_file_that_torch_did_not_write_is_rejected(copy: Copy, records: list[str]) -> None:
-    newest = copy("full", manifest=False) / "checkpoint-4"
-    with zipfile.ZipFile(newest / "scheduler.pt", "w") as archive:
-        for record in records:
-            archive.writestr(record, "kept")
-    rejected(inspect(newest), "scheduler.pt")
-
-
-def test_a_number_that_changed_in_a_json_file_is_not_seen_without_a_manifest(copy: Copy) -> None:
-    home = copy("full", manifest=False)
-    config = home / "checkpoint-4" / "config.json"
-    config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 17'))
-    assert inspect(home / "checkpoint-4").state == "unverified"
 
 
 # ---- which one a run resumes from ----
@@ -616,7 +487,7 @@ def test_a_checkpoint_that_is_accepted_unverified_is_said_to_be(copy: Copy, capl
     home = copy("lora", manifest=False)
     assert last_good_checkpoint(str(home)) == home / "checkpoint-4"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{home}/checkpoint-4 is accepted unverified: no {MANIFEST_NAME}: only the structure was checked"
+        f"{home}/checkpoint-4 is accepted unverified: written without cogumi: not verified"
     ]
 
 
@@ -687,13 +558,12 @@ def test_inspect_wants_the_directory_of_one_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here whose reading fails")
-@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "config.json", "trainer_state.json"])
-def test_a_file_that_cannot_be_read_is_rejected_by_name(copy: Copy, name: str) -> None:
+def test_a_file_that_cannot_be_read_is_a_reason(copy: Copy) -> None:
     """Nothing is mapped at address 0, so the first read gives EIO, as a bad sector does."""
     newest = copy("full", manifest=False) / "checkpoint-4"
-    (newest / name).unlink()
-    (newest / name).symlink_to("/proc/self/mem")
-    rejected(inspect(newest), f"checkpoint-4/{name} cannot be read (Input/output error)")
+    (newest / "trainer_state.json").unlink()
+    (newest / "trainer_state.json").symlink_to("/proc/self/mem")
+    rejected(inspect(newest), "checkpoint-4 cannot be read (Input/output error)")
 
 
 def test_a_resume_from_what_is_accepted_works(copy: Copy, runs: dict[str, Path]) -> None:

@@ -25,8 +25,8 @@ PIN_NAME = "KEEP"
 def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     """The newest checkpoint of `output_dir` that a run can resume from, None where there is none (or no directory yet).
 
-    Newer ones that are rejected are logged, each with its reason. A checkpoint without a manifest is accepted if its
-    structure is whole, and is logged as unverified. Raises UsageError when `output_dir` cannot be listed.
+    Newer ones that are rejected are logged, each with its reason. A checkpoint without a manifest is logged as unverified.
+    Raises UsageError when `output_dir` cannot be listed.
     """
     rejected = 0
     for finding in inspect_all(output_dir):
