@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from cogumi.core import __version__ as __version__
 
 if TYPE_CHECKING:
-    from cogumi.checkpoints import last_good_checkpoint as last_good_checkpoint
-    from cogumi.checkpoints import protect as protect
+    from cogumi.checkpoints.protection import protect as protect
+    from cogumi.checkpoints.retention import last_good_checkpoint as last_good_checkpoint
     from cogumi.core.errors import UsageError as UsageError
     from cogumi.diagnostics.checkup import DoctorReport as DoctorReport
     from cogumi.diagnostics.checkup import doctor as doctor
@@ -44,12 +44,12 @@ _HOME = {
     "PatchReport": "cogumi.rl.patching",
     "configure": "cogumi.notebook.form",
     "doctor": "cogumi.diagnostics.checkup",
-    "last_good_checkpoint": "cogumi.checkpoints",
+    "last_good_checkpoint": "cogumi.checkpoints.retention",
     "patch": "cogumi.rl.patching",
     "PreflightReport": "cogumi.forecast.preflight_report",
     "preflight": "cogumi.runs",
     "preview": "cogumi.runs",
-    "protect": "cogumi.checkpoints",
+    "protect": "cogumi.checkpoints.protection",
     "Run": "cogumi.runs.handle",
     "RunResult": "cogumi.training",
     "Status": "cogumi.telemetry.status",

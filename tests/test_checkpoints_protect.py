@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import cogumi
-from cogumi.checkpoints import protect, unprotect
+from cogumi import protect
 from cogumi.checkpoints.commit import STAGING_NAME
 from cogumi.checkpoints.manifest import RUN_NAME, step_of
 from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
@@ -283,20 +283,12 @@ def test_a_disk_without_room_for_all_keeps_the_newest(size: int, disk: Callable[
     assert all(inspect(point / "run" / name).state == "verified" for name in kept)
 
 
-def test_undo(tmp_path: Path) -> None:
+def test_protected_twice(tmp_path: Path) -> None:
     trainer, _ = make(tmp_path, save_total_limit=3)
     protect(trainer)
     assert trainer.args.save_total_limit is None
     with pytest.raises(UsageError, match="protected already"):
         protect(trainer)
-    unprotect(trainer)
-    assert trainer.args.save_total_limit == 3
-    assert not {"train", "_save_checkpoint", "_load_best_model"} & set(vars(trainer))
-    trainer.train()
-    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
-    assert not (tmp_path / "checkpoint-8" / "cogumi-manifest.json").exists()
-    with pytest.raises(UsageError, match="not protected"):
-        unprotect(trainer)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import cogumi
-from cogumi.checkpoints import last_good_checkpoint, protect
+from cogumi import last_good_checkpoint, protect
 
 COMMON: dict[str, Any] = {
     "save_steps": 1,

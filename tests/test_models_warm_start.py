@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
 import cogumi
-from cogumi.checkpoints import protect
+from cogumi import protect
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.merge.adapter_files import write_base_record

@@ -24,7 +24,7 @@ from processes import until
 from transformers import TrainerCallback
 
 import cogumi
-from cogumi.checkpoints import last_good_checkpoint, protect
+from cogumi import last_good_checkpoint, protect
 from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.core.output import print_json, show_waiting, survive_closed_terminal
 from cogumi.core.run_directory import START, append_jsonl, is_running, read_json, write_json

@@ -1,4 +1,4 @@
-"""`protect(trainer)`: safe checkpoints and resuming for any transformers or TRL trainer, on the instance, undoable."""
+"""`protect(trainer)`: safe checkpoints and resuming for any transformers or TRL trainer, on the instance."""
 
 import logging
 import math
@@ -67,7 +67,7 @@ def protect(
     """
     check_arguments(trainer, keep, resume, on_full, mirror)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
-        raise UsageError("this trainer is protected already", fix="cogumi.checkpoints.unprotect(trainer) undoes it")
+        raise UsageError("this trainer is protected already", fix="build it again for other settings")
     watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", on_hung)
     preemption = Preemption()
     saver = Saver(
@@ -78,20 +78,8 @@ def protect(
         watchdog.excused,
         lambda: preemption.received is not None,
     )
-    protection = Protection(trainer, saver, watchdog, preemption, resume)
-    protection.apply()
-    trainer.cogumi_protection = protection
-    log_or_print(f"checkpoints: {protection}")
-    return trainer
-
-
-def unprotect(trainer: Any) -> Any:
-    """Undo `protect`. Raises UsageError where there is nothing to undo, or something else was put over it since."""
-    protection = getattr(trainer, "cogumi_protection", None)
-    if not isinstance(protection, Protection):
-        raise UsageError("this trainer is not protected")
-    protection.undo()
-    del trainer.cogumi_protection
+    trainer.cogumi_protection = Protection(trainer, saver, watchdog, preemption, resume)
+    log_or_print(f"checkpoints: {trainer.cogumi_protection}")
     return trainer
 
 
@@ -125,13 +113,12 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
 
 
 class Protection:
-    """What `protect` put on a trainer, and how to take it off again."""
+    """Puts safe saves, resuming, signals and the watch on a trainer."""
 
     def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, preemption: Preemption, resume: str) -> None:
-        self.trainer, self.limit, self.resume = trainer, trainer.args.save_total_limit, resume
+        self.trainer, self.resume = trainer, resume
         self.saver, self.watchdog, self.preemption = saver, watchdog, preemption
-        self.callbacks = [Watch(self.saver, self.preemption), Pulse(watchdog)]
-        self.ours = {
+        ours = {
             SAVE_CHECKPOINT: self.saver.save,
             LOAD_BEST_MODEL: self.load_best_model,
             LOAD_CHECKPOINT: self.load_all_adapters,
@@ -139,9 +126,12 @@ class Protection:
             LOAD_RNG_STATE: self.load_named(LOAD_RNG_STATE, "rng_state.pth"),
             "train": self.train_protected,
         }
-        self.original = {name: getattr(trainer, name) for name in self.ours}
-        # What the instance had of its own: others wrap trainers too.
-        self.before = {name: vars(trainer)[name] for name in self.ours if name in vars(trainer)}
+        self.original = {name: getattr(trainer, name) for name in ours}
+        for name, function in ours.items():
+            setattr(trainer, name, function)
+        trainer.args.save_total_limit = None
+        trainer.add_callback(Watch(saver, preemption))
+        trainer.add_callback(Pulse(watchdog))
 
     def __str__(self) -> str:
         if SaveStrategy(self.trainer.args.save_strategy) == SaveStrategy.NO:
@@ -149,25 +139,6 @@ class Protection:
         staying = "all stay" if self.saver.keep is None else f"the newest {self.saver.keep} stay"
         copied = f"; copied to {self.saver.mirror}" if self.saver.mirror else ""
         return f"verified in {self.trainer.args.output_dir}; {staying}; on a full disk: {self.saver.on_full}{copied}"
-
-    def apply(self) -> None:
-        for name, function in self.ours.items():
-            setattr(self.trainer, name, function)
-        self.trainer.args.save_total_limit = None
-        for callback in self.callbacks:
-            self.trainer.add_callback(callback)
-
-    def undo(self) -> None:
-        for name, function in self.ours.items():
-            if vars(self.trainer).get(name) != function:
-                raise UsageError(f"trainer.{name} was changed after protect()", fix="undo that first")
-        for name in self.ours:
-            delattr(self.trainer, name)
-        for name, function in self.before.items():
-            setattr(self.trainer, name, function)
-        self.trainer.args.save_total_limit = self.limit
-        for callback in self.callbacks:
-            self.trainer.remove_callback(callback)
 
     def train_protected(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """In place of `trainer.train`."""
@@ -185,13 +156,8 @@ class Protection:
                 log.info("removed %s, left by an interrupted removal", path.name)
             self.set_later_aside(point)
             self.saver.begin(point, self.resolve_run_name(point))
-            if point is not None and self.is_finished(point):
-                try:
-                    done = self.load_finished(point)
-                finally:
-                    self.saver.finish()
-                return self.pruned(done)
-            if point is not None:
+            finished = point if point is not None and self.is_finished(point) else None
+            if point is not None and finished is None:
                 with loading(point, "its rollouts"):
                     load_rollouts(self.trainer, point)
             with (
@@ -201,16 +167,15 @@ class Protection:
                 continue_prompt_order(self.trainer, point),
             ):
                 try:
-                    done = self.original["train"](None if point is None else str(point), *args, **kwargs)
+                    if finished is not None:
+                        done = self.load_finished(finished)
+                    else:
+                        done = self.original["train"](None if point is None else str(point), *args, **kwargs)
                 finally:
                     self.saver.finish()
-                return self.pruned(done)
-
-    def pruned(self, done: Any) -> Any:
-        """At a good end: a checkpoint too many was left by a killed process."""
-        if self.saver.keep is not None:
-            self.saver.prune(Path(self.trainer.args.output_dir), self.saver.keep)
-        return done
+                if self.saver.keep is not None:  # a checkpoint too many was left by a killed process
+                    self.saver.prune(output_dir, self.saver.keep)
+                return done
 
     def resume_point(self, wanted: str | bool | None) -> Path | None:
         """The checkpoint that the training resumes from. Raises UsageError if it was told to resume and cannot."""

@@ -45,25 +45,9 @@ def last_good_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
 def inspect_all(output_dir: str | os.PathLike[str]) -> Iterator[CheckpointState]:
     """Verify each checkpoint of `output_dir`, newest first, when it is asked for: that reads the whole checkpoint."""
     for directory in list_checkpoints(Path(output_dir)):
-        finding = inspect_while_running(directory)
-        if finding is not None:
-            yield finding
-
-
-def inspect_while_running(directory: Path) -> CheckpointState | None:
-    """Verify a checkpoint while others may remove it, or put another one in its place; None where it is gone."""
-    while (before := inode_of(directory)) is not None:
         finding = inspect(directory)
-        if finding.state != "rejected" or inode_of(directory) == before:
-            return finding
-    return None
-
-
-def inode_of(path: Path) -> int | None:
-    try:
-        return os.stat(path).st_ino
-    except FileNotFoundError:
-        return None
+        if finding.state != "rejected" or directory.exists():  # others may remove it meanwhile
+            yield finding
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:

@@ -116,17 +116,15 @@ def predict(
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Read every checkpoint, or the one named, and say which are good. Exit status 1 if one is rejected."""
     from cogumi.checkpoints.manifest import CHECKPOINT_NAME
-    from cogumi.checkpoints.retention import inspect_all, inspect_while_running
+    from cogumi.checkpoints.retention import inspect_all
+    from cogumi.checkpoints.verify import inspect
 
     place = checkpoints_dir(directory)
     with failures_in_one_line(), show_waiting(f"reading the checkpoints of {place}"):
-        named = CHECKPOINT_NAME.fullmatch(place.resolve().name)
-        inspected = [inspect_while_running(place)] if named else inspect_all(place)
-        found = [unless_recent(finding) for finding in inspected if finding is not None]
-    if named and not found:
-        raise UsageError(
-            f"{place} was removed while it was read", fix=f"verify {place.parent} for those that are there"
-        )
+        if CHECKPOINT_NAME.fullmatch(place.resolve().name):
+            found = [unless_recent(inspect(place))]
+        else:
+            found = [unless_recent(finding) for finding in inspect_all(place)]
     if not found:
         raise no_checkpoints(place)
     if as_json:
