@@ -183,12 +183,10 @@ def read_settings(trainer: Any) -> dict[str, Any]:
 def parse_identity(text: str) -> Identity:
     """What a checkpoint's file says. Raises CheckpointDamaged where it is not one."""
     try:
-        match json.loads(text):
-            case {"run": str(run), "settings": dict(settings)}:
-                return Identity(run, settings)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{IDENTITY_NAME} is not JSON") from error
-    raise CheckpointDamaged(f"{IDENTITY_NAME} does not say which run it is of")
+        content = json.loads(text)
+        return Identity(content["run"], content["settings"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{IDENTITY_NAME} does not say which run it is of") from error
 
 
 def read_run_name(directory: Path) -> str | None:
@@ -205,14 +203,6 @@ def read_run_name(directory: Path) -> str | None:
         return parse_identity(of_checkpoint.read_text(encoding="utf-8")).run
     except CheckpointDamaged as error:
         raise UsageError(f"{of_checkpoint} is damaged ({error})", fix="remove that file to resume from it") from error
-
-
-def write_run_name(output_dir: Path, run: str) -> None:
-    """Have a directory of checkpoints be of a training from now on."""
-    path = output_dir / RUN_NAME
-    if not path.exists() or path.read_text(encoding="utf-8").strip() != run:
-        path.unlink(missing_ok=True)
-        write_synced(path, f"{run}\n".encode())
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from cogumi.checkpoints.commit import set_aside
 from cogumi.checkpoints.interruption import Preemption, Watchdog
-from cogumi.checkpoints.manifest import Identity, differences, read_run_name, read_settings, step_of, write_run_name
+from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_run_name, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
 from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts
@@ -22,6 +22,7 @@ from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.output import survive_closed_terminal
+from cogumi.core.run_directory import write_atomic
 from cogumi.disk.callback import log_or_print
 from cogumi.patches.torch_internals import first_line
 from cogumi.patches.trl_internals import (
@@ -34,7 +35,7 @@ from cogumi.patches.trl_internals import (
 
 log = logging.getLogger(__name__)
 
-DEFAULT_KEEP = 2
+DEFAULT_KEEP = 2  # of a run of `cogumi train`, where its YAML says nothing
 DEFAULT = "default"  # PEFT's name for the first adapter, whose files have no directory of their own
 POLICIES = ("continue", "pause", "stop")
 
@@ -86,11 +87,6 @@ def protect(
 def keep_limit(limit: int | None) -> int | None:
     """How many checkpoints stay under a `save_total_limit`: all (None) where there is none, as in transformers."""
     return max(2, limit) if limit is not None and limit > 0 else None
-
-
-def run_keep_limit(limit: int | None) -> int:
-    """The same for a run of `cogumi train`, which keeps two where its YAML says nothing."""
-    return keep_limit(limit) or DEFAULT_KEEP
 
 
 def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, mirror: str | Path | None) -> None:
@@ -212,7 +208,7 @@ class Protection:
         output_dir = Path(self.trainer.args.output_dir)
         run = (None if point is None else read_run_name(point) or read_run_name(output_dir)) or secrets.token_hex(4)
         try:
-            write_run_name(output_dir, run)
+            write_atomic(output_dir / RUN_NAME, f"{run}\n")
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise

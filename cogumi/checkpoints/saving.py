@@ -107,7 +107,11 @@ class Saver:
             if final.exists():
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
             staged = open_staging(final.parent) / final.name
-            with redirect_saves(self.trainer, staging):
+            # Trainer writes there and uploads nothing. It rotates nothing either: `protect` took its save_total_limit.
+            with replaced(
+                self.trainer,
+                {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None},
+            ):
                 self.original(model, trial)
             self.correct_best(staged, final)
             save_rollouts(self.trainer, staged)
@@ -266,22 +270,6 @@ class Saver:
             ending = self.asked_to_end()  # by a signal that has been heard: the next one ends the process
             with self.excused():
                 self.mirror.finish(MIRROR_SECONDS, lambda: self.asked_to_end() and not ending)
-
-
-@contextmanager
-def redirect_saves(trainer: Any, staging: Path) -> Iterator[None]:
-    """Have the trainer write its checkpoints below `staging`, rotate nothing and upload nothing."""
-    limit = trainer.args.save_total_limit
-    ours: dict[str, Callable[..., Any]] = {
-        OUTPUT_DIRECTORY: lambda trial=None: str(staging),
-        PUSH_CHECKPOINT: lambda folder: None,
-    }
-    with replaced(trainer, ours):
-        trainer.args.save_total_limit = None
-        try:
-            yield
-        finally:
-            trainer.args.save_total_limit = limit
 
 
 # GRPOTrainer trains on one batch of completions for steps_per_generation x num_iterations steps (trl/trainer/grpo_trainer.py,

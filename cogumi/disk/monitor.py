@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,9 +21,6 @@ log = logging.getLogger(__name__)
 
 Level = Literal["green", "yellow", "red", "unknown"]
 
-# A rate is taken over the last hour: over less, one checkpoint looks like a disk that is full in minutes.
-RATE_WINDOW_SECONDS = 3600.0
-POINTS = 512
 TOLD = ("total", "used", "free", "used_share", "inodes_free", "inodes_share")  # of a Space, in a Sample
 
 
@@ -33,8 +29,7 @@ class Sample:
     """One look at a filesystem. Bytes; None where it did not answer (level "unknown", and `reason` says why).
 
     time: seconds since 1970. used_share: of what root's reserve leaves, 0 to 1; inodes_share: None where inodes are
-    without a limit. rate: bytes a second by which it filled over the last hour, negative where it emptied, None at the
-    first look. hours_until_full: at that rate, None where it does not fill.
+    without a limit.
     """
 
     time: float
@@ -47,8 +42,6 @@ class Sample:
     used_share: float | None = None
     inodes_free: int | None = None
     inodes_share: float | None = None
-    rate: float | None = None
-    hours_until_full: float | None = None
 
 
 class DiskMonitor:
@@ -82,10 +75,8 @@ class DiskMonitor:
         self.on_change = on_change
         self.log_path = None if log_path is None else Path(log_path)
         self.latest: Sample | None = None
-        self._level: Level = "green"
-        self._told: Level = "green"
+        self.level: Level = "green"
         self._device: int | None = None
-        self._history: deque[tuple[float, int]] = deque()
         self._said: set[str] = set()
         self._looking = threading.Lock()
         self._stopping = threading.Event()
@@ -94,42 +85,30 @@ class DiskMonitor:
     def __str__(self) -> str:
         return f"{described(self.path)}; yellow from {percent(self.warn)}, red from {percent(self.alarm)}"
 
-    @property
-    def level(self) -> Level:
-        """The level of the latest sample; "green" before the first one."""
-        return self._level
-
     def sample(self) -> Sample:
         """Look now, with or without the thread running. A filesystem that does not answer is a Sample, not an error."""
         with self._looking:
             sample = self._measure()
-            changed = sample.level != self._level
-            self._level, self.latest = sample.level, sample
+            changed = sample.level != self.level
+            self.level, self.latest = sample.level, sample
         if changed:
-            full = ""
-            if sample.hours_until_full is not None:
-                full = f", full in {sample.hours_until_full:.1f} h at {format_bytes(sample.rate or 0)}/s"
             severity = logging.INFO if sample.level == "green" else logging.WARNING
-            log.log(severity, "disk %s is %s: %s%s", sample.path, sample.level, sample.reason, full)
-        self._tell(sample)
+            log.log(severity, "disk %s is %s: %s", sample.path, sample.level, sample.reason)
+        self._tell(sample, changed)
         return sample
 
     def _measure(self) -> Sample:
         try:
             device, space = os.stat(self.path).st_dev, space_of(self.path)
         except OSError as error:
-            self._history.clear()
             return Sample(time.time(), str(self.path), "unknown", f"does not answer: {error.strerror}")
         if self._device not in (None, device):
             # An unmounted volume leaves an empty directory, whose numbers are those of the disk below.
             log.warning("disk %s: is on another filesystem now than when the watch began", self.path)
-            self._history.clear()
         self._device = device
         level, reason = self._judge(space)
-        rate = self._rate(space.used)
-        hours = space.free / rate / 3600 if rate is not None and rate > 0 else None
         told = {name: getattr(space, name) for name in TOLD}
-        return Sample(time.time(), str(self.path), level, reason, **told, rate=rate, hours_until_full=hours)
+        return Sample(time.time(), str(self.path), level, reason, **told)
 
     def _judge(self, space: Space) -> tuple[Level, str]:
         if space.used_share is None:
@@ -144,21 +123,10 @@ class DiskMonitor:
                 reason = f"{percent(share)} of {space.inodes:,} inodes used, {space.inodes_free:,} free; {reason}"
         return ("red" if share >= self.alarm else "yellow" if share >= self.warn else "green"), reason
 
-    def _rate(self, used: int) -> float | None:
-        """Bytes a second since the oldest look within the window."""
-        now = time.monotonic()
-        while self._history and now - self._history[0][0] > RATE_WINDOW_SECONDS:
-            self._history.popleft()
-        if not self._history or now - self._history[-1][0] >= RATE_WINDOW_SECONDS / POINTS:
-            self._history.append((now, used))
-        then, before = self._history[0]
-        return (used - before) / (now - then) if now > then else None
-
-    def _tell(self, sample: Sample) -> None:
+    def _tell(self, sample: Sample, changed: bool) -> None:
         """Call on_change, and add to log_path. What fails there is said once, and must not end the watch."""
         try:
-            if sample.level != self._told and self.on_change is not None:
-                self._told = sample.level
+            if changed and self.on_change is not None:
                 self.on_change(sample)
         except Exception:  # noqa: BLE001  the caller's
             self._say_once("on_change failed", sys.exc_info())

@@ -25,7 +25,7 @@ from transformers import AutoConfig, Trainer
 
 from cogumi.checkpoints.commit import STAGING_NAME
 from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
-from cogumi.checkpoints.protection import run_keep_limit
+from cogumi.checkpoints.protection import DEFAULT_KEEP, keep_limit
 from cogumi.checkpoints.retention import PIN_NAME, list_checkpoints
 from cogumi.checkpoints.verify import bytes_of
 from cogumi.config.schema import RunConfig
@@ -281,7 +281,7 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
     adapter, merged = run.run_dir / "adapter", run.run_dir / "merged"
     return forecast_trainer(
         trainer,
-        keep=run_keep_limit(trainer.args.save_total_limit),
+        keep=keep_limit(trainer.args.save_total_limit) or DEFAULT_KEEP,
         adapter_into=None if whole or adapter.exists() else adapter,
         merged_into=merged if (run.cogumi.merge or whole) and not merged.exists() else None,
         more=download,

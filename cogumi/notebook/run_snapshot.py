@@ -4,21 +4,18 @@ Each look reads what was written since the last one; nothing is held but curves,
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any, Self
 
 from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.retention import list_checkpoints
 from cogumi.checkpoints.verify import inspect
-from cogumi.core.formatting import format_duration
 from cogumi.core.run_directory import FORECAST, ROLLOUTS, SAMPLES_FILE, read_section
 from cogumi.notebook.curves import Curves
 from cogumi.telemetry.status import Status, read_json_or_empty, status_of, tail_lines
 
 ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
 CHECKPOINTS = 4  # that are inspected, the newest
-SOON_HOURS = 24.0  # a disk that fills in more is no news
 
 
 class RunSnapshot:
@@ -65,14 +62,12 @@ def read_newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]
 
 
 def disk_lines(run_dir: Path, status: Status) -> list[str]:
-    """What is free, how fast it is used up, and what the run was forecast to want before its first step."""
+    """What is free, and what the run was forecast to want before its first step."""
     lines = tail_lines(run_dir / "disk.jsonl", 4096)
     sample = json.loads(lines[-1]) if lines else {}
     forecast: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
     free = (status.heartbeat.get("disk") or {}).get("free") or sample.get("free")
     if free is None:
         return forecast
-    said, hours = f"{free / 1e9:.1f} GB free", sample.get("hours_until_full") or math.inf
-    if hours < SOON_HOURS:
-        said += f", full in {format_duration(hours * 3600)} at the rate of the last hour"
-    return [said + (f" ({sample['level']})" if sample.get("level") else ""), *forecast]
+    level = f" ({sample['level']})" if sample.get("level") else ""
+    return [f"{free / 1e9:.1f} GB free{level}", *forecast]

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
-from cogumi.checkpoints.protection import protect, run_keep_limit
+from cogumi.checkpoints.protection import DEFAULT_KEEP, keep_limit, protect
 from cogumi.compile.layers import compile_trainer
 from cogumi.config.schema import CogumiSection, RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
@@ -150,7 +150,7 @@ def fit(
     trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
     protect(
         trainer,
-        keep=run_keep_limit(trainer.args.save_total_limit),
+        keep=keep_limit(trainer.args.save_total_limit) or DEFAULT_KEEP,
         on_full=options.on_full,
         mirror=options.mirror,
         on_hung=options.on_hung,
