@@ -87,10 +87,7 @@ def bytes_of(directory: Path) -> int:
 
 def check_listed(manifest: Manifest, files: dict[str, Path], step: int, whole: bool) -> None:
     """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes, then hashes if `whole`."""
-    if manifest.step != step:
-        raise CheckpointDamaged(
-            f"{MANIFEST_NAME} is of step {manifest.step}, not {step}: the directory was renamed, or parts of two mixed"
-        )
+    check_step(MANIFEST_NAME, manifest.step, step)
     require(manifest.files.keys() - files.keys())
     for name, entry in manifest.files.items():
         size = files[name].stat().st_size
@@ -102,6 +99,13 @@ def check_listed(manifest: Manifest, files: dict[str, Path], step: int, whole: b
     for name, entry in manifest.files.items() if whole else ():
         if sha256_file(files[name]) != entry.sha256:
             raise CheckpointDamaged(f"{name} has other bytes than were saved (its sha256 differs)")
+
+
+def check_step(name: str, found: object, step: int) -> None:
+    if found != step:
+        raise CheckpointDamaged(
+            f"{name} is of step {found}, not {step}: the directory was renamed, or parts of two mixed"
+        )
 
 
 def check_complete(files: dict[str, Path]) -> None:
@@ -134,10 +138,7 @@ def check_readable(files: dict[str, Path], step: int) -> None:
         reached = json.loads(files[STATE].read_bytes())["global_step"]
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointDamaged(f"{STATE} is damaged: it has no global_step") from error
-    if reached != step:
-        raise CheckpointDamaged(
-            f"{STATE} is of step {reached}, not {step}: the directory was renamed, or parts of two mixed"
-        )
+    check_step(STATE, reached, step)
     for name, path in files.items():
         if name.endswith(".safetensors"):
             try:
