@@ -12,7 +12,7 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, final_number
-from cogumi.rewards.named_rewards import as_annotated, load_reward, refuse_missing_columns, rewards_of
+from cogumi.rewards.named_rewards import as_annotated, load_reward, refuse_missing_columns, rewards_of, try_reward
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,6 @@ def test_an_error_in_a_reward_names_it_and_the_line(tmp_path: Path) -> None:
         load_reward(f"{file}:boom")(completions=["a"])
 
 
-def test_a_reward_that_takes_messages_for_text_is_told_the_annotation(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def bare(completions, **_):\n    return [float(each.strip() == '42') for each in completions]\n")
-    with pytest.raises(RuntimeError, match=r"mine.py:2\); it was given messages.*`completions: list\[str\]`") as caught:
-        load_reward(f"{file}:bare")(completions=[SAID])
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -111,6 +103,10 @@ def of_text(completions: list[str], **_: Any) -> list[float]:
     return [float("42" in each.strip()) for each in completions]
 
 
+def of_messages(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    return [float("42" in each[-1]["content"]) for each in completions]
+
+
 def of_typings_text(prompts: typing.List[str], completions: typing.Sequence[str], **_: Any) -> list[float]:  # noqa: UP006
     assert all(each.endswith("6 * 7?") for each in prompts)
     return of_text(list(completions))
@@ -133,16 +129,46 @@ def text_unsaid(completions, **_):  # type: ignore[no-untyped-def]  # as most ar
     return [float(each.strip() == "42") for each in completions]
 
 
+def messages_unsaid(completions, **_):  # type: ignore[no-untyped-def]
+    return [float(each[0]["content"] == "42") for each in completions]
+
+
 SAID = [{"role": "assistant", "content": " 42\n"}]
 
 
-@pytest.mark.parametrize("reward", [of_text, of_typings_text, of_quoted_text, of_either])
+@pytest.mark.parametrize("reward", [of_text, of_messages, of_typings_text, of_quoted_text, of_either])
 def test_a_reward_gets_chat_as_it_is_annotated(reward: Any) -> None:
     assert as_annotated(reward)(prompts=[CHAT["prompt"]], completions=[SAID], answer=["42"]) == [1.0]
     assert as_annotated(reward).__name__ == reward.__name__
+    assert try_reward(reward, CHAT, 4) is None
 
 
 def test_a_reward_gets_text_as_it_is_annotated() -> None:
-    assert as_annotated(of_text)(prompts=["6 * 7 = "], completions=["42"]) == [1.0]
+    for reward in (of_text, of_messages):
+        assert as_annotated(reward)(prompts=["6 * 7 = "], completions=["42"]) == [1.0]
+        assert try_reward(reward, TEXT, 4) is None
     assert asyncio.run(as_annotated(of_awaited_text)(prompts=[[]], completions=[SAID])) == [1.0]
     assert as_annotated(text_unsaid) is text_unsaid
+
+
+@pytest.mark.parametrize(
+    ("reward", "row", "words"),
+    [
+        (text_unsaid, CHAT, ("AttributeError", "prompts are messages", "takes strings", "`completions: list[str]`")),
+        (messages_unsaid, TEXT, ("TypeError", "prompts are text", "takes messages", "list[list[dict]]")),
+    ],
+)
+def test_a_reward_that_fails_on_the_shape_says_so_in_one_line(reward: Any, row: Any, words: tuple[str, ...]) -> None:
+    refused, said = try_reward(reward, row, 4)  # type: ignore[misc]
+    assert refused
+    assert "\n" not in said
+    assert all(word in said for word in (f"reward {reward.__name__} raised", "test_rewards_named.py:", *words))
+
+
+def test_a_reward_that_fails_otherwise_is_said_and_not_refused() -> None:
+    def strict(completions: list[str], **_: Any) -> list[float]:
+        return [float(each.split("<answer>")[1]) for each in completions]
+
+    refused, said = try_reward(strict, TEXT, 4)  # type: ignore[misc]
+    assert not refused
+    assert "reward strict raised IndexError" in said

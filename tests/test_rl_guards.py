@@ -360,9 +360,26 @@ def test_a_reward_on_chat_data_gets_what_it_is_annotated_with(make_trainer: Call
 
     trainer = chat_with(make_trainer(**GOOD, max_steps=1), brief)
     trainer.train()
-    assert len(seen) == 16
+    assert len(seen) == 4 + 16  # the trial's group, and a rollout
     assert all(isinstance(each, str) for each in seen)
     assert 0 < trainer.state.log_history[0]["reward"] <= 1
+
+
+def test_a_reward_that_takes_strings_of_chat_data_is_refused_before_the_first_rollout(
+    make_trainer: Callable[..., Any],
+) -> None:
+    def brief(completions, **_):  # type: ignore[no-untyped-def]
+        return [1 / (1 + len(text.strip())) for text in completions]
+
+    trainer = chat_with(make_trainer(**GOOD, max_steps=1), brief)
+    trainer._generate = lambda *_: pytest.fail("a rollout was made")
+    with pytest.raises(UsageError) as refused:
+        trainer.train()
+    said = str(refused.value)
+    assert "\n" not in said
+    assert all(
+        word in said for word in ("reward brief", "AttributeError", "`completions: list[str]`", "accept=['reward']")
+    )
 
 
 def test_a_scaled_rope_counts_with_its_scale(make_trainer: Callable[..., Any]) -> None:

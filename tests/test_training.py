@@ -390,15 +390,24 @@ def test_a_gspo_mistake_writes_nothing(gspo: Config, overrides: dict[str, Any], 
     assert not Path(gspo["cogumi"]["run_dir"]).exists()
 
 
-def test_a_reward_without_its_column_is_refused_before_the_model_is_loaded(
-    gspo: Config, monkeypatch: pytest.MonkeyPatch
+def test_a_reward_of_another_shape_is_refused_before_the_model_is_loaded(
+    gspo: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cogumi.methods import building
 
     monkeypatch.setattr(building, "build_trainer", lambda *_: pytest.fail("a model was loaded"))
-    with pytest.raises(UsageError, match="final_number takes `answer`"):
-        cogumi.train(gspo, cogumi__rewards=["final_number"])
+    file = tmp_path / "mine.py"
+    file.write_text("def short(completions, **_):\n    return [1 / len(c[-1]['content']) for c in completions]\n")
+    with pytest.raises(UsageError) as caught:
+        cogumi.train(gspo, cogumi__rewards=[f"{file}:short"])
+    said = str(caught.value)
+    assert "\n" not in said
+    assert all(
+        word in said for word in ("cogumi.rewards: reward short raised TypeError", "mine.py:2", "list[list[dict]]")
+    )
     assert not Path(gspo["cogumi"]["run_dir"]).exists()
+    with pytest.raises(UsageError, match="final_number takes `answer`"):  # and a column that is missing
+        cogumi.train(gspo, cogumi__rewards=["final_number"])
 
 
 def test_an_empty_parquet_is_one_line(sft: Config, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from cogumi.config.presets import OURS, PRESETS
 from cogumi.config.schema import RunConfig
@@ -15,7 +15,7 @@ from cogumi.data.chat_templates import read_template
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
 from cogumi.rewards.functions import on_visible
-from cogumi.rewards.named_rewards import rewards_of
+from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of, try_reward
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.guards import check_clip_numbers
 from cogumi.rl.memory_plan import (
@@ -164,6 +164,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
     if repeated:
         log.warning("%s", repeated)
     rewards, stops = rewards_of(run.cogumi.rewards), run.cogumi.stop
+    refuse_missing_columns(rewards, dataset.column_names)
     if stops:
         rewards = [strip_stops(reward, stops) for reward in rewards]
     if run.cogumi.thinking is not None:
@@ -178,6 +179,19 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         use_rollout_logps(trainer)
     watch(trainer, record=run.run_dir / RECORD).guard()
     return trainer
+
+
+def try_rewards(run: RunConfig, prompts: Dataset) -> None:
+    """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
+    rewards = rewards_of(run.cogumi.rewards)
+    refuse_missing_columns(rewards, prompts.column_names)
+    for reward in rewards:
+        wrong = try_reward(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
+        refused, what = wrong or (False, "")
+        if refused:
+            raise UsageError(what, key="cogumi.rewards")
+        if what:
+            log.warning("cogumi.rewards: %s", what)
 
 
 def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:

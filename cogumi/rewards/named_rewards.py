@@ -1,7 +1,8 @@
 """From the names in a YAML to reward functions, and the shape in which each gets completions.
 
 TRL 1.15 gives strings for prompts that are strings, and for conversations a list of messages each, of which the last is
-the model's. A function annotated `completions: list[str]` is given the text of either.
+the model's. A function annotated `completions: list[str]` is given the text of either, and one annotated `completions:
+list[list[dict]]` messages of either. Without such an annotation it gets what TRL gives.
 """
 
 import functools
@@ -30,17 +31,27 @@ from cogumi.rewards.functions import (
 
 # As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
 OF_TEXT = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
+OF_MESSAGES = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[(?:\w+\.)*(?:list|List|Sequence)\[.*\]\]")
+ROLES = {"prompts": "user", "completions": "assistant"}
+# What a wrong shape raises in a function that reads it.
+OF_SHAPE = (TypeError, AttributeError, KeyError)
+SAMPLE = "The answer is 42."
 
 
 def as_annotated(reward: Any) -> Any:
-    """A reward function that is given the text of its prompts and completions where it is annotated with text."""
-    hints = getattr(reward, "__annotations__", {})
-    of_text = [name for name in ("prompts", "completions") if OF_TEXT.fullmatch(str(hints.get(name)))]
-    if not of_text:
+    """A reward function that is given its prompts and completions in the shape that it is annotated with."""
+    wanted: dict[str, Callable[[Any], Any]] = {}
+    for name, role in ROLES.items():
+        annotation = str(getattr(reward, "__annotations__", {}).get(name))
+        if OF_TEXT.fullmatch(annotation):
+            wanted[name] = text_of
+        elif OF_MESSAGES.fullmatch(annotation):
+            wanted[name] = functools.partial(messages_of, role=role)
+    if not wanted:
         return reward
 
     def shaped(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {**given, **{name: list(map(text_of, given[name])) for name in of_text if name in given}}
+        return {**given, **{name: [wanted[name](each) for each in given[name]] for name in wanted if name in given}}
 
     if inspect.iscoroutinefunction(reward):
 
@@ -55,6 +66,50 @@ def as_annotated(reward: Any) -> Any:
         return reward(**shaped(columns))
 
     return scored
+
+
+def messages_of(completion: Any, role: str) -> Any:
+    """A prompt or completion as messages: text becomes one."""
+    return [{"role": role, "content": completion}] if isinstance(completion, str) else completion
+
+
+def try_reward(reward: Any, row: Mapping[str, Any], group: int, **given: Any) -> tuple[bool, str] | None:
+    """(whether it is the shape, one line) about a function that does not score completions of this data; None if it does.
+
+    It is called once, for `group` completions of a made-up text, in the shape that TRL will give it. `row`: the first of
+    the data. `given`: what TRL passes besides. An asynchronous one, such as a paid judge, is not called.
+    """
+    conversational = not isinstance(row["prompt"], str)
+    error = error_of_reward(reward, row, group, conversational, given)
+    if error is None:
+        return None
+    name, at = getattr(reward, "__name__", type(reward).__name__), traceback.extract_tb(error.__traceback__)[-1]
+    said = f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}) on a trial completion"
+    if not isinstance(error, OF_SHAPE) or error_of_reward(reward, row, group, not conversational, given) is not None:
+        return False, f"{said}; a function that cannot score every text ends the training in its first rollout"
+    got, takes, shape = ("messages", "strings", "str") if conversational else ("text", "messages", "list[dict]")
+    fix = f"annotate it `completions: list[{shape}]` to be given those, or have it read {got}"
+    return True, f"{said}: the prompts are {got}, and so are the completions. The function takes {takes}; {fix}"
+
+
+def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: bool, given: Mapping[str, Any]) -> Any:
+    """What a reward function raises on made-up completions of one prompt; None where it scores them."""
+    if inspect.iscoroutinefunction(reward):
+        return None
+    shape = messages_of if messages else lambda text, role: text_of(text)
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
+    columns |= {
+        "prompts": shape(row["prompt"], "user"),
+        "completions": shape(SAMPLE, "assistant"),
+        "completion_ids": [0],
+    }
+    logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
+    try:
+        list(as_annotated(reward)(**{name: [value] * group for name, value in columns.items()}, **logs, **given))
+    except Exception as error:  # noqa: BLE001  the user's own code may raise anything; it is reported
+        # What is in a file is wrapped by `with_location`, which says where.
+        return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+    return None
 
 
 BUILTIN_REWARDS: dict[str, Reward] = {
@@ -112,11 +167,8 @@ def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
             return reward(*args, **kwargs)
         except Exception as error:  # the user's own code, which may raise anything
             at = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
-            of_shape = isinstance(error, TypeError | AttributeError | KeyError)
-            if of_shape and not all(isinstance(each, str) for each in kwargs.get("completions", ())):
-                what += "; it was given messages, and text if it is annotated `completions: list[str]`"
-            raise RuntimeError(f"cogumi.rewards: {name} raised {what}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"cogumi.rewards: {name} raised {what} ({at.filename}:{at.lineno})") from error
 
     return scored
 

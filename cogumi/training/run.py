@@ -24,12 +24,11 @@ from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, 
 from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
-from cogumi.methods import auto_settings, building
+from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
 from cogumi.models.adapters import check_base, lora_config, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.notebook.report import write_report
-from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
 from cogumi.telemetry.heartbeat import measure_run
@@ -100,7 +99,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     tokenizer = building.load_run_tokenizer(run, base)
     examples = prepare_examples(run, tokenizer, of_base)
     if run.cogumi.method == "gspo":
-        refuse_missing_columns(rewards_of(run.cogumi.rewards), examples.train.dataset.column_names)
+        gspo.try_rewards(run, examples.train.dataset)
 
     run_dir = run.run_dir if again else create_run_dir(run.run_dir)
     with (
