@@ -203,6 +203,29 @@ def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Pat
     assert written == before | {"train": before["train"] | {"max_steps": 7, "packing": True}}
 
 
+@pytest.mark.slow("a JupyterLab of its own; one page is in the fast tier")
+@pytest.mark.timeout(300)
+def test_a_message_is_typed_and_both_models_answer_side_by_side(tmp_path: Path) -> None:
+    cogumi.train("smoke/chat-sft", train__max_steps=2, cogumi__run_dir=tmp_path / "run")
+    write_notebook(tmp_path / "chat.ipynb", ["import cogumi\ncogumi.attach('run').chat(max_new_tokens=16)"])
+    with lab(tmp_path) as address, page() as (shown, wrong):
+        open_notebook(shown, address, "chat.ipynb")
+        command(shown, "notebook:run-all-cells")
+        box = shown.locator(".cogumi-panel")
+        typed = box.get_by_placeholder("a message")
+        for said in ("Rename n to count:\nn = n + 1", "<b>and now n to total</b>"):
+            typed.fill(said)
+            box.get_by_role("button", name="Send").click()
+            row = box.locator("tr").filter(has_text=said.splitlines()[0])
+            row.wait_for()  # from here on the button is disabled until all have answered
+            box.get_by_role("button", name="Send", disabled=False).wait_for()
+            cells = row.locator("td, th").all_inner_texts()
+            assert cells[0] == said  # as it was typed, markup and all
+            assert all(cells[1:])
+        assert box.locator("tr").first.locator("th").all_inner_texts() == ["message", "base", "merged"]
+        assert wrong == []
+
+
 def test_a_long_sample_is_cut_between_two_lines() -> None:
     sample = panel.wrap_piece(panel.render_excerpt("<fim_middle>\n" * 30))
     with page() as (shown, wrong):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 import yaml
 from chat_tokenizers import chat_tokenizer
 from finished_runs import FinishedRun
 from golden import Golden
-from jupyter_client.manager import start_new_kernel
+from nbclient import NotebookClient
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cogumi
@@ -26,7 +28,7 @@ from cogumi.core.run_directory import read_jsonl, this_process, write_json
 from cogumi.data.fim import PSM, detect_fim_tokens
 from cogumi.models.loading import quantized_layers
 from cogumi.notebook import chat as chats
-from cogumi.notebook.chat import Answer, open_chat, read_setup
+from cogumi.notebook.chat import Answer, ChatPanel, open_chat, read_setup
 from cogumi.notebook.conversation import FILL, Chat, LoadedModels, template_of
 
 QUESTION = "add d to w"
@@ -262,7 +264,7 @@ def test_an_interrupt_ends_the_answer_and_the_chat_waits_for_the_next_message(
     shown = Interrupting(times=1)
     typed(monkeypatch, f"{QUESTION}\n{QUESTION}\n")
     monkeypatch.setattr(sys, "stdout", shown)
-    chats.talk(chat)
+    chats.talk_in_terminal(chat)
     first, _, second = shown.getvalue().partition("[interrupted")
     assert "merged:" not in first
     assert "merged:" in second
@@ -458,21 +460,58 @@ def test_outside_a_notebook_a_run_talks_in_the_terminal(
     assert "merged:\n" in capsys.readouterr().out
 
 
+def test_the_panel_answers_in_columns_and_takes_nothing_for_html(chat_of: Callable[..., Chat]) -> None:
+    panel = ChatPanel(chat_of(columns=("base", "merged"), max_new_tokens=6))
+    assert "chat" in panel.box.children[0].value
+    evil = "</pre><script>alert(1)</script>"
+    panel.message.value = evil
+    panel.send.click()
+    panel.thread.join(60)
+    assert "<script" not in panel.talk.value
+    assert "&lt;script&gt;" in panel.talk.value
+    heads = panel.talk.value.partition("</thead>")[0]
+    assert heads.index("base") < heads.index("merged")
+    assert not panel.send.disabled
+    assert "merged is cut before its end: 6 tokens" in panel.state.value
+    assert panel.message.value == ""
+    assert len(panel.chat.turns["merged"]) == 2
+
+
+def test_the_panels_button_ends_an_answer(chat_of: Callable[..., Chat]) -> None:
+    panel = ChatPanel(chat_of(columns=("base", "merged"), max_new_tokens=400))
+    panel.message.value = QUESTION
+    panel.send.click()
+    panel.stop.click()
+    panel.thread.join(60)
+    assert "stopped" in panel.state.value
+    assert panel.chat.turns["merged"] == []
+    assert panel.said[0][1]["merged"] == ""
+
+
 @pytest.mark.timeout(300)
-def test_in_a_real_kernel_lines_are_asked_for_and_answered(finished_chat: FinishedRun) -> None:
-    manager, client = start_new_kernel()
-    lines, said = iter([QUESTION, "/exit"]), []
-    try:
-        done = client.execute_interactive(
-            f"import cogumi\nrun = cogumi.attach({str(finished_chat.home)!r})\nrun.chat(max_new_tokens=4)",
-            allow_stdin=True,
-            stdin_hook=lambda _: client.input(next(lines)),
-            output_hook=lambda message: said.append(message["content"].get("text", "")),
-            timeout=200,
-        )
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-    assert done["content"]["status"] == "ok"
-    answers = "".join(said).partition("base:\n")[2]
-    assert "return" in answers.partition("merged:\n")[2]  # what the run has learned to begin with
+def test_in_a_real_kernel_the_panel_loads_and_answers_while_the_kernel_is_free(
+    finished_chat: FinishedRun, tmp_path: Path
+) -> None:
+    code = [
+        f"import cogumi\nrun = cogumi.attach({str(finished_chat.home)!r})\nrun.chat(max_new_tokens=4)",
+        "import gc\nfrom cogumi.notebook.chat import ChatPanel\n"
+        "panel, = [each for each in gc.get_objects() if isinstance(each, ChatPanel)]\n"
+        f"panel.message.value = {QUESTION!r}\npanel.send.click()\nprint(panel.state.value)",
+        "panel.thread.join(120)\nprint(panel.talk.value)",
+        "run.chat('<i>hello', max_new_tokens=4)",
+    ]
+    cells = [nbformat.v4.new_code_cell(each) for each in code]
+    NotebookClient(
+        nbformat.v4.new_notebook(cells=cells), timeout=200, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    widget = "application/vnd.jupyter.widget-view+json"
+    shown = [each.data for each in cells[0].outputs if widget in each.get("data", {})]
+    assert len(shown) == 1
+    assert re.search(r"; base \(.+\) and merged; ", shown[0]["text/plain"])
+    assert any("loading" in each.text for each in cells[1].outputs if "text" in each)
+    text = "".join(each.text for each in cells[2].outputs if "text" in each and each.name == "stdout")
+    assert text.count("<td") == 2
+    assert "return" in text  # what the run has learned to begin with
+    last = next(each.data for each in cells[3].outputs if each.output_type == "execute_result")
+    assert "&lt;i&gt;hello" in last["text/html"]
+    assert last["text/plain"].startswith("base:")

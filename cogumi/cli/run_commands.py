@@ -174,7 +174,7 @@ def chat(
         opened = chats.open_chat(chats.read_setup(directory, only or (), temperature, max_new_tokens))
     chats.print_head(opened, to_error=prompt is not None)
     if prompt is None:
-        chats.talk(opened)
+        chats.talk_in_terminal(opened)
         return
     with show_waiting("loading the models"):
         opened.load()

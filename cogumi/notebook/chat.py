@@ -1,16 +1,20 @@
-"""Talking to what a run trained: which models its directory holds, one message, and a conversation line by line.
+"""Talking to what a run trained: which models its directory holds, and a conversation in a terminal or in a notebook.
 
 Reading a directory loads no torch, so that a wrong one is refused at once. `cogumi.notebook.conversation` makes the answers.
 """
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cogumi.checkpoints.retention import last_good_checkpoint
 from cogumi.core.errors import UsageError
-from cogumi.core.notices import show_import
+from cogumi.core.notices import is_notebook, show_import
 from cogumi.core.output import print_text, show_waiting
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, read_jsonl, read_section
 from cogumi.notebook.completions import render_completion
@@ -26,13 +30,23 @@ from cogumi.notebook.conversation import (
     LoadedModels,
     ModelFiles,
 )
-from cogumi.notebook.html_components import describe_blank, inline_styles, table, verbatim
+from cogumi.notebook.html_components import (
+    add_style,
+    describe_blank,
+    escape_text,
+    inline_styles,
+    table,
+    verbatim,
+    wrap_piece,
+)
+from cogumi.notebook.panel import WIDGET, render_message
 from cogumi.notebook.report import config_of
 from cogumi.stack.gpus import use_one_gpu
 from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
 
 # How GRPOConfig reshapes what is sampled, with TRL's defaults.
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+DRAWN_SECONDS = 0.1  # between two pictures of an answer in a notebook
 COMMANDS = "/reset forgets what was said; /exit or Ctrl-D ends; a line that ends in \\ continues on the next one"
 loaded: list[LoadedModels] = []
 """The models of this process's last chat, which the next one takes if they are of the same files."""
@@ -185,8 +199,7 @@ class Answers:
         return "\n".join(f"{column}:\n{text}" for column, text in said.items())
 
     def _repr_html_(self) -> str:
-        cells = [verbatim(self.message), *map(render_completion, self.texts.values())]
-        return inline_styles(table(["message", *self.texts], [cells], kind="wide even"))
+        return inline_styles(render_talk(self.texts, [(self.message, self.texts)]))
 
 
 def answer_once(chat: Chat, message: str) -> Answers:
@@ -205,12 +218,27 @@ def print_answers(chat: Chat, message: str, labelled: bool = True) -> None:
         answer = answers[column] = chat.answer(column, message, lambda piece: print_text(piece, end=""))
         print_text("" if answer.text.strip() else describe_blank(answer.text))
         if not answer.ended:
-            cut = f"[cut before its end: {chat.setup.max_new_tokens} tokens, or what the context left]"
-            print_text(cut, to_error=not labelled)
+            print_text(f"[{describe_cut(chat)}]", to_error=not labelled)
     chat.remember(message, answers)
 
 
+def describe_cut(chat: Chat) -> str:
+    return f"cut before its end: {chat.setup.max_new_tokens} tokens, or what the context left"
+
+
 def talk(chat: Chat) -> None:
+    """Show widgets in a notebook. Elsewhere print what is talked to, and hold a conversation."""
+    if is_notebook():
+        from IPython.display import display
+
+        widgets = ChatPanel(chat).box._repr_mimebundle_()[WIDGET]
+        display({WIDGET: widgets, "text/plain": chat.describe()}, raw=True)
+    else:
+        print_head(chat)
+        talk_in_terminal(chat)
+
+
+def talk_in_terminal(chat: Chat) -> None:
     """Answer line after line until /exit, the end of the input, or an interrupt; one during an answer ends the answer."""
     with suppress(ImportError):  # for input: editing a line, and the lines before it
         import readline  # noqa: F401
@@ -245,3 +273,82 @@ def read_message() -> str:
 def print_head(chat: Chat, to_error: bool = False) -> None:
     for line in filter(None, (chat.describe(), chat.setup.note)):
         print_text(line, to_error=to_error)
+
+
+# ------------------------------------------------------------------------------------------------------------- a notebook
+
+
+class ChatPanel:
+    """The widgets of a conversation. Answers are made in a thread of their own, so that the kernel is free meanwhile."""
+
+    def __init__(self, chat: Chat) -> None:
+        from ipywidgets import HTML, Button, HBox, Textarea, VBox
+
+        self.chat, self.said = chat, list[tuple[str, dict[str, str]]]()
+        self.drawn, self.thread = 0.0, threading.Thread()
+        lines = "<br>".join(map(escape_text, filter(None, (chat.describe(), chat.setup.note))))
+        self.talk, self.state = HTML(), HTML()
+        self.message = Textarea(placeholder="a message", rows=3, layout={"width": "100%"})
+        self.send, self.stop = Button(description="Send"), Button(description="Stop", disabled=True)
+        self.send.on_click(self.on_send)
+        self.stop.on_click(lambda _: self.show_state("stopping", busy=False))
+        buttons = HBox([self.send, self.stop, self.state])
+        self.box = VBox([HTML(add_style(lines)), self.talk, self.message, buttons])
+        self.box.add_class("cogumi-panel")
+
+    def on_send(self, _: Any) -> None:
+        message = self.message.value.strip()
+        if message and not self.thread.is_alive():
+            self.message.value = ""
+            self.show_state("loading the models, when they first answer", busy=True)
+            self.thread = threading.Thread(target=self.reply, args=(message,), name="cogumi chat", daemon=True)
+            self.thread.start()
+
+    def reply(self, message: str) -> None:
+        """Answer in every column. What goes wrong is said below the conversation, and a mistake of the code is raised too."""
+        texts, word = dict.fromkeys(self.chat.setup.columns, ""), ""
+        self.said.append((message, texts))
+        self.draw()
+        try:
+            self.chat.load()
+            answers = {}
+            for column in texts:
+                answer = answers[column] = self.chat.answer(column, message, partial(self.take, texts, column))
+                texts[column] = answer.text
+                word = word if answer.ended else f"{column} is {describe_cut(self.chat)}"
+            self.chat.remember(message, answers)
+        except KeyboardInterrupt:
+            word = "stopped; what was said is not part of the conversation"
+        except UsageError as error:
+            word = str(error)
+        except BaseException as error:
+            word = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.draw()
+            self.show_state(word, busy=False)
+            self.send.disabled = False
+
+    def take(self, texts: dict[str, str], column: str, piece: str) -> None:
+        """A piece of an answer; each token makes one, which may be empty."""
+        if self.stop.disabled:
+            raise KeyboardInterrupt
+        texts[column] += piece
+        if time.monotonic() - self.drawn >= DRAWN_SECONDS:
+            self.draw()
+
+    def draw(self) -> None:
+        self.talk.value = wrap_piece(render_talk(self.chat.setup.columns, self.said))
+        self.drawn = time.monotonic()
+
+    def show_state(self, word: str, busy: bool) -> None:
+        """busy: an answer can be stopped, and no message sent until it has ended."""
+        self.send.disabled, self.stop.disabled = True, not busy
+        self.state.value = render_message(word)
+
+
+def render_talk(columns: Iterable[str], said: Iterable[tuple[str, dict[str, str]]]) -> str:
+    """A table: each message, and beside it what every column answered."""
+    columns = list(columns)
+    rows = [[verbatim(message), *(render_completion(texts[each]) for each in columns)] for message, texts in said]
+    return table(["message", *columns], rows, kind="wide even")

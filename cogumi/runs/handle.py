@@ -75,7 +75,7 @@ class Run:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
     ) -> "Answers | None":
-        """Talk to the base and to what was trained, line after line until /exit. An interrupt ends an answer.
+        """Talk to the base and to what was trained, side by side: with widgets in a notebook, elsewhere in the terminal.
 
         message: answer it alone, and return the answers, which a notebook shows side by side. only: of base, adapter and
         merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy; None and
@@ -87,7 +87,6 @@ class Run:
         chat = chats.open_chat(chats.read_setup(self.run_dir, only, temperature, max_new_tokens))
         if message is not None:
             return chats.answer_once(chat, message)
-        chats.print_head(chat)
         chats.talk(chat)
         return None
 
