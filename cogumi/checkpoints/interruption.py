@@ -4,8 +4,8 @@ At SIGTERM, SIGHUP and SIGINT the training finishes and saves its step, then doe
 that takes a machine back sends SIGTERM and waits for some seconds. A terminal that is closed sends SIGHUP, more than
 once where a shell passes it on. Ctrl-C in a notebook is SIGINT.
 
-A training hangs when its last sign of life is too long ago: a step, a batch of an evaluation, a log. Too long is the largest
-of a floor, 20 times the median step, and three times the longest silence so far, such as a slow evaluation.
+A training hangs when its last sign of life is too long ago: a step, a batch of an evaluation, a log. Three times count: a
+floor, 20 times the median step, and three times the longest silence so far. The largest of them decides.
 """
 
 import logging
