@@ -212,7 +212,7 @@ def test_a_storage_counts_once_and_until_nobody_holds_it() -> None:
         assert live.total == 0
         with live.counting_as("weights"):
             kept = torch.empty(4, 128)
-        live.set_kind("gradients", kept)
+        live.count(kept, "gradients")
         assert live.by_kind["weights"] == 0
         assert live.by_kind["gradients"] == 2048
     assert live.moments["one"].total == 4096

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 import cogumi
-from cogumi.config.schema import load_config
+from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.forecast import data_sample
-from cogumi.forecast.memory_forecast import find_target
-from cogumi.forecast.run_forecast import ForecastRequest, forecast_in_worker, forecast_lines, forecast_run
+from cogumi.forecast.memory_forecast import Target, find_target
+from cogumi.forecast.run_forecast import forecast_in_worker, forecast_lines, forecast_run
 from cogumi.methods.examples import prepare_examples
 from cogumi.models.loading import load_tokenizer
 from cogumi.training import stages
@@ -45,11 +44,15 @@ def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str,
     }
 
 
+Asked = tuple[RunConfig, str, Any, data_sample.DataSample, Target]
+"""What `forecast_lines` takes."""
+
+
 @pytest.fixture
-def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> ForecastRequest:
+def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Asked:
     run = load_config(config_of(tiny_model, code_parquet, tmp_path / "run"))
     base, of_base = str(tiny_model), AutoConfig.from_pretrained(tiny_model)
-    return ForecastRequest(run, base, of_base, data_sample.sample_data(run, load_tokenizer(base)), find_target(None))
+    return run, base, of_base, data_sample.sample_data(run, load_tokenizer(base)), find_target(None)
 
 
 @pytest.fixture
@@ -116,42 +119,43 @@ def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_p
     assert load_config(written, cogumi__preflight=False).cogumi.preflight == "off"
 
 
-def test_another_process_says_the_same(asked: ForecastRequest, forked: None) -> None:
-    here = forecast_lines(asked)
-    there = forecast_in_worker(asked)
+def test_another_process_says_the_same(asked: Asked, forked: None) -> None:
+    here = forecast_lines(*asked)
+    there = forecast_in_worker(*asked)
     assert there[1] == here[1]
     assert [line.stage for line in there[0]] == [line.stage for line in here[0]] == ["memory", "time", "disk"]
     assert there[0][0] == here[0][0]
 
 
-def test_what_another_process_refuses_is_refused_here(asked: ForecastRequest, forked: None) -> None:
-    asked.run.lora["target_modules"] = ["nowhere"]
+def test_what_another_process_refuses_is_refused_here(asked: Asked, forked: None) -> None:
+    asked[0].lora["target_modules"] = ["nowhere"]
     with pytest.raises(UsageError, match=r"Target modules .*nowhere"):
-        forecast_in_worker(asked)
+        forecast_in_worker(*asked)
 
 
 def test_a_forecast_that_breaks_does_not_end_the_run(
-    asked: ForecastRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
-    run, tokenizer = asked.run, load_tokenizer(asked.base)
+    run, base, of_base, *_ = asked
+    tokenizer = load_tokenizer(base)
     data = prepare_examples(run, tokenizer).train
     with caplog.at_level(logging.WARNING, "cogumi"):
-        stages.run_preflight(run, asked.base, asked.of_base, data, tokenizer)
+        stages.run_preflight(run, base, of_base, data, tokenizer)
     (said,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
     assert said.startswith("preflight: the forecast ended with status 1: ")
     assert said.endswith("; the run continues without it")
     assert not run.run_dir.exists()
 
 
-def test_a_forecast_that_takes_too_long_is_ended(asked: ForecastRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_that_takes_too_long_is_ended(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cogumi.forecast.run_forecast.LIMIT", 0.2)
     with pytest.raises(RuntimeError, match=r"the forecast was ended after 0\.\d s without an answer"):
-        forecast_in_worker(asked)
+        forecast_in_worker(*asked)
 
 
-def test_a_run_is_forecast_with_all_of_its_data(asked: ForecastRequest) -> None:
-    run, tokenizer = asked.run, load_tokenizer(asked.base)
+def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
+    run, tokenizer = asked[0], load_tokenizer(asked[1])
     data = prepare_examples(run, tokenizer).train
     found = data_sample.measure_data(run, data, tokenizer)
     lengths = [len(row["input_ids"]) for row in data.dataset]
@@ -162,14 +166,14 @@ def test_a_run_is_forecast_with_all_of_its_data(asked: ForecastRequest) -> None:
     assert data_sample.measure_data(run, data, tokenizer).packed == data_sample.packed_rows(run, data.dataset)
 
 
-def test_prompts_are_measured_as_they_are_sent(asked: ForecastRequest, tmp_path: Path) -> None:
+def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> None:
     there = load_config(Path(__file__).parents[1] / "configs" / "smoke" / "gspo.yaml", cogumi__run_dir=str(tmp_path))
-    run = asked.run.model_copy(update={"cogumi": there.cogumi, "train": there.train})
-    tokenizer = load_tokenizer(asked.base)
+    run, base, of_base, _, target = asked
+    run = run.model_copy(update={"cogumi": there.cogumi, "train": there.train})
+    tokenizer = load_tokenizer(base)
     data = prepare_examples(run, tokenizer).train
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in data.dataset["prompt"])
     assert data_sample.measure_data(run, data, tokenizer).longest == longest
-    asked = replace(asked, run=run, found=data_sample.measure_data(run, data, tokenizer))
-    (memory, *_), figures = forecast_lines(asked)
+    (memory, *_), figures = forecast_lines(run, base, of_base, data_sample.measure_data(run, data, tokenizer), target)
     assert memory.stage == "memory"
     assert figures["memory"]["work"]["prompt"] == longest

@@ -16,8 +16,8 @@ from cogumi.rl.memory_plan import ModelShape
 from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
 
 GIB = 2**30
-H100 = Machine("H100", (9, 0), 79 * GIB, frozenset({"bitsandbytes"}), "flash_attention_3", "to 0.003")
-A100_40 = Machine("A100", (8, 0), 39 * GIB, frozenset({"bitsandbytes"}), HUB_FLASH_ATTN, "computes what torch does")
+H100 = Machine("H100", (9, 0), 79 * GIB, True, "flash_attention_3", "to 0.003")
+A100_40 = Machine("A100", (8, 0), 39 * GIB, True, HUB_FLASH_ATTN, "computes what torch does")
 T4 = Machine("T4", (7, 5), 15 * GIB)
 CPU = Machine("CPU", None, 8 * GIB)
 LLAMA_8B = ModelShape(4096, 14336, 32, 128256)

@@ -189,9 +189,8 @@ class DiskForecast:
     def lines(self) -> list[str]:
         """A few lines for a log: what is wanted, what there is, and what helps where it does not fit."""
         most = f"one checkpoint is {format_bytes(self.checkpoint)}; at most there are {self.held}"
-        helps = [
-            f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in self.disks if disk.short
-        ]
+        short = [disk for disk in self.disks if disk.short]
+        helps = [f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in short]
         return [most, *map(str, self.disks), *helps, *self.notes]
 
     def advice(self, disk: Disk) -> list[str]:
@@ -353,8 +352,10 @@ def describe_disks(run: RunConfig) -> list[Line]:
         raise UsageError(one_line(error), key="train") from error
     lines = []
     for disk in found.disks:
-        fix = "name a directory on another disk (cogumi.run_dir, HF_HOME)"
-        if disk.short:
-            fix = "; ".join(found.advice(disk))
+        fix = (
+            "; ".join(found.advice(disk))
+            if disk.short
+            else "name a directory on another disk (cogumi.run_dir, HF_HOME)"
+        )
         lines.append(Line("disk", str(disk), "red", fix) if disk.refusal else Line("disk", str(disk)))
     return [*lines, *(Line("disk", note, "unknown") for note in found.notes)]

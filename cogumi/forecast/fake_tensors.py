@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -65,34 +65,21 @@ class StorageCounter(TorchDispatchMode):
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        before, self.stage = self.stage, stage
-        try:
+        with replaced(self, {"stage": stage}):
             self.note()
             yield
-        finally:
-            self.stage = before
 
-    @contextmanager
-    def counting_as(self, kind: str) -> Iterator[None]:
+    def counting_as(self, kind: str) -> AbstractContextManager[None]:
         """New storages in here are of this kind."""
-        before, self.kind = self.kind, kind
-        try:
-            yield
-        finally:
-            self.kind = before
-
-    def set_kind(self, kind: str, tensors: Any) -> None:
-        """These tensors are of this kind, whatever they were taken for."""
-        for tensor in tree_iter(tensors):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor, kind)
+        return replaced(self, {"kind": kind})
 
     def note(self) -> None:
         known = self.moments.get(self.stage)
         if known is None or self.total > known.total:
             self.moments[self.stage] = StagePeak(self.stage, self.total, {k: n for k, n in self.by_kind.items() if n})
 
-    def _count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+    def count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+        """kind: of the tensor, whatever it was taken for; None leaves a known one as it is."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if (known := self._storages.get(key)) is not None:
             if kind is not None and kind != known[0]:
@@ -124,7 +111,7 @@ class StorageCounter(TorchDispatchMode):
         before = self.total
         for tensor in tree_iter(made):
             if isinstance(tensor, torch.Tensor):
-                self._count(tensor)
+                self.count(tensor)
         if self.total > before:
             self.note()
         return made
@@ -151,14 +138,11 @@ class StorageCounter(TorchDispatchMode):
         return None
 
 
-@contextmanager
-def preserve_bitsandbytes_codes() -> Iterator[None]:
+def preserve_bitsandbytes_codes() -> AbstractContextManager[None]:
     """Bitsandbytes caches the codes of its 8 bits as a tensor: in the block a fake one, after it what it had before."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        yield
-        return
-    with replaced(importlib.import_module("bitsandbytes.functional"), {"name2qmap": {}}):
-        yield
+        return nullcontext()
+    return replaced(importlib.import_module("bitsandbytes.functional"), {"name2qmap": {}})
 
 
 def fake_model(model: nn.Module, live: StorageCounter) -> None:
@@ -232,12 +216,10 @@ def emulate_cuda() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def emulate_padding(padded: bool) -> Iterator[None]:
+def emulate_padding(padded: bool) -> AbstractContextManager[None]:
     """Transformers makes attention masks as of such batches, for the length of a block."""
     masking: Any = importlib.import_module("transformers.masking_utils")
-    with replaced(masking, {"is_tracing": lambda tensor=None: False, "fast_all": lambda mask: not padded}):
-        yield
+    return replaced(masking, {"is_tracing": lambda tensor=None: False, "fast_all": lambda mask: not padded})
 
 
 def trl_head_without_kernels() -> Any:

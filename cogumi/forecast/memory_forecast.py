@@ -21,12 +21,11 @@ from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import ROLLOUT, StepShape, planned_trainer, run_step
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import Choice, Machine, dtype_of_weights
-from cogumi.models.loading import meta_model
+from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.stack.gpus import Card, find_card, parse_card
 
 # CUDA's own part of a card, before the first tensor: about 0.5 GiB, kernels being loaded as they are needed.
 CONTEXT = 512 * 2**20
-PACKAGES = frozenset({"bitsandbytes"})  # of those that decide, what the lane for cards brings (requirements/stable.in)
 FRAGMENTS = 0.05  # of activations, logits and gradients
 WORKSPACE, HOPPERS_WORKSPACE = 2 * (4096 * 1024 * 2 + 16 * 8 * 1024), 2 * 4096 * 8 * 1024
 STAYING = ("weights", "adapter", "optimizer")
@@ -60,15 +59,14 @@ def find_target(card: str | None) -> Target:
         return Target(machine, find_card(machine.name), machine.free_bytes)
     known = parse_card(card)
     free = known.bytes - CONTEXT
-    return Target(Machine(known.name, known.capability, free, PACKAGES), known, free, named=True)
+    # The lane for cards (requirements/stable.in) brings bitsandbytes.
+    return Target(Machine(known.name, known.capability, free, bitsandbytes=True), known, free, named=True)
 
 
 def weights_dtype(target: Target, wanted: str) -> torch.dtype:
     """What `model.dtype` means there: `auto` is bfloat16 on a card that has it, float32 elsewhere (models/loading.py)."""
-    if wanted == "auto":
-        return torch.bfloat16 if target.machine.bf16 else torch.float32
-    found: torch.dtype = getattr(torch, wanted)
-    return found
+    on_target = "bfloat16" if target.machine.bf16 else "float32"
+    return resolve_dtype(on_target if wanted == "auto" else wanted)
 
 
 def autocast_dtype(run: RunConfig, target: Target) -> torch.dtype | None:

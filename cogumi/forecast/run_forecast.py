@@ -5,7 +5,6 @@ by REACHED of the card's peak. A rollout by transformers reads all weights once 
 documents. The estimate takes the card's full bandwidth for that.
 """
 
-import json
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from cogumi.core import worker
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_duration, one_line
 from cogumi.core.notices import show_seconds
+from cogumi.core.run_directory import read_json
 from cogumi.forecast import data_sample, memory_forecast
 from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.disk_forecast import describe_disks
@@ -60,18 +60,6 @@ class Pace:
     measured: int = 0
 
 
-@dataclass(frozen=True)
-class ForecastRequest:
-    """A forecast to make. base, of_base: a directory or hub id, and its config. probe: what was measured."""
-
-    run: RunConfig
-    base: str
-    of_base: Any
-    found: DataSample
-    target: Target
-    probe: Pace | None = None
-
-
 @show_seconds("preflight: data, memory, time and disk of the run are being worked out")
 def forecast_run(
     config: Config,
@@ -103,10 +91,9 @@ def forecast_run(
     tried = measure_steps(run, train, config, overrides) if train is not None else None
     first = [] if card is not None else [describe_stack()]
     forecast = forecast_in_worker if apart or torch.cuda.is_available() else forecast_lines
-    lines, figures = forecast(ForecastRequest(run, base, of_base, found, target, tried))
-    return PreflightReport(
-        str(target), (*first, data_sample.describe_data(found, run), *lines), {"data": found.as_dict(), **figures}
-    )
+    lines, figures = forecast(run, base, of_base, found, target, tried)
+    lines = [*first, data_sample.describe_data(found, run), *lines]
+    return PreflightReport(str(target), tuple(lines), {"data": found.as_dict(), **figures})
 
 
 def describe_stack() -> Line:
@@ -116,24 +103,28 @@ def describe_stack() -> Line:
     return Line("stack", figure, "green" if found.state == "ok" else "yellow", found.fix)
 
 
-def forecast_in_worker(asked: ForecastRequest) -> ForecastLines:
+def forecast_in_worker(*asked: Any) -> ForecastLines:
     """`forecast_lines` in another process, which sees no GPU and leaves nothing behind in this one.
 
     Libraries cache tensors, which would be fake ones, and accelerate keeps settings for the whole process. Beside a GPU
     the trainer would be unsloth's. Raises RuntimeError for a process that broke or took too long.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    found: ForecastLines = worker.call("the forecast", forecast_lines, asked, environment=environment, timeout=LIMIT)
+    found: ForecastLines = worker.call("the forecast", forecast_lines, *asked, environment=environment, timeout=LIMIT)
     return found
 
 
-def forecast_lines(asked: ForecastRequest) -> ForecastLines:
-    """Builds trainers in this process, whose settings are the process's; `forecast_in_worker` has one for it."""
+def forecast_lines(
+    asked: RunConfig, base: str, of_base: Any, found: DataSample, target: Target, probe: Pace | None = None
+) -> ForecastLines:
+    """Builds trainers in this process, whose settings are the process's; `forecast_in_worker` has one for it.
+
+    base, of_base: a directory or hub id, and its config. probe: what was measured.
+    """
     patch(graph_break="off")  # without it TRL takes no gspo, and its losses need a GPU
-    of_base, found, target = asked.of_base, asked.found, asked.target
     lines: list[Line] = []
     figures: dict[str, Any] = {}
-    chosen_run, load, chosen = choose_for_target(asked.run, asked.base, target)
+    chosen_run, load, chosen = choose_for_target(asked, base, target)
     try:
         free = target.free - load.weights - MOMENTS * load.trained
         run, work = plan_work(chosen_run, of_base, found, target, free)
@@ -146,13 +137,13 @@ def forecast_lines(asked: ForecastRequest) -> ForecastLines:
         lines.append(memory_forecast.describe_memory(memory, chosen_run, chosen))  # its keys are those of the YAML
         figures["memory"] = memory.as_dict()
         if found.looked_at or configured_steps(run):
-            time = forecast_time(run, work, found, asked.probe or estimate_pace(run, of_base, work, found, target))
+            time = forecast_time(run, work, found, probe or estimate_pace(run, of_base, work, found, target))
             lines.append(describe_time(time, run, target))
             figures["time"] = vars(time)
         else:
             said = "how many steps are in the data is not known"
             lines.append(Line("time", said, "unknown", "set train.max_steps to plan with"))
-    return lines + describe_disks(asked.run), figures
+    return lines + describe_disks(asked), figures
 
 
 def choose_for_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:
@@ -267,18 +258,15 @@ def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overri
             train(config, **{**overrides, **ten})
         finally:
             log.setLevel(level)
-        figures = json.loads((place / "metrics.json").read_text(encoding="utf-8"))
+        figures = read_json(place / "metrics.json")
     steps, before = figures["steps"], figures["seconds"].get(REFERENCE, 0.0)
     return Pace(figures["step_seconds"] / steps, before, steps)
 
 
 def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
     """The line on time and cost; red where the budget ends the run before its steps do."""
-    price, limits = (
-        run.cogumi.price_per_hour,
-        {"cogumi.max_hours": run.cogumi.max_hours, "cogumi.max_cost": run.cogumi.max_cost},
-    )
-    budgets = {key: limit for key, limit in limits.items() if limit is not None}
+    price, limits = run.cogumi.price_per_hour, run.cogumi.model_dump(include={"max_hours", "max_cost"})
+    budgets = {f"cogumi.{key}": limit for key, limit in limits.items() if limit is not None}
     unpriced = "; cost: not known (set cogumi.price_per_hour)" if price is None else ""
     ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
     said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"

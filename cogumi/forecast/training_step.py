@@ -207,7 +207,7 @@ def create_optimizer(trainer: Any, live: StorageCounter, accumulating: bool) -> 
         optimizer.zero_grad()
     live.moments.pop("", None)
     for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(lambda parameter: live.set_kind(GRADIENTS, parameter.grad))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: live.count(parameter.grad, GRADIENTS))
     return optimizer, trained
 
 

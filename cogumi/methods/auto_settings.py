@@ -42,7 +42,7 @@ class Machine:
     name: str
     capability: tuple[int, int] | None
     free_bytes: int
-    packages: frozenset[str] = frozenset()
+    bitsandbytes: bool = False
     flash: str | None = None
     why_flash: str = "no flash attention was tried"
 
@@ -53,12 +53,12 @@ class Machine:
     @classmethod
     def here(cls) -> "Machine":
         """This machine. With a GPU it initialises CUDA, and runs flash attention in a process of its own."""
-        packages = frozenset(each for each in ("bitsandbytes",) if importlib.util.find_spec(each) is not None)
+        bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
         if not torch.cuda.is_available():
-            return cls("CPU", None, free_memory_bytes(), packages)
+            return cls("CPU", None, free_memory_bytes(), bitsandbytes)
         capability = torch.cuda.get_device_capability()
         flash = flash_attention() if capability >= (8, 0) else (None, NO_FLASH)
-        return cls(torch.cuda.get_device_name(), capability, free_memory_bytes(), packages, *flash)
+        return cls(torch.cuda.get_device_name(), capability, free_memory_bytes(), bitsandbytes, *flash)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Choice:
     room = max(0, int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing))
     whole, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
     name, why = "adamw_torch_fused", f"AdamW's moments are {format_memory(whole)}, and {format_memory(room)} are left"
-    if whole > room and "bitsandbytes" in machine.packages:
+    if whole > room and machine.bitsandbytes:
         name = "adamw_8bit" if small <= room else "paged_adamw_8bit"
         why += f"; {format_memory(small)} in 8 bits{'' if small <= room else ', paged into main memory'}"
     elif whole > room:

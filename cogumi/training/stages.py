@@ -22,7 +22,7 @@ from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
 from cogumi.forecast.preflight_report import PreflightReport
-from cogumi.forecast.run_forecast import ForecastRequest, describe_stack, forecast_in_worker
+from cogumi.forecast.run_forecast import describe_stack, forecast_in_worker
 from cogumi.health.flags import red_flags
 from cogumi.health.verdict import Check, Scale, Verdict, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
@@ -54,7 +54,7 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
         sample = data_sample.measure_data(run, data, tokenizer)
-        lines, figures = forecast_in_worker(ForecastRequest(run, base, of_base, sample, target))
+        lines, figures = forecast_in_worker(run, base, of_base, sample, target)
     except UsageError as error:
         raise RefusedAtSetup.like(error) from error
     except RuntimeError as error:
