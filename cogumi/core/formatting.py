@@ -58,6 +58,11 @@ def format_memory(count: float) -> str:
     return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
 
 
+def format_share(count: int, whole: int) -> str:
+    """In percent; what is there is never 0.0%."""
+    return "< 0.1%" if 0 < count < whole / 1000 else f"{count / max(1, whole):.1%}"
+
+
 def flag_sentence(flag: Mapping[str, Any]) -> str:
     """A flag that is not green in one sentence: its likely cause, the figures, the key to change."""
     cause, knob = (str(flag.get(key) or "") for key in ("cause", "knob"))

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cogumi.config.schema import DataSection, MixEntry, RunConfig
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
@@ -81,7 +82,7 @@ class Shares:
 
     def __str__(self) -> str:
         of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
-        left_out = ", ".join(f"{share(count, self.rows)} {reason}" for reason, count in of_rows.items())
+        left_out = ", ".join(f"{format_share(count, self.rows)} {reason}" for reason, count in of_rows.items())
         learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
         return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}"
 
@@ -91,11 +92,6 @@ def account_for(data: Data) -> Shares:
     dropped = {reason: each.count for reason, each in data.dropped.items()}
     name, examples, tokens = redact_text(data.name), len(data.dataset), data.lengths.tokens
     return Shares(name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned)
-
-
-def share(count: int, rows: int) -> str:
-    """In percent; what is there is never 0.0%."""
-    return "< 0.1%" if 0 < count < rows / 1000 else f"{count / max(1, rows):.1%}"
 
 
 def prepare_examples(

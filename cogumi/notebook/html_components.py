@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import flag_sentence, format_memory
+from cogumi.core.formatting import flag_sentence, format_memory, format_share
 from cogumi.core.redact import redact_text
 from cogumi.notebook import figures
 
@@ -145,18 +145,10 @@ def shares(account: Mapping[str, Any]) -> str:
         "cut (truncated)": account["truncated"],
         "equal to an earlier row": account["duplicated"],
     }
-    cells = [["rows", f"{rows:,}", ""]]
-    cells += [[escape_text(what), f"{count:,}", format_share(count, rows)] for what, count in of_rows.items() if count]
-    if tokens:
-        cells.append(["tokens", f"{tokens:,}", ""])
-    if learned:
-        cells.append(["learned tokens", f"{learned:,}", format_share(learned, tokens)])
-    return table(["", "number", "share"], cells, caption=account["name"], numbers=(1, 2), kind="narrow")
-
-
-def format_share(count: int, whole: int) -> str:
-    """In percent; what is there is never 0.0%."""
-    return "&lt; 0.1%" if 0 < count < whole / 1000 else f"{count / max(1, whole):.1%}"
+    cells = [("rows", rows, ""), *((what, count, format_share(count, rows)) for what, count in of_rows.items())]
+    cells += [("tokens", tokens, ""), ("learned tokens", learned, format_share(learned, tokens))]
+    said = [[escape_text(what), f"{count:,}", escape(share)] for what, count, share in cells if count or what == "rows"]
+    return table(["", "number", "share"], said, caption=account["name"], numbers=(1, 2), kind="narrow")
 
 
 def examples(found: Iterable[Sequence[tuple[str, str]]]) -> str:
