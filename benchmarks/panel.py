@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 from benchmarks.harness import Row, row
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
 from cogumi.notebook import panel
-from cogumi.notebook.run_snapshot import RunSnapshot
+from cogumi.notebook.panel import RunSnapshot
 
 ROWS, GROWING_FROM = 1_000_000, 2_000
 ROWS_A_SECOND = 5

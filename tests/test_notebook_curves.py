@@ -123,7 +123,7 @@ def test_a_million_lines_stay_small(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps({"state": "finished", "time": 0.0}))
     looks = (
         "import re, sys; from pathlib import Path\n"
-        "from cogumi.notebook.run_snapshot import RunSnapshot; from cogumi.notebook.panel import render_plots\n"
+        "from cogumi.notebook.panel import RunSnapshot, render_plots\n"
         "looker = RunSnapshot(Path(sys.argv[1])); look = looker.look()\n"
         "drawn = render_plots(look)\n"
         "rows = sum(curve.bins[5].sum() for plot, curves in look.curves.plots() for curve in curves.values())\n"

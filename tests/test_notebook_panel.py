@@ -16,9 +16,8 @@ from cogumi.checkpoints.manifest import write_manifest
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
 from cogumi.notebook import panel
 from cogumi.notebook.curves import Curves, format_number, render_plots, render_svg
-from cogumi.notebook.panel import RunPanel
+from cogumi.notebook.panel import RunPanel, RunSnapshot
 from cogumi.notebook.report import write_report
-from cogumi.notebook.run_snapshot import RunSnapshot
 
 EVIL = "</pre><script>alert(1)</script>"
 FLAG = {"cause": "a rate too high", "knob": "train.learning_rate"}

@@ -24,7 +24,7 @@ from cogumi.health.flags import (
 )
 from cogumi.health.verdict import Check, Verdict, judge, safe_to_scale
 from cogumi.notebook import panel
-from cogumi.notebook.run_snapshot import RunSnapshot
+from cogumi.notebook.panel import RunSnapshot
 from cogumi.telemetry.status import format_screen, format_sentence, status_of
 
 SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)

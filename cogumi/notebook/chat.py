@@ -199,7 +199,7 @@ class Answers:
         return "\n".join(f"{column}:\n{text}" for column, text in said.items())
 
     def _repr_html_(self) -> str:
-        return inline_styles(render_talk(self.texts, [(self.message, self.texts)]))
+        return inline_styles(render_talk([*self.texts], [(self.message, self.texts)]))
 
 
 def answer_once(chat: Chat, message: str) -> Answers:
@@ -347,8 +347,7 @@ class ChatPanel:
         self.state.value = render_message(word)
 
 
-def render_talk(columns: Iterable[str], said: Iterable[tuple[str, dict[str, str]]]) -> str:
+def render_talk(columns: Sequence[str], said: Iterable[tuple[str, dict[str, str]]]) -> str:
     """A table: each message, and beside it what every column answered."""
-    columns = list(columns)
     rows = [[verbatim(message), *(render_completion(texts[each]) for each in columns)] for message, texts in said]
     return table(["message", *columns], rows, kind="wide even")

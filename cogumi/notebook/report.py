@@ -21,7 +21,7 @@ from cogumi.notebook import figures, html_components
 from cogumi.notebook.completions import render_columns, render_rollouts
 from cogumi.notebook.curves import render_curves
 from cogumi.notebook.html_components import checkpoints, escape_text, facts, folded, level, style, verbatim
-from cogumi.notebook.run_snapshot import RunSnapshot
+from cogumi.notebook.panel import RunSnapshot
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
