@@ -88,17 +88,14 @@ def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSamp
         examples += chunk.table.num_rows
         truncated += chunk.truncated
         dropped.update({reason: each.count for reason, each in chunk.dropped.items()})
-        if run.cogumi.method == "gspo":
-            lengths += prompt_lengths(chunk.table["prompt"].to_pylist(), tokenizer)
-        else:
-            lengths += token_lengths(chunk.table)
+        is_rl = run.cogumi.method == "gspo"
+        lengths += prompt_lengths(chunk.table["prompt"].to_pylist(), tokenizer) if is_rl else token_lengths(chunk.table)
         tables.append(chunk.table)
         rows += sum(map(count_rows, source.files))
     if not examples:
         reasons = ", ".join(f"{count:,} are {reason}" for reason, count in dropped.items())
-        raise UsageError(
-            f"of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}", key="data"
-        )
+        what = f"of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}"
+        raise UsageError(what, key="data")
     chosen = max(0, round((rows - held_out_rows(rows, run.data.eval_rows)) * run.data.fraction))
     trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
     packed = packed_rows(run, Dataset(tables[0]))
@@ -113,9 +110,8 @@ def measure_data(run: RunConfig, data: Data, tokenizer: Any) -> DataSample:
         lengths = Lengths(prompt_lengths(list(some["prompt"]), tokenizer))
     dropped = {reason: each.count for reason, each in data.dropped.items()}
     first = data.dataset.select(range(min(ROWS, examples)))
-    return DataSample(
-        data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed_rows(run, first)
-    )
+    packed = packed_rows(run, first)
+    return DataSample(data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed)
 
 
 def prompt_lengths(prompts: list[Any], tokenizer: Any) -> list[int]:

@@ -230,10 +230,8 @@ def describe_memory(step: MemoryForecast, run: RunConfig, chosen: Sequence[Choic
     work, stage = step.work, step.peak_moment.stage
     made_of = ", ".join(f"{kind} {format_memory(size)}" for kind, size in step.breakdown.items())
     at_once = work.rollout if stage == ROLLOUT else work.rows
-    said = (
-        f"{format_memory(step.peak)} of {format_memory(step.free)} at the peak, in "
-        f"{stage} with {at_once} x {work.length} tokens: {made_of}"
-    )
+    said = f"{format_memory(step.peak)} of {format_memory(step.free)} at the peak, in "
+    said += f"{stage} with {at_once} x {work.length} tokens: {made_of}"
     if chosen:
         said += "; with " + ", ".join(f"{each.key}: {each.value}" for each in chosen) + ", which the run chooses"
     return Line("memory", said) if step.fits else Line("memory", said, "red", suggest_fix(step, run))

@@ -62,11 +62,7 @@ class Pace:
 
 @show_seconds("preflight: data, memory, time and disk of the run are being worked out")
 def forecast_run(
-    config: Config,
-    card: str | None,
-    train: Callable[..., Any] | None,
-    overrides: dict[str, Any],
-    apart: bool = True,
+    config: Config, card: str | None, train: Callable[..., Any] | None, overrides: dict[str, Any], apart: bool = True
 ) -> PreflightReport:
     """`cogumi.preflight`, where torch may be imported. train: `cogumi.train`, where ten steps are to be made.
 

@@ -151,9 +151,8 @@ def compare_models(
         raise UsageError(what, key="data.source", fix="compare on data with a known answer")
     asked = [each if isinstance(each, str) else each[-1]["content"] for each in examples["prompt"]]
     _, ids = render_prompts(list(examples["prompt"]), tokenizer, run.cogumi.thinking)
-    return Comparison(
-        asked, list(examples[column]), {name: complete_all(path, tokenizer, ids, run) for name, path in paths.items()}
-    )
+    written = {name: complete_all(path, tokenizer, ids, run) for name, path in paths.items()}
+    return Comparison(asked, list(examples[column]), written)
 
 
 def complete_all(path: str, tokenizer: Any, prompts: list[list[int]], run: RunConfig) -> list[str]:

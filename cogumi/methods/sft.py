@@ -12,14 +12,7 @@ import torch
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.packing import (
-    PAIRS,
-    collate_rows_apart,
-    probe_packing,
-    rows_per_step,
-    wants_one_sequence,
-    with_labels,
-)
+from cogumi.data.packing import PAIRS, collate_rows_apart, probe_packing, rows_per_step, wants_one_sequence, with_labels
 from cogumi.patches import unsloth_rl
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 
@@ -93,9 +86,8 @@ def pack_datasets(
             log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
                         "%.1e: examples would read each other", distance, bound)  # fmt: skip
         else:
-            log.info(
-                "packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)", distance, bound
-            )
+            said = "packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)"
+            log.info(said, distance, bound)
     write_section(place, PACKING, decided)
     if decided["safe"] is False:
         args.packing = args.padding_free = False
@@ -106,10 +98,9 @@ def pack_datasets(
     examples_per_row = len(train_dataset) / len(packed)
     tokens = pc.sum(pc.list_value_length(packed.data.column("input_ids"))).as_py()
     efficiency = tokens / (len(packed) * length)  # the share of the slots of full rows that holds a token
-    asked = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    at_once, accumulated = rows_per_step(
-        examples_per_row, args.per_device_train_batch_size, args.gradient_accumulation_steps
-    )
+    at_once, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    asked = at_once * accumulated
+    at_once, accumulated = rows_per_step(examples_per_row, at_once, accumulated)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = at_once, accumulated
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
     args.eval_packing = False  # the held-out loss is that of an unpacked run

@@ -9,15 +9,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import SAMPLES_FILE, read_jsonl
 from cogumi.notebook.curves import HtmlFigure
-from cogumi.notebook.html_components import (
-    describe_blank,
-    escape_text,
-    folded,
-    inline_styles,
-    level,
-    table,
-    verbatim,
-)
+from cogumi.notebook.html_components import describe_blank, escape_text, folded, inline_styles, level, table, verbatim
 
 # Of a sample's columns those that are no answer.
 NO_ANSWERS = ("step", "prompt", "completion", "ended", "prefix", "suffix", "rejected")

@@ -175,9 +175,8 @@ def axis_range(curves: Iterable[Curve]) -> tuple[float, float]:
 WIDTH, HEIGHT = 310, 140
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 30, 18
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, INK)
-LINES = tuple(
-    zip((*COLOURS, BLUE, VERMILLION), ("none", "5 2", "5 2 1 2", "1 1", "8 2", "2 2", "8 2 1 2 1 2"), strict=True)
-)
+DASHES = ("none", "5 2", "5 2 1 2", "1 1", "8 2", "2 2", "8 2 1 2 1 2")
+LINES = tuple(zip((*COLOURS, BLUE, VERMILLION), DASHES, strict=True))
 """Colour and dash: what is a line's own."""
 
 
@@ -272,14 +271,11 @@ def points(x: np.ndarray, y: np.ndarray) -> str:
 
 def render_axes(x: str, first: float, last: float, low: float, high: float) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = [
-        f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>',
-        render_text(LEFT - 4, TOP + 8, format_number(high), "end"),
-        render_text(LEFT - 4, bottom, format_number(low), "end"),
-        render_text(LEFT, HEIGHT - 4, f"{x} {format_place(first)}", "start"),
-        render_text(right, HEIGHT - 4, format_place(last), "end") if last > first else "",
-    ]
-    return "".join(parts)
+    drawn = f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>'
+    drawn += render_text(LEFT - 4, TOP + 8, format_number(high), "end")
+    drawn += render_text(LEFT - 4, bottom, format_number(low), "end")
+    drawn += render_text(LEFT, HEIGHT - 4, f"{x} {format_place(first)}", "start")
+    return drawn + (render_text(right, HEIGHT - 4, format_place(last), "end") if last > first else "")
 
 
 def render_title(plot: Plot, curves: Mapping[str, Curve]) -> str:

@@ -17,14 +17,7 @@ import numpy as np
 
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import ROLLOUTS
-from cogumi.notebook.curves import (
-    Curve,
-    Curves,
-    HtmlFigure,
-    Plot,
-    render_curves,
-    render_plots,
-)
+from cogumi.notebook.curves import Curve, Curves, HtmlFigure, Plot, render_curves, render_plots
 from cogumi.telemetry.status import read_json_or_empty
 
 if TYPE_CHECKING:
@@ -61,10 +54,8 @@ def rewards(run_dir: str | PathLike[str]) -> HtmlFigure:
     quarter = math.ceil(len(there) / 4)
     parts = {"first": values[steps <= there[quarter - 1]], "last": values[steps >= there[-quarter]]}
     edges = np.histogram_bin_edges(values, bins=20)
-    spread = {
-        f"{when} quarter": histogram(edges[:-1], edges[1:], np.histogram(part, edges)[0] / len(part))
-        for when, part in parts.items()
-    }
+    shares = {when: np.histogram(part, edges)[0] / len(part) for when, part in parts.items()}
+    spread = {f"{when} quarter": histogram(edges[:-1], edges[1:], share) for when, share in shares.items()}
     first, last = (float(part.mean()) for part in parts.values())
     words = f"mean reward {first:.3g} in the first quarter of the steps, {last:.3g} in the last"
     words += "" if finite.all() else f"; {(~finite).sum():,} values not finite are left out"
@@ -114,13 +105,10 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> HtmlFigure:
     groups, outside = read_deltas(directory)
     if not groups:
         raise UsageError("no layer was changed by a merge there", place=directory)
-    plots = [
-        (
-            Plot(group, (), "|change| / |weight|", "layer"),
-            {kind: Curve.through(*np.array(sorted(by.items())).T) for kind, by in kinds.items()},
-        )
-        for group, kinds in groups.items()
-    ]
+    plots = []
+    for group, kinds in groups.items():
+        found = {kind: Curve.through(*np.array(sorted(by.items())).T) for kind, by in kinds.items()}
+        plots.append((Plot(group, (), "|change| / |weight|", "layer"), found))
     changes = ((by[layer], kind, layer) for kinds in groups.values() for kind, by in kinds.items() for layer in by)
     most, kind, layer = max(changes)
     words = f"the largest change is {most:.2%} of {kind} of layer {layer}"

@@ -235,9 +235,8 @@ def dataclass_fields(signature: type, left_out: Iterable[str]) -> Iterator[Field
             default = None if each.default is dataclasses.MISSING else each.default
             if each.default_factory is not dataclasses.MISSING:
                 default = each.default_factory()
-            yield make_field(
-                each.name, hints[each.name], default, str(each.metadata.get("help", "")).replace("%%", "%")
-            )
+            doc = str(each.metadata.get("help", "")).replace("%%", "%")
+            yield make_field(each.name, hints[each.name], default, doc)
 
 
 def make_field(key: str, hint: Any, default: Any, doc: str) -> Field:
