@@ -7,8 +7,7 @@ model, so it separates a weak model from shuffled rows. `measure_pairs` is the o
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -85,8 +84,8 @@ def gains(
     return [share(j, j) - statistics.fmean(share((j + k) % n, j) for k in range(1, OTHERS + 1)) for j in range(n)]
 
 
-def examine_batches(trainer: Any) -> BatchStatistics:
-    """What the collator of an SFT or DPO trainer makes of examples spread over the training data."""
+def examine_batches(trainer: Any, method: str) -> BatchStatistics:
+    """What the collator of an SFT or DPO trainer makes of examples spread over the data, and whether texts belong together."""
     dataset = trainer.train_dataset
     examples = [dataset[i] for i in spread(len(dataset), EXAMPLES)]
     with torch.random.fork_rng(devices=[]):  # a collator may draw, and the training is to be the one without this look
@@ -107,6 +106,9 @@ def examine_batches(trainer: Any) -> BatchStatistics:
         ends=int(torch.isin(labels[learned], torch.tensor(sorted(ends), dtype=labels.dtype)).sum()) if ends else 0,
         pad_is_end=getattr(trainer.processing_class, "pad_token_id", None) in ends,
         entropy=entropy_of(labels[learned]),
+        pairs=measure_pairs(trainer) if method == "sft" and learned.any() else None,
+        words=shared_words_of(trainer) if method == "sft" and learned.any() else None,
+        answers=shared_words_of_answers(trainer) if method == "dpo" else None,
     )
 
 
@@ -161,9 +163,11 @@ def measure_pairs(trainer: Any) -> PairLosses | None:
     if len(pieces) < PAIRS // 2 or len({tuple(prompt) for prompt, _, _ in pieces}) < len(pieces) // 2:
         return None
     others = [*pieces[1:], pieces[0]]
-    with evaluation_mode(trainer):
+    with preserve_rng_and_mode(trainer.model):
+        trainer.model.eval()
         own = [loss_of(trainer, prompt, rest, labels) for prompt, rest, labels in pieces]
         other = [loss_of(trainer, others[i][0], rest, labels) for i, (_, rest, labels) in enumerate(pieces)]
+    logged_metrics(trainer, "eval").clear()  # between two evaluations there are none
     gains = [b - a for a, b in zip(own, other, strict=True)]
     if not all(map(math.isfinite, gains)):
         return None  # the flag for finite numbers will say so
@@ -176,14 +180,3 @@ def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int])
     with torch.no_grad(), trainer.compute_loss_context_manager():
         inputs = prepared_inputs(trainer, trainer.data_collator([example]))
         return float(trainer.compute_loss(trainer.model, inputs))
-
-
-@contextmanager
-def evaluation_mode(trainer: Any) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards its modes, the generators and the trainer's metrics as they were."""
-    try:
-        with preserve_rng_and_mode(trainer.model):
-            trainer.model.eval()
-            yield
-    finally:
-        logged_metrics(trainer, "eval").clear()  # between two evaluations there are none

@@ -20,11 +20,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.config.schema import Thresholds
 from cogumi.core.run_directory import read_json, write_json
-from cogumi.health.data_checks import examine_batches, measure_pairs, shared_words_of, shared_words_of_answers
+from cogumi.health.data_checks import examine_batches, measure_pairs
 from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, read_samples, red_flags
 from cogumi.health.flags_by_method import TELLS, token_frequencies
 from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
 from cogumi.health.verdict import Check, judge
+from cogumi.patches.trl_internals import wrap_method
 from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
 
 log = logging.getLogger("cogumi")
@@ -74,8 +75,7 @@ class Sentinel(TrainerCallback):
         self.start, self.moved = sample_weights(trainer.model), False
         self.seen: Counter[str] = Counter()  # since the last logged row
         self.began = time.perf_counter()
-        self.get_batch_samples = trainer.get_batch_samples
-        trainer.get_batch_samples = self.time_batches
+        wrap_method(trainer, "get_batch_samples", self.time_batches)
 
     def begin(self) -> None:
         if self.path.exists():  # of the part before
@@ -83,12 +83,7 @@ class Sentinel(TrainerCallback):
                 self.was_red[each["name"]] = each.pop("step"), Flag(**each)
         with self.excused():
             if self.method != "gspo":
-                self.batches = examine_batches(self.trainer)
-            if self.method == "dpo" and self.batches:
-                self.batches = replace(self.batches, answers=shared_words_of_answers(self.trainer))
-            if self.method == "sft" and self.batches and self.batches.learned:
-                pairs, words = measure_pairs(self.trainer), shared_words_of(self.trainer)
-                self.batches = replace(self.batches, pairs=pairs, words=words)
+                self.batches = examine_batches(self.trainer, self.method)
         self.look(0)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -103,10 +98,10 @@ class Sentinel(TrainerCallback):
                 self.remember(dict(row))
         self.judged_at = state.global_step
 
-    def time_batches(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the trainer's `get_batch_samples`: the batches of one optimizer step, and how long they took."""
+    def time_batches(self, get_batch_samples: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The batches of one optimizer step, and how long the trainer took to get them."""
         began = time.perf_counter()
-        found = self.get_batch_samples(*args, **kwargs)
+        found = get_batch_samples(*args, **kwargs)
         waited = time.perf_counter() - began
         self.seen.update({"seen/wait": waited, "seen/seconds": waited})
         return found
@@ -181,10 +176,7 @@ class Sentinel(TrainerCallback):
         return RunHistory(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.conclude()
-
-    def conclude(self) -> None:
-        """Judge what there is at the end: of the steps, and then of the samples that are written after them."""
+        """Judge what there is at the end of the steps; a run asks again after the samples that are written after them."""
         self.look(self.trainer.state.global_step, write=True)
 
     def act_on_red(self, control: TrainerControl) -> None:

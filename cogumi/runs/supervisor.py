@@ -115,7 +115,7 @@ def describe_existing(run: "RunConfig") -> str:
 
     Raises UsageError where something else is in its directory.
     """
-    from cogumi.training.resumption import describe_differences, refuse_unless_unfinished
+    from cogumi.training.stages import describe_differences, refuse_unless_unfinished
 
     if is_empty(run.run_dir):
         return ""

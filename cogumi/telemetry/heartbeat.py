@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,13 @@ class Heartbeat:
         self.stalled: Callable[[], str] = str  # what a mirror says that falls behind, "" where it does not
         self.failing = False
         self.over = threading.Event()
-        self.has_nvml = torch.cuda.is_available() and has_nvml()
+        self.has_nvml = torch.cuda.is_available()
+        try:
+            if self.has_nvml:
+                torch.cuda.utilization()
+        except Exception as error:  # noqa: BLE001 (NVML's own, where its package is there)
+            log.info("no GPU utilization in heartbeat.json: %s", one_line(error))
+            self.has_nvml = False
         psutil.cpu_percent()  # the first call starts the interval of the next
         self.thread = threading.Thread(target=self.run, name="cogumi heartbeat", daemon=True)
 
@@ -82,22 +88,16 @@ class Heartbeat:
 
     def now(self) -> dict[str, Any]:
         """Bytes are bytes, percentages 0 to 100. `used` memory of a GPU is everybody's."""
-        progress, meter = self.progress, self.meter
-        left = progress.eta_seconds
+        meter, left = self.meter, self.progress.eta_seconds
         memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.run_dir)
         return {
             "stage": meter.stage,
-            "step": progress.step,
-            "steps": progress.steps,
             "time": time.time(),
-            "step_time": progress.step_time,
+            **asdict(self.progress),
             "started": meter.started,
             "elapsed_seconds": meter.elapsed(),
-            "eta_seconds": left,
             "cost_so_far": meter.cost(),
             "cost_at_end": None if left is None else meter.cost(left),
-            "tokens_per_second": progress.tokens_per_second,
-            "mfu": progress.mfu,
             "seconds": meter.seconds(),
             "counts": meter.counts,
             "stalled": self.stalled() or None,
@@ -114,15 +114,6 @@ class Heartbeat:
         utilization = torch.cuda.utilization() if self.has_nvml else None
         name = torch.cuda.get_device_name()
         return {"name": name, "used": total - free, "total": total, "utilization_percent": utilization}
-
-
-def has_nvml() -> bool:
-    try:
-        torch.cuda.utilization()
-    except Exception as error:  # noqa: BLE001 (NVML's own, where its package is there)
-        log.info("no GPU utilization in heartbeat.json: %s", one_line(error))
-        return False
-    return True
 
 
 @contextmanager
@@ -146,20 +137,8 @@ def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
 
 
 def write_summary(heart: Heartbeat) -> None:
-    found = summarize(heart)
-    peak, forecast = (found["memory"].get(key) for key in ("gpu_peak_allocated", "gpu_peak_forecast"))
-    if peak and forecast:
-        more = 100 * (forecast / peak - 1)
-        log.info("GPU memory: %s at its peak, %s forecast (%+.1f %%)", format_bytes(peak), format_bytes(forecast), more)
-    try:
-        write_json(heart.run_dir / SUMMARY, found)
-    except OSError as error:  # what went wrong first is what the run ends with
-        log.error("%s could not be written: %s", heart.run_dir / SUMMARY, error.strerror)
-
-
-def summarize(heart: Heartbeat) -> dict[str, Any]:
     """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process."""
-    meter, throughput = heart.meter, heart.throughput
+    meter, throughput, path = heart.meter, heart.throughput, heart.run_dir / SUMMARY
     found: dict[str, Any] = {
         "steps": heart.progress.step,
         "max_steps": heart.progress.steps,
@@ -180,10 +159,16 @@ def summarize(heart: Heartbeat) -> dict[str, Any]:
     # getrusage(2): kilobytes on Linux, bytes on macOS
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     memory = found["memory"] = {"peak_rss": rss}
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
-        memory["gpu_peak_allocated"] = torch.cuda.max_memory_allocated()
-        memory["gpu_peak_reserved"] = torch.cuda.max_memory_reserved()
+        memory |= {"gpu_peak_allocated": peak, "gpu_peak_reserved": torch.cuda.max_memory_reserved()}
     forecast = read_section(heart.run_dir / FORECAST, "preflight").get("figures", {}).get("memory")
     if forecast is not None:
-        memory["gpu_peak_forecast"] = forecast["tensors"] + forecast["workspace"]
-    return found
+        planned = memory["gpu_peak_forecast"] = forecast["tensors"] + forecast["workspace"]
+        if peak and planned:
+            more, said = 100 * (planned / peak - 1), map(format_bytes, (peak, planned))
+            log.info("GPU memory: %s at its peak, %s forecast (%+.1f %%)", *said, more)
+    try:
+        write_json(path, found)
+    except OSError as error:  # what went wrong first is what the run ends with
+        log.error("%s could not be written: %s", path, error.strerror)

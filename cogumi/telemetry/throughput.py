@@ -12,7 +12,6 @@ With gradient checkpointing a perfect machine shows an MFU of 67 % with LoRA and
 the LM head only with learned tokens, which MFU does not know. A step that is made again after a kill counts again.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from cogumi.core.run_directory import read_json
 from cogumi.data.packing import padding_mask
-from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts
+from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts, wrap_method
 from cogumi.stack.gpus import find_card
 
 HEARTBEAT = "heartbeat.json"
@@ -170,9 +169,6 @@ class TokenCounts:
     step_seconds: float = 0.0
     rollout_seconds: float = 0.0
 
-    def since(self, before: "TokenCounts") -> "TokenCounts":
-        return TokenCounts(**{key: value - getattr(before, key) for key, value in asdict(self).items()})
-
 
 class Throughput:
     """Counts what one trainer's loss is computed on, by looking at the batches that its `compute_loss` is given.
@@ -183,15 +179,7 @@ class Throughput:
         self.total, self.last = TokenCounts(**meter.counts), TokenCounts(**meter.counts)
         self.on_device: Tensor | None = None
         self.work, self.peak, self.no_mfu = flops_and_peak(trainer.model)
-        compute_loss = trainer.compute_loss
-
-        @functools.wraps(compute_loss)
-        def counting(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            if model.training:
-                self.add(inputs)
-            return compute_loss(model, inputs, *args, **kwargs)
-
-        trainer.compute_loss = counting
+        wrap_method(trainer, "compute_loss", self.count)
         if makes_rollouts(trainer):
             observe_rollouts(trainer, self.time_rollout)
 
@@ -205,9 +193,11 @@ class Throughput:
         self.total.rollout_seconds += self.meter.seconds()[ROLLOUT] - before
         return batch
 
-    def add(self, inputs: dict[str, Any]) -> None:
-        sums = torch.stack(document_lengths(inputs))
-        self.on_device = sums if self.on_device is None else self.on_device + sums
+    def count(self, compute_loss: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if model.training:
+            sums = torch.stack(document_lengths(inputs))
+            self.on_device = sums if self.on_device is None else self.on_device + sums
+        return compute_loss(model, inputs, *args, **kwargs)
 
     def read(self) -> None:
         """Take what is on the device into the totals, and leave them where the heartbeat finds them."""
@@ -220,8 +210,9 @@ class Throughput:
 
     def window(self) -> TokenCounts:
         self.read()
-        done, self.last = self.total.since(self.last), replace(self.total)
-        return done
+        done = {key: value - getattr(self.last, key) for key, value in asdict(self.total).items()}
+        self.last = replace(self.total)
+        return TokenCounts(**done)
 
     def tokens_per_second(self, done: TokenCounts) -> float | None:
         return done.tokens / done.step_seconds if done.tokens and done.step_seconds > 0 else None
@@ -254,11 +245,9 @@ def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     inputs: of TRL's trainers. GRPO has prompt and completion apart, and SFT and DPO rows with an attention mask. With
     packing the positions of a row start anew at each document: over a document the sum of 2 p + 1 is n^2.
     """
-    if "completion_ids" in inputs:
-        lengths = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)
-        return lengths.square().sum(), lengths.sum()
-    if inputs.get("attention_mask") is not None:
-        lengths = inputs["attention_mask"].sum(-1)
+    masks = ("prompt_mask", "completion_mask") if "completion_ids" in inputs else ("attention_mask",)
+    if all(inputs.get(name) is not None for name in masks):
+        lengths = torch.stack([inputs[name].sum(-1) for name in masks]).sum(0)
         return lengths.square().sum(), lengths.sum()
     ids: Tensor = inputs["input_ids"]
     if inputs.get("position_ids") is not None:

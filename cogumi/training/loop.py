@@ -32,7 +32,6 @@ from cogumi.telemetry import recorder, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import BUDGET_SPENT
 from cogumi.telemetry.throughput import PAUSED_STAGE
-from cogumi.training.resumption import was_evaluated
 
 log = logging.getLogger("cogumi")
 TIMES = 10  # at most so often on the way
@@ -98,16 +97,14 @@ class ControlCallback(TrainerCallback):
         """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end."""
         if self.reason is None:
             return
-        directory, protection = self.telemetry.run_dir, self.trainer.cogumi_protection
-        path, reason = directory / PAUSED, f"step {state.global_step}: {self.reason}"
+        directory, protection, step = self.telemetry.run_dir, self.trainer.cogumi_protection, state.global_step
+        path, reason = directory / PAUSED, f"step {step}: {self.reason}"
         self.reason = None
         protection.saver.settle()  # the checkpoint of this step is there when the file is
         how = "`cogumi unpause`, or removing this file, ends the pause. A process that is ended now can be resumed."
         path.write_text(f"{reason}\n{how}\n")
         recorder.set_status(directory, "paused", reason=reason)
-        log.warning(
-            "training is paused after step %d; `cogumi unpause %s` ends the pause", state.global_step, directory
-        )
+        log.warning("training is paused after step %d; `cogumi unpause %s` ends the pause", step, directory)
         with protection.watchdog.excused(), self.telemetry.meter.stage_inside(PAUSED_STAGE):
             while path.exists() and protection.preemption.received is None:
                 time.sleep(PAUSE_SECONDS)
@@ -118,11 +115,9 @@ class ControlCallback(TrainerCallback):
 
 def remove_request(path: Path) -> bool:
     """Remove the file; whether it was there."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
+    there = path.exists()
+    path.unlink(missing_ok=True)
+    return there
 
 
 def forget_requests(directory: Path) -> None:
@@ -224,3 +219,7 @@ def log_disk_forecast(run: RunConfig, trainer: Any) -> None:
     write_section(run.run_dir / FORECAST, "disks", {"fits": found.fits, "lines": found.lines})
     for line in found.lines:
         log.log(logging.INFO if found.fits else logging.WARNING, "disk: %s", line)
+
+
+def was_evaluated(run_dir: Path, step: int) -> bool:
+    return any("eval_loss" in row and row["step"] == step for row in read_jsonl(run_dir / "metrics.jsonl"))

@@ -38,7 +38,6 @@ from cogumi.telemetry.throughput import Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import stages
 from cogumi.training.loop import fit, forget_requests
-from cogumi.training.resumption import is_resuming, lock_run
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -82,7 +81,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     refuse_early(run)
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
-    again = is_resuming(run)
+    again = stages.is_resuming(run)
     if again:
         building.refuse_spent(run.run_dir, run.cogumi)
     written, asked = dump_config(run), run.model.revision
@@ -105,7 +104,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     with (
         survive_closed_terminal(),
         exit_on_signals(),
-        lock_run(run_dir),
+        stages.lock_run(run_dir),
         write_report_at_end(run_dir),
         record_run(run_dir, again),
         measure_run(run_dir, meter) as heart,
@@ -154,11 +153,11 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             enter("samples")
             step = trainer.state.global_step
             write_samples(run_dir, trainer.model, tokenizer, examples.prompts, step, run.cogumi.stop)
-            fitted.sentinel.conclude()
+            fitted.sentinel.on_train_end()
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
-            merged, of_merge = stages.try_merge(run, run_dir, adapter, base, trainer.model, tokens)
+            merged, of_merge = stages.try_merge(run, adapter, base, trainer.model, tokens)
             checks += of_merge
         verdict = stages.conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory

@@ -1,23 +1,37 @@
-"""The stages of a run beside its training: the preflight, the download, what is saved, merged and checked, the verdict."""
+"""The stages of a run beside its training: resuming one, preflight, download, what is saved, merged and checked, verdict."""
 
 import logging
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import yaml
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cogumi.checkpoints.commit import remove_if_there, write_aside
+from cogumi.checkpoints.manifest import differences
 from cogumi.checkpoints.saving import RETRY_SECONDS
-from cogumi.config.schema import RunConfig
+from cogumi.config.schema import RunConfig, Thresholds, dump_config
 from cogumi.core.disk_space import space_of
+from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import DECISIONS, FORECAST, read_json, write_atomic, write_json, write_section
+from cogumi.core.run_directory import (
+    DECISIONS,
+    FORECAST,
+    is_empty,
+    read_json,
+    refuse_occupied,
+    unwritable_error,
+    write_atomic,
+    write_json,
+    write_section,
+)
 from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
@@ -31,15 +45,89 @@ from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.logits import check_directory
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.telemetry.recorder import set_status, terminal_loggers
-from cogumi.telemetry.status import SANITY_CHECKED
+from cogumi.telemetry.status import AT_WORK, BUDGET_SPENT, SANITY_CHECKED, STOPPED
 from cogumi.training.loop import TrainingOutcome
-from cogumi.training.resumption import RESUME_HINTS
 
 log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
 # Of an update. Measured with the small base in bfloat16: 82 % after two steps of GSPO, 96 % after six, 99.8 % after 36.
 WELL_RETAINED = 0.98
 SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
+RESUME_HINTS = {
+    SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
+    STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
+    BUDGET_SPENT: "the same command with a larger budget continues from here",
+}
+# "running" is one that was killed: a living one holds the directory's lock.
+UNFINISHED = (*AT_WORK, "interrupted", "failed", "stopped", STOPPED, SANITY_CHECKED, BUDGET_SPENT)
+# What may differ when a run resumes: where it is, what is kept and shown of it; nothing that shapes what is learned.
+COGUMI = "run_dir resume merge compile preflight mirror sanity on_red on_full on_hung price_per_hour max_hours max_cost"
+TRAIN = "save_steps save_strategy save_total_limit report_to run_name"
+MUTABLE_KEYS = {
+    *(f"cogumi.{key}" for key in (*COGUMI.split(), "samples_every")),
+    *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
+    *(f"train.{key}" for key in TRAIN.split()),
+}
+
+
+def is_resuming(run: RunConfig) -> bool:
+    """Whether run.run_dir holds this run, unfinished; False where there is nothing. Changes nothing.
+
+    Raises UsageError for anything else: a finished run, one that is under way, one of another configuration, other files.
+    """
+    if is_empty(run.run_dir):
+        above = next(each for each in (run.run_dir, *run.run_dir.absolute().parents) if each.is_dir())
+        if error := write_error(above):
+            raise unwritable_error(run.run_dir, error)
+        return False
+    with lock_run(run.run_dir):
+        refuse_unless_unfinished(run)
+        if error := write_error(run.run_dir):  # and not because its disk is full
+            raise unwritable_error(run.run_dir, error)
+    return True
+
+
+def refuse_unless_unfinished(run: RunConfig) -> None:
+    """Raise UsageError where the run directory holds anything but this run, unfinished."""
+    status, config = run.run_dir / "status.json", run.run_dir / "config.yaml"
+    there = read_json(status) if config.exists() and status.exists() and status.stat().st_size else {}
+    if run.cogumi.resume == "never" or there.get("state") not in UNFINISHED:
+        refuse_occupied(run.run_dir)
+    if other := describe_differences(run):
+        problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
+        raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to resume that run")
+    sanity = run.cogumi.sanity
+    if sanity is None or there.get("state") != SANITY_CHECKED:
+        return
+    checked = read_json(run.run_dir / "flags.json")["step"]
+    if sanity <= checked:
+        fix = f"leave cogumi.sanity out and the run resumes there, set it above {checked} to check more steps"
+        fix += ", or set cogumi.run_dir to a new directory"
+        raise UsageError(f"its first steps were checked, {there['reason']}", place=run.run_dir, fix=fix)
+
+
+@contextmanager
+def lock_run(run_dir: Path) -> Iterator[None]:
+    """Hold the directory of a run. Raises UsageError where a living process does."""
+    with lock_directory(run_dir) as ours:
+        if ours is False:
+            problem, fix = "this run is under way in another process", "wait for it, or end that one"
+            raise UsageError(problem, place=run_dir, fix=fix)
+        yield
+
+
+def describe_differences(run: RunConfig) -> str:
+    """What of the run in the directory is not as it was asked for, in words; "" where only MUTABLE_KEYS is."""
+    before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
+    there, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
+    return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
 
 
 def wants_preflight(run: RunConfig) -> bool:
@@ -76,12 +164,8 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
 
 def fetch_into(run_dir: Path, download: Download) -> None:
     write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
-
-    def report_progress(here: int, total: int) -> None:
-        set_status(run_dir, "running", stage="download", bytes=here, of=total)
-
     with logging_redirect_tqdm(terminal_loggers()):
-        fetch(download, report_progress)
+        fetch(download, lambda here, total: set_status(run_dir, "running", stage="download", bytes=here, of=total))
 
 
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
@@ -134,11 +218,11 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *giv
 
 
 def try_merge(
-    run: RunConfig, run_dir: Path, adapter: Path, base: str, live: Any, tokens: torch.Tensor
+    run: RunConfig, adapter: Path, base: str, live: Any, tokens: torch.Tensor
 ) -> tuple[Path | None, list[Check]]:
     """The merged model and its checks; a merge that is refused is a failed check, because the adapter was paid for."""
     try:
-        return retry_when_full(run, "merge", merge_and_check, run, run_dir, adapter, base, live, tokens)
+        return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, tokens)
     except (UsageError, MergeError) as error:
         later = f"{one_line(error)} (later: cogumi merge {shlex.quote(str(adapter))} OUT)"
         fix = "change what it names, and merge by that command"
@@ -146,11 +230,11 @@ def try_merge(
 
 
 def merge_and_check(
-    run: RunConfig, run_dir: Path, adapter: Path, base: str, live: Any, tokens: torch.Tensor
+    run: RunConfig, adapter: Path, base: str, live: Any, tokens: torch.Tensor
 ) -> tuple[Path, list[Check]]:
     """Merge into the full-precision base, load the result, and compare its logits with the live adapter's."""
-    remove_if_there(run_dir / "merged")
-    report = merge_adapter(adapter, run_dir / "merged", base=base, base_revision=run.model.revision)
+    remove_if_there(run.run_dir / "merged")
+    report = merge_adapter(adapter, run.run_dir / "merged", base=base, base_revision=run.model.revision)
     for line in str(report).splitlines():
         log.info("%s", line)
     figure = f"{report.elements:,} elements in {report.tensors_merged} tensors are base + adapter within rounding"
