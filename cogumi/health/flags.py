@@ -1,7 +1,6 @@
 """What a flag is, what it is read from, and the statistics it is judged by: rows -> flags, without a trainer or state.
 
-A row is what the trainer logged at a step, with what the sentinel saw beside it under `seen/...`. A flag that is not green
-says in one sentence its likely cause, the figures, and the key of the configuration to change.
+A row is what the trainer logged at a step, with what the sentinel saw beside it under `seen/...`.
 """
 
 import math

@@ -78,8 +78,7 @@ def end_tokens(run: RunHistory) -> Flag | None:
 
 def prompt_and_completion(run: RunHistory) -> Flag | None:
     """Do prompts help to predict their completions? The base is asked, or the trained model where the base cannot tell.
-    Red where the model knows the text so well that it would use prompts that belong. Red also where completions share
-    no words with their prompts, though both are written in the same words."""
+    Red where the model knows the text so well that it would use prompts that belong, or where no words are shared."""
     if run.batches is None or run.batches.pairs is None:
         return None
     first, words, asked = run.batches.pairs, run.batches.words, run.batches.pairs_now
@@ -130,9 +129,8 @@ def loss_trend(run: RunHistory) -> Flag | None:
 
 
 def token_frequencies(run: RunHistory) -> Flag | None:
-    """A loss at rest where a model is that knows nothing but how often each token occurs. Red where it began above that, and
-    worse than an untrained model: its labels are not the text's. Red where it rose to it, or the base used the prompts that
-    it now does not: it lost what it knew."""
+    """A loss at rest where a model is that knows nothing but how often each token occurs. Red where it began far above that, or
+    where it lost what the base knew."""
     steps, losses = run.series("loss")
     batches = run.batches
     if batches is None or batches.entropy <= 0 or len(losses) < RESTS or steps[-1] < TREND_STEPS:
@@ -187,11 +185,8 @@ BOTH = 0.3  # correlation from which both answers of a pair are about their prom
 
 def preferences(run: RunHistory) -> Flag | None:
     """Accuracy on pairs not trained on yet, in the second half of the steps: better than a coin?
-
-    The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Red where one answer of
-    each pair belongs to its prompt by its words, and is as often the rejected one. Red also where the loss is above log 2
-    beyond chance: by LOSS_RISE where words show that the chosen answers belong.
-    """
+    The loss of a model that has not moved is log 2 (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Red where the loss is
+    above that beyond chance: by LOSS_RISE where words show that the chosen answers belong."""
     steps = run.series("rewards/accuracies")[0]
     if len(steps) < PREFERENCE_ROWS or steps[-1] < TREND_STEPS:
         return None
@@ -319,8 +314,7 @@ def entropy(run: RunHistory) -> Flag | None:
     if now < kept and (now < ENTROPY or now < kept / 2):
         level = "red"
     evidence = f"{start:.3g} nats a token at first, {now:.3g} by step {steps[-1]}"
-    why = "the policy collapses to one answer", "train.learning_rate, lower"
-    return Flag("entropy", level, evidence, *why)
+    return Flag("entropy", level, evidence, "the policy collapses to one answer", "train.learning_rate, lower")
 
 
 def kl_to_the_sampler(run: RunHistory) -> Flag | None:

@@ -85,12 +85,11 @@ def adapter_moves(run: RunHistory) -> Flag | None:
     evidence = f"by at most {moved[-1]:.2e} to step {steps[-1]}"
     if moved[-1] > 0:
         return Flag(name, "green", evidence)
-    norms = run.series("grad_norm")[1]
-    if any(norms):
-        cause = "the optimizer does not hold the weights that get gradients, so they are frozen"
-        return Flag(name, "red", f"{evidence}, with gradients up to {max(norms):.2e}", cause, "train.optim")
-    cause = "no gradient reaches the adapter, as if its output were multiplied by 0"
-    return Flag(name, "red", evidence, cause, "lora.lora_alpha")
+    cause, knob = "no gradient reaches the adapter, as if its output were multiplied by 0", "lora.lora_alpha"
+    if any(norms := run.series("grad_norm")[1]):
+        cause, knob = "the optimizer does not hold the weights that get gradients, so they are frozen", "train.optim"
+        evidence += f", with gradients up to {max(norms):.2e}"
+    return Flag(name, "red", evidence, cause, knob)
 
 
 def held_out_completions(run: RunHistory) -> Flag | None:

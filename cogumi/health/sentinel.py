@@ -1,8 +1,4 @@
-"""Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red.
-
-`cogumi.on_red`: warn says so; stop ends the training after the step, with a checkpoint; pause writes a checkpoint, and waits.
-`cogumi.sanity` ends it after so many steps, with a checkpoint and an answer.
-"""
+"""Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red."""
 
 import logging
 import time

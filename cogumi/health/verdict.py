@@ -47,10 +47,7 @@ def judge(run: RunHistory) -> list[Flag]:
 
 def safe_to_scale(run: RunHistory, flags: Sequence[Flag], was_red: Iterable[Flag] = ()) -> tuple[Scale, str]:
     """The answer and its reason in one sentence. was_red: the flags that were red at any time.
-
-    No: a flag was red, or the loss rose or stayed where it was. Yes: the loss fell beyond its noise and by USUAL_FALL of its
-    start, and no flag on what is learned is yellow. For gspo the reward decides in place of the loss.
-    """
+    The flags decide first, and then the loss; for gspo the reward in place of the loss."""
     now = {flag.name: flag for flag in flags}
     # Equal rewards of one rollout may be chance, which the next ones show; any other red flag has told of a fault.
     red = [flag for flag in was_red if flag.name != "reward varies" or now.get(flag.name, flag).level != "green"]

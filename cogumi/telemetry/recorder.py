@@ -240,12 +240,7 @@ class Samples(TrainerCallback):
     at most SHARE of the time."""
 
     def __init__(
-        self,
-        telemetry: Telemetry,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Dataset,
-        every: int | None,
-        stops: Sequence[str] = (),
+        self, telemetry: Telemetry, tokenizer: Any, prompts: Dataset, every: int | None, stops: Sequence[str]
     ) -> None:
         self.telemetry, self.tokenizer, self.prompts, self.stops = telemetry, tokenizer, prompts, stops
         self.every, self.limited = every or 0, every is None

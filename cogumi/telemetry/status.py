@@ -269,29 +269,26 @@ def describe_resume(status: Status) -> str:
 
 def format_screen(status: Status) -> str:
     """Everything worth a look, as plain text of some twenty lines."""
-    log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
-    end = [f"--- {relative_path(status.log)}", *log] if log else []
-    return escape_controls("\n".join([format_headline(status), *format_facts(status), *end]))
-
-
-def format_facts(status: Status) -> list[str]:
     signed = status.last_sign is not None and not status.ended
+    log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
     lines = [
+        format_headline(status),
         " ".join((status.reason or "").split()),
         f"last sign of life {format_duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
         format_metrics(status),
         format_machine(status.heartbeat),
         str(status.heartbeat.get("stalled") or ""),
         *(
-            f"{flag['level']}: {flag['name']}: {flag_sentence(flag)}"
-            for flag in flags(status)
-            if flag["level"] != "green"
+            f"{each['level']}: {each['name']}: {flag_sentence(each)}"
+            for each in flags(status)
+            if each["level"] != "green"
         ),
         describe_resume(status) if status.state in BROKEN_OFF else "",
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
         *(f"FAIL  {format_failed_check(each)}" for each in failed_checks(checks(status))),
     ]
-    return [line for line in lines if line]
+    end = [f"--- {relative_path(status.log)}", *log] if log else []
+    return escape_controls("\n".join([*filter(None, lines), *end]))
 
 
 def format_state(status: Status) -> str:

@@ -129,8 +129,7 @@ class Meter:
         if (run_dir / HEARTBEAT).exists():
             beat = read_json(run_dir / HEARTBEAT)
             self.earlier, self.started, self.counts = beat["elapsed_seconds"], beat["started"], beat["counts"]
-            for stage, seconds in beat["seconds"].items():
-                self.spent[stage] = self.spent.get(stage, 0.0) + seconds
+            self.spent = beat["seconds"]
 
     def enter(self, stage: str) -> None:
         self.spent, self.stage, self.since = self.seconds(), stage, time.monotonic()

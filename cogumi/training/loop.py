@@ -42,18 +42,13 @@ PAUSE_SECONDS = 0.5
 
 
 class ControlCallback(TrainerCallback):
-    """Between two steps: measures the held-out loss, ends a training whose budget is spent, does what files ask for.
+    """Between two steps: measures the held-out loss of `rows` rows, ends a training whose budget is spent, does what files ask
+    for. Goes before callbacks that take the time of a step."""
 
-    measured_rows: held-out rows whose loss is measured on the way, at each tenth of the steps or more rarely. The budget
-    counts all parts of a run. Goes before callbacks that take the time of a step.
-    """
-
-    def __init__(
-        self, trainer: Any, options: CogumiSection, telemetry: recorder.Telemetry, measured_rows: int = 0
-    ) -> None:
-        self.trainer, self.options, self.telemetry, self.rows = trainer, options, telemetry, measured_rows
+    def __init__(self, trainer: Any, options: CogumiSection, telemetry: recorder.Telemetry, rows: int = 0) -> None:
+        self.trainer, self.options, self.telemetry, self.rows = trainer, options, telemetry, rows
         self.every = 0  # steps between two held-out losses
-        self.spent: str | None = None
+        self.ended: EarlyEnd | None = None
         self.reason: str | None = None  # to wait before the next step
         self.looked = 0.0
 
@@ -65,9 +60,8 @@ class ControlCallback(TrainerCallback):
             step = args.train_batch_size * args.gradient_accumulation_steps * PASSES
             self.every = max(math.ceil(state.max_steps / TIMES), math.ceil(self.rows / step / SHARE))
             on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
-            log.info(
-                "held-out loss: %d rows before the first step, %sand at the end (data.eval_rows)", self.rows, on_the_way
-            )
+            when = f"before the first step, {on_the_way}and at the end (data.eval_rows)"
+            log.info("held-out loss: %d rows %s", self.rows, when)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         forget_requests(self.telemetry.run_dir)  # what came too late
@@ -79,8 +73,9 @@ class ControlCallback(TrainerCallback):
         if self.every and step % self.every == 0:
             control.should_evaluate = True  # after the step's own row is logged
         if said := budget_reached(self.options, self.telemetry.meter.elapsed()):
-            self.spent = f"{said} after step {step} of {state.max_steps}"
-            log.warning("the budget is spent: %s; the training ends with a checkpoint. Raise it to resume", self.spent)
+            spent = f"{said} after step {step} of {state.max_steps}"
+            self.ended = EarlyEnd(BUDGET_SPENT, spent)
+            log.warning("the budget is spent: %s; the training ends with a checkpoint. Raise it to resume", spent)
             control.should_save = control.should_training_stop = True
         if now - self.looked < LOOK_SECONDS:
             return
@@ -189,7 +184,7 @@ def fit(
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
             raise RefusedAtSetup(f"refused before the first step: {one_line(error)}", key="train") from error
     state = trainer.state
-    ended = sentinel.ended or (None if control.spent is None else EarlyEnd(BUDGET_SPENT, control.spent))
+    ended = sentinel.ended or control.ended
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
     if measure_loss and ended is None and not was_evaluated(run_dir, state.global_step):
         trainer.evaluate()

@@ -45,7 +45,7 @@ from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.logits import check_directory
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.telemetry.recorder import set_status, terminal_loggers
-from cogumi.telemetry.status import AT_WORK, BUDGET_SPENT, SANITY_CHECKED, STOPPED
+from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, SANITY_CHECKED, STOPPED
 from cogumi.training.loop import TrainingOutcome
 
 log = logging.getLogger("cogumi")
@@ -59,7 +59,7 @@ RESUME_HINTS = {
     BUDGET_SPENT: "the same command with a larger budget continues from here",
 }
 # "running" is one that was killed: a living one holds the directory's lock.
-UNFINISHED = (*AT_WORK, "interrupted", "failed", "stopped", STOPPED, SANITY_CHECKED, BUDGET_SPENT)
+UNFINISHED = (*AT_WORK, *BROKEN_OFF, *RESUME_HINTS)
 # What may differ when a run resumes: where it is, what is kept and shown of it; nothing that shapes what is learned.
 COGUMI = "run_dir resume merge compile preflight mirror sanity on_red on_full on_hung price_per_hour max_hours max_cost"
 TRAIN = "save_steps save_strategy save_total_limit report_to run_name"
@@ -72,19 +72,14 @@ MUTABLE_KEYS = {
 
 def is_resuming(run: RunConfig) -> bool:
     """Whether run.run_dir holds this run, unfinished; False where there is nothing. Changes nothing.
-
-    Raises UsageError for anything else: a finished run, one that is under way, one of another configuration, other files.
-    """
-    if is_empty(run.run_dir):
-        above = next(each for each in (run.run_dir, *run.run_dir.absolute().parents) if each.is_dir())
-        if error := write_error(above):
-            raise unwritable_error(run.run_dir, error)
-        return False
-    with lock_run(run.run_dir):
-        refuse_unless_unfinished(run)
-        if error := write_error(run.run_dir):  # and not because its disk is full
-            raise unwritable_error(run.run_dir, error)
-    return True
+    Raises UsageError for a finished run, one that is under way or of another configuration, and for other files."""
+    if resuming := not is_empty(run.run_dir):
+        with lock_run(run.run_dir):
+            refuse_unless_unfinished(run)
+    there = next(each for each in (run.run_dir, *run.run_dir.absolute().parents) if each.is_dir())
+    if error := write_error(there):
+        raise unwritable_error(run.run_dir, error)
+    return resuming
 
 
 def refuse_unless_unfinished(run: RunConfig) -> None:
@@ -96,11 +91,8 @@ def refuse_unless_unfinished(run: RunConfig) -> None:
     if other := describe_differences(run):
         problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
         raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to resume that run")
-    sanity = run.cogumi.sanity
-    if sanity is None or there.get("state") != SANITY_CHECKED:
-        return
-    checked = read_json(run.run_dir / "flags.json")["step"]
-    if sanity <= checked:
+    checked = read_json(run.run_dir / "flags.json")["step"] if there["state"] == SANITY_CHECKED else 0
+    if run.cogumi.sanity is not None and run.cogumi.sanity <= checked:
         fix = f"leave cogumi.sanity out and the run resumes there, set it above {checked} to check more steps"
         fix += ", or set cogumi.run_dir to a new directory"
         raise UsageError(f"its first steps were checked, {there['reason']}", place=run.run_dir, fix=fix)
@@ -265,8 +257,8 @@ def compare_unquantized(
     return [saved, *judge_logits(logits, beside, report, adapter)]
 
 
-def merge_command(adapter: Path, options: str = "") -> str:
-    return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}".rstrip()
+def merge_command(adapter: Path, options: str) -> str:
+    return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}"
 
 
 def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
