@@ -129,7 +129,8 @@ class Meter:
         if (run_dir / HEARTBEAT).exists():
             beat = read_json(run_dir / HEARTBEAT)
             self.earlier, self.started, self.counts = beat["elapsed_seconds"], beat["started"], beat["counts"]
-            self.spent = beat["seconds"]
+            for stage, seconds in beat["seconds"].items():
+                self.spent[stage] = self.spent.get(stage, 0.0) + seconds
 
     def enter(self, stage: str) -> None:
         self.spent, self.stage, self.since = self.seconds(), stage, time.monotonic()
