@@ -147,11 +147,11 @@ def test_train_and_start_of_a_script_are_refused_in_a_rank(sft: Config, monkeypa
 )
 def test_the_gpu_with_the_most_free_memory_is_chosen(listed: str, value: str | None) -> None:
     chosen = choose_gpu(listed)
-    assert (chosen.value if chosen else None) == value
+    assert (chosen[0] if chosen else None) == value
     if value == SECOND:
         assert chosen is not None
-        assert "GPU 1 (NVIDIA H100 80GB HBM3)" in chosen.reason
-        assert "79.1 GiB, of 2" in chosen.reason
+        assert "GPU 1 (NVIDIA H100 80GB HBM3)" in chosen[1]
+        assert "79.1 GiB, of 2" in chosen[1]
 
 
 @pytest.fixture

@@ -263,7 +263,7 @@ def test_flash_attn_that_fails_is_taken_out_and_one_line_says_why(
 
 
 def test_the_wheels_of_flash_attn_are_of_a_lane_and_of_its_torch() -> None:
-    lanes = {each.name: each for each in package_lanes.lanes()}
+    lanes = package_lanes.lanes()
     entries = tomllib.loads((ROOT / "requirements" / "lanes.toml").read_text())["flash_attn"]
     assert entries
     for entry in entries:

@@ -10,7 +10,7 @@ import pytest
 
 from cogumi.core.errors import UsageError
 from cogumi.stack import lanes as stack_lanes
-from cogumi.stack.lanes import Lane, drift, installed_lane, lane, lane_for, lanes
+from cogumi.stack.lanes import Lane, drift, installed_lane, lane_for, lanes
 
 PROJECT = Path(__file__).parents[1]
 
@@ -45,30 +45,30 @@ def put(site: Path, wanted: Lane, **versions: str) -> None:
         install(site, name, version, torch_of(wanted.cuda) if name == "torch" else "")
 
 
-@pytest.mark.parametrize("name", [each.name for each in lanes()])
+@pytest.mark.parametrize("name", list(lanes()))
 def test_a_lane_that_is_installed_is_recognised_and_has_not_drifted(name: str, site: Path) -> None:
-    put(site, lane(name))
+    put(site, lanes()[name])
     found = installed_lane()
     assert found is not None
     assert (found.name, drift(found)) == (name, [])
 
 
 def test_the_cpu_build_of_torch_is_the_cpu_lanes_and_no_drift(site: Path) -> None:
-    put(site, lane("cpu"), torch="2.13.0+cpu")
-    assert installed_lane() == lane("cpu")
-    assert drift(lane("cpu")) == []
-    of_the_other = drift(lane("cpu-index-torch"))
+    put(site, lanes()["cpu"], torch="2.13.0+cpu")
+    assert installed_lane() == lanes()["cpu"]
+    assert drift(lanes()["cpu"]) == []
+    of_the_other = drift(lanes()["cpu-index-torch"])
     assert ("torch", "2.13.0", "2.13.0+cpu") in of_the_other
     assert any(name == "nvidia-cublas" and installed is None for name, _, installed in of_the_other)
 
 
 def test_a_build_for_another_cuda_is_drift(site: Path) -> None:
-    put(site, lane("stable"), torch="2.11.0+cu128")
-    assert drift(lane("stable")) == [("torch", "2.11.0", "2.11.0+cu128")]
+    put(site, lanes()["stable"], torch="2.11.0+cu128")
+    assert drift(lanes()["stable"]) == [("torch", "2.11.0", "2.11.0+cu128")]
 
 
 def test_what_is_missing_and_what_is_another_version_is_named(site: Path) -> None:
-    wanted = lane("stable")
+    wanted = lanes()["stable"]
     put(site, wanted, trl="1.16.0")
     (site / f"xformers-{wanted.pins['xformers']}.dist-info" / "METADATA").unlink()  # a broken uninstallation
     install(site, "flash_attn", "2.8.1")  # not in the lane: nothing to compare with
@@ -77,10 +77,10 @@ def test_what_is_missing_and_what_is_another_version_is_named(site: Path) -> Non
 
 
 def test_names_are_compared_normalized(site: Path) -> None:
-    put(site, lane("stable"))
+    put(site, lanes()["stable"])
     about = site / "typing_extensions-4.16.0.dist-info" / "METADATA"
     about.write_text("Metadata-Version: 2.1\nName: Typing_.Extensions\nVersion: 4.16.0\n")
-    assert drift(lane("stable")) == []
+    assert drift(lanes()["stable"]) == []
 
 
 def test_without_torch_or_with_an_unknown_one_there_is_no_lane(site: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from cogumi import smoke
 from cogumi.cli import run_commands
@@ -39,7 +40,7 @@ def show_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Fine-tune on one machine: train, merge, check."""
@@ -63,7 +64,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
 def preview(
     config: Config,
     overrides: Overrides = None,
-    examples: Annotated[int, typer.Option("-n", min=0, help="How many examples to show.")] = 3,
+    examples: Annotated[int, Option("-n", min=0, help="How many examples to show.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """What a run would train on: examples as the model sees them, lengths, what is left out."""
@@ -79,10 +80,8 @@ def preview(
 def preflight(
     config: Config,
     overrides: Overrides = None,
-    card: Annotated[str | None, typer.Option(help="Plan for this card, as in 'h100 sxm' or t4.")] = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Make ten steps here, to know the time. Loads the model.")
-    ] = False,
+    card: Annotated[str | None, Option(help="Plan for this card, as in 'h100 sxm' or t4.")] = None,
+    probe: Annotated[bool, Option("--probe", help="Make ten steps here, to know the time. Loads the model.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say before any download whether a run fits the card, the disk and the budget, and what would make it fit."""
@@ -104,10 +103,8 @@ def preflight(
 
 @app.command()
 def cp(
-    name: Annotated[
-        str | None, typer.Argument(help="A config, recipe or template; without one they are listed.")
-    ] = None,
-    destination: Annotated[Path | None, typer.Argument(help="A file or a directory; here by default.")] = None,
+    name: Annotated[str | None, Argument(help="A config, recipe or template; without one they are listed.")] = None,
+    destination: Annotated[Path | None, Argument(help="A file or a directory; here by default.")] = None,
 ) -> None:
     """Copy a config or a recipe, to be changed and run, or the template of an issues log."""
     if name is None:
@@ -123,28 +120,24 @@ def cp(
 
 @app.command()
 def merge(
-    adapter: Annotated[Path | None, typer.Argument(help="The directory a run saved its adapter to.")] = None,
-    out: Annotated[Path | None, typer.Argument(help="A directory that does not exist yet.")] = None,
-    base: Annotated[
-        str | None, typer.Option(help="The full-precision base, where the adapter does not name it.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="The base's revision on the hub.")] = None,
+    adapter: Annotated[Path | None, Argument(help="The directory a run saved its adapter to.")] = None,
+    out: Annotated[Path | None, Argument(help="A directory that does not exist yet.")] = None,
+    base: Annotated[str | None, Option(help="The full-precision base, where the adapter does not name it.")] = None,
+    revision: Annotated[str | None, Option(help="The base's revision on the hub.")] = None,
     base_mode: Annotated[
-        Literal["full", "dequant"], typer.Option(help="dequant: into the decoded weights of a quantized base.")
+        Literal["full", "dequant"], Option(help="dequant: into the decoded weights of a quantized base.")
     ] = "full",
-    dtype: Annotated[
-        Literal["keep", "bfloat16", "float16", "float32"], typer.Option(help="Of what is written.")
-    ] = "keep",
+    dtype: Annotated[Literal["keep", "bfloat16", "float16", "float32"], Option(help="Of what is written.")] = "keep",
     verify: Annotated[
-        Literal["elements", "logits"], typer.Option(help="logits: also run both models, in float32 in memory.")
+        Literal["elements", "logits"], Option(help="logits: also run both models, in float32 in memory.")
     ] = "elements",
-    weight: Annotated[float, typer.Option(help="What the adapter's update is multiplied by.")] = 1.0,
+    weight: Annotated[float, Option(help="What the adapter's update is multiplied by.")] = 1.0,
     add: Annotated[
-        list[str] | None, typer.Option(help="Another adapter to add, as DIRECTORY=WEIGHT. May be repeated.")
+        list[str] | None, Option(help="Another adapter to add, as DIRECTORY=WEIGHT. May be repeated.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default one for each core.")] = None,
+    workers: Annotated[int | None, Option(min=1, help="Threads; by default one for each core.")] = None,
     check: Annotated[
-        Path | None, typer.Option(help="Check this merged directory again, instead of merging.", metavar="DIR")
+        Path | None, Option(help="Check this merged directory again, instead of merging.", metavar="DIR")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -184,9 +177,9 @@ def parse_weighted_path(word: str) -> tuple[Path, float]:
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="A run with a merged model, or a merged directory.")],
-    out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
-    quant: Annotated[str, typer.Option(help="q8_0, q4_k_m (takes llama-quantize), f16 or bf16.")] = "q8_0",
+    source: Annotated[Path, Argument(help="A run with a merged model, or a merged directory.")],
+    out: Annotated[Path, Argument(help="A directory that does not exist yet.")],
+    quant: Annotated[str, Option(help="q8_0, q4_k_m (takes llama-quantize), f16 or bf16.")] = "q8_0",
     as_json: AsJson = False,
 ) -> None:
     """Write a merged model as GGUF with an Ollama Modelfile, by llama.cpp's tools, and check the file."""
@@ -199,15 +192,11 @@ def export(
 
 @app.command()
 def push(
-    source: Annotated[Path, typer.Argument(help="A run, a merged directory or an adapter's directory.")],
-    name: Annotated[str, typer.Argument(help="The repository on the hub, as in me/my-model.")],
-    what: Annotated[
-        str | None, typer.Option(help="merged or adapter, of a run that has both; merged if it has.")
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Only you see the repository.")] = False,
-    anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also a run whose checks failed or whose flags are red.")
-    ] = False,
+    source: Annotated[Path, Argument(help="A run, a merged directory or an adapter's directory.")],
+    name: Annotated[str, Argument(help="The repository on the hub, as in me/my-model.")],
+    what: Annotated[str | None, Option(help="merged or adapter, of a run that has both; merged if it has.")] = None,
+    private: Annotated[bool, Option("--private", help="Only you see the repository.")] = False,
+    anyway: Annotated[bool, Option("--anyway", help="Also a run whose checks failed or whose flags are red.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Upload a model to the hub in one commit, with a model card from its run. Takes a token (HF_TOKEN, hf auth login)."""
@@ -223,7 +212,7 @@ def doctor(
     as_json: AsJson = False,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="FILE|-", help="Instead: say what a traceback or log means; - reads standard input."),
+        Option(metavar="FILE|-", help="Instead: say what a traceback or log means; - reads standard input."),
     ] = None,
 ) -> None:
     """What is wrong with this machine and this environment, and the fix. Exit status 1 if something is."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cogumi.core.disk_space import Filesystem, filesystems, format_bytes
 from cogumi.core.errors import UsageError
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 disk_app = typer.Typer(no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")]
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints, or a run's directory.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Say what would go, and remove nothing.")]
+Directory = Annotated[Path, Argument(metavar="DIR", help="A directory of checkpoints, or a run's directory.")]
 
 
 @disk_app.callback()
@@ -34,7 +35,7 @@ def disk() -> None:
 
 @disk_app.command()
 def status(
-    path: Annotated[Path, typer.Argument(help="The directory of a run, or of many.")] = Path("."),
+    path: Annotated[Path, Argument(help="The directory of a run, or of many.")] = Path("."),
     as_json: AsJson = False,
 ) -> None:
     """What the filesystems of a run hold, and who uses the space. Changes nothing."""
@@ -78,8 +79,8 @@ def show_filesystems(disks: list[Filesystem]) -> None:
 
 @disk_app.command()
 def predict(
-    target: Annotated[Path, typer.Argument(metavar="CONFIG|DIR", help="A run's YAML, or its directory.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as train.save_steps=50")] = None,
+    target: Annotated[Path, Argument(metavar="CONFIG|DIR", help="A run's YAML, or its directory.")],
+    overrides: Annotated[list[str] | None, Argument(help="key=value, such as train.save_steps=50")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a run will want of its disks. Exit status 1 where it does not fit. Loads and downloads no weights."""
@@ -177,7 +178,7 @@ def resume_point(directory: Directory, as_json: AsJson = False) -> None:
 @disk_app.command()
 def prune(
     directory: Directory,
-    keep: Annotated[int, typer.Option(help="How many of the newest stay, at least 2.")],
+    keep: Annotated[int, Option(help="How many of the newest stay, at least 2.")],
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.output import print_json, print_text, show_waiting
@@ -28,10 +29,10 @@ from cogumi.telemetry.status import (
 
 REFRESH_SECONDS = 2.0
 PLACES = ("runs", "notebooks/runs")  # where runs are made, here and by a notebook of this clone
-Config = Annotated[Path, typer.Argument(help="A YAML; see configs/.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as train.max_steps=5")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-RunDir = Annotated[Path, typer.Argument(help="The directory of a run, as in runs/NAME.")]
+Config = Annotated[Path, Argument(help="A YAML; see configs/.")]
+Overrides = Annotated[list[str] | None, Argument(help="key=value, such as train.max_steps=5")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+RunDir = Annotated[Path, Argument(help="The directory of a run, as in runs/NAME.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -67,12 +68,10 @@ def attach(run_dir: RunDir) -> None:
 def status(
     run_dirs: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[RUN_DIR]...", help="Runs, or directories of runs; by default runs/ and notebooks/runs/."
-        ),
+        Argument(metavar="[RUN_DIR]...", help="Runs, or directories of runs; by default runs/ and notebooks/runs/."),
     ] = None,
     as_json: AsJson = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
+    watch: Annotated[bool, Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
 ) -> None:
     """How runs stand: one screen of one run, a line for each of several. Changes nothing."""
     if run_dirs:
@@ -118,8 +117,8 @@ def follow_screen(run: handle.Run, path: Path) -> None:
 
 def logs(
     run_dir: RunDir,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow what is written, until the run ends.")] = False,
-    last: Annotated[int, typer.Option("-n", "--lines", min=1, help="How many lines, from the end.")] = 50,
+    follow: Annotated[bool, Option("-f", "--follow", help="Follow what is written, until the run ends.")] = False,
+    last: Annotated[int, Option("-n", "--lines", min=1, help="How many lines, from the end.")] = 50,
 ) -> None:
     """What a run said: decisions with their reasons, warnings, and the traceback if it failed."""
     run = handle.attach(run_dir)
@@ -133,7 +132,7 @@ def logs(
 
 def report(
     run_dir: RunDir,
-    out: Annotated[Path | None, typer.Option(help="The file to write; report.html in the run's directory.")] = None,
+    out: Annotated[Path | None, Option(help="The file to write; report.html in the run's directory.")] = None,
 ) -> None:
     """Write a run's report: one file with verdict, curves, samples and all, for any browser."""
     run = handle.attach(run_dir)
@@ -145,20 +144,20 @@ def report(
 
 def chat(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run, as in runs/NAME, an adapter's directory, or a model's.")
+        Path, Argument(metavar="DIR", help="A run, as in runs/NAME, an adapter's directory, or a model's.")
     ],
     only: Annotated[
         list[str] | None,
-        typer.Option(help="base, adapter or merged; may be repeated. By default the base and what was trained."),
+        Option(help="base, adapter or merged; may be repeated. By default the base and what was trained."),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Answer this once, for scripts. \\n in it is a line break.")
+        str | None, Option(metavar="TEXT", help="Answer this once, for scripts. \\n in it is a line break.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy; by default the run's own, greedy without one.")
+        float | None, Option(min=0, help="0 is greedy; by default the run's own, greedy without one.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The longest answer; by default the run's own, 256 without one.")
+        int | None, Option(min=1, help="The longest answer; by default the run's own, 256 without one.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -197,7 +196,7 @@ def wait(run_dir: RunDir) -> None:
 def stop(
     run_dir: RunDir,
     kill_after: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="End it without saving if it takes longer.")
+        float | None, Option(min=0, metavar="SECONDS", help="End it without saving if it takes longer.")
     ] = None,
 ) -> None:
     """Have a run finish its step, save a checkpoint and end. Asked a second time, it ends at once, without saving."""

@@ -155,8 +155,7 @@ def check_torch(seen: CheckupState) -> Iterator[Finding]:
     """Runs every step, of which the later checks tell."""
     with tempfile.TemporaryDirectory(prefix="cogumi-doctor-", ignore_cleanup_errors=True) as scratch:
         own = environment(scratch)
-        absent = [name for name in SOME_PACKAGE if find_spec(name) is None]
-        chains = [[name for name in chain if name not in absent] for chain in (FIRST, SECOND)]
+        chains = [[name for name in chain if name not in SOME_PACKAGE or find_spec(name)] for chain in (FIRST, SECOND)]
         stop = Event()
         with ThreadPoolExecutor(len(chains)) as pool:
             running = [pool.submit(run_steps, chain, seen.timeout, own, stop) for chain in chains]
@@ -335,14 +334,15 @@ def try_step(name: str) -> tuple[Any, str]:
 
 
 def run_step(name: str) -> Any:
-    """What a step answers: the versions of IMPORTED, or what one of STEPS or of the probes finds."""
+    """What a step answers: the versions of IMPORTED, or what a probe or another step finds."""
     if name in IMPORTED:
         return import_all(IMPORTED[name])
     import torch
 
     from cogumi.stack.probes import PROBES
 
-    return {**PROBES, **STEPS}[name]("cuda" if torch.cuda.is_available() else "cpu")
+    steps = {**PROBES, "four_bit": step_four_bit, "compiler": step_compiler}
+    return steps[name]("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def import_all(names: Sequence[str]) -> dict[str, str]:
@@ -374,6 +374,3 @@ def step_compiler(device: str) -> dict[str, Any]:
     began = time.perf_counter()
     error = try_compiler(torch.device(device), backward=False)
     return {"error": error, "seconds": time.perf_counter() - began}
-
-
-STEPS: dict[str, Callable[[str], Any]] = {"four_bit": step_four_bit, "compiler": step_compiler}

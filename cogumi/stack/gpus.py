@@ -98,19 +98,13 @@ def parse_card(name: str) -> Card:
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 QUERY = ("--query-gpu=index,uuid,memory.free,name", "--format=csv,noheader,nounits")
 LIMIT = 60.0  # seconds; without persistence mode the driver is loaded first
-HOW_TO_CHOOSE = f"set {VARIABLE} to one of them, before Python starts or the kernel is restarted"
 
 
-@dataclass(frozen=True)
-class OneGpu:
-    """What the variable is set to, and why."""
+def choose_gpu(text: str) -> tuple[str, str] | None:
+    """(what the variable is set to, why) of the GPU with the most free memory; None where there is nothing to choose.
 
-    value: str
-    reason: str
-
-
-def choose_gpu(text: str) -> OneGpu | None:
-    """The GPU with the most free memory; None where there is nothing to choose. text: what `nvidia-smi` with QUERY printed."""
+    text: what `nvidia-smi` with QUERY printed.
+    """
     rows = [[cell.strip() for cell in line.split(",", 3)] for line in text.splitlines()]
     listed = [row for row in rows if len(row) == 4 and row[0].isdigit()]
     if len(listed) < 2:
@@ -119,11 +113,11 @@ def choose_gpu(text: str) -> OneGpu | None:
     index, uuid, free, name = max(listed, key=lambda row: int(row[2]) if row[2].isdigit() else -1)
     room = f", {int(free) / 1024:.1f} GiB," if free.isdigit() else ""
     reason = f"GPU {index} ({name}) has the most free memory{room} of {len(listed)}, and a run trains on one"
-    return OneGpu(uuid, reason)
+    return uuid, reason
 
 
 @cache
-def use_one_gpu() -> OneGpu | None:
+def use_one_gpu() -> tuple[str, str] | None:
     """Choose one of several GPUs for this process, once, unless the user has. Call it before CUDA starts."""
     tool = shutil.which("nvidia-smi")
     if tool is None or VARIABLE in os.environ or cuda_has_started():
@@ -134,7 +128,7 @@ def use_one_gpu() -> OneGpu | None:
         return None  # a broken driver, of which torch and the doctor tell
     chosen = choose_gpu(said)
     if chosen is not None:
-        os.environ[VARIABLE] = chosen.value
+        os.environ[VARIABLE], _ = chosen
     return chosen
 
 
@@ -158,9 +152,8 @@ def cuda_has_started() -> bool:
 def refuse_several_gpus(count: int) -> None:
     """Raise UsageError where torch sees more than one GPU: CUDA had started, or nvidia-smi did not tell them apart."""
     if count > 1:
-        raise UsageError(
-            f"torch sees {count} GPUs, and a run trains on one", fix=f"{HOW_TO_CHOOSE}, or use cogumi start"
-        )
+        choose = f"set {VARIABLE} to one of them, before Python starts or the kernel is restarted, or use cogumi start"
+        raise UsageError(f"torch sees {count} GPUs, and a run trains on one", fix=choose)
 
 
 def refuse_ranks(environment: Mapping[str, str], command: str) -> None:

@@ -93,7 +93,8 @@ def find_gpu_sign(system: Path = Path("/")) -> str:
 def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
     """CUDA's releases of one major version run on any driver of that major: torch for 13.x needs a driver for 13.0."""
     major = (torch_cuda or "").partition(".")[0]
-    needed = [int(each.driver) for each in lanes() if each.driver and each.cuda and each.cuda.startswith(f"{major}.")]
+    same_major = [each for each in lanes().values() if (each.cuda or "").startswith(f"{major}.")]
+    needed = [int(each.driver) for each in same_major if each.driver]
     if torch_cuda is None or int(version.partition(".")[0]) >= min(needed, default=0):
         return Finding("driver", "ok", version)
     cause = f"torch here is built for CUDA {torch_cuda}, and this driver is too old for that"
@@ -201,25 +202,20 @@ def check_library_paths(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def check_shadowing(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
     """Copies of the stack's modules that are found before the environment's own."""
-    for place in filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)):
-        if names := modules_in(Path(place)):
-            cause = "these are imported instead of the ones that are installed here"
-            yield Finding("PYTHONPATH", "warning", f"{place}: {names}", cause, "unset PYTHONPATH")
-    own = Path(site.getusersitepackages())
-    if site.ENABLE_USER_SITE and (names := modules_in(own)):
+    cause = "these are imported instead of the ones that are installed here"
+    on_path = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    looked_in = [("PYTHONPATH", place, cause, "unset PYTHONPATH") for place in on_path]
+    if site.ENABLE_USER_SITE:
         cause = "packages of pip install --user are imported before those of the system, whatever is installed there"
         fix = "export PYTHONNOUSERSITE=1, or work in a virtual environment"
-        yield Finding("user site", "warning", f"{own}: {names}", cause, fix)
-    installed = {Path(place).resolve() for place in sys.path if place.endswith("-packages")}
-    if work.resolve() not in installed and (names := modules_in(work)):
+        looked_in.append(("user site", site.getusersitepackages(), cause, fix))
+    if work.resolve() not in {Path(place).resolve() for place in sys.path if place.endswith("-packages")}:
         cause = "a notebook and python -m look here first, and import these instead of the packages of these names"
-        yield Finding("work directory", "warning", f"{work}: {names}", cause, "rename them, or work elsewhere")
-
-
-def modules_in(place: Path) -> str:
-    """Those of MODULES that an import would find in a directory: NAME.py, or NAME/__init__.py."""
-    found = (name for name in MODULES if (place / f"{name}.py").is_file() or (place / name / "__init__.py").is_file())
-    return ", ".join(found)
+        looked_in.append(("work directory", str(work), cause, "rename them, or work elsewhere"))
+    for what, place, cause, fix in looked_in:
+        files = {name: (Path(place, f"{name}.py"), Path(place, name, "__init__.py")) for name in MODULES}
+        if found := [name for name, either in files.items() if any(map(Path.is_file, either))]:
+            yield Finding(what, "warning", f"{place}: {', '.join(found)}", cause, fix)
 
 
 def check_settings(environment: Mapping[str, str]) -> Iterator[Finding]:

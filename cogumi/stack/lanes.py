@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.errors import Finding, UsageError
+from cogumi.core.errors import Finding, State, UsageError
 from cogumi.core.formatting import format_bytes, pip_command
 
 INSTALL = "sh requirements/install.sh"
@@ -50,38 +50,32 @@ class Lane:
 
 
 @cache
-def lanes() -> tuple[Lane, ...]:
-    """Every lane, in the order in which the set-up prefers them."""
+def lanes() -> dict[str, Lane]:
+    """Every lane by its name, in the order in which the set-up prefers them."""
     read: dict[str, Any] = json.loads(Path(__file__).with_name("lanes.json").read_text())
     system = {"linux": "linux", "darwin": "macos"}.get(sys.platform, sys.platform)
     here = f"{system} {sys.version_info.major}.{sys.version_info.minor}"
-    found = []
+    found = {}
     for name, each in read.items():
         plain = {key: each[key] for key in ("file", "cuda", "driver", "state")}
-        found.append(Lane(name, pins=each["pins"] | each["pins_apart"].get(here, {}), **plain))
-    return tuple(found)
-
-
-def lane(name: str) -> Lane:
-    """The lane of that name; KeyError for another."""
-    return {each.name: each for each in lanes()}[name]
+        found[name] = Lane(name, pins=each["pins"] | each["pins_apart"].get(here, {}), **plain)
+    return found
 
 
 def lane_for(driver: str | None) -> Lane:
     """What requirements/install.sh picks for a driver ("580.95.05") or none. UsageError for one too old."""
     if driver is None:
-        return lane("cpu")
+        return lanes()["cpu"]
     found = re.match(r"\d+", driver)
     if found is None:
-        raise UsageError(
-            f"NVIDIA driver {driver!r}: that is no version", fix="nvidia-smi should say one such as 580.95.05"
-        )
-    for_gpus = [each for each in lanes() if each.driver is not None]
-    for each in for_gpus:
-        if int(each.driver or 0) <= int(found[0]):
+        fix = "nvidia-smi should say one such as 580.95.05"
+        raise UsageError(f"NVIDIA driver {driver!r}: that is no version", fix=fix)
+    for_gpus = [(int(each.driver), each) for each in lanes().values() if each.driver is not None]
+    for oldest, each in for_gpus:
+        if oldest <= int(found[0]):
             return each
-    last = min(for_gpus, key=lambda each: int(each.driver or 0))
-    too_old = f"NVIDIA driver {driver} is too old: CUDA {last.cuda} needs {last.driver} or newer"
+    oldest, last = min(for_gpus, key=lambda pair: pair[0])
+    too_old = f"NVIDIA driver {driver} is too old: CUDA {last.cuda} needs {oldest} or newer"
     raise UsageError(too_old, fix="choose another host")
 
 
@@ -91,9 +85,8 @@ def installed_lane() -> Lane | None:
     if version is None:
         return None
     public, installed = version.partition("+")[0], installed_versions()
-    candidates = [
-        each for each in lanes() if each.pins.get("torch", "").partition("+")[0] == public and each.cuda == cuda
-    ]
+    same_torch = [each for each in lanes().values() if each.pins.get("torch", "").partition("+")[0] == public]
+    candidates = [each for each in same_torch if each.cuda == cuda]
     return min(candidates, key=lambda each: len(drift(each, installed)), default=None)
 
 
@@ -101,7 +94,9 @@ def drift(lane: Lane, installed: Mapping[str, str] | None = None) -> list[Drift]
     """Every package that is not installed at the version that the lane pins. Reads metadata only, in about 0.1 s."""
     installed = installed_versions() if installed is None else installed
     found = ((name, pinned, installed.get(name)) for name, pinned in lane.pins.items())
-    return [each for each in found if not is_pinned(each[2], each[1], lane.cuda)]
+    # A local version beyond the pin is the lane's own build.
+    build = "cpu" if lane.cuda is None else "cu" + lane.cuda.replace(".", "")
+    return [each for each in found if each[2] not in (each[1], f"{each[1]}+{build}")]
 
 
 def installed_versions() -> dict[str, str]:
@@ -137,14 +132,6 @@ def torch_build() -> tuple[str | None, str | None]:
     return torch.version, cuda[1] if cuda else None
 
 
-def is_pinned(installed: str | None, pinned: str, cuda: str | None) -> bool:
-    """Whether an installed version is the pinned one; a local version beyond the pin must be the lane's own build."""
-    if installed is None or installed == pinned:
-        return installed is not None
-    public, _, local = installed.partition("+")
-    return public == pinned and local == ("cpu" if cuda is None else "cu" + cuda.replace(".", ""))
-
-
 # ---------------------------------------------------------------------------------------------- whether it is as it should be
 
 
@@ -169,15 +156,13 @@ def check_files() -> Iterator[Finding]:
                 there = library.stat().st_size if library.exists() else 0
                 if there != int(size):
                     broken.append(f"{library.name} ({format_bytes(there)} of {format_bytes(int(size))})")
-        said = [f"without {' and '.join(missing)}"] if missing else []
-        said += [join_names(broken)] if broken else []
-        if said:
+        without = f"without {' and '.join(missing)}" if missing else ""
+        if said := "; ".join(filter(None, (without, join_names(broken)))):
             cause = "its installation was cut short, or files of it were removed since"
             again = pip_command(f"install --force-reinstall --no-deps {name}=={version}")
             fix = f"remove {place}, then {INSTALL}" if missing else again
-            yield Finding(
-                "installed", "fatal" if name in NEEDED else "warning", f"{name}: {'; '.join(said)}", cause, fix
-            )
+            state: State = "fatal" if name in NEEDED else "warning"
+            yield Finding("installed", state, f"{name}: {said}", cause, fix)
 
 
 def check_lane() -> Finding:

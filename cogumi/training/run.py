@@ -74,7 +74,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     meter = Meter(run.cogumi.price_per_hour)
     one_gpu = use_one_gpu()
     refuse_several_gpus(torch.cuda.device_count())
-    before_start = [auto_settings.Choice(VARIABLE, one_gpu.value, one_gpu.reason)] if one_gpu else []
+    before_start = [auto_settings.Choice(VARIABLE, *one_gpu)] if one_gpu else []
     before_start += auto_settings.set_allocator(run)
     patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
     building.trl_arguments(run)  # refuses what TRL would
