@@ -199,8 +199,9 @@ def plan_download(name: str, commit: str | None) -> Download | None:
             what = f"{hub_cache()} has {name} without {missing}, and {hf.constants.ENDPOINT} does not answer"
             fix = "connect, or unset HF_HUB_OFFLINE"
         raise UsageError(what, key="model.name", fix=fix)
-    needed = {path: sizes[path] for path in sorted(sizes) if path in weights or is_beside_weights(path)}
-    return Download(name, commit, needed)
+    # From the root, as a pattern without a slash is for the top directory alone.
+    beside = [path for path in sizes if any(PurePosixPath("/", path).match(f"/{kind}") for kind in BESIDE)]
+    return Download(name, commit, {path: sizes[path] for path in sorted({*weights, *beside})})
 
 
 def weight_files(name: str, commit: str, paths: Mapping[str, int]) -> list[str]:
@@ -210,11 +211,6 @@ def weight_files(name: str, commit: str, paths: Mapping[str, int]) -> list[str]:
         return [] if first is None else [first]
     index = json.loads(Path(hf.hf_hub_download(name, first, revision=commit)).read_text(encoding="utf-8"))
     return sorted(set(index["weight_map"].values()))
-
-
-def is_beside_weights(path: str) -> bool:
-    """Whether a file is loaded beside the weights. A pattern without a slash is for the top directory alone."""
-    return any(PurePosixPath(path).match(kind) and path.count("/") == kind.count("/") for kind in BESIDE)
 
 
 def dataset_files(name: str, revision: str | None, split: str | None, subset: str | None) -> tuple[str, list[str]]:

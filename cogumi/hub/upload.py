@@ -110,20 +110,14 @@ def why_not(run: Path) -> str:
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names)
 
 
-def find_base(directory: Path, run: Path | None) -> tuple[str | None, str | None]:
-    """(name or directory, commit) of the base that a model was made from, each None where nothing records it."""
-    if run is not None:
-        return run_config(run)["model"]["name"], read_section(run / DECISIONS, "base").get("commit")
+def find_base(directory: Path) -> tuple[str | None, str | None]:
+    """(name or directory, commit) of the base of a model without its run, each None where nothing records it."""
     if (directory / "cogumi-merge.json").exists():
         base = read_json(directory / "cogumi-merge.json")["base"]
         return hub_id(base["path"]) or base["name"], base["commit"]
     if (directory / "adapter_config.json").exists():
         return read_json(directory / "adapter_config.json").get("base_model_name_or_path"), None
     return None, None
-
-
-def run_config(run: Path) -> dict[str, Any]:
-    return dict(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
 
 
 def hub_id(base: str | None) -> str | None:
@@ -149,9 +143,13 @@ def read_licence(base: str | None) -> dict[str, str]:
 
 def write_card(title: str, directory: Path, kind: str, run: Path | None) -> str:
     """Markdown with YAML front matter (https://huggingface.co/docs/hub/model-cards)."""
-    base, commit = find_base(directory, run)
-    on_hub, config = hub_id(base), {} if run is None else run_config(run)
-    method = str(config["cogumi"]["method"]) if config else None
+    if run is None:
+        config, method, (base, commit) = {}, None, find_base(directory)
+    else:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        method, base = str(config["cogumi"]["method"]), config["model"]["name"]
+        commit = read_section(run / DECISIONS, "base").get("commit")
+    on_hub = hub_id(base)
     # Of a merged model `finetune`: on the hub, `merge` means several models made into one.
     relation = "adapter" if kind == "adapter" else "finetune"
     metadata = hf.ModelCardData(
