@@ -90,17 +90,13 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
         near = nearest(Path(name).name, (each.name for each in Path(name).parent.glob("*/")))
         hint = f"; there is {Path(name).parent / near}" if near else ""
         fix = "give a directory that is there, or a hub id (owner/name)"
-        place = origins.get("model.name", origins.label)
-        raise UsageError(
-            f"no model at {name!r}: there is no such directory{hint}", place=place, key="model.name", fix=fix
-        )
+        raise origins.error(f"no model at {name!r}: there is no such directory{hint}", "model.name", fix)
     for key, source in (("source", run.data.source), *(("mix", each.source) for each in run.data.mix)):
         try:
             if source is not None:
                 refuse_missing(source)
         except UsageError as error:
-            place = origins.get(f"data.{key}", origins.label)
-            raise UsageError(f"{error.place}: {error.message}", place=place, key=f"data.{key}", fix=error.fix) from None
+            raise origins.error(f"{error.place}: {error.message}", f"data.{key}", error.fix) from None
     return run
 
 

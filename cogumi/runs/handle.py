@@ -159,7 +159,7 @@ class Run:
             if status.ended:
                 log.info("%s; there is nothing to stop", format_headline(status))
                 return status
-            process = terminate_process(status)
+            process = self.ask_to_stop()
             log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
             if not wait_for_end(status, kill_after):
                 log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
@@ -170,8 +170,18 @@ class Run:
         return status
 
     def ask_to_stop(self) -> psutil.Process:
-        """Send SIGTERM to the process of the run, and return at once: `stop` without its waiting."""
-        return terminate_process(self.status())
+        """`stop` without its waiting. Raises UsageError if it is not certain which process is the run's."""
+        status = self.status()
+        if not is_running(status.process):
+            if status.host and status.alive is None:
+                wrong = f"its process {status.pid} is on {status.host}"
+                raise UsageError(wrong, place=status.run_dir, fix="stop it there")
+            wrong = f"{status.run_dir} is held by a process, but not by number {status.pid}, which its status names"
+            raise UsageError(wrong, fix="end that one where it was started")
+        process = psutil.Process(status.process["pid"])
+        with suppress(psutil.NoSuchProcess):  # it has ended just now
+            process.terminate()
+        return process
 
     def checkpoint(self) -> None:
         """Ask the run for a checkpoint after the step that it is at. Raises UsageError where it has ended, or is paused."""
@@ -210,21 +220,6 @@ def attach(run_dir: str | os.PathLike[str]) -> Run:
     path = Path(run_dir)
     status_of(path)
     return Run(path.absolute())
-
-
-def terminate_process(status: Status) -> psutil.Process:
-    """Send the process of a status SIGTERM. Raises UsageError if it is not certain which process that is."""
-    if not is_running(status.process):
-        if status.host and status.alive is None:
-            raise UsageError(f"its process {status.pid} is on {status.host}", place=status.run_dir, fix="stop it there")
-        raise UsageError(
-            f"{status.run_dir} is held by a process, but not by number {status.pid}, which its status names",
-            fix="end that one where it was started",
-        )
-    process = psutil.Process(status.process["pid"])
-    with suppress(psutil.NoSuchProcess):  # it has ended just now
-        process.terminate()
-    return process
 
 
 def wait_for_end(status: Status, seconds: float | None) -> bool:

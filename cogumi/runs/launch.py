@@ -129,9 +129,8 @@ def await_first_step(run: Run, words: BinaryIO) -> None:
 def undo_start(session: int, run_dir: Path) -> str:
     """End the processes of a start, and remove a directory that it made. Returns what was done with it, in words."""
     left, started = session_processes(session), read_json_or_empty(run_dir / START)
-    made = started.get("new") and any(
-        each.pid == started["pid"] for each in left
-    )  # not another start, at the same time
+    # Not another start, at the same time.
+    made = started.get("new") and started["pid"] in [each.pid for each in left]
     until = time.monotonic() + ENDING_SECONDS
     while left and time.monotonic() < until:
         for process in left:

@@ -130,10 +130,8 @@ def describe_existing(run: "RunConfig") -> str:
         refuse_unless_unfinished(run)
         return ""
     if other:
-        raise UsageError(
-            f"{run.run_dir} holds a run ({status.state}) of another configuration ({other})",
-            fix="set cogumi.run_dir to a new directory",
-        )
+        wrong = f"{run.run_dir} holds a run ({status.state}) of another configuration ({other})"
+        raise UsageError(wrong, fix="set cogumi.run_dir to a new directory")
     return f"{run.run_dir}: {status.state} already; there is nothing to start"
 
 
