@@ -6,7 +6,8 @@ import pytest
 import yaml
 from golden import Golden
 
-from cogumi.config.schema import dump_config, load_config, parse_overrides, read_config
+from cogumi.config.schema import dump_config, load_config, read_config
+from cogumi.config.source import parse_overrides
 from cogumi.core.errors import UsageError
 
 GOOD = """\

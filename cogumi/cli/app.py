@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from cogumi import smoke
+from cogumi import runs, smoke
 from cogumi.cli import run_commands
 from cogumi.cli.disk_commands import disk_app
 from cogumi.cli.run_commands import AsJson, Config, Overrides
-from cogumi.config.source import copy_template, describe_template, list_templates
+from cogumi.config.source import copy_template, describe_template, list_templates, parse_overrides
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError
 from cogumi.core.output import (
@@ -24,6 +24,7 @@ from cogumi.core.output import (
     show_waiting,
     survive_closed_terminal,
 )
+from cogumi.telemetry.status import format_sentence, status_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -49,13 +50,9 @@ def options(
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
     """Run one configuration: data, training, adapter, checks, merge."""
-    from cogumi.config.schema import parse_overrides
-    from cogumi.runs import train as run
-    from cogumi.telemetry.status import format_sentence, status_of
-
-    words = parse_overrides(overrides or [])
+    words = parse_overrides(overrides)
     with show_waiting("working"), survive_closed_terminal():
-        result = run(config, **words)
+        result = runs.train(config, **words)
         print_text(format_sentence(status_of(result.run_dir)))
     raise typer.Exit(0 if result.passed else 1)
 
@@ -69,10 +66,7 @@ def preview(
 ) -> None:
     """What a run would train on: examples as the model sees them, lengths, what is left out."""
     with show_waiting("reading and preparing the data"):
-        from cogumi.config.schema import parse_overrides
-        from cogumi.runs import preview as look
-
-        found = look(config, examples, **parse_overrides(overrides or []))
+        found = runs.preview(config, examples, **parse_overrides(overrides))
     print_report(found, as_json)
 
 
@@ -85,18 +79,14 @@ def preflight(
     as_json: AsJson = False,
 ) -> None:
     """Say before any download whether a run fits the card, the disk and the budget, and what would make it fit."""
-    from cogumi.config.schema import parse_overrides
-
-    words = parse_overrides(overrides or [])
+    words = parse_overrides(overrides)
     if probe and card is not None:
         raise UsageError("--card and --probe: ten steps are made here, of this config", fix="use one of the two")
-    from cogumi.runs import libraries, refuse_mistakes, train
-
-    refuse_mistakes(config, words, trains=probe)
-    with show_waiting("forecasting memory, time and disk"), libraries():
+    runs.refuse_mistakes(config, words, trains=probe)
+    with show_waiting("forecasting memory, time and disk"), runs.libraries():
         from cogumi.forecast.run_forecast import forecast_run
 
-        report = forecast_run(config, card, train if probe else None, words, apart=False)
+        report = forecast_run(config, card, runs.train if probe else None, words, apart=False)
     print_report(report, as_json)
     raise typer.Exit(0 if report.fits else 1)
 

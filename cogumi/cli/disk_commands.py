@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from cogumi.cli.run_commands import AsJson
+from cogumi.config.source import parse_overrides
 from cogumi.core.disk_space import Filesystem, filesystems, format_bytes
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 disk_app = typer.Typer(no_args_is_help=True)
 
-AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Say what would go, and remove nothing.")]
 Directory = Annotated[Path, Argument(metavar="DIR", help="A directory of checkpoints, or a run's directory.")]
 
@@ -86,26 +87,23 @@ def predict(
     """What a run will want of its disks. Exit status 1 where it does not fit. Loads and downloads no weights."""
     from rich.console import Console
 
-    from cogumi.config.schema import load_config, parse_overrides
+    from cogumi.config.schema import load_config
 
-    words = overrides or []
     if target.is_dir():  # of a run that has begun: what it has yet to write
         if not (target / "config.yaml").is_file():
             wrong = f"{target} is not a run's directory: it holds no config.yaml"
             raise UsageError(wrong, fix="`cogumi disk status` says what it takes")
-        if words:
-            raise UsageError("a run's directory has its config", place=words[0], fix="overrides go with a YAML")
-        words, target = [f"cogumi.run_dir={json.dumps(str(target))}"], target / "config.yaml"
+        if overrides:
+            raise UsageError("a run's directory has its config", place=overrides[0], fix="overrides go with a YAML")
+        overrides, target = [f"cogumi.run_dir={json.dumps(str(target))}"], target / "config.yaml"
     with failures_in_one_line(), show_waiting("forecasting the disks"):
-        run = load_config(target, **parse_overrides(words))
+        run = load_config(target, **parse_overrides(overrides))
         from cogumi.forecast.disk_forecast import forecast_disks
 
         found = forecast_disks(run)
     if as_json:
-        disks = [
-            {"wanted": disk.wanted, "short": disk.short, "refusal": disk.refusal, **asdict(disk)}
-            for disk in found.disks
-        ]
+        computed = ("wanted", "short", "refusal")
+        disks = [{name: getattr(disk, name) for name in computed} | asdict(disk) for disk in found.disks]
         print_json({"fits": found.fits, **asdict(found), "disks": disks, "lines": found.lines})
     else:
         console = Console(markup=False, highlight=False, emoji=False)  # which breaks lines
@@ -122,10 +120,8 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
 
     place = checkpoints_dir(directory)
     with failures_in_one_line(), show_waiting(f"reading the checkpoints of {place}"):
-        if CHECKPOINT_NAME.fullmatch(place.resolve().name):
-            found = [unless_recent(inspect(place))]
-        else:
-            found = [unless_recent(finding) for finding in inspect_all(place)]
+        is_one = CHECKPOINT_NAME.fullmatch(place.resolve().name)
+        found = [unless_recent(finding) for finding in ([inspect(place)] if is_one else inspect_all(place))]
     if not found:
         raise no_checkpoints(place)
     if as_json:

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from cogumi.core.errors import RunFailed, UsageError
-from cogumi.core.output import print_json, print_text, show_waiting
+from cogumi.config.source import parse_overrides
+from cogumi.core.errors import UsageError
+from cogumi.core.output import failures_in_one_line, print_json, print_text, show_waiting
 from cogumi.core.run_directory import PAUSED
 from cogumi.runs import handle, launch
 from cogumi.telemetry.status import (
@@ -42,15 +43,9 @@ def add_to(app: typer.Typer) -> None:
 
 def start(config: Config, overrides: Overrides = None) -> None:
     """Train one configuration in a process that outlives this terminal. Returns once it trains, or why it does not."""
-    from cogumi.config.schema import parse_overrides
-
-    words = parse_overrides(overrides or [])
-    try:
-        with show_waiting("checking, loading, making the first step"):
-            run = launch.start(config, **words)
-    except RunFailed as error:
-        print_text(f"cogumi: {error}", to_error=True)
-        raise typer.Exit(1) from error
+    words = parse_overrides(overrides)
+    with show_waiting("checking, loading, making the first step"), failures_in_one_line():
+        run = launch.start(config, **words)
     if not run.status().ended:
         where = relative_path(str(run.run_dir))
         print_text(f"follow it: cogumi attach {where}    end it: cogumi stop {where}")

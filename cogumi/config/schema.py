@@ -29,7 +29,6 @@ from cogumi.config.binding import (
 )
 from cogumi.config.presets import PRESETS
 from cogumi.config.source import SECTIONS, Origins, not_a_section, parse_scalar, read_source, set_value
-from cogumi.core.errors import UsageError
 from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
 ENVIRONMENT_PREFIX = "COGUMI_"
@@ -322,17 +321,6 @@ def bind_sections(run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints
         run.model.quantization_config = bind(run.model.quantization_config, section, "BitsAndBytesConfig")
         refuse_bits(run.model.quantization_config, section, origins)
     return run
-
-
-def parse_overrides(words: Iterable[str]) -> dict[str, Any]:
-    """Command-line words `train.max_steps=5` as the keyword overrides of `load_config`."""
-    overrides = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or not key:
-            raise UsageError(f"`{word}` is not an override", fix="write key=value, such as train.max_steps=5")
-        overrides[key.replace(".", "__")] = parse_scalar(text)
-    return overrides
 
 
 def dump_config(run: RunConfig) -> str:

@@ -3,7 +3,7 @@
 import difflib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +169,14 @@ def copy_template(name: str, destination: Path | None = None) -> Path:
     except OSError as error:
         raise UsageError(f"cannot be written: {error.strerror}", place=copy, fix="name a place that can") from None
     return copy
+
+
+def parse_overrides(words: Iterable[str] | None) -> dict[str, Any]:
+    """Command-line words `train.max_steps=5` as the keyword overrides of `load_config`."""
+    overrides = {}
+    for word in words or ():
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"`{word}` is not an override", fix="write key=value, such as train.max_steps=5")
+        overrides[key.replace(".", "__")] = parse_scalar(text)
+    return overrides

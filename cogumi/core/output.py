@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import typer
 
-from cogumi.core.errors import MergeError, UsageError
+from cogumi.core.errors import MergeError, RunFailed, UsageError
 from cogumi.core.formatting import CONTROLS, escape_controls
 from cogumi.core.redact import VisibleFormatter
 
@@ -49,10 +49,10 @@ def print_report(report: Any, as_json: bool) -> None:
 
 @contextmanager
 def failures_in_one_line() -> Iterator[None]:
-    """A disk that fails, or a merge that is not what it should be, is one line and exit status 1."""
+    """A disk or a start that fails, or a merge that is not what it should be, is one line and exit status 1."""
     try:
         yield
-    except (MergeError, OSError) as error:
+    except (MergeError, OSError, RunFailed) as error:
         print_text(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
 
