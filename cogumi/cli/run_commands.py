@@ -210,9 +210,8 @@ def checkpoint(run_dir: RunDir) -> None:
 def pause(run_dir: RunDir) -> None:
     """Have a run save a checkpoint after its step and wait, with all that it holds of the machine."""
     handle.attach(run_dir).pause()
-    print_text(
-        f"{run_dir}: asked to save and wait; `cogumi unpause {run_dir}` ends the pause, `cogumi stop {run_dir}` the run"
-    )
+    ends = f"`cogumi unpause {run_dir}` ends the pause, `cogumi stop {run_dir}` the run"
+    print_text(f"{run_dir}: asked to save and wait; {ends}")
 
 
 def unpause(run_dir: RunDir) -> None:

@@ -169,9 +169,7 @@ def check_torch(seen: CheckupState) -> Iterator[Finding]:
     elif step.error:
         yield describe_failure("torch", step, "fatal")
     else:
-        yield describe_probe(step, "torch")
-        if "matmul" in seen.steps:
-            yield describe_probe(seen.steps["matmul"], "matmul")
+        yield from (describe_probe(seen.steps[name]) for name in ("torch", "matmul") if name in seen.steps)
 
 
 def environment(scratch: str) -> dict[str, str]:
@@ -200,19 +198,19 @@ def check_libraries(seen: CheckupState) -> Iterator[Finding]:
 def check_probes(seen: CheckupState) -> Iterator[Finding]:
     for name in SOME_PACKAGE:
         if name in seen.steps:
-            yield describe_probe(seen.steps[name], name, seen.device)
+            yield describe_probe(seen.steps[name], seen.device)
     if absent := [name for name in SOME_PACKAGE if name not in seen.steps]:
         yield Finding("not installed", "skipped", ", ".join(absent))
 
 
-def describe_probe(step: Step, what: str, device: str = "cpu") -> Finding:
-    if step.error and device == "cpu" and what in NEEDS_CUDA:
-        return Finding(what, "note", f"installed; it needs a GPU, and there is none ({step.error})")
+def describe_probe(step: Step, device: str = "cpu") -> Finding:
+    if step.error and device == "cpu" and step.name in NEEDS_CUDA:
+        return Finding(step.name, "note", f"installed; it needs a GPU, and there is none ({step.error})")
     if step.error:
-        return describe_failure(what, step, "warning")
+        return describe_failure(step.name, step, "warning")
     figure = "; ".join(format_reading(*each) for each in step.answer)
     # A step that worked may have printed that something in it does not.
-    return with_explanation(Finding(what, "ok", figure), step.said, "warning")
+    return with_explanation(Finding(step.name, "ok", figure), step.said, "warning")
 
 
 def format_reading(metric: str, value: Any, unit: str, note: str = "") -> str:

@@ -64,9 +64,8 @@ class Explanation:
             return "\n".join(map(str, self.diagnoses))
         if not self.last_line:
             return "unknown: there is no text to explain"
-        return (
-            f"unknown: none of the {len(signatures())} known failures; the last line is: {self.last_line}\n{NEXT_STEP}"
-        )
+        unknown = f"unknown: none of the {len(signatures())} known failures"
+        return f"{unknown}; the last line is: {self.last_line}\n{NEXT_STEP}"
 
     def as_dict(self) -> dict[str, Any]:
         return {"known": bool(self.diagnoses), "signatures": len(signatures()), **asdict(self)}

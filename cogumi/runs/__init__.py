@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from cogumi.training import RunResult
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
-NO_PATH = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")
-"""A model of cogumi's, or what may be a hub id."""
+NO_PATH = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")  # a model of cogumi's, or what may be a hub id
 
 
 def train(config: Config, **overrides: Any) -> "RunResult":

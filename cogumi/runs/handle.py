@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cogumi")
 POLL_SECONDS = 0.25
-# How long a supervisor may take to write how its process ended.
-SUPERVISOR_SECONDS = 2.0
+SUPERVISOR_SECONDS = 2.0  # that a supervisor may take to write how its process ended
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ log = logging.getLogger("cogumi")
 # How long a start waits for the first step, once the configuration is found good: most of what a library refuses shows by
 # then, and a long download is not waited for.
 PATIENCE_SECONDS = 20.0
-# How long the processes of a start may take to end.
-ENDING_SECONDS = 30.0
+ENDING_SECONDS = 30.0  # that the processes of a start may take to end
 
 
 @show_seconds("start: the run is being prepared in a process of its own")

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig
 
 log = logging.getLogger("cogumi")
-# How long the workers of a killed process may take to notice.
-ORPHAN_SECONDS = 15.0
+ORPHAN_SECONDS = 15.0  # that the workers of a killed process may take to notice
 
 
 def main() -> None:
@@ -55,9 +54,8 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before and after the training, which has a handler of its own: status.json is to say so.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-    )
+    line = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=line, stream=sys.stderr, force=True)
     log.setLevel(logging.INFO)
     config, overrides = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

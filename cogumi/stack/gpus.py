@@ -160,9 +160,6 @@ def refuse_ranks(environment: Mapping[str, str], command: str) -> None:
     """Raise UsageError in one of several processes of a launcher. command: what starts the same without it."""
     ranks, local = environment.get("WORLD_SIZE", ""), environment.get("LOCAL_RANK", "-1")
     if (ranks.isdigit() and int(ranks) > 1) or local != "-1":
-        rank = environment.get("RANK", local)
-        raise UsageError(
-            f"this is process {rank} of {ranks or 'several'} that torchrun or accelerate started "
-            "(WORLD_SIZE, LOCAL_RANK), and a run is one process on one GPU",
-            fix=f"run: {command}",
-        )
+        which = f"process {environment.get('RANK', local)} of {ranks or 'several'}"
+        started = f"{which} that torchrun or accelerate started (WORLD_SIZE, LOCAL_RANK)"
+        raise UsageError(f"this is {started}, and a run is one process on one GPU", fix=f"run: {command}")
