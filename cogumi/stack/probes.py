@@ -144,7 +144,7 @@ def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[
     A build may fail in that backward pass alone (https://github.com/huggingface/kernels-community/issues/1085)."""
     import torch
 
-    query, key, value = make_qkv(device, torch.bfloat16)
+    query, key, value = make_qkv(device)
     key, value = (each[:, ::4].detach().requires_grad_() for each in (key, value))
     reference = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     output = flash_attn_func(*(each.transpose(1, 2) for each in (query, key, value)), causal=True)
@@ -159,11 +159,10 @@ def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[
 
 
 def probe_xformers(device: str) -> list[Reading]:
-    import torch
     import xformers
     import xformers.ops
 
-    query, key, value = (each.transpose(1, 2) for each in make_qkv(device, torch.bfloat16))
+    query, key, value = (each.transpose(1, 2) for each in make_qkv(device))
     output = xformers.ops.memory_efficient_attention(query, key, value, attn_bias=xformers.ops.LowerTriangularMask())
     output.sum().backward()
     return [("attention, forward and backward", "works", "", f"xformers {xformers.__version__}")]
@@ -202,12 +201,12 @@ PROBES: dict[str, Callable[[str], list[Reading]]] = {
 }
 
 
-def make_qkv(device: str, dtype: Any) -> list[Any]:
-    """Query, key and value (batch, heads, tokens, head_dim) that take gradients."""
+def make_qkv(device: str) -> list[Any]:
+    """Query, key and value (batch, heads, tokens, head_dim) in bfloat16 that take gradients."""
     import torch
 
     shape = (4, 32, 2048, 128) if device.startswith("cuda") else (1, 2, 64, 32)
-    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
 
 def _relative(ours: Any, reference: Any) -> float:
