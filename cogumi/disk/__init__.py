@@ -18,6 +18,7 @@ from pathlib import Path
 import platformdirs
 
 from cogumi.core.disk_space import datasets_cache, hf_home, hub_cache, path_from_environment
+from cogumi.core.disk_space import filesystem_of as filesystem_of
 from cogumi.core.durability import lock_directory
 
 log = logging.getLogger(__name__)
