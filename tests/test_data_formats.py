@@ -156,7 +156,7 @@ def test_text_in_some_rows_and_messages_in_others_are_refused(
     method: str, format: str, rows: Any, golden: Golden
 ) -> None:
     columns = {name: pl.Series(values, dtype=pl.Object) for name, values in rows.items()}
-    with golden.raises("data", key="data.source", message="others are messages"):
+    with golden.raises("data", key="data.source", message="row 0 is text and row 1 is messages"):
         chunk_of(columns, "qwen3", options(method, format))
 
 
@@ -168,7 +168,8 @@ def test_what_the_rewards_are_given_is_of_one_kind(values: list[Any], kept: list
     rows = {"prompt": ["a", "b"], "answer": pl.Series(values, dtype=pl.Object)}
     chosen = options("gspo", "prompt_completion", columns={"answer": "answer"})
     if kept is None:
-        with pytest.raises(UsageError, match=r"data\.columns\.answer: its values are of several kinds"):
+        kinds = "int first in row 0, str first in row 1" if values[0] == 1 else "dict first in row 0"
+        with pytest.raises(UsageError, match=rf"data\.columns\.answer: its values are of several kinds \({kinds}\)"):
             chunk_of(rows, "qwen3", chosen)
     else:
         assert chunk_of(rows, "qwen3", chosen).table["answer"].to_pylist() == kept

@@ -162,3 +162,18 @@ def test_rows_that_are_left_alone_are_said_with_the_key_that_does_it(
     shown = cogumi.preview(chat | {"data": chat["data"] | {"eval_rows": 0} | limits})
     assert [line for line in shown.reports if " kept (" in line] == ([said] if said else [])
     assert said is None or said in str(shown)
+
+
+def test_prompts_alone_are_data_for_gspo(tiny_model: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"def add_{number}(a, b):"}) for number in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    shown = cogumi.preview(
+        {
+            "model": {"name": str(tiny_model)},
+            "data": {"source": str(tmp_path / "prompts.jsonl"), "format": "prompt_completion", "eval_rows": 8},
+            "train": {"max_completion_length": 8},
+            "cogumi": {"method": "gspo", "rewards": ["parses"], "run_dir": str(tmp_path / "run")},
+        },
+        examples=2,
+    )
+    assert "def add_" in str(shown)

@@ -335,7 +335,7 @@ def fim_prompts_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls,
     table = {"prompt": pa.array(prompts, pa.string())}
     table |= {piece: pa.array(kept[piece].to_list(), pa.string()) for piece in ("prefix", "suffix", "middle")}
     others = [name for name in rows.columns if name not in ("source", *PIECES)]
-    table |= rewarded_columns(rows[kept["row"]], others)
+    table |= rewarded_columns(rows[kept["row"]], others, [first_row + row for row in kept["row"]])
     return Chunk(pa.table(table), dropped, _trimmed(kept))
 
 

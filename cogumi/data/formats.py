@@ -135,11 +135,12 @@ def layout_note(options: FormatOptions, tokenizer: Any) -> str:
     return read_controls(tokenizer).order_note(options.fim.spm_rate) if options.format == "fim" else ""
 
 
-def are_text(rows: Sequence[bool]) -> bool:
+def are_text(kinds: Sequence[bool], rows: Sequence[int]) -> bool:
     """Whether rows are text, not messages. Raises UsageError where some are: those two are not tokenized alike."""
-    if any(rows) and not all(rows):
-        raise UsageError("some rows are text and others are messages", key="data.source", fix="write them alike")
-    return all(rows)
+    if any(kinds) and not all(kinds):
+        text, other = rows[kinds.index(True)], rows[kinds.index(False)]
+        raise UsageError(f"row {text} is text and row {other} is messages", key="data.source", fix="write them alike")
+    return all(kinds)
 
 
 # ---------------------------------------------------------------------------------------------------------- supervised
@@ -151,7 +152,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     learn = using.options.learn
     make = read_completion if "prompt" in rows.columns else partial(read_conversation, learn=learn)
     made, at = parse_rows(rows, first_row, make, dropped, using.special)
-    plain = are_text([isinstance(each, tuple) for each in made])
+    plain = are_text([isinstance(each, tuple) for each in made], at)
     by_turns = learn == "turns" and not plain
 
     def render(each: Conversation | tuple[str, str]) -> tuple[str, Any]:
@@ -181,7 +182,7 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     """`prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer tokenizes them (trl 1.15, dpo_trainer.py, tokenize_fn)."""
     dropped: dict[str, Dropped] = {}
     pairs, at = parse_rows(rows, first_row, read_pair, dropped, using.special)
-    plain = are_text([isinstance(pair["prompt"], str) for pair in pairs])
+    plain = are_text([isinstance(pair["prompt"], str) for pair in pairs], at)
     texts, at = try_each(pairs, at, partial(render_pair, using=using), dropped, lambda pair: tuple(pair.values()))
     ids = [encode(using.tokenizer, [each[side] for each in texts], plain) for side in range(3)]
     fit = partial(fit_pair, options=using.options)
@@ -243,7 +244,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     dropped: dict[str, Dropped] = {}
     chat = "prompt" not in columns
     made, at = parse_rows(rows, first_row, read_question if chat else read_prompt, dropped, using.special)
-    text = are_text([isinstance(prompt, str) for prompt, _ in made])
+    text = are_text([isinstance(prompt, str) for prompt, _ in made], at)
 
     def render(each: tuple[Any, str | None]) -> tuple[Any, str, str | None]:
         """(prompt, as the model sees it, answer)."""
@@ -270,5 +271,5 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     table = {"prompt": pa.array([each[0] for each in usable], pa.string() if text else PROMPT_MESSAGES)}
     if "answer" not in others and (chat or "completion" in columns):
         table["answer"] = pa.array([each[2] for each in usable], pa.string())
-    table |= rewarded_columns(rows[[row - first_row for row in at]], others)
+    table |= rewarded_columns(rows[[row - first_row for row in at]], others, at)
     return Chunk(pa.table(table), dropped)

@@ -155,15 +155,22 @@ def parse_rows(
     return try_each(range(len(made)), at, refuse_special, dropped, texts.__getitem__)
 
 
-def rewarded_columns(rows: pl.DataFrame, names: Sequence[str]) -> dict[str, pa.Array]:
-    """These columns of the rows, for the rewards. Raises UsageError where one holds several kinds of values."""
+def rewarded_columns(rows: pl.DataFrame, names: Sequence[str], at: Sequence[int]) -> dict[str, pa.Array]:
+    """These columns of the rows, for the rewards. at: where each row stands in its source.
+
+    Raises UsageError where a column holds several kinds of values.
+    """
     found = {}
     for name in names:
         values = rows[name]
         try:
             found[name] = pa.array(values.to_list()) if values.dtype == pl.Object else values.to_arrow()
         except pa.ArrowException as error:
-            what = f"its values are of several kinds ({error})"
+            first: dict[str, int] = {}
+            for row, value in zip(at, values, strict=True):
+                first.setdefault(type(value).__name__, row)
+            kinds = ", ".join(f"{kind} first in row {row}" for kind, row in first.items())
+            what = f"its values are of several kinds ({kinds}): {error}"
             raise UsageError(what, key=f"data.columns.{name}", fix="write them alike") from error
     return found
 

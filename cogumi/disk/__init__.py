@@ -20,6 +20,7 @@ import platformdirs
 from cogumi.core.disk_space import datasets_cache, hf_home, hub_cache, path_from_environment
 from cogumi.core.disk_space import filesystem_of as filesystem_of
 from cogumi.core.durability import lock_directory
+from cogumi.core.formatting import format_bytes as format_bytes
 
 log = logging.getLogger(__name__)
 

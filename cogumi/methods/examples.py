@@ -208,7 +208,8 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
 
     if options.method == "gspo":
         prompts, ids = render_prompts(list(rows["prompt"]), tokenizer, options.thinking, options.today)
-        return rows.remove_columns("prompt").add_column("prompt", prompts).add_column("prompt_ids", ids)
+        with_ids = rows.add_column("prompt_ids", ids)  # first: rows without a column are no rows
+        return with_ids.remove_columns("prompt").add_column("prompt", prompts)
     if options.method == "dpo":
         given = [(row["prompt_ids"], {side: text_of(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
     else:
