@@ -229,8 +229,8 @@ def merge_and_check(
     report = merge_adapter(adapter, run.run_dir / "merged", base=base, base_revision=run.model.revision)
     for line in str(report).splitlines():
         log.info("%s", line)
-    figure = f"{report.elements:,} elements in {report.tensors_merged} tensors are base + adapter within rounding"
-    weights = Check("merged weights", figure, "all that were read back", True)  # else it has raised MergeError
+    figure = f"{report.elements:,} elements in {report.tensors_merged} tensors read back, each base + adapter, rounded once"
+    weights = Check("merged weights", figure, "each", True)  # else it has raised MergeError
     if (trained_on := quantization_of(live.config)) is not None:
         revision = run.model.revision if report.base == base else None
         return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens, trained_on)]
