@@ -229,7 +229,9 @@ def merge_and_check(
     report = merge_adapter(adapter, run.run_dir / "merged", base=base, base_revision=run.model.revision)
     for line in str(report).splitlines():
         log.info("%s", line)
-    figure = f"{report.elements:,} elements in {report.tensors_merged} tensors read back, each base + adapter, rounded once"
+    figure = (
+        f"{report.elements:,} elements in {report.tensors_merged} tensors read back, each base + adapter, rounded once"
+    )
     weights = Check("merged weights", figure, "each", True)  # else it has raised MergeError
     if (trained_on := quantization_of(live.config)) is not None:
         revision = run.model.revision if report.base == base else None
