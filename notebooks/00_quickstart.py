@@ -52,7 +52,7 @@ models = {"base": "cogumi:small-base", "SFT": f"{RUNS}/sft/merged", "GSPO": f"{R
 completions.compare(models, GSPO)
 
 # %% [markdown]
-# **See how it learned**: the reward of every rollout, and what it is made of.
+# **See how it learned**: how the rewards of single completions are spread, in the first quarter of the steps and in the last.
 
 # %%
 figures.rewards(f"{RUNS}/gspo")

@@ -30,7 +30,7 @@ cogumi.preflight(CONFIG)
 cogumi.preflight(CONFIG, card=CARD, cogumi__price_per_hour=2.5)
 
 # %% [markdown]
-# **Change the config** in a form that knows every key of TRL and PEFT. The forecast stands beside it. The last button writes the YAML.
+# **Change the config** in a form that knows every key of TRL and PEFT. The YAML stands beside it. *preflight* makes the forecast; *write* writes the YAML.
 
 # %%
 cogumi.configure(CONFIG)

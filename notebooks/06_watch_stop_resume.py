@@ -20,7 +20,7 @@ run.dashboard()
 
 # %% [markdown]
 # **Now restart the kernel**, or close everything. Run the first cell, and continue here: the run has trained meanwhile.
-# In a terminal, `cogumi status --watch` shows the same.
+# In a terminal, `cogumi status --watch runs/watched` follows it, without curves and samples.
 
 # %%
 run = cogumi.attach(RUN)

@@ -15,7 +15,7 @@ CONFIG = "smoke/sft"  # the real one: "qwen3-4b-sft"
 RUN = "runs/disk"
 
 # %% [markdown]
-# **Which disk is this, and how full is it?** In a terminal, `cogumi disk` names all disks and what takes the space.
+# **Which disk is this, and how full is it?** In a terminal, `cogumi disk status` names the disks of a run and what takes the space.
 
 # %%
 here = disk.filesystem_of(Path.cwd())
@@ -39,7 +39,7 @@ for use in disk.list_uses(Path(RUN)):
     print(use.what, disk.format_bytes(use.bytes))
 
 # %% [markdown]
-# **In a script of your own**: the monitor watches the disk of a directory. `cogumi.protect(trainer)` does so for any Hugging Face trainer, and makes its checkpoints whole or absent.
+# **In a script of your own**: the monitor watches the disk of a directory. `trainer.add_callback(cogumi.DiskMonitorCallback())` does so for any Hugging Face trainer. `cogumi.protect(trainer)` makes its checkpoints whole or absent.
 
 # %%
 with cogumi.DiskMonitor(".", warn=0.7, alarm=0.9) as monitor:

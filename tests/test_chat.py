@@ -27,8 +27,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_jsonl, this_process, write_json
 from cogumi.data.fim import PSM, detect_fim_tokens
 from cogumi.models.loading import quantized_layers
-from cogumi.notebook import chat as chats
-from cogumi.notebook.chat import Answer, ChatPanel, open_chat, read_setup
+from cogumi.notebook import chat_panel as chats
+from cogumi.notebook.chat_panel import Answer, ChatPanel, open_chat, read_setup
 from cogumi.notebook.conversation import FILL, Chat, LoadedModels, template_of
 
 QUESTION = "add d to w"
@@ -418,7 +418,7 @@ def test_what_cannot_be_talked_to_is_one_line(
 
 def test_a_wrong_directory_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib, cogumi; from cogumi.notebook.chat import read_setup\n"
+        "import sys, pathlib, cogumi; from cogumi.notebook.chat_panel import read_setup\n"
         f"try: read_setup(pathlib.Path({str(tmp_path)!r}))\n"
         "except cogumi.UsageError: print(sorted({'torch', 'transformers', 'peft'} & set(sys.modules)))"
     )
@@ -494,7 +494,7 @@ def test_in_a_real_kernel_the_panel_loads_and_answers_while_the_kernel_is_free(
 ) -> None:
     code = [
         f"import cogumi\nrun = cogumi.attach({str(finished_chat.home)!r})\nrun.chat(max_new_tokens=4)",
-        "import gc\nfrom cogumi.notebook.chat import ChatPanel\n"
+        "import gc\nfrom cogumi.notebook.chat_panel import ChatPanel\n"
         "panel, = [each for each in gc.get_objects() if isinstance(each, ChatPanel)]\n"
         f"panel.message.value = {QUESTION!r}\npanel.send.click()\nprint(panel.state.value)",
         "panel.thread.join(120)\nprint(panel.talk.value)",

@@ -225,7 +225,7 @@ class CogumiSection(Section):
     on_red: Literal["warn", "pause", "stop"] = "warn"
     """When a flag turns red: say so, wait with a checkpoint until PAUSED is removed, or end the run with a checkpoint."""
     flags: Thresholds = Thresholds()
-    """From where on a flag is yellow or red; every number of the verdict."""
+    """From where on some flags are yellow or red; the other limits are fixed."""
     mirror: str | None = None
     """Where checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or hf://user/repository."""
     price_per_hour: float | None = Field(default=None, gt=0)

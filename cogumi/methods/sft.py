@@ -133,7 +133,7 @@ def refuse_other_labels(trainer: Any, dataset: Any) -> None:
         starts = batch["position_ids"] == 0 if "position_ids" in batch else torch.arange(batch["labels"].shape[1]) == 0
         learned.append(int(((batch["labels"] != -100) & ~starts).sum()))
     if learned != wanted:
-        what = f"learn {learned} tokens of the first examples, whose middles have {wanted}"
+        what = f"learn {learned} tokens of the first examples, of which {wanted} are to be learned"
         raise RuntimeError(f"{type(trainer).__name__} would {what}")
 
 

@@ -34,7 +34,7 @@ from cogumi.telemetry.status import (
 )
 
 if TYPE_CHECKING:
-    from cogumi.notebook.chat import Answers
+    from cogumi.notebook.chat_panel import Answers
 
 log = logging.getLogger("cogumi")
 POLL_SECONDS = 0.25
@@ -80,7 +80,7 @@ class Run:
         merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy; None and
         max_new_tokens None are the run's own. Raises UsageError where the run has saved nothing yet.
         """
-        from cogumi.notebook import chat as chats
+        from cogumi.notebook import chat_panel as chats
 
         only = (only,) if isinstance(only, str) else only
         chat = chats.open_chat(chats.read_setup(self.run_dir, only, temperature, max_new_tokens))
