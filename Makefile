@@ -31,7 +31,7 @@ golden: .venv/test
 
 # Not part of `make test`: a virtual environment of its own with unsloth, which runs on a CPU there.
 test-unsloth: .venv-unsloth/lane
-	UNSLOTH_ON_CPU=1 .venv-unsloth/bin/python -m pytest tests/test_unsloth.py
+	.venv-unsloth/bin/python -m pytest tests/test_unsloth.py
 
 # Not part of `make test` either: a torch whose Dynamo cannot take a 4-bit layer, for the bottom of graph_break's ladder.
 test-torch27: .venv-torch27/lane
