@@ -19,15 +19,15 @@ import torch
 import yaml
 from disk_mounts import fill, mounting
 from golden import Golden
+from hub_server import hub_server
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from cogumi import disk as usage
 from cogumi.checkpoints import verify
 from cogumi.checkpoints.manifest import write_manifest
-from cogumi.config.schema import load_config
 from cogumi.core.disk_space import space_of
 from cogumi.core.durability import lock_directory
-from cogumi.hub.downloads import Download
+from cogumi.forecast.disk_forecast import DOWNLOAD
 
 Run = Callable[..., tuple[int, str, str]]
 CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where the small base is, once it is made
@@ -560,23 +560,31 @@ def test_predict_says_what_it_cannot_know(
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)
-def test_the_download_is_what_the_hub_says_and_the_cache_lacks(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cogumi.forecast import disk_forecast
+def test_the_download_is_what_the_hub_says_and_the_cache_lacks(config: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Of a hub that answers, asked by a process of its own; no weights are downloaded for it."""
+    LlamaForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path / "model", max_shard_size="300KB")
+    for path in tiny_model.glob("*token*"):
+        shutil.copy(path, tmp_path / "model")
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 1
+    with hub_server(tmp_path / "hub") as hub:
+        hub.publish("some/body", tmp_path / "model")
+        environment = os.environ | hub.environment(tmp_path / "cache") | {"PYTHONPATH": os.getcwd()}
 
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    download = Download(
-        "some/body", "0123456789abcdef0123456789abcdef01234567", {"a.safetensors": 5, "b.safetensors": 3}
-    )
-    monkeypatch.setattr(disk_forecast, "find_commit", lambda name, revision: download.commit)
-    monkeypatch.setattr(disk_forecast, "plan_download", lambda name, commit: download)
-    run = load_config(config, model__name="some/body")
-    for cached, wanted in (("config.json", [8]), ("a.safetensors", [3]), ("b.safetensors", [])):
-        download.snapshot.mkdir(parents=True, exist_ok=True)
-        (download.snapshot / cached).touch()
-        needs, notes = disk_forecast.download_need(run)
-        assert ([need.end for need in needs], notes) == (wanted, [])
+        def predict() -> int:
+            words = ["-m", "cogumi", "disk", "predict", str(config), "model.name=some/body", "--json"]
+            done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout)
+            assert found["notes"] == []
+            return sum(each["end"] for disk in found["disks"] for each in disk["needs"] if each["what"] == DOWNLOAD)
+
+        wanted = predict()
+        (snapshot,) = (tmp_path / "cache" / "hub").glob("models--some--body/snapshots/*")
+        lacking = [path for path in (tmp_path / "model").iterdir() if not (snapshot / path.name).exists()]
+        assert set(shards) <= set(lacking)
+        assert wanted == sum(path.stat().st_size for path in lacking)
+        shutil.copy(shards[0], snapshot)
+        assert predict() == wanted - shards[0].stat().st_size
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)
