@@ -29,6 +29,7 @@ from cogumi.cli.disk_commands import prune
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import UsageError
 from cogumi.disk import disk_bytes
+from cogumi.patches.trl_internals import LOAD_OPTIMIZER
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -562,6 +563,21 @@ def test_a_file_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> Non
     assert f"{tmp_path}/checkpoint-2: " in text
     assert "cannot be loaded (" in text
     assert "its weights" in text if name == "model.safetensors" else name in text
+    assert losses.seen == {}
+
+
+def test_a_card_that_is_full_while_a_checkpoint_is_loaded_is_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    """As on a GPU, whose memory the optimizer's state may not fit beside another process."""
+    trainer, _ = make(tmp_path, max_steps=2)
+    protect(trainer).train()
+
+    def no_room(checkpoint: str) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    again, losses = make(tmp_path)
+    vars(again)[LOAD_OPTIMIZER] = no_room
+    with pytest.raises(torch.OutOfMemoryError):
+        protect(again).train()
     assert losses.seen == {}
 
 

@@ -257,7 +257,7 @@ class Mirror:
             yield
         except (CheckpointDamaged, UsageError):
             raise
-        except Exception as error:
+        except Exception as error:  # each of fsspec's stores has errors of its own
             full = isinstance(error, OSError) and error.errno in NO_SPACE
             fix = "free space" if full else "correct its address or its access, or leave it out"
             raise UsageError(f"mirror {self} {failed} ({describe(error)})", fix=fix) from error

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
@@ -273,7 +274,9 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
     """What a library says of a part of a checkpoint that it does not load, as a UsageError that names the part."""
     try:
         yield
-    except Exception as error:
+    except torch.OutOfMemoryError:  # the card is full, and the checkpoint may be whole
+        raise
+    except Exception as error:  # whatever torch, transformers or safetensors make of damaged bytes
         fix = "move that directory away to resume from the one before it, or restore the shapes of model and adapter"
         raise UsageError(f"{what} cannot be loaded ({first_line(error)})", place=str(checkpoint), fix=fix) from error
 
