@@ -197,7 +197,7 @@ def make_trainer(tiny_model: Path, tmp_path: Path, sources: list[str]) -> Callab
 def reads_4bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bitsandbytes reads 4-bit weights of any width, also on a CPU with AVX512.
 
-    There 0.50.2 misreads rows that end inside a block (`cogumi.models.loading.reads_4bit_rows`); as one row it reads them all.
+    There 0.50.2 misreads rows that end inside a block (`reads_4bit_rows`); as one row it reads them all.
     """
     import copy
 

@@ -26,7 +26,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_jsonl, this_process, write_json
 from cogumi.data.fim import PSM, detect_fim_tokens
-from cogumi.models.loading import quantized_layers
+from cogumi.models.quantization import quantized_layers
 from cogumi.notebook import chat_panel as chats
 from cogumi.notebook.chat_panel import Answer, ChatPanel, open_chat, read_setup
 from cogumi.notebook.conversation import FILL, Chat, LoadedModels, template_of

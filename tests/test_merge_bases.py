@@ -22,7 +22,7 @@ from transformers import (
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
 from cogumi.merge.adapter_files import write_base_record
-from cogumi.models.loading import reads_4bit_rows
+from cogumi.models.quantization import reads_4bit_rows
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES: dict[str, Any] = {

@@ -18,8 +18,9 @@ from cogumi.cli.app import app
 from cogumi.config.schema import dump_config, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip_command
-from cogumi.models import loading
-from cogumi.models.loading import load_model, quantization_settings, reads_4bit_rows
+from cogumi.models import loading, quantization
+from cogumi.models.loading import load_model
+from cogumi.models.quantization import quantization_settings, reads_4bit_rows
 
 GOOD = """\
 model:
@@ -91,17 +92,17 @@ def test_a_mistake_is_one_line_with_file_line_and_key(
 
 
 def test_four_bits_alone_are_qlora() -> None:
-    settings = quantization_settings(FOUR, "float16")
+    settings = quantization_settings(FOUR, torch.float16)
     assert settings.quantization_method() == "nf4"
     assert settings.bnb_4bit_use_double_quant
     assert settings.bnb_4bit_compute_dtype == torch.float16
     other = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16"}
-    settings = quantization_settings(FOUR | other, "float32")
+    settings = quantization_settings(FOUR | other, torch.float32)
     assert settings.quantization_method() == "fp4"
     assert not settings.bnb_4bit_use_double_quant
     assert settings.bnb_4bit_compute_dtype == torch.bfloat16
     assert (
-        quantization_settings({"load_in_8bit": True}, "auto").to_dict()
+        quantization_settings({"load_in_8bit": True}, torch.float32).to_dict()
         == BitsAndBytesConfig(load_in_8bit=True).to_dict()
     )
 
@@ -152,7 +153,7 @@ def test_rows_that_bitsandbytes_misreads_are_refused(
         tie_word_embeddings=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "reads_4bit_rows", lambda columns: columns % 64 == 0)
+    monkeypatch.setattr(quantization, "reads_4bit_rows", lambda columns: columns % 64 == 0)
     error = refused(golden, tmp_path)
     assert error.key == "model"
     assert "model.layers.0.mlp.down_proj" in error.message

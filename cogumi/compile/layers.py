@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cogumi.compile.compile_report import describe_process, try_compiler
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_section
-from cogumi.models.loading import keep_4bit_unpacked, quantized_layers
+from cogumi.models.quantization import keep_4bit_unpacked, quantized_layers
 from cogumi.patches import graph_break, unsloth_rl
 from cogumi.patches.torch_internals import (
     dynamo_counts,

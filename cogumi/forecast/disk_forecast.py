@@ -40,7 +40,8 @@ from cogumi.hub.downloads import find_commit, plan_download
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config, lora_of
-from cogumi.models.loading import load_tokenizer, meta_model, refuse_quantized_already, resolve_dtype, resolve_model
+from cogumi.models.loading import load_tokenizer, meta_model, resolve_dtype, resolve_model
+from cogumi.models.quantization import refuse_quantized_already
 from cogumi.patches import gspo_loss
 from cogumi.patches.torch_internals import FakeTensorMode
 from cogumi.patches.trl_internals import commit_of, holds_adapter

@@ -35,7 +35,8 @@ from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of,
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible
 from cogumi.methods.dpo import REFERENCE
 from cogumi.models.adapters import lora_of, refuse_unmatched
-from cogumi.models.loading import refuse_quantized_already, resolve_model
+from cogumi.models.loading import resolve_model
+from cogumi.models.quantization import refuse_quantized_already
 from cogumi.rl.patching import patch
 from cogumi.stack.lanes import check_lane
 from cogumi.telemetry.throughput import flops_of

@@ -28,7 +28,8 @@ from cogumi.forecast.fake_tensors import (
 )
 from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
-from cogumi.models.loading import keep_4bit_unpacked, meta_model, quantization_settings
+from cogumi.models.loading import meta_model
+from cogumi.models.quantization import keep_4bit_unpacked, quantization_settings
 from cogumi.patches import head_logps, replaced
 from cogumi.patches.torch_internals import FakeTensorMode
 from cogumi.patches.trl_internals import MOVE_MODEL, place_quantized_layers
@@ -63,7 +64,7 @@ def planned_trainer(
     if attention == "eager":
         model.set_attn_implementation("eager")
     if run.model.quantization_config is not None:
-        settings = quantization_settings(run.model.quantization_config, str(dtype).removeprefix("torch."))
+        settings = quantization_settings(run.model.quantization_config, dtype)
         model = quantize(model, settings)
     run = run.model_copy(deep=True)
     for key in (*OF_THE_MACHINE, *OF_THE_DATA):
