@@ -18,7 +18,7 @@ from cogumi.cli.app import app
 from cogumi.config.schema import dump_config, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import pip_command
-from cogumi.models import loading, quantization
+from cogumi.models import quantization
 from cogumi.models.loading import load_model
 from cogumi.models.quantization import quantization_settings, reads_4bit_rows
 
@@ -204,9 +204,9 @@ def test_weights_are_not_repacked_by_a_forward_without_gradients(
 def test_without_bitsandbytes_a_run_is_one_line_and_leaves_nothing(
     tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_spec = loading.importlib.util.find_spec
+    find_spec = quantization.importlib.util.find_spec
     monkeypatch.setattr(
-        loading.importlib.util,
+        quantization.importlib.util,
         "find_spec",
         lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest),
     )

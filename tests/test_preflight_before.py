@@ -75,7 +75,7 @@ def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp
     memory = kept["figures"]["memory"]
     assert memory["work"]["prompt"] <= 160
     log = (run_dir / "run.log").read_text()
-    assert log.index("preflight: memory: ") < log.index("loaded in float32")
+    assert log.index("preflight: memory: ") < log.index("loaded on cpu")
     came_to = json.loads((run_dir / "metrics.json").read_text())
     assert list(came_to["seconds"])[:3] == ["data", "preflight", "load"]
     assert came_to["memory"]["gpu_peak_forecast"] == memory["tensors"] + memory["workspace"]

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cogumi.compile.compile_report import describe_process, try_compiler
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_section
-from cogumi.models.quantization import keep_4bit_unpacked, quantized_layers
+from cogumi.models.quantization import expert_states, keep_4bit_unpacked, quantized_layers
 from cogumi.patches import graph_break, unsloth_rl
 from cogumi.patches.torch_internals import (
     dynamo_counts,
@@ -99,7 +99,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> list[nn.Modul
     layers = decoder_layers(model)
     for part in parts_of(model):
         set_call(part, compile_for_training(part, backend, with_gradient_only=part not in layers))
-    for module in adapted_parameters(model):
+    for module in left_out(model):
         set_call(module, torch.compiler.disable(plain_call(module)))
     return layers
 
@@ -137,11 +137,13 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     return [*layers, *beside]
 
 
-def adapted_parameters(model: nn.Module) -> list[nn.Module]:
-    """The outermost of PEFT's wrappers of parameters (`target_parameters`): Dynamo ends a graph in each several times."""
-    wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
-    inner = {id(module.base_layer) for module in wrappers}
-    return [module for module in wrappers if id(module) not in inner]
+def left_out(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that stay out of the graphs. In PEFT's wrappers of parameters (`target_parameters`) Dynamo ends
+    a graph several times. It does not trace the parametrization of stacked experts in 4 bits."""
+    experts = {name.rpartition(".")[0] for name in expert_states(model)}
+    found = [module for name, module in model.named_modules() if isinstance(module, ParamWrapper) or name in experts]
+    inner = {id(below) for module in found for below in module.modules() if below is not module}
+    return [module for module in found if id(module) not in inner]
 
 
 def prepare_four_bit(model: Any) -> None:

@@ -164,20 +164,39 @@ def fake_model(model: nn.Module, live: StorageCounter) -> None:
 
 
 def fake_parameter(module: Any, parameter: Any, live: StorageCounter, trained: str) -> nn.Parameter:
-    if not hasattr(parameter, "quant_state"):
-        learns = parameter.requires_grad
-        with live.counting_as(trained if learns else WEIGHTS):
+    experts = expert_parametrization(module)
+    learns = parameter.requires_grad
+    with live.counting_as(trained if learns else WEIGHTS):
+        if hasattr(parameter, "SCB"):  # bitsandbytes' weight of a linear layer in 8 bits, and the scales of its rows
+            made: Any = nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
+            scales = torch.empty(parameter.shape[0], dtype=torch.float32)
+            vars(made).update(CB=made.data, SCB=scales, has_fp16_weights=False)
+            return made
+        if experts is None and not hasattr(parameter, "quant_state"):
             return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=learns)
-    # bitsandbytes' weight of a linear layer in 4 bits: two elements to a byte, and the scales of its blocks.
+    # Its weights in 4 bits: two elements to a byte, and the scales of its blocks.
     from bitsandbytes.functional import quantize_4bit
 
-    whole = torch.empty(module.out_features, module.in_features, dtype=module.compute_dtype or torch.bfloat16)
-    settings = {name: getattr(parameter, name) for name in ("blocksize", "compress_statistics", "quant_type")}
+    if experts is not None:
+        whole = torch.empty(experts.quant_state.shape, dtype=experts.quant_state.dtype)
+        settings = {"quant_type": experts.quant_state.quant_type, "compress_statistics": experts.compress_statistics}
+    else:
+        whole = torch.empty(module.out_features, module.in_features, dtype=module.compute_dtype or torch.bfloat16)
+        settings = {name: getattr(parameter, name) for name in ("blocksize", "compress_statistics", "quant_type")}
     with live.counting_as(WEIGHTS):
         packed, state = quantize_4bit(whole, **settings)
-    made: Any = nn.Parameter(packed, requires_grad=False)  # a fake tensor cannot be bitsandbytes' subclass as well
-    vars(made).update(settings, quant_state=state, bnb_quantized=True)
+    made = nn.Parameter(packed, requires_grad=False)  # a fake tensor cannot be bitsandbytes' subclass as well
+    if experts is not None:
+        experts.quant_state = state
+    else:
+        vars(made).update(settings, quant_state=state, bnb_quantized=True)
     return made
+
+
+def expert_parametrization(module: Any) -> Any:
+    """bitsandbytes' parametrization of a stack of experts, of torch's list of parametrizations; None for other modules."""
+    is_list = isinstance(module, nn.utils.parametrize.ParametrizationList)
+    return module[0] if is_list and hasattr(module[0], "quant_state") else None
 
 
 class Attention(torch.autograd.Function):

@@ -28,7 +28,7 @@ from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.disk_forecast import describe_disks
 from cogumi.forecast.memory_forecast import Target, find_target, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.training_step import StepShape, planned_trainer
+from cogumi.forecast.training_step import StepShape, forecast_weights, planned_trainer
 from cogumi.health.flags_by_method import ENOUGH_ROWS
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of, with_values
@@ -122,6 +122,9 @@ def forecast_lines(
     lines: list[Line] = []
     figures: dict[str, Any] = {}
     chosen_run, load, chosen = choose_for_target(asked, base, target)
+    if asked.model.quantization_config is not None:
+        dtype = weights_dtype(target, asked.model.dtype)
+        lines.append(describe_weights(of_base, dtype, asked.model.quantization_config))
     try:
         free = target.free - load.weights - MOMENTS * load.trained
         run, work = plan_work(chosen_run, of_base, found, target, free)
@@ -141,6 +144,14 @@ def forecast_lines(
             said = "how many steps are in the data is not known"
             lines.append(Line("time", said, "unknown", "set train.max_steps to plan with"))
     return lines + describe_disks(asked), figures
+
+
+def describe_weights(of_base: Any, dtype: torch.dtype, quantization: dict[str, Any]) -> Line:
+    """How much of a base `model.quantization_config` will quantize. dtype: of what stays as it is."""
+    count, fix = forecast_weights(of_base, dtype, quantization), ""
+    if count.quantized < 0.5 and quantization.get("load_in_8bit"):
+        fix = "set load_in_4bit, which quantizes stacked experts too, or take a card for what stays"
+    return Line("weights", str(count), "yellow" if count.quantized < 0.5 else "green", fix)
 
 
 def choose_for_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:

@@ -29,10 +29,10 @@ from cogumi.forecast.fake_tensors import (
 from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config
 from cogumi.models.loading import meta_model
-from cogumi.models.quantization import keep_4bit_unpacked, quantization_settings
+from cogumi.models.quantization import WeightCount, count_weights, place_quantized_weights
 from cogumi.patches import head_logps, replaced
 from cogumi.patches.torch_internals import FakeTensorMode
-from cogumi.patches.trl_internals import MOVE_MODEL, place_quantized_layers
+from cogumi.patches.trl_internals import MOVE_MODEL
 
 TILE = 32768  # columns of logits that TRL's head makes at once (trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)
 GRADIENTS, OPTIMIZER, CACHE = "gradients", "optimizer", "key-value cache"
@@ -63,9 +63,7 @@ def planned_trainer(
     model = meta_model(config).to(dtype)
     if attention == "eager":
         model.set_attn_implementation("eager")
-    if run.model.quantization_config is not None:
-        settings = quantization_settings(run.model.quantization_config, dtype)
-        model = quantize(model, settings)
+    model = place_quantized_weights(model, config, run.model.quantization_config)
     run = run.model_copy(deep=True)
     for key in (*OF_THE_MACHINE, *OF_THE_DATA):
         run.train.pop(key, None)
@@ -102,18 +100,13 @@ def keep_on_meta(trainer: Any) -> Any:
     return type(f"Planned{trainer.__name__}", (trainer,), {MOVE_MODEL: lambda *_: None})
 
 
-def quantize(model: Any, settings: Any) -> Any:
-    """The model with bitsandbytes' layers where transformers would put them."""
-    from transformers.quantizers import AutoHfQuantizer
-
-    quantizer = AutoHfQuantizer.from_config(settings)
-    with torch.device("meta"):
-        place_quantized_layers(quantizer, model)
-    model.hf_quantizer, model.is_quantized = quantizer, True
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
-    model.quantization_method = settings.quant_method
-    keep_4bit_unpacked(model)
-    return model
+def forecast_weights(config: Any, dtype: torch.dtype, quantization: dict[str, Any] | None) -> WeightCount:
+    """What loading a base will hold, before anything of it is here. config: the base's; dtype: of what stays as it is."""
+    model = place_quantized_weights(meta_model(copy.deepcopy(config)).to(dtype), config, quantization)
+    live = StorageCounter()
+    with preserve_bitsandbytes_codes(), FakeTensorMode(allow_non_fake_inputs=True), live:
+        fake_model(model, live)
+        return count_weights(model)
 
 
 def sample_rows(method: str) -> Dataset:

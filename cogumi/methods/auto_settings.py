@@ -21,6 +21,7 @@ from cogumi.methods.examples import longest_example
 from cogumi.methods.gspo import is_planned, lora_parameters
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model, resolve_dtype
+from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.patches.trl_internals import supported_attention
 from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, step_bytes
 from cogumi.stack.probes import flash_attention
@@ -32,7 +33,6 @@ MARGIN = 0.7  # of what is free beside the weights: what activations may take fo
 BATCH, COMPLETION = 8, 256  # transformers' per_device_train_batch_size, TRL's max_completion_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
-FOUR_BIT = 0.55  # bytes of a weight under nf4 with its scales
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,10 @@ def load_of(run: RunConfig, base: str) -> Load:
         trained, weights = parameters, parameters * element * (3 if reference else 2)
     else:
         trained = lora_parameters(model, lora_config(run.lora).r)
-        four_bit = bool((run.model.quantization_config or {}).get("load_in_4bit"))
-        weights = int(parameters * (FOUR_BIT if four_bit else element)) + ADAPTER_BYTES * trained
+        placed = place_quantized_weights(
+            model.to(resolve_dtype(run.model.dtype)), config, run.model.quantization_config
+        )
+        weights = count_meta_bytes(placed) + ADAPTER_BYTES * trained
     at_once = (run.train.get("per_device_train_batch_size") or BATCH) * (2 if dpo else 1)
     length = longest_example(run)
     if run.cogumi.method == "gspo":

@@ -16,12 +16,12 @@ from cogumi.core.formatting import one_line
 from cogumi.core.redact import SECRETS, RedactedStr
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
 from cogumi.hub.downloads import find_commit
-from cogumi.merge.adapter_files import quantization_of
 from cogumi.methods import dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.examples import Examples
 from cogumi.models.adapters import keep_float32, load_adapter, load_exact_values, lora_config
 from cogumi.models.loading import load_model, load_tokenizer, use_chat_template, use_end_token
+from cogumi.models.quantization import count_weights
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
 from cogumi.telemetry import trackers
@@ -97,8 +97,7 @@ def build_trainer(
     wanted, whole = run.model, run.cogumi.tuning == "full"
     dtype = dtype_of_weights(run) if whole else wanted.dtype
     model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
-    dtypes = [quantization_of(model.config), str(model.dtype).removeprefix("torch.")]
-    log.info("%s loaded in %s on %s", base, " and ".join(str(each) for each in dtypes if each), model.device)
+    log.info("%s loaded on %s: %s", base, model.device, count_weights(model))
     if wanted.quantization_config is not None:
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
                     "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip

@@ -1,6 +1,5 @@
 """Models and tokenizers: where they are, how they are loaded, and models of shapes alone."""
 
-import importlib.util
 import logging
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +15,10 @@ from transformers import (
 )
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip_command
 from cogumi.merge.parameter_map import meta_model as meta_model
 from cogumi.models.quantization import (
     keep_4bit_unpacked,
+    prepare_experts,
     quantization_settings,
     refuse_misread,
     refuse_quantized_already,
@@ -91,9 +90,7 @@ def load_model(
     loading: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if quantization is not None:
         refuse_quantized_already(name, AutoConfig.from_pretrained(name, revision=revision))
-        if importlib.util.find_spec("bitsandbytes") is None:
-            install = pip_command("install bitsandbytes")
-            raise UsageError("bitsandbytes is not installed", key="model.quantization_config", fix=f"run: {install}")
+        prepare_experts(quantization)
         # Only then: None would take away what the config of a quantized checkpoint says.
         loading["quantization_config"] = quantization_settings(quantization, resolve_dtype(dtype))
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

@@ -1,17 +1,28 @@
 """Quantized bases: what `model.quantization_config` means, and which weights bitsandbytes has quantized."""
 
 import functools
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_memory, pip_command
 from cogumi.merge.adapter_files import quantization_of
+from cogumi.patches import expert_quantizer, parametrized_lora
+from cogumi.patches.torch_internals import storage_key
+from cogumi.patches.trl_internals import place_quantized_layers
 
 # What QLoRA is (https://arxiv.org/abs/2305.14314, section 3). transformers' own defaults are fp4, quantized once.
 QLORA = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+FOUR_BIT = 0.55  # bytes of a weight in 4 bits with its scales, about
 
 
 def quantization_settings(quantization: dict[str, Any], dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -38,11 +49,67 @@ def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
     }
 
 
+def expert_states(model: torch.nn.Module) -> dict[str, Any]:
+    """bitsandbytes' QuantState of each stack of experts in 4 bits, by the parameter's name."""
+    return {
+        f"{path}.{name}": parametrizations[0].quant_state
+        for path, module in model.named_modules()
+        for name, parametrizations in getattr(module, "parametrizations", {}).items()
+        if hasattr(parametrizations[0], "quant_state")
+    }
+
+
+def prepare_experts(quantization: dict[str, Any]) -> None:
+    """Have bitsandbytes take stacked experts too, and PEFT adapt them. Before a base is loaded in 4 bits.
+    Raises UsageError where bitsandbytes is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        install = pip_command("install bitsandbytes")
+        raise UsageError("bitsandbytes is not installed", key="model.quantization_config", fix=f"run: {install}")
+    if quantization.get("load_in_4bit"):
+        expert_quantizer.apply()
+        parametrized_lora.apply()
+
+
+def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
+    """How bitsandbytes has quantized a checkpoint, by its own config; None where it has not."""
+    found = quantization_of(config)
+    if found is None or found.method != "bitsandbytes":
+        return None
+    entries: Any = config.quantization_config
+    settings: BitsAndBytesConfig = AutoQuantizationConfig.from_dict(
+        entries if isinstance(entries, dict) else entries.to_dict()
+    )
+    return settings
+
+
+def place_quantized_weights(model: Any, config: PreTrainedConfig, quantization: dict[str, Any] | None) -> Any:
+    """The model on the meta device with bitsandbytes' layers and 4-bit experts where loading the base would put them.
+
+    config: the base's, which may be quantized on disk. quantization: `model.quantization_config`. A model of another
+    quantization, or of none, stays as it is.
+    """
+    on_disk = quantization is None
+    settings = settings_on_disk(config) if quantization is None else quantization_settings(quantization, model.dtype)
+    if settings is None:
+        return model
+    prepare_experts(settings.to_dict())
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=on_disk)
+    with torch.device("meta"):
+        place_quantized_layers(quantizer, model)
+    if settings.load_in_4bit and not on_disk:
+        expert_quantizer.place_meta_stacks(model, quantizer)
+    model.hf_quantizer, model.is_quantized = quantizer, True
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
+    model.quantization_method = settings.quant_method
+    keep_4bit_unpacked(model)
+    return model
+
+
 def refuse_wrong_layers(model: PreTrainedModel) -> None:
     """Raise UsageError where nothing was quantized, or the LM head was."""
     layers = quantized_layers(model)
-    if not layers:
-        what = f"{type(model).__name__} has no linear layers that bitsandbytes could quantize (stacked experts are not)"
+    if not layers and not expert_states(model):
+        what = f"{type(model).__name__} has no linear layers or experts that bitsandbytes could quantize"
         raise UsageError(what, key="model.quantization_config", fix="drop it")
     for name, module in layers.items():
         if module is model.get_output_embeddings():
@@ -54,7 +121,10 @@ def refuse_wrong_layers(model: PreTrainedModel) -> None:
 def refuse_misread(model: PreTrainedModel) -> None:
     """Raise UsageError for 4-bit weights that bitsandbytes misreads on this CPU."""
     layers = quantized_layers(model) if model.device.type == "cpu" else {}
-    misread = [name for name, module in layers.items() if not reads_4bit_rows(module.in_features)]
+    columns = {name: module.in_features for name, module in layers.items()}
+    if layers:
+        columns |= {name: state.shape[-1] for name, state in expert_states(model).items()}
+    misread = [name for name, number in columns.items() if not reads_4bit_rows(number)]
     if misread:
         leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in misread))
         what = f"bitsandbytes {version('bitsandbytes')} misreads the 4-bit weights of {misread[0]} on this CPU"
@@ -81,3 +151,76 @@ def keep_4bit_unpacked(model: torch.nn.Module) -> int:
     for module in repacking:
         vars(module)["support_avx512bf16_for_cpu"] = False
     return len(repacking)
+
+
+# ------------------------------------------------------------------------------------------- what is loaded, and how large
+
+
+@dataclass(frozen=True)
+class WeightCount:
+    """Of a model's parameters: elements by the format that holds them. bytes: of all storages, constants of blocks included."""
+
+    elements: dict[str, int]
+    bytes: int
+
+    @property
+    def quantized(self) -> float:
+        """The share of the elements that is in 4 or 8 bits."""
+        inside = sum(number for kind, number in self.elements.items() if kind.endswith("-bit"))
+        return inside / sum(self.elements.values())
+
+    def __str__(self) -> str:
+        whole = sum(self.elements.values())
+        largest = sorted(self.elements.items(), key=lambda item: -item[1])
+        shares = ", ".join(f"{number / whole:.1%} in {kind}" for kind, number in largest)
+        return f"{format_memory(self.bytes)} of weights, {shares}"
+
+
+def count_weights(model: torch.nn.Module) -> WeightCount:
+    """Counted from the storages of a model, loaded or of fake tensors: its config is not asked."""
+    elements: Counter[str] = Counter()
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            state = quant_state_of(module, name, parameter)
+            if state is not None:
+                elements[f"{state.quant_type} 4-bit"] += 2 * parameter.untyped_storage().nbytes()
+            elif parameter.dtype == torch.int8:
+                elements["8-bit"] += parameter.numel()
+            else:
+                elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+            for tensor in (parameter, *constants_of(state), getattr(parameter, "SCB", None)):
+                if tensor is not None:
+                    storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    return WeightCount(dict(elements), sum(storages.values()))
+
+
+def count_meta_bytes(model: torch.nn.Module) -> int:
+    """About what the weights of a model of `place_quantized_weights` take when they are loaded."""
+    size = 0.0
+    for parameter in model.parameters():  # tied ones once
+        if hasattr(parameter, "quant_type"):  # a linear layer's, not packed yet
+            size += FOUR_BIT * parameter.numel()
+        elif parameter.dtype == torch.uint8:  # experts', packed
+            size += 2 * FOUR_BIT * parameter.numel()
+        else:
+            size += parameter.numel() * (1 if hasattr(parameter, "SCB") else parameter.element_size())
+    return int(size)
+
+
+def quant_state_of(module: Any, name: str, parameter: Any) -> Any:
+    """bitsandbytes' QuantState of a parameter in 4 bits, of a linear layer or of experts; None for any other."""
+    if name == "original" and hasattr(module, "__getitem__"):  # of torch's ParametrizationList
+        return getattr(module[0], "quant_state", None)
+    return getattr(parameter, "quant_state", None)
+
+
+def constants_of(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a QuantState: scales of the blocks, and what those are compressed with."""
+    if state is not None:
+        yield from (each for each in (state.absmax, state.code, state.offset) if each is not None)
+        yield from constants_of(state.state2)

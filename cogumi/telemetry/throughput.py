@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from cogumi.core.run_directory import read_json
 from cogumi.data.packing import padding_mask
@@ -80,6 +81,9 @@ def count_elements(module: nn.Module, name: str, parameter: nn.Parameter) -> flo
     """The elements of the matrix that a parameter stands for; a 4-bit one is stored packed."""
     if isinstance(module, nn.Linear):
         return float(module.in_features * module.out_features)
+    if isinstance(module, ParametrizationList) and hasattr(module[0], "quant_state"):  # experts, by bitsandbytes
+        state: Any = module[0].quant_state
+        return float(math.prod(state.shape))
     if not parameter.is_floating_point():
         raise ValueError(f"{name} is stored as {parameter.dtype}, and its elements are not those of the matrix")
     return float(parameter.numel())

@@ -21,13 +21,15 @@ from cogumi.core.formatting import one_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic
+from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download
 from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
 from cogumi.models.adapters import check_base, lora_config, lora_of, refuse_unmatched
-from cogumi.models.loading import resolve_model
+from cogumi.models.loading import resolve_dtype, resolve_model
+from cogumi.models.quantization import refuse_quantized_already
 from cogumi.notebook.report import write_report
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
@@ -96,6 +98,10 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     if download is not None:
         download.refuse_no_room()
     tokenizer = building.load_run_tokenizer(run, base)
+    weights = None
+    if run.model.quantization_config is not None:
+        refuse_quantized_already(base, of_base)
+        weights = describe_weights(of_base, resolve_dtype(run.model.dtype), run.model.quantization_config)
     examples = prepare_examples(run, tokenizer, of_base)
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
@@ -123,6 +129,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             log.info(line)
         if said := describe_overlong(run, examples, of_base):
             log.warning(said)
+        if weights is not None:
+            log.log(logging.INFO if weights.state == "green" else logging.WARNING, "weights: %s", weights.figure)
         chosen = auto_settings.apply_choices(run, base)
         if stages.wants_preflight(run):
             enter("preflight")
