@@ -33,7 +33,7 @@ name, revision = sys.argv[1], sys.argv[2] or None
 try:
     plan = download.plan_download(name, download.find_commit(name, revision))
     if plan is not None:
-        plan.refuse_no_room()
+        download.refuse_no_room([plan])
         print("PATHS", json.dumps(list(plan.sizes)), flush=True)
         print("AT", download.fetch(plan))
     else:
@@ -184,7 +184,7 @@ def test_a_whole_model_needs_no_writing_in_the_cache(tmp_path: Path, monkeypatch
     plan = download.Download("someone/model", "0" * 40, {"config.json": 2})
     plan.snapshot.mkdir(parents=True)
     (plan.snapshot / "config.json").write_text("{}")
-    plan.refuse_no_room()
+    download.refuse_no_room([plan])
     assert not (tmp_path / ".locks").exists()
 
 

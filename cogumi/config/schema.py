@@ -243,6 +243,11 @@ class CogumiSection(Section):
     """layers: torch.compile, layer by layer, from the first step."""
     merge: bool = True
     """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
+    merge_base: str | None = None
+    """The full-precision model to merge into, a directory or hub id, where `model.name` is quantized on disk. By default
+    it is found by the name of the quantized one."""
+    base_mode: Literal["full", "dequant"] = "full"
+    """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 
 
 class RunConfig(Section):

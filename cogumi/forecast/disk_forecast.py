@@ -37,6 +37,7 @@ from cogumi.disk import disk_bytes
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import keep_on_meta
 from cogumi.hub.downloads import find_commit, plan_download
+from cogumi.merge.originals import find_original
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config, lora_of
@@ -338,10 +339,14 @@ def download_need(run: RunConfig) -> tuple[list[Need], list[str]]:
     if name.startswith("cogumi:"):
         return [], []
     try:
-        download = plan_download(name, find_commit(name, run.model.revision))
+        downloads = [plan_download(name, find_commit(name, run.model.revision))]
+        if run.cogumi.merge and run.cogumi.tuning == "lora":
+            config = AutoConfig.from_pretrained(name, revision=run.model.revision)
+            original = find_original(name, config, run.cogumi.merge_base, run.cogumi.base_mode)
+            downloads.append(original.download if original is not None else None)
     except UsageError as error:
         return [], [f"what the download of {name} takes in {hub_cache()} is not known: {error}"]
-    size = download.to_fetch if download is not None else 0
+    size = sum(each.to_fetch for each in downloads if each is not None)
     return [Need(DOWNLOAD, hub_cache(), size, size)] if size else [], []
 
 

@@ -30,13 +30,15 @@ from cogumi.forecast.memory_forecast import Target, find_target, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.training_step import StepShape, forecast_weights, planned_trainer
 from cogumi.health.flags_by_method import ENOUGH_ROWS
+from cogumi.merge.adapter_files import quantization_of
+from cogumi.merge.originals import find_original
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of, with_values
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible
 from cogumi.methods.dpo import REFERENCE
 from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
-from cogumi.models.quantization import refuse_quantized_already
+from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 from cogumi.rl.patching import patch
 from cogumi.stack.lanes import check_lane
 from cogumi.telemetry.throughput import flops_of
@@ -89,7 +91,7 @@ def forecast_run(
     first = [] if card is not None else [describe_stack()]
     forecast = forecast_in_worker if apart or torch.cuda.is_available() else forecast_lines
     lines, figures = forecast(run, base, of_base, found, target, tried)
-    lines = [*first, data_sample.describe_data(found, run), *lines]
+    lines = [*first, *describe_original(run, base, of_base), data_sample.describe_data(found, run), *lines]
     return PreflightReport(str(target), tuple(lines), {"data": found.as_dict(), **figures})
 
 
@@ -122,7 +124,7 @@ def forecast_lines(
     lines: list[Line] = []
     figures: dict[str, Any] = {}
     chosen_run, load, chosen = choose_for_target(asked, base, target)
-    if asked.model.quantization_config is not None:
+    if asked.model.quantization_config is not None or quantization_of(of_base) is not None:
         dtype = weights_dtype(target, asked.model.dtype)
         lines.append(describe_weights(of_base, dtype, asked.model.quantization_config))
     try:
@@ -146,10 +148,22 @@ def forecast_lines(
     return lines + describe_disks(asked), figures
 
 
-def describe_weights(of_base: Any, dtype: torch.dtype, quantization: dict[str, Any]) -> Line:
-    """How much of a base `model.quantization_config` will quantize. dtype: of what stays as it is."""
+def describe_original(run: RunConfig, base: str, of_base: Any) -> list[Line]:
+    """A line where the base is quantized on disk: what the merge needs. Red where the run would be refused for it."""
+    try:
+        refuse_untrainable(base, of_base, run.cogumi.tuning)
+        if not run.cogumi.merge or run.cogumi.tuning == "full":
+            return []
+        original = find_original(base, of_base, run.cogumi.merge_base, run.cogumi.base_mode)
+    except UsageError as error:
+        return [Line("base", f"{error.key}: {error.message}", "red", error.fix)]
+    return [] if original is None else [Line("base", str(original))]
+
+
+def describe_weights(of_base: Any, dtype: torch.dtype, quantization: dict[str, Any] | None) -> Line:
+    """How much of a base `model.quantization_config` will quantize, or is quantized on disk. dtype: of what stays."""
     count, fix = forecast_weights(of_base, dtype, quantization), ""
-    if count.quantized < 0.5 and quantization.get("load_in_8bit"):
+    if count.quantized < 0.5 and (quantization or {}).get("load_in_8bit"):
         fix = "set load_in_4bit, which quantizes stacked experts too, or take a card for what stays"
     return Line("weights", str(count), "yellow" if count.quantized < 0.5 else "green", fix)
 

@@ -9,6 +9,7 @@ import glob
 import hashlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -83,16 +84,20 @@ class Download:
         said = f"{self.name} at {self.commit[:7]}: {len(self.sizes)} files, {format_bytes(self.total)}"
         return f"{said}; {format_bytes(self.to_fetch)} to fetch into {hub_cache()}"
 
-    def refuse_no_room(self) -> None:
-        """Raise UsageError where the filesystem of the cache does not have room for what is missing."""
-        if not self.missing:  # the cache may be another user's, and not to be written to
-            return
-        remove_leftovers(self)
-        missing = self.to_fetch
-        (disk,) = group_needs([Need(self.kind, hub_cache(), missing, missing)])
-        if disk.refusal:
-            free = f"{disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free"
-            raise UsageError(f"{self}; {free}: {disk.refusal}", key=KEYS[self.kind], fix=MORE_ROOM)
+
+def refuse_no_room(downloads: Sequence[Download]) -> None:
+    """Raise UsageError where the filesystem of the cache does not have room for all that is missing."""
+    wanted = [each for each in downloads if each.missing]
+    if not wanted:  # the cache may be another user's, and not to be written to
+        return
+    for each in wanted:
+        remove_leftovers(each)
+    missing = sum(each.to_fetch for each in wanted)
+    (disk,) = group_needs([Need(wanted[0].kind, hub_cache(), missing, missing)])
+    if disk.refusal:
+        free = f"{disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free"
+        said = "; ".join(map(str, wanted))
+        raise UsageError(f"{said}; {free}: {disk.refusal}", key=KEYS[wanted[0].kind], fix=MORE_ROOM)
 
 
 def fetch(download: Download, told: Callable[[int, int], None] = lambda here, total: None) -> Path:
@@ -135,6 +140,7 @@ def remove_leftovers(download: Download) -> None:
 
 def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
     """A progress bar of huggingface_hub's that tells how much is here, once a second."""
+    one_at_a_time = threading.Lock()
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -144,9 +150,10 @@ def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
 
         def update(self, n: float | None = 1) -> bool | None:
             self.arrived += int(n or 0)
-            if self.of_bytes and time.monotonic() > self.told_at + 1:
-                told(self.arrived, download.total)
-                self.told_at = time.monotonic()
+            with one_at_a_time:  # threads that fetch other files come here, too, and write the same status file
+                if self.of_bytes and time.monotonic() > self.told_at + 1:
+                    told(self.arrived, download.total)
+                    self.told_at = time.monotonic()
             return super().update(n)  # type: ignore[no-any-return]
 
     return Bar
@@ -243,7 +250,7 @@ def fetch_dataset(name: str, commit: str, paths: Sequence[str]) -> list[Path]:
             entries = hf.HfApi().get_paths_info(name, list(paths), revision=commit, repo_type="dataset")
         sizes = {entry.path: entry.size for entry in entries if isinstance(entry, hf.RepoFile)}
         download = Download(name, commit, sizes, "dataset")
-        download.refuse_no_room()
+        refuse_no_room([download])
         fetch(download)
     return [download.snapshot / path for path in paths]
 

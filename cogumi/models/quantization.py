@@ -14,8 +14,10 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_memory, pip_command
+from cogumi.core.formatting import format_memory, one_line, pip_command
 from cogumi.merge.adapter_files import quantization_of
+from cogumi.merge.quantized import full_precision_names
+from cogumi.models.packed_layers import PackedLinear, pack_layers
 from cogumi.patches import expert_quantizer, parametrized_lora
 from cogumi.patches.torch_internals import storage_key
 from cogumi.patches.trl_internals import place_quantized_layers
@@ -38,6 +40,29 @@ def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
         fix = "drop model.quantization_config to train on that, or set model.name to the full-precision model"
         what = f"{name} is quantized already ({found})"
         raise UsageError(what, key="model.quantization_config", fix=fix)
+
+
+def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None:
+    """Raise UsageError for a base that is quantized on disk in a way in which this machine cannot train it.
+    tuning: `cogumi.tuning`. Of what transformers dequantizes when it loads, 16-bit weights are trained."""
+    found = quantization_of(config)
+    if found is None:
+        return
+    if tuning == "full":
+        what = f"{name} is quantized ({found}), and quantized weights cannot be trained themselves"
+        raise UsageError(what, key="model.name", fix="drop cogumi.tuning: full, or name the full-precision model")
+    full = next(iter(full_precision_names(name, found.method)), "the full-precision model")
+    fix = f"set model.name to {full}, with model.quantization_config: {{load_in_4bit: true}} where it is too large"
+    try:
+        quantizer: Any = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        quantizer.validate_environment(device_map={"": "cuda:0" if torch.cuda.is_available() else "cpu"})
+        trainable = quantizer.is_trainable or getattr(quantizer.quantization_config, "dequantize", False)
+    except (ImportError, RuntimeError, ValueError) as error:
+        what = f"{name} is quantized ({found}), which cannot be loaded here: {one_line(error)}"
+        raise UsageError(what, key="model.name", fix=fix) from error
+    if not trainable:
+        what = f"{name} is quantized ({found}), which transformers {version('transformers')} does not train"
+        raise UsageError(what, key="model.name", fix=fix)
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
@@ -85,10 +110,11 @@ def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
 def place_quantized_weights(model: Any, config: PreTrainedConfig, quantization: dict[str, Any] | None) -> Any:
     """The model on the meta device with bitsandbytes' layers and 4-bit experts where loading the base would put them.
 
-    config: the base's, which may be quantized on disk. quantization: `model.quantization_config`. A model of another
-    quantization, or of none, stays as it is.
+    config: the base's, which may be quantized on disk, also by another method. quantization: `model.quantization_config`.
     """
     on_disk = quantization is None
+    if on_disk and quantization_of(config) is not None and settings_on_disk(config) is None:
+        return pack_layers(model, config)
     settings = settings_on_disk(config) if quantization is None else quantization_settings(quantization, model.dtype)
     if settings is None:
         return model
@@ -189,6 +215,8 @@ def count_weights(model: torch.nn.Module) -> WeightCount:
             state = quant_state_of(module, name, parameter)
             if state is not None:
                 elements[f"{state.quant_type} 4-bit"] += 2 * parameter.untyped_storage().nbytes()
+            elif isinstance(module, PackedLinear):
+                elements[f"{module.bits}-bit"] += module.in_features * module.out_features
             elif parameter.dtype == torch.int8:
                 elements["8-bit"] += parameter.numel()
             else:
@@ -202,11 +230,12 @@ def count_weights(model: torch.nn.Module) -> WeightCount:
 def count_meta_bytes(model: torch.nn.Module) -> int:
     """About what the weights of a model of `place_quantized_weights` take when they are loaded."""
     size = 0.0
+    packed = {id(module.weight) for module in model.modules() if isinstance(module, PackedLinear)}
     for parameter in model.parameters():  # tied ones once
         if hasattr(parameter, "quant_type"):  # a linear layer's, not packed yet
             size += FOUR_BIT * parameter.numel()
-        elif parameter.dtype == torch.uint8:  # experts', packed
-            size += 2 * FOUR_BIT * parameter.numel()
+        elif parameter.dtype == torch.uint8:  # packed already: by bitsandbytes without its scales, else with them
+            size += parameter.numel() * (1 if id(parameter) in packed else 2 * FOUR_BIT)
         else:
             size += parameter.numel() * (1 if hasattr(parameter, "SCB") else parameter.element_size())
     return int(size)

@@ -20,16 +20,17 @@ from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.output import survive_closed_terminal
-from cogumi.core.run_directory import SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic
+from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
 from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict
-from cogumi.hub.downloads import plan_download
+from cogumi.hub.downloads import plan_download, refuse_no_room
 from cogumi.merge.adapter_files import refuse_unsupported
+from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
 from cogumi.models.adapters import check_base, lora_config, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
-from cogumi.models.quantization import refuse_quantized_already
+from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 from cogumi.notebook.report import write_report
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
@@ -94,9 +95,14 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         refuse_unmatched(run.lora, of_base)
     if run.model.adapter is not None:
         check_base(run.model.adapter, of_base, run.model.revision)
+    refuse_untrainable(base, of_base, run.cogumi.tuning)
+    original, wanted = None, run.cogumi
+    if wanted.merge and wanted.tuning == "lora":
+        original = find_original(base, of_base, wanted.merge_base, wanted.base_mode)
     download = plan_download(base, run.model.revision)
-    if download is not None:
-        download.refuse_no_room()
+    of_original = original.download if original is not None else None
+    downloads = [each for each in (download, of_original) if each is not None]
+    refuse_no_room(downloads)
     tokenizer = building.load_run_tokenizer(run, base)
     weights = None
     if run.model.quantization_config is not None:
@@ -129,6 +135,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             log.info(line)
         if said := describe_overlong(run, examples, of_base):
             log.warning(said)
+        if original is not None:
+            log.info("merge: %s", original)
         if weights is not None:
             log.log(logging.INFO if weights.state == "green" else logging.WARNING, "weights: %s", weights.figure)
         chosen = auto_settings.apply_choices(run, base)
@@ -136,8 +144,12 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             enter("preflight")
             stages.run_preflight(chosen, base, of_base, examples.train, tokenizer)
         if download is not None:
+            write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
+        for each in downloads:
             enter("download")
-            stages.fetch_into(run_dir, download)
+            stages.fetch_into(run_dir, each)
+        if original is not None:
+            prove_original(base, run.model.revision, original)
         enter("load")
         try:
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter)
@@ -165,7 +177,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
-            merged, of_merge = stages.try_merge(run, adapter, base, trainer.model, tokens)
+            merged, of_merge = stages.try_merge(run, adapter, base, trainer.model, tokens, original)
             checks += of_merge
         verdict = stages.conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory

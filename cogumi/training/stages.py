@@ -22,7 +22,6 @@ from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import (
-    DECISIONS,
     FORECAST,
     is_empty,
     read_json,
@@ -43,6 +42,7 @@ from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
 from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.logits import check_directory
+from cogumi.merge.originals import Original
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.telemetry.recorder import set_status, terminal_loggers
 from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, SANITY_CHECKED, STOPPED
@@ -155,7 +155,6 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
 
 
 def fetch_into(run_dir: Path, download: Download) -> None:
-    write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
     with logging_redirect_tqdm(terminal_loggers()):
         fetch(download, lambda here, total: set_status(run_dir, "running", stage="download", bytes=here, of=total))
 
@@ -210,11 +209,11 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *giv
 
 
 def try_merge(
-    run: RunConfig, adapter: Path, base: str, live: Any, tokens: torch.Tensor
+    run: RunConfig, adapter: Path, base: str, live: Any, tokens: torch.Tensor, original: Original | None
 ) -> tuple[Path | None, list[Check]]:
     """The merged model and its checks; a merge that is refused is a failed check, because the adapter was paid for."""
     try:
-        return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, tokens)
+        return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, tokens, original)
     except (UsageError, MergeError) as error:
         later = f"{one_line(error)} (later: cogumi merge {shlex.quote(str(adapter))} OUT)"
         fix = "change what it names, and merge by that command"
@@ -222,11 +221,16 @@ def try_merge(
 
 
 def merge_and_check(
-    run: RunConfig, adapter: Path, base: str, live: Any, tokens: torch.Tensor
+    run: RunConfig, adapter: Path, base: str, live: Any, tokens: torch.Tensor, original: Original | None
 ) -> tuple[Path, list[Check]]:
-    """Merge into the full-precision base, load the result, and compare its logits with the live adapter's."""
+    """Merge into the full-precision base, load the result, and compare its logits with the live adapter's. original: of
+    a base that is quantized on disk."""
     remove_if_there(run.run_dir / "merged")
-    report = merge_adapter(adapter, run.run_dir / "merged", base=base, base_revision=run.model.revision)
+    given = original.name if original else base
+    revision = original.revision if original else run.model.revision
+    report = merge_adapter(
+        adapter, run.run_dir / "merged", base=given, base_revision=revision, base_mode=run.cogumi.base_mode
+    )
     for line in str(report).splitlines():
         log.info("%s", line)
     figure = (
@@ -234,21 +238,34 @@ def merge_and_check(
     )
     weights = Check("merged weights", figure, "each", True)  # else it has raised MergeError
     if (trained_on := quantization_of(live.config)) is not None:
-        revision = run.model.revision if report.base == base else None
-        return report.out, [weights, *compare_unquantized(live, adapter, report, revision, tokens, trained_on)]
+        dequantized = run.cogumi.base_mode == "dequant"
+        revision = revision if report.base == given else None
+        return report.out, [
+            weights,
+            *compare_unquantized(live, adapter, report, revision, tokens, trained_on, dequantized),
+        ]
     merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
     logits = check_logits(live, merged, tokens)
     return report.out, [weights, *judge_logits(logits, "the live adapter's", report, adapter)]
 
 
 def compare_unquantized(
-    live: Any, adapter: Path, report: MergeReport, revision: str | None, tokens: torch.Tensor, trained_on: Any
+    live: Any,
+    adapter: Path,
+    report: MergeReport,
+    revision: str | None,
+    tokens: torch.Tensor,
+    trained_on: Any,
+    dequantized: bool = False,
 ) -> list[Check]:
     """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one, whose own logits
     are of quantized weights."""
     other = differing_tensors(live, adapter)
     figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
     saved = Check("saved adapter", figure, "0, bit for bit", not other, "merge the adapter of the last checkpoint")
+    if dequantized:
+        log.info("the merged logits are not compared: the base is its own 4-bit weights (cogumi.base_mode: dequant)")
+        return [saved]
     try:
         logits = check_directory(adapter, report.out, report.base, revision, tokens)
     except UsageError as error:  # too little memory, say; the merge is there all the same

@@ -1,0 +1,260 @@
+"""Bases that are quantized on disk: what the merge needs is found, proven and fetched before the training, or refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import HubServer, hub_server
+from qlora_runs import check, four_bit_copy, qlora
+from test_preflight import line, preflight
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+import cogumi
+from cogumi.core.errors import UsageError
+from cogumi.forecast.training_step import forecast_weights
+from cogumi.merge.originals import find_original, prove_original
+from cogumi.models.packed_layers import PackedFormat, read_format
+from cogumi.models.quantization import refuse_untrainable
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["lm_head"]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A directory with `model`, and `model-bnb-4bit` made of it."""
+    found = tmp_path_factory.mktemp("models")
+    shutil.copytree(tiny_model, found / "model")
+    four_bit_copy(tiny_model, found / "model-bnb-4bit")
+    return found
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with hub_server(tmp_path / "hub") as server:
+        yield server
+
+
+def original_of(base: Path, wanted: str | None = None, mode: str = "full") -> Any:
+    return find_original(str(base), AutoConfig.from_pretrained(base), wanted, mode)
+
+
+def config_with(quantization: dict[str, Any], **sizes: Any) -> LlamaConfig:
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **sizes)
+    config.quantization_config = quantization
+    return config
+
+
+# ----------------------------------------------------------------------------------------------------------- which model
+
+
+def test_the_original_is_found_by_its_name_and_proven(home: Path) -> None:
+    found = original_of(home / "model-bnb-4bit")
+    assert (found.name, found.kind, found.download) == (str(home / "model"), "bnb-4bit", None)
+    prove_original(str(home / "model-bnb-4bit"), None, found)
+    assert original_of(home / "model") is None
+    assert original_of(home / "model-bnb-4bit", mode="dequant") is None
+
+
+def test_a_sibling_is_no_original(home: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.add_(0.05)
+    model.save_pretrained(tmp_path / "sibling")
+    found = original_of(home / "model-bnb-4bit", str(tmp_path / "sibling"))
+    with pytest.raises(UsageError, match="was not quantized from") as caught:
+        prove_original(str(home / "model-bnb-4bit"), None, found)
+    assert caught.value.key == "cogumi.merge_base"
+
+
+def test_a_missing_original_is_refused_with_the_ways_out(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "model-bnb-4bit", tmp_path / "alone")
+    with pytest.raises(UsageError) as caught:
+        original_of(tmp_path / "alone")
+    assert caught.value.key == "model.name"
+    for way in ("cogumi.merge_base", "cogumi.base_mode: dequant", "cogumi.merge: false"):
+        assert way in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("base", "wanted", "mode", "key"),
+    [
+        ("model", "elsewhere", "full", "cogumi.merge_base"),
+        ("model", None, "dequant", "cogumi.base_mode"),
+        ("model-bnb-4bit", "elsewhere", "dequant", "cogumi.merge_base"),
+        ("model-bnb-4bit", "not/there/at/all", "full", "cogumi.merge_base"),
+    ],
+)
+def test_what_would_be_ignored_or_is_not_there_is_refused(
+    base: str, wanted: str | None, mode: str, key: str, home: Path
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        original_of(home / base, wanted, mode)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    "quantization", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "auto-round", "bits": 4}]
+)
+def test_what_cannot_be_trained_here_is_refused_with_the_full_model(quantization: dict[str, Any]) -> None:
+    """gptqmodel is not installed here, and transformers does not train auto-round."""
+    with pytest.raises(UsageError) as caught:
+        refuse_untrainable("someone/model-GPTQ-Int4", config_with(quantization), "lora")
+    assert caught.value.key == "model.name"
+    assert "someone/model" in caught.value.fix
+    assert "load_in_4bit" in caught.value.fix
+
+
+def test_quantized_weights_are_not_trained_whole(home: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be trained themselves"):
+        refuse_untrainable("m", AutoConfig.from_pretrained(home / "model-bnb-4bit"), "full")
+    refuse_untrainable("m", AutoConfig.from_pretrained(home / "model-bnb-4bit"), "lora")
+    refuse_untrainable("m", AutoConfig.from_pretrained(home / "model"), "full")
+
+
+# -------------------------------------------------------------------------------------------------------------- forecast
+
+
+def stored_bytes(quantization: dict[str, Any], rows: int, columns: int) -> int:
+    """The tensors of a layer as the checkpoints of these formats have them, (rows, columns) of 4 bits or fp8."""
+    groups = columns // 128
+    if quantization is FP8:
+        scales = torch.empty(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
+        return sum(each.nbytes for each in (torch.empty(rows, columns, dtype=torch.float8_e4m3fn), scales))
+    scales = torch.empty(groups, rows, dtype=torch.float16)
+    zeros = torch.empty(groups, rows // 8, dtype=torch.int32)
+    if quantization is AWQ:
+        return sum(each.nbytes for each in (torch.empty(columns, rows // 8, dtype=torch.int32), zeros, scales))
+    order = torch.empty(columns, dtype=torch.int32)
+    return sum(each.nbytes for each in (torch.empty(columns // 8, rows, dtype=torch.int32), zeros, scales, order))
+
+
+@pytest.mark.parametrize("quantization", [GPTQ, AWQ, FP8], ids=["gptq", "awq", "fp8"])
+def test_the_forecast_of_another_format_is_what_its_checkpoint_holds(quantization: dict[str, Any]) -> None:
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    found = forecast_weights(config_with(quantization, **sizes), torch.bfloat16, None)
+    layers = 2 * (4 * stored_bytes(quantization, 256, 256) + 2 * stored_bytes(quantization, 512, 256))
+    layers += 2 * stored_bytes(quantization, 256, 512)
+    others = 2 * (2 * 64 * 256 + 5 * 256)  # embedding, head and norms in bfloat16
+    assert found.bytes == layers + others
+    assert found.quantized == pytest.approx(2 * (4 * 65536 + 3 * 131072) / sum(found.elements.values()))
+
+
+def test_an_8b_in_four_bits_is_forecast_at_five_gib_and_not_at_fifteen() -> None:
+    eight = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+             "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+           "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}  # fmt: skip
+    for quantization in (nf4, GPTQ, AWQ):
+        assert forecast_weights(config_with(quantization, **eight), torch.bfloat16, None).bytes == pytest.approx(
+            5.3 * 2**30, rel=0.02
+        )
+    assert forecast_weights(config_with(FP8, **eight), torch.bfloat16, None).bytes < 8.6 * 2**30
+
+
+def test_formats_are_read_as_their_configs_write_them() -> None:
+    packed = {"quant_method": "compressed-tensors", "ignore": ["lm_head"],
+              "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 128}}}}  # fmt: skip
+    assert read_format(packed) == (PackedFormat("compressed-tensors", 4, 128), ["lm_head", "lm_head"])
+    assert read_format({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}) == (
+        PackedFormat("awq", 4, 64),
+        ["lm_head"],
+    )
+    assert read_format({"quant_method": "mxfp4"}) is None
+
+
+def test_the_preflight_of_a_quantized_base_names_its_original_and_its_bytes(
+    home: Path, code_parquet: Path, tmp_path: Path
+) -> None:
+    config = qlora(home / "model-bnb-4bit", code_parquet, run_dir=str(tmp_path / "run"))
+    del config["model"]["quantization_config"]
+    report = preflight(config)
+    assert line(report, "base").figure.endswith(f"the merge is into {home / 'model'}, which is here")
+    assert "in nf4 4-bit" in line(report, "weights").figure
+    shutil.copytree(home / "model-bnb-4bit", tmp_path / "alone")
+    alone = preflight(config, model__name=str(tmp_path / "alone"))
+    assert line(alone, "base").state == "red"
+    assert "cogumi.merge_base" in line(alone, "base").fix
+
+
+# ------------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_merges_into_the_model_that_it_names_or_into_its_own_weights(
+    home: Path, code_parquet: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(home / "model-bnb-4bit", tmp_path / "alone")
+    config = qlora(tmp_path / "alone", code_parquet, run_dir=str(tmp_path / "run"), merge_base=str(home / "model"))
+    del config["model"]["quantization_config"]
+    result = cogumi.train(config, train__max_steps=2)
+    assert result.passed, str(result.verdict)
+    assert check(result, "merged logits").passed
+    manifest = json.loads((result.merged / "cogumi-merge.json").read_text())
+    assert manifest["base"]["path"] == str(home / "model")
+    own = cogumi.train(
+        config,
+        train__max_steps=2,
+        cogumi__run_dir=str(tmp_path / "own"),
+        cogumi__merge_base=None,
+        cogumi__base_mode="dequant",
+    )
+    assert own.passed, str(own.verdict)
+    assert "cogumi.base_mode: dequant" in (own.run_dir / "run.log").read_text()
+
+
+RUN = """
+import json, sys
+import cogumi
+from cogumi.core.errors import UsageError
+try:
+    result = cogumi.train(json.loads(sys.argv[1]))
+    print("PASSED", result.passed, result.base)
+except UsageError as error:
+    print("REFUSED", error)
+"""
+
+
+@pytest.mark.slow("two runs in processes of their own")
+def test_on_the_hub_a_missing_original_is_refused_before_the_first_byte_and_one_that_is_there_is_fetched(
+    home: Path, hub: HubServer, code_parquet: Path, tmp_path: Path
+) -> None:
+    config = qlora(home, code_parquet, run_dir=str(tmp_path / "run"))
+    config["model"] = {"name": "someone/model-bnb-4bit"}
+    config["train"]["max_steps"] = 1
+    hub.publish("someone/model-bnb-4bit", home / "model-bnb-4bit")
+
+    def run() -> str:
+        environment = {**os.environ, **hub.environment(tmp_path / "cache")}
+        return subprocess.run(
+            [sys.executable, "-c", RUN, json.dumps(config)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+
+    said = run()
+    assert "REFUSED model.name: someone/model-bnb-4bit is quantized (bnb-4bit)" in said
+    assert not any(path.endswith(".safetensors") for path in hub.sent)
+    assert not (tmp_path / "run").exists()
+    hub.publish("someone/model", home / "model")
+    assert "PASSED True someone/model-bnb-4bit" in run()
+    sent = [path for path in hub.sent if path.endswith(".safetensors")]
+    assert len(sent) == 2
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert "the merge is into someone/model, of which" in log
+    assert log.index("download: someone/model at") < log.index("loaded on cpu")
