@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from hub_server import HubServer, hub_server
+from merge_models import all_tensors
 from qlora_runs import check, four_bit_copy, qlora
+from safetensors.torch import save_file
 from test_preflight import line, preflight
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 import cogumi
 from cogumi.core.errors import UsageError
@@ -25,7 +27,6 @@ from cogumi.models.quantization import refuse_untrainable
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["lm_head"]}
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +125,8 @@ def test_quantized_weights_are_not_trained_whole(home: Path) -> None:
 
 
 def stored_bytes(quantization: dict[str, Any], rows: int, columns: int) -> int:
-    """The tensors of a layer as the checkpoints of these formats have them, (rows, columns) of 4 bits or fp8."""
+    """The tensors of a layer as the checkpoints of these formats have them, (rows, columns) of 4 bits."""
     groups = columns // 128
-    if quantization is FP8:
-        scales = torch.empty(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
-        return sum(each.nbytes for each in (torch.empty(rows, columns, dtype=torch.float8_e4m3fn), scales))
     scales = torch.empty(groups, rows, dtype=torch.float16)
     zeros = torch.empty(groups, rows // 8, dtype=torch.int32)
     if quantization is AWQ:
@@ -137,7 +135,7 @@ def stored_bytes(quantization: dict[str, Any], rows: int, columns: int) -> int:
     return sum(each.nbytes for each in (torch.empty(columns // 8, rows, dtype=torch.int32), zeros, scales, order))
 
 
-@pytest.mark.parametrize("quantization", [GPTQ, AWQ, FP8], ids=["gptq", "awq", "fp8"])
+@pytest.mark.parametrize("quantization", [GPTQ, AWQ], ids=["gptq", "awq"])
 def test_the_forecast_of_another_format_is_what_its_checkpoint_holds(quantization: dict[str, Any]) -> None:
     sizes = {
         "hidden_size": 256,
@@ -163,7 +161,6 @@ def test_an_8b_in_four_bits_is_forecast_at_five_gib_and_not_at_fifteen() -> None
         assert forecast_weights(config_with(quantization, **eight), torch.bfloat16, None).bytes == pytest.approx(
             5.3 * 2**30, rel=0.02
         )
-    assert forecast_weights(config_with(FP8, **eight), torch.bfloat16, None).bytes < 8.6 * 2**30
 
 
 def test_formats_are_read_as_their_configs_write_them() -> None:
@@ -214,6 +211,46 @@ def test_a_run_merges_into_the_model_that_it_names_or_into_its_own_weights(
     )
     assert own.passed, str(own.verdict)
     assert "cogumi.base_mode: dequant" in (own.run_dir / "run.log").read_text()
+
+
+def fp8_copy(model: Path, path: Path) -> None:
+    """The checkpoint as DeepSeek and Qwen publish theirs: float8_e4m3fn, with a scale for each block of 128 by 128."""
+    shutil.copytree(model, path)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in all_tensors(path).items():
+        tensors[name] = weight
+        if name.endswith("_proj.weight"):
+            scale = weight.float().abs().max() / 448
+            tensors[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale.expand(*(-(-each // 128) for each in weight.shape)).contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.slow("a training of each")
+@pytest.mark.parametrize("kind", ["fp8", "8-bit"])
+def test_a_base_in_eight_bits_trains_and_merges_into_its_original(
+    kind: str, home: Path, code_parquet: Path, tmp_path: Path
+) -> None:
+    """FP8 is dequantized by transformers when it is loaded, on a CPU and on cards that lack it."""
+    base = tmp_path / ("model-FP8" if kind == "fp8" else "model-8bit")
+    if kind == "fp8":
+        fp8_copy(home / "model", base)
+    else:
+        settings = BitsAndBytesConfig(load_in_8bit=True)
+        AutoModelForCausalLM.from_pretrained(home / "model", quantization_config=settings).save_pretrained(base)
+        AutoTokenizer.from_pretrained(home / "model").save_pretrained(base)
+    config = qlora(base, code_parquet, run_dir=str(tmp_path / "run"), merge_base=str(home / "model"))
+    del config["model"]["quantization_config"]
+    result = cogumi.train(config, train__max_steps=2)
+    assert result.passed, str(result.verdict)
+    assert "full-precision base" in check(result, "merged logits").figure
 
 
 RUN = """

@@ -1,9 +1,9 @@
-"""Linear layers as GPTQ, AWQ, FP8 and compressed-tensors checkpoints hold them, on the meta device, for forecasts.
+"""Linear layers as GPTQ, AWQ and compressed-tensors checkpoints hold them, on the meta device, for forecasts.
 
 Sizes follow the formats. GPTQ and AWQ pack weights and zero points into int32, with a float16 scale for each group of a
-row (https://github.com/ModelCloud/GPTQModel). GPTQ adds an int32 for each column. FP8 has one byte for a weight and a
-float32 scale for each block. A forward pass holds the layer's weight in the compute dtype while it multiplies. Their real
-kernels were not run here.
+row (https://github.com/ModelCloud/GPTQModel). GPTQ adds an int32 for each column. A forward pass holds the layer's weight
+in the compute dtype while it multiplies. Their real kernels were not run here. FP8 and MXFP4 are not among them, because
+transformers trains those only where it dequantizes them to 16 bits when it loads.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,15 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """bits: of a weight. group: columns that share a scale, 0 where all of a row do. block: of fp8, (rows, columns)."""
+    """bits: of a weight. group: columns that share a scale, 0 where all of a row do."""
 
     method: str
     bits: int
     group: int = 0
-    block: tuple[int, int] | None = None
 
     def layer_bytes(self, rows: int, columns: int) -> int:
         weights = ceil(rows * columns * self.bits / 8)
         groups = ceil(columns / self.group) if self.group > 0 else 1
-        if self.method == "fp8":
-            blocks = ceil(rows / self.block[0]) * ceil(columns / self.block[1]) if self.block else 1
-            return weights + 4 * blocks
         if self.method in ("gptq", "awq"):
             zeros = groups * ceil(rows * self.bits / 8)
             return weights + zeros + 2 * groups * rows + (4 * columns if self.method == "gptq" else 0)
@@ -44,9 +40,6 @@ def read_format(entries: dict[str, Any]) -> tuple[PackedFormat, list[str]] | Non
     left_out = [*(entries.get("modules_to_not_convert") or ()), *(entries.get("ignore") or ()), "lm_head"]
     if method in ("gptq", "awq") and bits:
         return PackedFormat(method, int(bits), int(group)), left_out
-    if method == "fp8":
-        block = entries.get("weight_block_size")
-        return PackedFormat(method, 8, block=(block[0], block[1]) if block else None), left_out
     groups = entries.get("config_groups")
     if method == "compressed-tensors" and groups:
         weights = next(iter(groups.values()))["weights"]

@@ -237,7 +237,9 @@ def merge_and_check(
         f"{report.elements:,} elements in {report.tensors_merged} tensors read back, each base + adapter, rounded once"
     )
     weights = Check("merged weights", figure, "each", True)  # else it has raised MergeError
-    if (trained_on := quantization_of(live.config)) is not None:
+    quantized = quantization_of(live.config)
+    if quantized is not None or original is not None:  # the latter alone where transformers dequantized what it loaded
+        trained_on = quantized.type or quantized.method if quantized is not None else original.kind if original else ""
         dequantized = run.cogumi.base_mode == "dequant"
         revision = revision if report.base == given else None
         return report.out, [
@@ -255,7 +257,7 @@ def compare_unquantized(
     report: MergeReport,
     revision: str | None,
     tokens: torch.Tensor,
-    trained_on: Any,
+    trained_on: str,
     dequantized: bool = False,
 ) -> list[Check]:
     """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one, whose own logits
@@ -271,8 +273,7 @@ def compare_unquantized(
     except UsageError as error:  # too little memory, say; the merge is there all the same
         required, fix = "compared with the adapter on the base", merge_command(adapter, "--verify logits")
         return [saved, Check("merged logits", one_line(error), required, False, fix)]
-    kind = trained_on.type or trained_on.method
-    beside = f"those of the adapter on the full-precision base (it was trained on {kind})"
+    beside = f"those of the adapter on the full-precision base (it was trained on {trained_on})"
     return [saved, *judge_logits(logits, beside, report, adapter)]
 
 
