@@ -17,11 +17,13 @@ from qlora_runs import check, four_bit_copy, qlora
 from safetensors.torch import save_file
 from test_preflight import line, preflight
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.forecast.training_step import forecast_weights
 from cogumi.merge.originals import find_original, prove_original
+from cogumi.models.loading import resolve_model
 from cogumi.models.packed_layers import PackedFormat, read_format
 from cogumi.models.quantization import refuse_untrainable
 
@@ -231,6 +233,43 @@ def fp8_copy(model: Path, path: Path) -> None:
         "activation_scheme": "dynamic",
     }
     (path / "config.json").write_text(json.dumps(config))
+
+
+def mxfp4_pair(path: Path) -> Path:
+    """A gpt-oss as OpenAI publishes it, blocks of 32 in MXFP4, beside the bfloat16 copy of it."""
+    shutil.copytree(resolve_model("cogumi:random-gpt-oss"), path.with_name(f"{path.name}-BF16"))
+    shutil.copytree(path.with_name(f"{path.name}-BF16"), path)
+    full, packed = all_tensors(path), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in list(full.items()):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name] = weight
+            continue
+        experts, rows, columns = weight.shape
+        shape = (experts, columns, rows // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 121, shape, generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        full[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    save_file(full, path.with_name(f"{path.name}-BF16") / "model.safetensors", metadata={"format": "pt"})
+    save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.slow("a training")
+def test_gpt_oss_in_mxfp4_trains_dequantized_and_merges_into_the_copy_that_its_name_leads_to(
+    code_parquet: Path, tmp_path: Path
+) -> None:
+    config = qlora(mxfp4_pair(tmp_path / "gpt-oss-tiny"), code_parquet, run_dir=str(tmp_path / "run"))
+    del config["model"]["quantization_config"]
+    result = cogumi.train(config, train__max_steps=2)
+    assert result.passed, str(result.verdict)
+    assert "(it was trained on mxfp4)" in check(result, "merged logits").figure
+    assert f"the merge is into {tmp_path / 'gpt-oss-tiny-BF16'}" in (tmp_path / "run" / "run.log").read_text()
 
 
 @pytest.mark.slow("a training of each")
