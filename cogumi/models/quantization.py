@@ -127,6 +127,7 @@ def place_quantized_weights(model: Any, config: PreTrainedConfig, quantization: 
     model.hf_quantizer, model.is_quantized = quantizer, True
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = settings.load_in_4bit, settings.load_in_8bit
     model.quantization_method = settings.quant_method
+    model.config.quantization_config = settings  # by which an adapter is kept in float32
     keep_4bit_unpacked(model)
     return model
 
