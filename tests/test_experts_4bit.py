@@ -10,7 +10,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from merge_models import all_tensors, load
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from qlora_runs import watch_trainers
 from test_preflight import line, preflight
 from test_training_unfinished import logged, the_same
@@ -29,6 +29,7 @@ from transformers import (
 import cogumi
 from cogumi.compile.layers import compile_layers, left_out, prepare_four_bit
 from cogumi.forecast.training_step import forecast_weights
+from cogumi.models.adapters import lora_config
 from cogumi.models.loading import TULU, load_model
 from cogumi.models.quantization import count_weights, expert_states
 from cogumi.patches import expert_quantizer, parametrized_lora
@@ -98,9 +99,7 @@ def dequantized(four: Any, base: Path) -> Any:
 
 def with_lora(model: Any, stacks: list[str]) -> Any:
     torch.manual_seed(1)
-    # Not all-linear: of Llama 4 PEFT would adapt the router too, whose output is a tuple, and fail in its forward pass.
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], target_parameters=stacks or None)
-    adapted = get_peft_model(model, config)
+    adapted = get_peft_model(model, lora_config({"r": 4, "target_parameters": stacks or None}, model=model))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cogumi.compile.compile_report import describe_process, try_compiler
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_section
+from cogumi.models.adapters import find_towers
 from cogumi.models.quantization import expert_states, keep_4bit_unpacked, quantized_layers
 from cogumi.patches import graph_break, unsloth_rl
 from cogumi.patches.torch_internals import (
@@ -120,8 +121,11 @@ def compile_for_training(part: nn.Module, backend: str, with_gradient_only: bool
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformers model that are checkpointed one by one: of all its stacks, in order."""
-    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """The layers of a transformers model that are checkpointed one by one, in order: of all the stacks that a text reaches."""
+    towers = {id(each) for name in find_towers(model) for each in model.get_submodule(name).modules()}
+    found = [
+        each for each in model.modules() if isinstance(each, GradientCheckpointingLayer) and id(each) not in towers
+    ]
     inside = {id(below) for layer in found for below in layer.modules() if below is not layer}
     return [layer for layer in found if id(layer) not in inside]
 

@@ -38,6 +38,7 @@ from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import keep_on_meta
 from cogumi.hub.downloads import find_commit, plan_download
 from cogumi.merge.originals import find_original
+from cogumi.merge.parameter_map import named_class
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config, lora_of
@@ -161,7 +162,7 @@ def merged_bytes(config: Any) -> int:
     """
     dtype = config.dtype or torch.float32
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    tensors = without_aliases(meta_model(config).state_dict(keep_vars=True))
+    tensors = without_aliases(meta_model(config, named_class(config)).state_dict(keep_vars=True))
     return safetensors_bytes({name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()})
 
 
@@ -308,7 +309,8 @@ def plan_trainer(run: RunConfig) -> tuple[Any, list[str]]:
     whole = run.cogumi.tuning == "full"
     try:
         dtype = resolve_dtype(dtype_of_weights(run) if whole else run.model.dtype)
-        return saving_trainer(config, dtype, args, None if whole else lora_config(run.lora), tokenizer), notes
+        lora = None if whole else lora_config(run.lora, model=meta_model(config))
+        return saving_trainer(config, dtype, args, lora, tokenizer), notes
     except BUILD_REFUSALS as error:
         raise UsageError(f"model, lora or train: {one_line(error)}") from error
 

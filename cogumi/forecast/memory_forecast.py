@@ -187,7 +187,9 @@ def layer_period(config: Any) -> int | None:
     """After how many layers their kinds and shapes repeat; None where they do not."""
     text = config.get_text_config()
     count = text.num_hidden_layers
-    stacks = (module for module in meta_model(config).modules() if isinstance(module, torch.nn.ModuleList))
+    stacks = (
+        module for module in meta_model(config).get_decoder().modules() if isinstance(module, torch.nn.ModuleList)
+    )
     layers = next((stack for stack in stacks if len(stack) == count), None)
     if layers is None:
         return None

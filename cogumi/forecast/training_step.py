@@ -80,7 +80,7 @@ def planned_trainer(
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a", eos_token="</s>", pad_token="<pad>")
         given = {"model": model, "args": args, "train_dataset": sample_rows(method), "processing_class": tokenizer}
         if run.cogumi.tuning == "lora":
-            given["peft_config"] = lora_config(run.lora)
+            given["peft_config"] = lora_config(run.lora, model=model)
         elif method == "dpo":
             given["ref_model"] = copy.deepcopy(model)
         if method == "gspo":

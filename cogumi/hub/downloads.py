@@ -220,6 +220,17 @@ def weight_files(name: str, commit: str, paths: Mapping[str, int]) -> list[str]:
     return sorted(set(index["weight_map"].values()))
 
 
+def read_headers(download: Download) -> dict[str, Any]:
+    """Tensor -> its dtype and shape, of a model that is not here yet: of the headers of its files alone.
+    Raises UsageError where the repository has no safetensors, or the hub does not answer."""
+    if not any(path.endswith(".safetensors") for path in download.sizes):
+        what = f"{download.name} has no safetensors, which alone are merged"
+        raise UsageError(what, key="model.name", fix="name a repository that has them")
+    with hub_errors_refused(download.name, download.commit, "model"):
+        found = hf.HfApi().get_safetensors_metadata(download.name, revision=download.commit)
+    return {name: info for file in found.files_metadata.values() for name, info in file.tensors.items()}
+
+
 def dataset_files(name: str, revision: str | None, split: str | None, subset: str | None) -> tuple[str, list[str]]:
     """(the commit, the files there) of one split of a data set: "train", or the only one, by default.
 

@@ -4,6 +4,7 @@ PEFT injects the adapter into the model on the meta device. This gives the rank,
 by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The merge refuses a file with others.
 """
 
+import copy
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,14 +17,15 @@ from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Row
 from cogumi.patches.trl_internals import swaps_features
 
 
-def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint) -> Changes:
-    """Every change that the adapter makes. Each of its keys is used exactly once, or UsageError names it."""
+def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: Any = None) -> Changes:
+    """Every change that the adapter makes. Each of its keys is used exactly once, or UsageError names it.
+    lora: its LoraConfig, where it is not on the disk yet."""
     from peft import LoraConfig, get_peft_model
 
-    model = meta_base(base)  # PEFT changes the model it is given, so each adapter gets its own
+    model = meta_base(base, adapter)  # PEFT changes the model it is given, so each adapter gets its own
     held = {span.name: span for span in adapter.spans}
     changes = Changes(vocabulary=resize_vocabulary(model, held))
-    config = LoraConfig.from_pretrained(str(adapter.path))
+    config = copy.deepcopy(lora) or LoraConfig.from_pretrained(str(adapter.path))
     config.init_lora_weights = True  # how A and B began no longer matters
     config.base_model_name_or_path = None  # PEFT would warn of every base that is not at the recorded place
     try:

@@ -25,6 +25,7 @@ from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, read_json
 from cogumi.merge.arithmetic import ieee_matmul
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.element_check import half_ulp
+from cogumi.merge.parameter_map import adapted_class
 
 SAME_BASE = "is it the merge of the same base?"
 # How many times the predicted rounding noise the logits may differ.
@@ -324,7 +325,8 @@ def check_directory(
     adapters = [(adapter, 1.0)] if isinstance(adapter, Path) else list(adapter)
     paths = [path for path, _ in adapters]
     source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
-    config = AutoConfig.from_pretrained(merged).get_text_config()
+    whole = AutoConfig.from_pretrained(merged)
+    config = whole.get_text_config()
     if input_ids is None:
         input_ids = prompt_tokens(merged, config, trained_tokens(paths))
     spans = [span for file in sorted(merged.glob("*.safetensors")) for span in read_shard(file).spans]
@@ -335,10 +337,16 @@ def check_directory(
         fix = "free some, or merge with verify='logits' on a larger machine"
         raise UsageError(f"verify='logits' of {merged} {what}", fix=fix)
     with ieee_matmul(), torch.no_grad():
-        seen = observe_from_disk(adapters, source, config.vocab_size, input_ids)
+        keys = [span.name for path in paths for span in read_shard(path / ADAPTER_WEIGHTS).spans]
+        load = functools.partial(load_float, adapted_class(whole, keys))
+        seen = observe_from_disk(adapters, functools.partial(load, source), config.vocab_size, input_ids)
         dtypes = {span.name: FLOAT_DTYPES[span.dtype] for span in spans if span.dtype in FLOAT_DTYPES}
         return compare_logits(
-            seen, functools.partial(load_float, merged), lambda name: dtypes.get(name, config.dtype), input_ids, draws=2
+            seen,
+            functools.partial(load, merged),
+            lambda name: dtypes.get(name, whole.dtype or config.dtype),
+            input_ids,
+            draws=2,
         )
 
 
@@ -380,21 +388,22 @@ def prompt_tokens(merged: Path, config: Any, first: list[int], rows: int = 2) ->
     return tokens
 
 
-def load_float(path: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def load_float(kind: Any, path: Path, dtype: torch.dtype) -> Any:
     gc.collect()  # models hold reference cycles: what was dropped must go before the next one comes
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map="cpu").eval()
+    return kind.from_pretrained(path, dtype=dtype, device_map="cpu").eval()
 
 
 def observe_from_disk(
-    adapters: list[tuple[Path, float]], base: Path, vocabulary: int, input_ids: torch.Tensor
+    adapters: list[tuple[Path, float]],
+    load_base: Callable[[torch.dtype], Any],
+    vocabulary: int,
+    input_ids: torch.Tensor,
 ) -> LiveModel:
     """Base logits and live logits of base + adapters; the model is gone when this returns."""
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    model = load_float(base, torch.float32)
+    model = load_base(torch.float32)
     if vocabulary != model.get_input_embeddings().weight.shape[0]:  # the adapter brings the new rows
         model.resize_token_embeddings(vocabulary, mean_resizing=False)
     base_logits = forward(model, input_ids)

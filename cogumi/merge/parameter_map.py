@@ -6,7 +6,9 @@ tensor hold which rows of which parameter.
 """
 
 import copy
+import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,11 @@ import torch
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, matrix_shape
+from cogumi.merge.adapter_files import PREFIX, Adapter
 from cogumi.merge.bases import Base
+
+# What PEFT puts between a module's name and that of its own tensor, or else the tensor's name.
+OWN_PART = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.|base_layer\.|original_module\.).*|\.[^.]+$")
 
 
 @dataclass(frozen=True)
@@ -89,32 +95,67 @@ class Changes:
     vocabulary: int | None = None
 
 
-def read_checkpoint(base: Base) -> Checkpoint:
-    """Map a base's checkpoint. Raises UsageError when transformers cannot build its model, or two tensors are one."""
-    model = meta_base(base)
+def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
+    """Map a base's checkpoint to the names of the class that the adapter was trained on. Raises UsageError when
+    transformers cannot build its model, or two tensors are one."""
+    model = meta_base(base, adapter)
     return Checkpoint(base.tensors, parameter_places(model, base.tensors), dict(model.all_tied_weights_keys))
 
 
-def meta_base(base: Base) -> Any:
-    """meta_model of a base on disk."""
+def meta_base(base: Base, adapter: Adapter) -> Any:
+    """meta_model of a base on disk, of the class that the adapter was trained on."""
     from transformers import AutoConfig
 
     try:
-        return meta_model(AutoConfig.from_pretrained(base.path, trust_remote_code=False))
+        config = AutoConfig.from_pretrained(base.path, trust_remote_code=False)
     except (ValueError, KeyError) as error:
         kind = base.config.get("model_type")
         raise UsageError(f"base {base.name} has model_type {kind!r}, which this transformers lacks: {error}") from error
+    return meta_model(config, adapted_class(config, (span.name for span in adapter.spans)))
 
 
-def meta_model(config: Any) -> Any:
-    """The unquantized model of a config, of the class it names, on the meta device: names and shapes, no memory."""
+def auto_class(config: Any) -> Any:
+    """transformers' class that loads a config's model for text, for training and merge alike. It is AutoModelForCausalLM,
+    or AutoModelForImageTextToText for configs that only that one has. Some of the former leave the other towers out."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    only_with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
+
+
+def named_class(config: Any) -> Any:
+    """The class whose parameters a checkpoint holds, by its config; None where transformers does not have it."""
     import transformers
 
+    return getattr(transformers, (config.architectures or [""])[0], None)
+
+
+def adapted_class(config: Any, keys: Iterable[str]) -> Any:
+    """The class with the modules that an adapter's keys name: the one that the config names, or else auto_class. They
+    differ where the latter leaves towers out: `model.language_model.layers` is `model.layers` there."""
+    modules = {OWN_PART.sub("", key.removeprefix(PREFIX)) for key in keys}
+    known, loaded = named_class(config), auto_class(config)
+    for kind in (known, loaded):
+        if kind is not None and modules <= {name for name, _ in meta_model(config, kind).named_modules()}:
+            return kind
+    return known or loaded
+
+
+def meta_model(config: Any, kind: Any = None) -> Any:
+    """The unquantized model of a config on the meta device: names and shapes, no memory.
+    kind: its class, by default the one that a run loads. Raises UsageError where transformers builds none."""
     config = copy.deepcopy(config)  # building one writes into it
-    known = getattr(transformers, (config.architectures or [""])[0], None)
+    kind = kind or auto_class(config)
     try:
         with torch.device("meta"):
-            return known(config) if known is not None else transformers.AutoModelForCausalLM.from_config(config)
+            return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     except (ValueError, KeyError) as error:
         # transformers adds the names of all the classes that it knows.
         reason = str(error).partition("\n")[0]

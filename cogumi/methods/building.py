@@ -1,5 +1,6 @@
 """From a configuration to a trainer that is ready: what is refused at once, TRL's arguments, the model, its adapter."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from peft import get_peft_model
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from cogumi.config.binding import config_class
 from cogumi.config.schema import TRL_CONFIGS, CogumiSection, RunConfig
@@ -15,12 +16,15 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.redact import SECRETS, RedactedStr
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
-from cogumi.hub.downloads import find_commit
+from cogumi.hub.downloads import Download, find_commit
+from cogumi.merge.adapter_files import refuse_unsupported
+from cogumi.merge.originals import Original
+from cogumi.merge.plan import expected_base, plan_adapter
 from cogumi.methods import dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.examples import Examples
-from cogumi.models.adapters import keep_float32, load_adapter, load_exact_values, lora_config
-from cogumi.models.loading import load_model, load_tokenizer, use_chat_template, use_end_token
+from cogumi.models.adapters import find_towers, keep_float32, load_adapter, load_exact_values, lora_config
+from cogumi.models.loading import load_model, load_tokenizer, meta_model, use_chat_template, use_end_token
 from cogumi.models.quantization import count_weights
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
@@ -87,6 +91,33 @@ def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def refuse_unmergeable(
+    run: RunConfig, base: str, of_base: Any, download: Download | None = None, original: Original | None = None
+) -> None:
+    """Raise UsageError for an adapter that `cogumi.merge` could not merge after it is trained, which is planned here.
+    base, of_base: a directory or hub id, and its config. download: of that model, where it is on the hub. original: of a
+    base that is quantized on disk."""
+    if run.cogumi.tuning != "lora" or not run.cogumi.merge:
+        return
+    lora = lora_config(run.lora, model=meta_model(of_base))
+    fix = "set cogumi.merge: false, which trains it without merging"
+    try:
+        if original is not None:
+            of_original = AutoConfig.from_pretrained(original.name, revision=original.revision)
+            there = expected_base(original.name, original.revision, of_original, original.download)
+        else:
+            there = expected_base(base, run.model.revision, of_base, download)
+    except UsageError as error:
+        raise UsageError(error.message, key="model.name", fix=f"{error.fix}; or {fix}") from None
+    try:
+        refuse_unsupported(Path("lora"), json.loads(json.dumps(lora.to_dict(), default=list)))
+        plan_adapter(lora, of_base, there)
+    except UsageError as error:
+        raise UsageError(error.message, key=error.key or "lora", fix=fix) from None
+    except BUILD_REFUSALS as error:
+        raise UsageError(one_line(error), key="lora", fix=fix) from error
+
+
 def build_trainer(
     run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, examples: Examples, meter: Meter
 ) -> Any:
@@ -103,6 +134,12 @@ def build_trainer(
                     "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
     if run.cogumi.method == "gspo" and gspo.is_planned(run):
         run = gspo.plan(run, model, tokenizer, examples.train.dataset)
+    towers = find_towers(model)
+    if towers and (whole or run.lora.get("target_modules", "all-linear") == "all-linear"):
+        what = "cogumi.tuning: full" if whole else "lora.target_modules: all-linear"
+        log.info("%s leaves out %s, which no text reaches", what, ", ".join(towers))
+    for name in towers if whole else ():
+        model.get_submodule(name).requires_grad_(False)
     model, lora = (model, None) if whole else with_adapter(run, model)
     trainer = METHODS[run.cogumi.method].build_trainer(
         run,
@@ -127,7 +164,7 @@ def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
         model = unsloth_rl.add_mode_switches(model)
     if run.model.adapter is not None:
         return load_adapter(model, run.model.adapter, run.model.revision), None
-    lora = lora_config(run.lora, commit_of(model.config) or run.model.revision)
+    lora = lora_config(run.lora, commit_of(model.config) or run.model.revision, model)
     # unsloth's trainers ignore `peft_config`, and would train every weight of a model without an adapter.
     return (get_peft_model(model, lora), None) if unsloths else (model, lora)
 

@@ -1,6 +1,5 @@
 """The LoRA that a run trains, what it did, and starting from one (`model.adapter`)."""
 
-import copy
 import logging
 import re
 import warnings
@@ -11,7 +10,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from cogumi.core.errors import UsageError
@@ -26,6 +24,7 @@ from cogumi.merge.adapter_files import (
     resolve_adapter,
     weights_sample,
 )
+from cogumi.merge.parameter_map import meta_model
 from cogumi.patches.trl_internals import commit_of
 
 log = logging.getLogger("cogumi")
@@ -41,12 +40,49 @@ NOT_OF_THE_LORA = (
 MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
-def lora_config(lora: dict[str, Any], revision: str | None = None) -> LoraConfig:
-    """The LoraConfig of a run: `lora:` over the defaults. `revision` is the base's, recorded for the merge."""
+def lora_config(lora: dict[str, Any], revision: str | None = None, model: Any = None) -> LoraConfig:
+    """The LoraConfig of a run: `lora:` over the defaults. `revision` is the base's, recorded for the merge.
+    model: the base, of which all-linear leaves out, by `exclude_modules`, towers beside the language model and routers."""
     try:
-        return LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
+        config = LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
     except (ValueError, TypeError) as error:
         raise UsageError(one_line(error), key="lora") from error
+    if (
+        model is not None
+        and config.target_modules == "all-linear"
+        and (towers := [*find_towers(model), *find_routers(model)])
+    ):
+        given = config.exclude_modules or []
+        own = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(given)]
+        config.exclude_modules = "|".join([*own, *(rf"{re.escape(name)}(\..*)?" for name in towers)])
+    return config
+
+
+def find_routers(model: Any) -> list[str]:
+    """Linear layers whose forward pass gives more than their product, by name, as Llama 4's routers do: PEFT's fails there."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and type(module).__module__.startswith("transformers.models."):
+            with torch.no_grad():
+                made = module(module.weight.new_zeros(1, module.in_features))
+            if not isinstance(made, torch.Tensor):
+                found.append(name)
+    return found
+
+
+def find_towers(model: Any) -> list[str]:
+    """What a multimodal model has linear layers in beside its language model, by name: towers for images or sound, and
+    what joins them to it. A text meets none of them, so nothing is learned there."""
+    if model.config.get_text_config() is model.config or (language := model.get_decoder()) is model:
+        return []
+    towers, parent, head = [], "", model.get_output_embeddings()
+    for part in next(name for name, module in model.named_modules() if module is language).split("."):
+        for name, child in model.get_submodule(parent).named_children():
+            learns = any(isinstance(module, torch.nn.Linear | Conv1D) for module in child.modules())
+            if name != part and child is not head and learns:
+                towers.append(f"{parent}.{name}".lstrip("."))
+        parent = f"{parent}.{part}".lstrip(".")
+    return towers
 
 
 def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
@@ -59,8 +95,7 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
         return
     config = lora_config(lora)
     try:
-        with torch.device("meta"):  # of the class that a run loads; building it writes into the config
-            base = AutoModelForCausalLM.from_config(copy.deepcopy(of_base))
+        base = meta_model(of_base)
     except (ValueError, ImportError, RuntimeError):
         return
     if any(check_target_module_exists(config, name) for name, _ in base.named_modules()):

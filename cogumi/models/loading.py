@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from cogumi.core.errors import UsageError
+from cogumi.merge.parameter_map import auto_class
 from cogumi.merge.parameter_map import meta_model as meta_model
 from cogumi.models.quantization import (
     keep_4bit_unpacked,
@@ -88,18 +88,22 @@ def load_model(
     Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
     """
     loading: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    config = AutoConfig.from_pretrained(name, revision=revision)
     if quantization is not None:
-        refuse_quantized_already(name, AutoConfig.from_pretrained(name, revision=revision))
+        refuse_quantized_already(name, config)
         prepare_experts(quantization)
         # Only then: None would take away what the config of a quantized checkpoint says.
         loading["quantization_config"] = quantization_settings(quantization, resolve_dtype(dtype))
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = auto_class(config).from_pretrained(
         name,
         revision=revision,
         dtype=resolve_dtype(dtype),
         device_map={"": 0} if torch.cuda.is_available() else None,
         **loading,
     )
+    if type(model.config) is not type(config):
+        said = "%s is loaded as %s, the language model alone; a merge keeps the rest of the checkpoint as it is"
+        log.info(said, name, type(model).__name__)
     if quantization is not None:
         refuse_wrong_layers(model)
     if getattr(model, "is_loaded_in_4bit", False):

@@ -26,6 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from cogumi.core.run_directory import read_json
 from cogumi.data.packing import padding_mask
+from cogumi.models.adapters import find_towers
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts, wrap_method
 from cogumi.stack.gpus import find_card
 
@@ -60,11 +61,13 @@ def flops_of(model: nn.Module) -> TokenFlops:
     """What a token costs in the training of a loaded model, adapters included.
     Raises ValueError for experts without a known routing, and for packed weights that are no nn.Linear."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    towers = tuple(f"{name}." for name in find_towers(model))  # a token of a text does not meet them
     weights = trained = 0.0
     counted = set()  # a tied head counts once, as the head
     for name, module in model.named_modules():
         parts = name.split(".")
-        if isinstance(module, nn.Embedding) or not NOT_MULTIPLIED.isdisjoint(parts):
+        outside = not NOT_MULTIPLIED.isdisjoint(parts) or f"{name}.".startswith(towers)
+        if isinstance(module, nn.Embedding) or outside:
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or leaf.endswith("bias") or id(parameter) in counted:

@@ -1,7 +1,6 @@
 """One run: resolve the config, prepare the data, look ahead, load, train, save, judge, merge, check the merge."""
 
 import gc
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -24,11 +23,10 @@ from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, r
 from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download, refuse_no_room
-from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
-from cogumi.models.adapters import check_base, lora_config, lora_of, refuse_unmatched
+from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 from cogumi.notebook.report import write_report
@@ -100,6 +98,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     if wanted.merge and wanted.tuning == "lora":
         original = find_original(base, of_base, wanted.merge_base, wanted.base_mode)
     download = plan_download(base, run.model.revision)
+    building.refuse_unmergeable(run, base, of_base, download, original)
     of_original = original.download if original is not None else None
     downloads = [each for each in (download, of_original) if each is not None]
     refuse_no_room(downloads)
@@ -192,21 +191,7 @@ def refuse_early(run: RunConfig) -> None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
         auto_settings.refuse_adapter_settings(run)
-    elif run.cogumi.merge:
-        refuse_unmergeable(run)
     refuse_unreachable(run.train)
-
-
-def refuse_unmergeable(run: RunConfig) -> None:
-    """Refuse, before it is trained, an adapter that `cogumi.merge` could not merge afterwards."""
-    try:
-        config = lora_config(run.lora).to_dict()
-    except building.BUILD_REFUSALS as error:
-        raise UsageError(one_line(error), key="lora") from error
-    try:
-        refuse_unsupported(Path("lora:"), json.loads(json.dumps(config, default=list)))
-    except UsageError as error:
-        raise UsageError(f"{error} (cogumi.merge=false trains it without merging)") from None
 
 
 @contextmanager

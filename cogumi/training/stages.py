@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import yaml
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from cogumi.checkpoints.commit import remove_if_there, write_aside
 from cogumi.checkpoints.manifest import differences
@@ -41,8 +41,9 @@ from cogumi.health.verdict import Check, Scale, Verdict, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, check_logits, merge_adapter
 from cogumi.merge.adapter_files import quantization_of, write_base_record
-from cogumi.merge.logits import check_directory
+from cogumi.merge.logits import check_directory, difference, forward
 from cogumi.merge.originals import Original
+from cogumi.merge.parameter_map import auto_class, meta_model
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.telemetry.recorder import set_status, terminal_loggers
 from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, SANITY_CHECKED, STOPPED
@@ -184,7 +185,7 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dt
 def judge_saved(model: Any, saved: Path) -> Check:
     """Load what was saved and compare every tensor with the live one, bit for bit."""
     live = model.state_dict()
-    stored = AutoModelForCausalLM.from_pretrained(saved, dtype="auto").state_dict()
+    stored = auto_class(AutoConfig.from_pretrained(saved)).from_pretrained(saved, dtype="auto").state_dict()
     other = [name for name in live if name not in stored or not torch.equal(live[name].cpu(), stored[name])]
     first = f", the first is {other[0]}" if other else ""
     figure = f"{len(other)} of {len(live)} tensors differ from the live model's{first}"
@@ -246,9 +247,29 @@ def merge_and_check(
             weights,
             *compare_unquantized(live, adapter, report, revision, tokens, trained_on, dequantized),
         ]
-    merged = AutoModelForCausalLM.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
+    kind = auto_class(AutoConfig.from_pretrained(report.out))
+    merged = kind.from_pretrained(report.out, dtype="auto", device_map={"": live.device})
     logits = check_logits(live, merged, tokens)
-    return report.out, [weights, *judge_logits(logits, "the live adapter's", report, adapter)]
+    del merged
+    checks = [weights, *judge_logits(logits, "the live adapter's", report, adapter)]
+    return report.out, checks + judge_with_towers(report.out, tokens, logits.bound, live.device)
+
+
+def judge_with_towers(merged: Path, tokens: torch.Tensor, bound: float, device: Any) -> list[Check]:
+    """A check that the class with all the towers gives the same logits, where the run loads the language model alone.
+    tokens: int64 [batch, sequence]. bound: the largest rms difference that passes."""
+    config = AutoConfig.from_pretrained(merged)
+    if type(meta_model(config).config) is type(config):
+        return []
+    logits = []
+    for kind in (auto_class(config), AutoModelForImageTextToText):
+        model = kind.from_pretrained(merged, dtype="auto", device_map={"": device}).eval()
+        with torch.inference_mode():
+            logits.append(forward(model, tokens))
+    rms = difference(*logits).rms
+    figure = f"rms {rms:.2e} between {type(model).__name__} and the language model alone"
+    fix = "load the merged model with AutoModelForCausalLM"
+    return [Check("merged logits with the towers", figure, f"<= {bound:.2e}", rms <= bound, fix)]
 
 
 def compare_unquantized(
@@ -273,8 +294,9 @@ def compare_unquantized(
     except UsageError as error:  # too little memory, say; the merge is there all the same
         required, fix = "compared with the adapter on the base", merge_command(adapter, "--verify logits")
         return [saved, Check("merged logits", one_line(error), required, False, fix)]
+    with_towers = judge_with_towers(report.out, tokens, logits.bound, "cpu")
     beside = f"those of the adapter on the full-precision base (it was trained on {trained_on})"
-    return [saved, *judge_logits(logits, beside, report, adapter)]
+    return [saved, *judge_logits(logits, beside, report, adapter), *with_towers]
 
 
 def merge_command(adapter: Path, options: str) -> str:
