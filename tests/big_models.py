@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import GptOssConfig, Llama4TextConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    Gemma3Config,
+    GptOssConfig,
+    LlamaConfig,
+    Mistral3Config,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from cogumi.core.errors import UsageError
 
@@ -42,23 +49,64 @@ MODELS: dict[str, Any] = {
         max_position_embeddings=40960, architectures=["Qwen3MoeForCausalLM"],
     ),
     "Mixtral-8x7B": MixtralConfig(architectures=["MixtralForCausalLM"]),
-    "Llama-4-Scout, text": Llama4TextConfig(
-        num_local_experts=16, interleave_moe_layer_step=1, architectures=["Llama4ForCausalLM"]
+    "Gemma-3-27B": Gemma3Config(
+        text_config={
+            "vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+            "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
+            "sliding_window": 1024, "max_position_embeddings": 131072,
+        },
+        vision_config={"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+                       "image_size": 896, "patch_size": 14, "vision_use_head": False},
+        architectures=["Gemma3ForConditionalGeneration"],
+    ),
+    "Mistral-Small-3.1-24B": Mistral3Config(
+        text_config={
+            "model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768,
+            "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "sliding_window": None, "max_position_embeddings": 131072,
+        },
+        vision_config={"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+                       "num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14},
+        architectures=["Mistral3ForConditionalGeneration"],
     ),
 }  # fmt: skip
 FORMATS = {
     "Llama-3.1-8B": ("16 bits", "load_in_4bit", "bnb-4bit on the hub", "GPTQ", "AWQ"),
     "gpt-oss-20b": ("16 bits", "load_in_4bit", "MXFP4"),
-    "Qwen3-30B-A3B": ("16 bits", "load_in_4bit"),
+    "Qwen3-30B-A3B": ("load_in_4bit",),
     "Mixtral-8x7B": ("load_in_4bit",),
-    "Llama-4-Scout, text": ("load_in_4bit",),
+    "Gemma-3-27B": ("16 bits", "load_in_4bit"),
+    "Mistral-Small-3.1-24B": ("16 bits", "load_in_4bit"),
 }
+
+
+ORIGINAL, ITSELF = "into its original", "yes"
+# (trains, merges, the test of a small model of the same kind)
+PROVEN = {
+    "16 bits": ("yes", ITSELF, "test_training.py"),
+    "load_in_4bit": ("yes", ITSELF, "test_training_qlora_merge.py"),
+    "bnb-4bit on the hub": ("yes", ORIGINAL, "test_merge_originals.py"),
+    "GPTQ": ("where transformers does", ORIGINAL, "forecast alone: test_merge_originals.py"),
+    "AWQ": ("where transformers does", ORIGINAL, "forecast alone: test_merge_originals.py"),
+    "MXFP4": ("dequantized to 16 bits", ORIGINAL, "test_merge_originals.py"),
+}
+EXPERTS, MULTIMODAL = ("gpt-oss-20b", "Qwen3-30B-A3B", "Mixtral-8x7B"), ("Gemma-3-27B", "Mistral-Small-3.1-24B")
 
 
 def rows() -> Iterator[str]:
     for model, formats in FORMATS.items():
         for kind in formats:
-            yield f"| {model} | {kind} | {' | '.join(forecast(MODELS[model], kind))} |"
+            yield row(model, kind)
+
+
+def row(model: str, kind: str) -> str:
+    trains, merges, test = PROVEN[kind]
+    if model in EXPERTS:
+        test = "test_experts_4bit.py" if kind == "load_in_4bit" else "test_configs.py" if kind == "16 bits" else test
+    if model in MULTIMODAL:
+        test = "test_multimodal.py"
+    weights, card = forecast(MODELS[model], kind)
+    return f"| {model} | {kind} | {weights} | {card} | {trains} | {merges} | `{test}` |"
 
 
 def forecast(config: Any, kind: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Stacked experts in 4 bits with real bitsandbytes, PEFT and TRL on a CPU: load, forecast, train, compile, resume, merge."""
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,9 @@ from transformers import (
 
 import cogumi
 from cogumi.compile.layers import compile_layers, left_out, prepare_four_bit
+from cogumi.core.errors import UsageError
 from cogumi.forecast.training_step import forecast_weights
+from cogumi.methods.building import refuse_without_decoder
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import TULU, load_model
 from cogumi.models.quantization import count_weights, expert_states
@@ -195,6 +198,18 @@ def test_unsloths_own_quantizer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
     assert expert_quantizer.apply().applied
     assert not expert_quantizer.undo().applied
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_model_whose_decoder_trl_does_not_find_is_refused_at_once(kind: str) -> None:
+    """Llama 4: without the refusal TRL 1.15 fails at the first step, after the download."""
+    config = copy.deepcopy(KINDS[kind])
+    if kind != "llama-4":
+        refuse_without_decoder(config)
+        return
+    with pytest.raises(UsageError, match="finds no decoder") as caught:
+        refuse_without_decoder(config)
+    assert caught.value.key == "model.name"
 
 
 # --------------------------------------------------------------------------------------------------------------- LoRA

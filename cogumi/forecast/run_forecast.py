@@ -34,7 +34,7 @@ from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.originals import find_original
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of, with_values
-from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable
+from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder
 from cogumi.methods.dpo import REFERENCE
 from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
@@ -79,6 +79,7 @@ def forecast_run(
         run.lora = lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    refuse_without_decoder(of_base)
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
         refuse_unmergeable(run, base, of_base)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,20 @@ def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     if (token := run.train.get("eos_token")) is not None:
         use_end_token(tokenizer, token)
     return tokenizer
+
+
+def refuse_without_decoder(of_base: Any) -> None:
+    """Raise UsageError for a model in which TRL's losses find no decoder apart from its LM head, as in Llama 4's.
+    of_base: its config. Their head takes hidden states, and fails at the first step otherwise."""
+    try:
+        model = meta_model(of_base)
+    except BUILD_REFUSALS:  # told where the model is built
+        return
+    if model.base_model.get_output_embeddings() is not None:
+        what = (
+            f"TRL {version('trl')} finds no decoder without its LM head in {type(model).__name__}, so its losses fail"
+        )
+        raise UsageError(what, key="model.name", fix="take a model of another family")
 
 
 def refuse_unmergeable(

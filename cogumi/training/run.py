@@ -91,6 +91,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
+    building.refuse_without_decoder(of_base)
     if run.model.adapter is not None:
         check_base(run.model.adapter, of_base, run.model.revision)
     refuse_untrainable(base, of_base, run.cogumi.tuning)
