@@ -66,9 +66,9 @@ def mistral3(text: dict[str, Any]) -> Any:
 KINDS = {"qwen3_5": qwen3_5, "gemma3": gemma3, "mistral3": mistral3}
 
 
-def save_multimodal(kind: str, tokenizer_of: Path, path: Path) -> Path:
+def save_multimodal(kind: str, tokenizer_of: Path, path: Path, tied: bool | None = None) -> Path:
     """A bfloat16 checkpoint of the class for conditional generation, with the names of the released ones and the tokenizer
-    of another model."""
+    of another model. tied: whether the head is the embedding, by default as in the class."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     ids = {
         "bos_token_id": None,
@@ -77,6 +77,8 @@ def save_multimodal(kind: str, tokenizer_of: Path, path: Path) -> Path:
         "vocab_size": len(tokenizer),
     }
     config = KINDS[kind](TEXT | ids)
+    if tied is not None:
+        config.tie_word_embeddings = config.text_config.tie_word_embeddings = tied
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     model.to(torch.bfloat16).save_pretrained(path)

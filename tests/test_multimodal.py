@@ -207,6 +207,22 @@ def test_an_adapter_of_the_class_with_the_towers_is_merged(base: Path, kind: str
         torch.testing.assert_close(merged[name], value, rtol=1e-6, atol=1e-7)
 
 
+def test_a_tied_head_that_is_adapted_alone_gets_a_tensor_that_both_classes_load(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """As the smaller Qwen3.5 are tied. The adapter is of the class without the tower."""
+    base = save_multimodal("qwen3_5", tiny_model, tmp_path / "base", tied=True)
+    assert "lm_head.weight" not in all_tensors(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapter = train(model, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    assert "lm_head.weight" in all_tensors(tmp_path / "out")
+    wanted, plain = (logits(each) for each in (live(base, adapter, "qwen3_5"), load_model(str(base))))
+    for auto in CLASSES["qwen3_5"]:
+        merged = auto.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        check_close(rms(logits(merged) - wanted), rms(wanted - plain))
+
+
 # ------------------------------------------------------------------------------------------------------ further training
 
 

@@ -122,11 +122,10 @@ def compile_for_training(part: nn.Module, backend: str, with_gradient_only: bool
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a transformers model that are checkpointed one by one, in order: of all the stacks that a text reaches."""
-    towers = {id(each) for name in find_towers(model) for each in model.get_submodule(name).modules()}
-    found = [
-        each for each in model.modules() if isinstance(each, GradientCheckpointingLayer) and id(each) not in towers
-    ]
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    towers = [model.get_submodule(name) for name in find_towers(model)] if found else []
     inside = {id(below) for layer in found for below in layer.modules() if below is not layer}
+    inside |= {id(below) for tower in towers for below in tower.modules()}
     return [layer for layer in found if id(layer) not in inside]
 
 
