@@ -93,6 +93,17 @@ def test_the_cache_is_used(tmp_path, monkeypatch):
     assert sample_path() == first
 
 
+@pytest.mark.usefixtures("small_library")
+def test_the_tasks_are_made_on_first_use_and_once_for_all_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(stdlib_sample.platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
+    chat = pl.read_parquet(sample_path("cogumi:stdlib-chat"))
+    (made,) = tmp_path.glob("cogumi/*-renamings-*.parquet")
+    before = made.stat()
+    tasks = pl.read_parquet(sample_path("cogumi:stdlib-tasks"))
+    assert 0 < tasks.height < chat.height == pl.read_parquet(made).height
+    assert (made.stat().st_ino, made.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
 def test_a_failed_write_leaves_neither_file_nor_temporary(tmp_path, monkeypatch):
     def fail(*arguments: object) -> None:
         raise OSError("disk full")

@@ -167,6 +167,22 @@ def test_a_killed_download_leaves_whole_files_and_no_parts(hub: HubServer, tmp_p
     assert not list((tmp_path / "cache").rglob("*.incomplete"))
 
 
+def test_what_has_arrived_is_told_while_it_arrives(hub: HubServer, tmp_path: Path) -> None:
+    files = repository(1000) | {"model-00001-of-00002.safetensors": noise(36_000_000, 1)}
+    hub.publish("someone/model", files)
+    hub.bytes_per_second = 12_000_000  # huggingface_hub counts parts of 10 MiB: one is here every 0.9 s
+    told_in_a_line = r"lambda here, total: print(f'TOLD {here} {total}\n', end='', flush=True)"  # by several threads
+    code = FETCH.replace("fetch(plan)", f"fetch(plan, {told_in_a_line})")
+    said = fetched(hub, tmp_path / "cache", code=code)
+    told = [tuple(map(int, line.split()[1:])) for line in said.splitlines() if line.startswith("TOLD ")]
+    total = sum(len(files[path]) for path in NEEDED)
+    assert {of for _, of in told} == {total}
+    assert told[0][0] == len(files["model.safetensors.index.json"])  # which was read for its shards
+    megabytes = [here // 10**6 for here, _ in told]
+    assert megabytes == sorted(megabytes)  # of one of huggingface_hub's bars, and not of that of files as well
+    assert any(10 <= here < total // 10**6 for here in megabytes)
+
+
 def test_a_part_that_another_process_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     plan = download.Download("someone/model", "0" * 40, {})

@@ -323,6 +323,14 @@ def without(finished: Path, run: Path, *names: str) -> Path:
     return run
 
 
+def test_without_a_merged_model_it_says_whether_there_is_an_adapter(finished: Path, tmp_path: Path) -> None:
+    left_out = ("merged", "metrics.jsonl", "decisions.json")
+    kept = page_of(without(finished, tmp_path / "kept", *left_out)).sections["Merge"]
+    assert "There is no merged model, and an adapter." in kept
+    neither = page_of(without(finished, tmp_path / "neither", "adapter", *left_out)).sections["Merge"]
+    assert "There is no merged model." in neither
+
+
 def test_a_damaged_checkpoint_is_named(run: Path) -> None:
     manifest = run / "checkpoints/checkpoint-6/cogumi-manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 5'))

@@ -247,6 +247,8 @@ def test_a_budget_that_ends_the_run_is_red() -> None:
     assert (said.state, said.fix) == ("unknown", "")  # ten steps made here say nothing of it
     said = describe_time(TimeForecast(1, 10, 2.0, 1), run, find_target(None))
     assert "less than a cent at $2 an hour (by 1 step made here)" in said.figure
+    said = describe_time(TimeForecast(9, 90, 18.0, 9), run, find_target(None))
+    assert "training, $0.01 at $2 an hour" in said.figure  # one cent is not less than one
     said = describe_time(TimeForecast(16, 200, 3600.0, 10, whole=1000), run, find_target(None))
     assert said.fix == "set cogumi.sanity: 8, or raise cogumi.max_cost"  # a check of fewer is refused
     said = describe_time(TimeForecast(14, 200, 3600.0, 10, whole=1000), run, find_target(None))

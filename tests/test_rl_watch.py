@@ -227,6 +227,8 @@ def test_a_token_without_weight_is_not_taken_for_a_clipped_one() -> None:
     assert not cut(1e-3, -1.0)
     assert cut(-1e-3, -1.0)
     assert not cut(-1e-3, 1.0)
+    assert not cut(-1e-3, 0.0)  # an advantage of 0 gives no gradient that the clip could take
+    assert not cut(1e-3, 0.0)
 
 
 def test_evaluation_before_training_is_left_to_the_trainer(make_trainer: Callable[..., Any]) -> None:

@@ -343,6 +343,23 @@ def test_escapes_in_a_line_of_log_are_shown(tmp_path: Path, capsys: pytest.Captu
     assert SHOWN in (tmp_path / "run.log").read_text()
 
 
+def test_beside_a_progress_bar_each_line_of_log_is_printed_once(tmp_path: Path, for_commands: dict[str, str]) -> None:
+    """As a training does it, in a process whose root logger has no handler."""
+    code = """
+import logging
+from pathlib import Path
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+from cogumi.telemetry.recorder import record_run, terminal_loggers
+with record_run(Path()), logging_redirect_tqdm(terminal_loggers()), tqdm(total=2):
+    logging.getLogger("cogumi").info("a line of log")
+"""
+    words = [*prepared_process.python(for_commands), "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("a line of log") == 1
+
+
 def test_an_uncaught_exception_is_shown_with_its_escapes_visible(tmp_path: Path) -> None:
     code = f"""
 import typer

@@ -110,6 +110,15 @@ def test_the_answer_of_a_policy_is_of_its_reward() -> None:
     assert answer(run_of([0.01] * 5, GSPO, reward=0.3, **usual))[0] == "not shown"
 
 
+def test_a_policy_is_judged_from_the_eighth_rollout_on() -> None:
+    usual: dict[str, Any] = {"reward_std": 0.2, "frac_reward_zero_std": 0.1, "completions/clipped_ratio": 0.1}
+    rising = [0.2, 0.22, 0.24, 0.26, 0.28, 0.3, 0.32, 0.34]
+    found, why = answer(run_of([0.01] * 7, GSPO, reward=rising[:7], **usual))
+    assert (found, why) == ("not shown", "7 rollouts were scored, and 8 are needed")
+    found, why = answer(run_of([0.01] * 8, GSPO, reward=rising, **usual))
+    assert (found, "in 8 rollouts to step 8" in why) == ("yes", True), why
+
+
 def test_a_flag_of_what_is_learned_withholds_a_yes_and_one_of_the_machine_does_not() -> None:
     falls = noisy(2.5, 1.9, 100, 0.02)
     found, why = answer(run_of(falls, grad_norm=20.0))
