@@ -108,3 +108,6 @@ def test_limits_are_reached_at_what_they_say() -> None:
     assert budget_reached(hours, 3600) == "1.00 h of cogumi.max_hours 1"
     assert budget_reached(money, 4990) is None
     assert budget_reached(money, 5000) == "$5.00 of cogumi.max_cost 5"
+    a_dollar, half = (CogumiSection(method="sft", max_cost=cost, price_per_hour=1.0) for cost in (1.0, 0.5))
+    assert budget_reached(a_dollar, 3600) == "$1.00 of cogumi.max_cost 1"
+    assert budget_reached(half, 1800) == "$0.5000 of cogumi.max_cost 0.5"

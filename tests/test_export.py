@@ -168,6 +168,13 @@ def test_a_file_of_another_model_or_tokenizer_is_seen(
     tokenizer.eos_token = "<pad>"
     with pytest.raises(MergeError, match="eos_token_id in the GGUF file is not the tokenizer's"):
         check_gguf(exported.gguf, chat_model, tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    number = len(tokenizer)
+    tokenizer.add_tokens(["<one more>"])
+    with pytest.raises(
+        MergeError, match=rf"token {number} in the GGUF file is not the tokenizer's \(None, not '<one more>'"
+    ):
+        check_gguf(exported.gguf, chat_model, tokenizer)
 
 
 @real

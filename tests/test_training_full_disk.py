@@ -1,5 +1,6 @@
 """The end of a run on a disk that is full: the adapter, the merged model, and what `cogumi.on_full` does about them."""
 
+import logging
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from disk_mounts import mounting
+from disk_mounts import fill, mounting
 from typer.testing import CliRunner
 
 import cogumi
@@ -17,6 +18,7 @@ from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.telemetry import trackers
+from cogumi.telemetry.recorder import RunLog, record_run
 from cogumi.telemetry.status import format_screen, status_of
 from cogumi.training import run as module
 from cogumi.training import stages
@@ -158,3 +160,29 @@ def test_a_training_continues_where_tensorboards_file_does_not_fit(
         found.Reload()
         steps |= {event.step for event in found.Scalars("train/loss")} if found.Tags()["scalars"] else set()
     assert {1, 2, 3, 191, 200} <= steps
+
+
+def test_a_log_that_finds_no_room_is_told_once_and_goes_on_when_there_is_some(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, run_dir = logging.getLogger("cogumi"), disk / "run"
+    run_dir.mkdir()
+    with record_run(run_dir):
+        filler = fill(disk, 1.0)
+        for number in range(3):
+            log.info("line %d: %s", number, "x" * 10_000)
+        filler.unlink()
+        log.info("there is room again")
+    said = capsys.readouterr().err
+    assert said.count("run.log cannot be written: No space left on device\n") == 1
+    assert "Logging error" not in said
+    assert "there is room again" in (run_dir / "run.log").read_text()
+
+
+def test_a_mistake_in_a_line_of_log_is_told_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = RunLog(tmp_path / "run.log")
+    handler.handle(logging.makeLogRecord({"msg": "%d steps", "args": ("ten",), "pathname": "x.py"}))
+    handler.close()
+    said = capsys.readouterr().err
+    assert said.startswith("--- Logging error ---\n")
+    assert "Message: '%d steps'" in said
