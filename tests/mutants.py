@@ -86,8 +86,15 @@ def not_copied(folder: str, names: list[str]) -> set[str]:
     return LEFT_OUT(folder, names) | ({"runs"} if Path(folder) == REPOSITORY else set())
 
 
+def copied(copy: Path) -> None:
+    """A copy of the repository, with its .venv as a link: tests find servers and oracles there, and name its python."""
+    shutil.copytree(REPOSITORY, copy, ignore=not_copied, symlinks=True)
+    if (REPOSITORY / ".venv").exists():
+        (copy / ".venv").symlink_to((REPOSITORY / ".venv").resolve())
+
+
 def caught(mutant: Mutant, copy: Path, near_alone: bool = False) -> str:
-    """What ran when a test failed: the file's own tests, a tier, or nothing."""
+    """What ran when a test failed, and that test: the file's own tests, a tier, or nothing."""
     module = ".".join(mutant.path.with_suffix("").parts).removesuffix(".__init__")
     folder = ".".join(mutant.path.parts[:2]).removesuffix(".py")
     files = sorted((copy / "tests").glob("test_*.py"))
@@ -104,26 +111,24 @@ def caught(mutant: Mutant, copy: Path, near_alone: bool = False) -> str:
             continue
         if only is None and near_alone:
             break
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-n",
-            "2",
-            "--dist",
-            "worksteal",
-            "-p",
-            "no:cacheprovider",
-        ]
-        environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, "-m", tier, *map(str, only or [])], cwd=copy, env=environment, capture_output=True, check=False
-        )
-        if done.returncode not in (0, 5):  # 5: no test was selected
-            return way
+        if failed := failing(copy, "-m", tier, *map(str, only or [])):
+            return f"{way} ({failed})"
     return "nothing"
+
+
+def failing(copy: Path, *words: str) -> str:
+    """The first test that fails in a copy; "" where none does."""
+    python = copy / ".venv" / "bin" / "python"
+    command = [python if python.exists() else sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-n", "2", "--dist", "worksteal", *words],
+        cwd=copy, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode in (0, 5):  # 5: no test was selected
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else f"pytest's status {done.returncode}"
 
 
 def named(module: str, path: Path) -> bool:
@@ -145,10 +150,11 @@ def main() -> None:
     for number, mutant in enumerate(chosen(asked.count, asked.seed), 1):
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "cogumi"
-            shutil.copytree(REPOSITORY, copy, ignore=not_copied, symlinks=True)
+            copied(copy)
             mutant.apply(copy)
             way = caught(mutant, copy, asked.near)
-        tally[way] = tally.get(way, 0) + 1
+        kind = way.partition(" (")[0]
+        tally[kind] = tally.get(kind, 0) + 1
         print(
             f"{number:3} {mutant.path}:{mutant.line}: {mutant.was[:60]!r} -> {mutant.becomes[:60]!r}: {way}", flush=True
         )
