@@ -20,10 +20,10 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from cogumi.compile.compile_report import try_compiler
 from cogumi.compile.layers import (
-    adapted_parameters,
     compile_for_training,
     compile_layers,
     decoder_layers,
+    left_out,
     parts_of,
     prepare_four_bit,
 )
@@ -52,7 +52,7 @@ def graphs_and_breaks() -> tuple[int, int]:
 
 
 def uncompile(model: nn.Module) -> None:
-    for part in [*parts_of(model), *adapted_parameters(model)]:
+    for part in [*parts_of(model), *left_out(model)]:
         set_call(part, None)
     torch.compiler.reset()
 

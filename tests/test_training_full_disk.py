@@ -179,6 +179,22 @@ def test_a_log_that_finds_no_room_is_told_once_and_goes_on_when_there_is_some(
     assert "there is room again" in (run_dir / "run.log").read_text()
 
 
+def test_a_run_that_ends_on_a_full_disk_ends_with_its_own_error(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not with that of a log whose last lines find no room."""
+    log, run_dir = logging.getLogger("cogumi"), disk / "run"
+    run_dir.mkdir()
+
+    def fail() -> None:
+        with record_run(run_dir):
+            fill(disk, 1.0)
+            log.info("x" * 10_000)
+            raise UsageError("what went wrong")
+
+    with pytest.raises(UsageError, match="what went wrong"):
+        fail()
+    assert capsys.readouterr().err.count("run.log cannot be written") == 1
+
+
 def test_a_mistake_in_a_line_of_log_is_told_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handler = RunLog(tmp_path / "run.log")
     handler.handle(logging.makeLogRecord({"msg": "%d steps", "args": ("ten",), "pathname": "x.py"}))

@@ -1,6 +1,7 @@
 """Models and tokenizers: where they are, how they are loaded, and models of shapes alone."""
 
 import logging
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from cogumi.merge.parameter_map import auto_class
 from cogumi.merge.parameter_map import meta_model as meta_model
 from cogumi.models.quantization import (
     keep_4bit_unpacked,
-    prepare_experts,
     quantization_settings,
+    quantizing_experts,
     refuse_misread,
     refuse_quantized_already,
     refuse_wrong_layers,
@@ -91,16 +92,16 @@ def load_model(
     config = AutoConfig.from_pretrained(name, revision=revision)
     if quantization is not None:
         refuse_quantized_already(name, config)
-        prepare_experts(quantization)
         # Only then: None would take away what the config of a quantized checkpoint says.
         loading["quantization_config"] = quantization_settings(quantization, resolve_dtype(dtype))
-    model: PreTrainedModel = auto_class(config).from_pretrained(
-        name,
-        revision=revision,
-        dtype=resolve_dtype(dtype),
-        device_map={"": 0} if torch.cuda.is_available() else None,
-        **loading,
-    )
+    with quantizing_experts(quantization) if quantization is not None else nullcontext():
+        model: PreTrainedModel = auto_class(config).from_pretrained(
+            name,
+            revision=revision,
+            dtype=resolve_dtype(dtype),
+            device_map={"": 0} if torch.cuda.is_available() else None,
+            **loading,
+        )
     if type(model.config) is not type(config):
         said = "%s is loaded as %s, the language model alone; a merge keeps the rest of the checkpoint as it is"
         log.info(said, name, type(model).__name__)

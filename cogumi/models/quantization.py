@@ -4,6 +4,7 @@ import functools
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -84,15 +85,22 @@ def expert_states(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def prepare_experts(quantization: dict[str, Any]) -> None:
-    """Have bitsandbytes take stacked experts too, and PEFT adapt them. Before a base is loaded in 4 bits.
+@contextmanager
+def quantizing_experts(quantization: dict[str, Any]) -> Iterator[None]:
+    """Have transformers quantize stacked experts too in a block that loads a base in 4 bits, and PEFT adapt them later.
     Raises UsageError where bitsandbytes is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         install = pip_command("install bitsandbytes")
         raise UsageError("bitsandbytes is not installed", key="model.quantization_config", fix=f"run: {install}")
+    before = expert_quantizer.status().applied
     if quantization.get("load_in_4bit"):
         expert_quantizer.apply()
         parametrized_lora.apply()
+    try:
+        yield
+    finally:
+        if not before:  # other code of this process loads what it loads as before
+            expert_quantizer.undo()
 
 
 def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
@@ -118,8 +126,8 @@ def place_quantized_weights(model: Any, config: PreTrainedConfig, quantization: 
     settings = settings_on_disk(config) if quantization is None else quantization_settings(quantization, model.dtype)
     if settings is None:
         return model
-    prepare_experts(settings.to_dict())
-    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=on_disk)
+    with quantizing_experts(settings.to_dict()):
+        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=on_disk)
     with torch.device("meta"):
         place_quantized_layers(quantizer, model)
     if settings.load_in_4bit and not on_disk:

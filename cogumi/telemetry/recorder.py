@@ -304,6 +304,13 @@ class RunLog(logging.FileHandler):
             self.said = True
             print(f"cogumi: {self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError:  # what is buffered does not fit, which has been said; the run's own error is not replaced by it
+            if not self.said:
+                raise
+
 
 @contextmanager
 def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
