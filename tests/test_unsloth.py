@@ -16,6 +16,17 @@ from typing import Any
 import pytest
 import torch
 
+import cogumi
+from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig
+from cogumi.core.errors import UsageError
+from cogumi.models.unsloth_models import (
+    choose_backend,
+    compare_adapter,
+    compare_model,
+    compare_tokenizer,
+    is_wanted,
+    read_model_type,
+)
 from cogumi.patches import unsloth_rl
 
 HERE = Path(__file__)
@@ -233,7 +244,111 @@ def show_config(results: str) -> None:
     torch.save([v | {"optim": str(v["optim"].value)} for v in values], results)
 
 
-SCRIPTS = {"losses": run_losses, "training": run_training, "config": show_config}
+def run_batch(backend: str, config: str, results: str) -> None:
+    """One batch of the run's own trainer, with an adapter of the same values whatever made it: loss, gradients, logits."""
+    from cogumi.config.schema import load_config
+    from cogumi.runs import libraries
+    from cogumi.telemetry.throughput import Meter
+
+    run = load_config(json.loads(config), cogumi__backend=backend) if backend == "trl" else None
+    if run is None:
+        from cogumi.config.schema import read_config
+
+        with libraries(read_config(json.loads(config), {"cogumi.backend": backend})[0]):
+            run = load_config(json.loads(config), cogumi__backend=backend)
+    from transformers import AutoConfig
+
+    from cogumi.methods import building
+    from cogumi.methods.examples import prepare_examples
+    from cogumi.models.loading import resolve_model
+    from cogumi.rl.patching import patch
+
+    patch(graph_break="off", backend=run.cogumi.backend)
+    base = resolve_model(run.model.name)
+    tokenizer = building.load_run_tokenizer(run, base)
+    examples = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base))
+    trainer = building.build_trainer(run, base, tokenizer, examples, Meter(None))
+    model = trainer.model.train()
+    trained = {name: p for name, p in sorted(model.named_parameters()) if p.requires_grad}
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trained.values():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    with torch.no_grad():
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=(inputs["labels"][:, 1:] != -100).sum())
+    loss.backward()
+    kinds = [type(module).__name__ for module in model.modules()]
+    found = {
+        "loss": loss.detach(),
+        "gradient": gradients(model),
+        "logits": logits,
+        "four_bit": kinds.count("Linear4bit"),
+    }
+    torch.save(found | {"names": list(trained), "unsloth": unsloth_rl.is_in_place()}, results)
+
+
+def run_compiled(results: str) -> None:
+    """A 4-bit Llama and a gpt-oss with 4-bit experts, compiled beside unsloth's 4-bit layers, with the patch and without."""
+    unsloth_rl.apply("unsloth")
+    import four_bit_models
+
+    from cogumi.compile.layers import compile_layers
+    from cogumi.patches import graph_break
+    from cogumi.patches.torch_internals import compiled_functions, dynamo_counts
+
+    found: dict[str, Any] = {"foreign": graph_break.foreign_patches()}
+    shapes = {
+        "llama": lambda: four_bit_models.tiny_llama(layers=2),
+        "gpt-oss": lambda: four_bit_models.gpt_oss(layers=1, experts=3),
+    }
+    for name, build in shapes.items():
+        eager = four_bit_models.step(build())
+        for choice in ("off", "auto"):
+            torch.compiler.reset()
+            torch._dynamo.utils.counters.clear()
+            torch._dynamo.utils.clear_compilation_metrics()
+            model = build()
+            graph_break.apply(choice, model)
+            compile_layers(model, backend="aot_eager")
+            decided = graph_break.verdict()
+            assert decided is not None
+            found[f"{name} {choice}"] = {
+                "apart": abs(four_bit_models.step(model) - eager),
+                "strategy": decided.strategy,
+                "breaks": dynamo_counts()["breaks"],
+                "failed": compiled_functions()[1],
+            }
+        graph_break.undo()
+    Path(results).write_text(json.dumps(found))
+
+
+def run_plain_beside(model_path: str) -> None:
+    """transformers' model after unsloth has put its methods on transformers' classes, as 2026.10.7 leaves them."""
+    unsloth_rl.apply("unsloth")
+    import unsloth.models.llama as theirs
+    from transformers import AutoModelForCausalLM
+
+    def logits() -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        with torch.no_grad():
+            return model(torch.arange(10, 40)[None]).logits
+
+    before = logits()
+    snapshot = theirs._snapshot_transformers_modules(theirs.FastLlamaModel)
+    assert not unsloth_rl.restore_classes("llama")
+    theirs.FastLlamaModel.pre_patch()
+    theirs._record_pre_patch_changes(snapshot)
+    with pytest.raises((AttributeError, TypeError)):
+        logits()
+    assert unsloth_rl.restore_classes("llama")
+    assert torch.equal(logits(), before)
+
+
+SCRIPTS = {
+    "losses": run_losses, "training": run_training, "config": show_config,
+    "batch": run_batch, "compiled": run_compiled, "plain": run_plain_beside,
+}  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------- with unsloth installed
@@ -301,6 +416,152 @@ def test_two_steps_of_gspo(tiny_model: Path, tmp_path: Path) -> None:
     assert all("loss" in row and row["loss"] == row["loss"] for row in run["log"][:2])
 
 
+def sft_config(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A run of eight steps on the small base, with a checkpoint at each second one."""
+    config: dict[str, Any] = {
+        "model": {"name": "cogumi:small-base", "dtype": "float32"},
+        "lora": {"r": 4},
+        "data": {
+            "source": "cogumi:stdlib", "max_rows": 120, "eval_rows": 4,
+            "fim": {"max_length": 128, "middle_chars": [8, 32]},
+        },
+        "train": {
+            "max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1,
+            "save_steps": 2, "gradient_checkpointing": False,
+        },
+        "cogumi": {"method": "sft", "backend": "unsloth", "run_dir": str(folder / "run"), "samples_every": 0},
+    }  # fmt: skip
+    return {name: values | sections.get(name, {}) for name, values in config.items()}
+
+
+FOUR_BIT = {"model": {"quantization_config": {"load_in_4bit": True}}}
+
+
+@with_unsloth
+@pytest.mark.parametrize("sections", [{}, FOUR_BIT], ids=["float32", "4-bit"])
+def test_one_batch_of_a_run_is_that_of_the_trl_backend(sections: dict[str, Any], tmp_path: Path) -> None:
+    config = json.dumps(sft_config(tmp_path, **sections))
+    for backend in ("trl", "unsloth"):
+        in_a_process(
+            str(HERE), "batch", backend, config, f"{backend}.pt", cwd=tmp_path, UNSLOTH_ON_CPU="0", **NO_AUTOCAST
+        )
+    ours, theirs = (torch.load(tmp_path / f"{backend}.pt") for backend in ("trl", "unsloth"))
+    assert (ours["unsloth"], theirs["unsloth"]) == (False, True)
+    assert ours["four_bit"] == theirs["four_bit"]
+    assert (ours["four_bit"] > 0) == (sections == FOUR_BIT)
+    assert ours["names"] == theirs["names"]
+    assert max(float(each.abs().max()) for each in ours["gradient"].values()) > 1e-3
+    torch.testing.assert_close(theirs["logits"], ours["logits"], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(theirs["loss"], ours["loss"], atol=1e-5, rtol=1e-5)
+    assert theirs["gradient"].keys() == ours["gradient"].keys()
+    for name, gradient in ours["gradient"].items():
+        torch.testing.assert_close(theirs["gradient"][name], gradient, atol=1e-5, rtol=1e-4)
+
+
+TRAIN = """
+import json, sys, cogumi
+for config in map(json.loads, sys.argv[1:]):
+    result = cogumi.train(config)
+    assert result.passed or config["cogumi"].get("sanity"), str(result.verdict)  # too few steps to tell
+"""
+
+
+@with_unsloth
+@pytest.mark.parametrize("sections", [{}, FOUR_BIT], ids=["float32", "4-bit"])
+def test_a_run_resumes_merges_and_is_started_from(sections: dict[str, Any], tmp_path: Path) -> None:
+    """In 4 steps and 4 more it trains the adapter of 8; the merged model's logits are the live one's; another starts there."""
+    from safetensors.torch import load_file
+
+    whole = sft_config(tmp_path, **sections)
+    checked = sft_config(tmp_path, **sections)
+    checked["cogumi"]["sanity"] = 4
+    at_once = sft_config(tmp_path / "at-once", **sections)
+    in_a_process("-c", TRAIN, json.dumps(checked), cwd=tmp_path, UNSLOTH_ON_CPU="0", **NO_AUTOCAST)
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "sanity checked"
+    warm = sft_config(tmp_path / "warm", **sections)
+    warm["model"]["adapter"] = str(tmp_path / "run/adapter")
+    given = [json.dumps(each) for each in (whole, at_once, warm)]
+    in_a_process("-c", TRAIN, *given, cwd=tmp_path, UNSLOTH_ON_CPU="0", **NO_AUTOCAST)
+    resumed, other = (
+        load_file(each / "run/adapter/adapter_model.safetensors") for each in (tmp_path, tmp_path / "at-once")
+    )
+    assert resumed.keys() == other.keys()
+    assert all(torch.equal(resumed[name], other[name]) for name in other)
+    verdict = json.loads((tmp_path / "run/verdict.json").read_text())
+    beside = "(it was trained on nf4)" if sections else "from the live adapter's"
+    (logits,) = (each for each in verdict["checks"] if each["name"] == "merged logits")
+    assert logits["passed"]
+    assert beside in logits["figure"]
+    said = (tmp_path / "run/run.log").read_text()
+    assert "backend: unsloth (cogumi.backend is unsloth)" in said
+    assert "unsloth: " not in said.replace("patched unsloth: ", ""), "nothing was changed"
+    started = (tmp_path / "warm/run/run.log").read_text()
+    assert f"{len(resumed)} tensors of {tmp_path / 'run/adapter'}" in started
+    assert "are in the model bit for bit" in started
+
+
+@with_unsloth
+def test_what_unsloth_changes_is_said(tmp_path: Path) -> None:
+    config = sft_config(
+        tmp_path,
+        model={"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}},
+        lora={"target_modules": ["q_proj", "v_proj", "embed_tokens"]},
+        train={"packing": True, "max_steps": 1, "save_strategy": "no"},
+        cogumi={"merge": False},
+    )
+    in_a_process("-c", TRAIN, json.dumps(config), cwd=tmp_path, UNSLOTH_ON_CPU="0", **NO_AUTOCAST)
+    said = (tmp_path / "run/run.log").read_text()
+    for line in (
+        "model.quantization_config.bnb_4bit_quant_type is nf4, and fp4 was asked for",
+        "lora.modules_to_save is ['embed_tokens'], and None was asked for",
+        "the adapter is on 12 modules, and 13 were asked for; model.embed_tokens is one that differs",
+        "train.packing is False, and True was asked for",
+    ):
+        assert f"unsloth: {line}" in said
+    compiling = json.loads((tmp_path / "run/decisions.json").read_text())["compile"]
+    assert compiling["strategy"] == "none"
+    assert compiling["probes"][0].startswith("a 4-bit layer: one graph")
+    assert any("unsloth_zoo" in each for each in compiling["foreign"])
+    assert compiling["compiled"].keys() == {"masking_utils.create_causal_mask"}  # of transformers, which unsloth wraps
+    assert compiling["failed"] == {}
+
+
+@with_unsloth
+def test_4_bit_layers_compile_beside_unsloths_with_the_patch(tmp_path: Path) -> None:
+    tests = f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"
+    in_a_process(str(HERE), "compiled", "found.json", cwd=tmp_path, PYTHONPATH=tests)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert any(each.startswith("Linear4bit.forward is unsloth_zoo") for each in found["foreign"])
+    as_it_is, patched = {"strategy": "", "failed": {}}, {"strategy": "branchless", "failed": {}}
+    wanted = {
+        "llama off": as_it_is, "llama auto": as_it_is | {"strategy": "none"},
+        "gpt-oss off": {"strategy": ""}, "gpt-oss auto": patched,
+    }  # fmt: skip
+    for name, expected in wanted.items():
+        assert found[name]["apart"] == 0
+        assert found[name]["breaks"] == {}
+        assert found[name].items() >= expected.items()
+    (why,) = found["gpt-oss off"]["failed"].values()  # the experts run uncompiled, and no counter of Dynamo says so
+    assert "graph break" in why
+
+
+@with_unsloth
+def test_a_plain_model_runs_beside_unsloths(tiny_model: Path, tmp_path: Path) -> None:
+    in_a_process(str(HERE), "plain", str(tiny_model), cwd=tmp_path)
+
+
+@with_unsloth
+def test_trl_is_refused_once_unsloth_is_in_place(tmp_path: Path) -> None:
+    said = in_a_process(
+        "-c",
+        "import cogumi\ncogumi.patch(backend='unsloth')\n" + TRY.format("cogumi.patch(backend='trl')"),
+        cwd=tmp_path,
+    )
+    assert "UsageError cogumi.backend: TRL is to train" in said
+    assert "unsloth is in this process already" in said
+    assert "restart the kernel" in said
+
+
 RUN = """
 import json, sys, cogumi
 assert cogumi.patch().patches[0].applied, cogumi.patch()
@@ -322,11 +583,16 @@ def test_a_whole_run_goes_through_unsloth(tiny_model: Path, code_parquet: Path, 
         },
         "cogumi": {"method": "gspo", "run_dir": str(tmp_path / "run")},
     }  # fmt: skip
-    in_a_process("-c", RUN, json.dumps(config), cwd=tmp_path, **NO_AUTOCAST)
+    said = in_a_process("-c", RUN, json.dumps(config), cwd=tmp_path, **NO_AUTOCAST)
     ran = json.loads((tmp_path / "run" / "loss.json").read_text())
     assert (ran["backend"], ran["loss"], ran["asserted"]) == ("unsloth", "gspo", True)
     assert ran["function"] == "UnslothGRPOTrainer.UnslothEfficientGRPO"
     assert (ran["arguments"]["beta"], ran["arguments"]["epsilon_low"]) == (0.0, 3e-4)
+    decided = json.loads((tmp_path / "run" / "decisions.json").read_text())
+    assert decided["backend"] == {"name": "unsloth", "reason": "unsloth is installed, and has kernels for llama"}
+    assert "UnslothGRPOTrainer.accumulate_chunk" in decided["compile"]["compiled"]
+    assert decided["compile"]["failed"] == {}
+    assert "Unsloth (CPU): LlamaForCausalLM" in said  # which FastLanguageModel prints
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "policy/ratio_new_old" in row]
     assert [row["policy/staleness"] for row in steps] == [0, 8, 0, 8]
@@ -395,39 +661,190 @@ def test_without_a_gpu_or_unsloth_trl_trains_and_the_reason_is_said(monkeypatch:
     monkeypatch.delenv(unsloth_rl.CPU_SWITCH, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     why = "no CUDA device" if importlib.util.find_spec("unsloth") else "unsloth is not installed"
-    for status in (unsloth_rl.apply(), unsloth_rl.status(), unsloth_rl.undo()):
+    for status in (unsloth_rl.apply("auto"), unsloth_rl.status(), unsloth_rl.undo()):
         assert (status.applied, status.reason) == (False, f"{why}: stock TRL trains")
     assert "unsloth" not in sys.modules
 
 
 @pytest.mark.parametrize("release", RECORDED)
 def test_both_releases_have_what_is_relied_upon(release: str) -> None:
-    for file, expected in unsloth_rl.UPSTREAM.items():
+    assert {*unsloth_rl.UPSTREAM, *unsloth_rl.NAMED} == {*RECORDED[release]}
+    for file in RECORDED[release]:
         found = {name: recorded(release, file, name) for name in RECORDED[release][file]}
-        assert unsloth_rl.differences(found, expected) == []
+        assert unsloth_rl.differences(found, file) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "now", "said"),
+    ("file", "name", "now", "said"),
     [
-        ("grpo_accumulated_loss", "trainer input_ids", "takes (trainer, input_ids)"),
-        ("grpo_compute_loss", None, "grpo_compute_loss is missing"),
+        (unsloth_rl.LOSS_FILE, "grpo_accumulated_loss", "trainer input_ids", "takes (trainer, input_ids)"),
+        (unsloth_rl.LOSS_FILE, "grpo_compute_loss", None, "grpo_compute_loss is missing"),
+        (unsloth_rl.LOADER_FILE, "FastLanguageModel.from_pretrained", "model_name", "takes (model_name)"),
+        (unsloth_rl.LLAMA_FILE, "FastLlamaModel.get_peft_model", None, "FastLlamaModel.get_peft_model is missing"),
     ],
 )
-def test_a_changed_upstream_is_named(name: str, now: str | None, said: str) -> None:
-    file = unsloth_rl.LOSS_FILE
+def test_a_changed_upstream_is_named(file: str, name: str, now: str | None, said: str) -> None:
     found = {name: recorded("2026.10.7", file, name) for name in RECORDED["2026.10.7"][file]}
     if now is None:
         del found[name]
     else:
         found[name] = now.split()
-    (problem,) = unsloth_rl.differences(found, unsloth_rl.UPSTREAM[file])
+    (problem,) = unsloth_rl.differences(found, file)
     assert said in problem
+
+
+# ----------------------------------------------------------------------------------------------------- which backend it is
+
+
+@pytest.fixture
+def installed_with_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A package of unsloth's name, which nothing here imports, and torch says that there is a GPU."""
+    (tmp_path / "unsloth").mkdir()
+    (tmp_path / "unsloth/__init__.py").write_text("raise ImportError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def run_of(name: str, backend: str = "auto") -> RunConfig:
+    return RunConfig(
+        model=ModelSection(name=name), data=DataSection(), cogumi=CogumiSection(method="sft", backend=backend)
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("installed_with_cuda")
+def test_auto_takes_unsloth_for_the_families_it_has_kernels_for(tiny_model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "phi"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "phi3"}')
+    assert choose_backend(run_of(str(tiny_model))) == ("unsloth", "unsloth is installed, and has kernels for llama")
+    assert choose_backend(run_of("cogumi:small-base")).reason.endswith("for llama")
+    assert choose_backend(run_of("cogumi:random-gpt-oss")).reason.endswith("for gpt_oss")
+    assert choose_backend(run_of(str(other))) == ("trl", "unsloth has no kernels for phi3: stock TRL trains")
+    assert choose_backend(run_of(str(other), "unsloth")) == ("unsloth", "cogumi.backend is unsloth")
+    assert choose_backend(run_of(str(tiny_model), "trl")) == ("trl", "cogumi.backend is trl")
+
+
+def test_the_families_are_those_of_the_models_here() -> None:
+    from cogumi.models import small_base
+
+    for kind, (model_type, *_) in small_base.KINDS.items():
+        assert read_model_type(small_base.PREFIX + kind, None) == model_type
+    of_base = json.loads((small_base.small_base_path() / "config.json").read_text())
+    assert read_model_type("cogumi:small-base", None) == of_base["model_type"]
+
+
+@pytest.mark.usefixtures("installed_with_cuda")
+def test_a_base_that_cannot_be_read_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert choose_backend(run_of("nobody/nothing-of-this-name")).name == "trl"
+
+
+without_unsloth = pytest.mark.skipif(
+    importlib.util.find_spec("unsloth") is not None, reason="unsloth is installed here"
+)
+
+
+@without_unsloth
+def test_unsloth_that_is_not_installed_is_refused_with_the_fix(sft: dict[str, Any]) -> None:
+    sft["cogumi"]["backend"] = "unsloth"
+    with pytest.raises(UsageError) as refused:
+        cogumi.train(sft)
+    assert str(refused.value).startswith("cogumi.backend: unsloth is not installed")
+    assert "pip install unsloth" in refused.value.fix
+    assert "cogumi.backend: trl" in refused.value.fix
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+@without_unsloth
+def test_a_preflight_says_what_will_train_here_and_on_another_card(sft: dict[str, Any]) -> None:
+    def line(**more: Any) -> str:
+        (found,) = (each for each in cogumi.preflight(sft, **more).lines if each.stage == "backend")
+        assert found.state == "green"
+        return found.figure
+
+    assert line() == "trl: unsloth is not installed: stock TRL trains"
+    assert line(card="h100 sxm") == "unsloth if it is installed there, else trl"
+    assert line(card="h100 sxm", cogumi__backend="unsloth") == "unsloth: cogumi.backend"
+    with pytest.raises(UsageError, match="unsloth is not installed"):
+        line(cogumi__backend="unsloth")
+
+
+@without_unsloth
+def test_a_run_keeps_what_trained_it(sft: dict[str, Any]) -> None:
+    sft["train"]["max_steps"] = 1
+    result = cogumi.train(sft, cogumi__backend="trl")
+    kept = json.loads((result.run_dir / "decisions.json").read_text())["backend"]
+    assert kept == {"name": "trl", "reason": "cogumi.backend is trl"}
+    assert "backend: trl (cogumi.backend is trl)" in (result.run_dir / "run.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, []),
+        ({"lora_dropout": 0.1}, ["lora.lora_dropout is 0.1, and 0.0 was asked for"]),
+        ({"target_modules": ["q_proj"]}, ["the adapter is on 2 modules, and 4 were asked for"]),
+        ({"modules_to_save": ["lm_head"]}, ["lora.modules_to_save is ['lm_head'], and None was asked for"]),
+    ],
+    ids=["nothing", "dropout", "modules", "saved whole"],
+)
+def test_an_adapter_is_compared_with_what_was_asked_for(
+    tiny_model: Path, changed: dict[str, Any], said: list[str]
+) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    from cogumi.models.adapters import lora_config
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    expected = lora_config({"r": 4, "target_modules": ["q_proj", "v_proj"]})
+    modules = {name for name, module in base.named_modules() if is_wanted(name, module, expected, base)}
+    before = [name for name, _ in base.named_parameters()]
+    model = peft.get_peft_model(base, lora_config({"r": 4, "target_modules": ["q_proj", "v_proj"], **changed}))
+    found = list(compare_adapter(model, expected, modules, before))
+    assert [each.partition(";")[0] for each in found] == said
+
+
+def test_a_base_is_compared_with_what_was_asked_for(tiny_model: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    of_base = AutoConfig.from_pretrained(tiny_model)
+    wanted = ModelSection(name=str(tiny_model), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    assert list(compare_model(model, of_base, torch.float32, wanted)) == []
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.resize_token_embeddings(of_base.vocab_size + 8)
+    model.extra = torch.nn.Linear(2, 2, bias=False)
+    assert list(compare_model(model, of_base, torch.float32, wanted)) == [
+        "dtype is bfloat16, and float32 was asked for",
+        "model.attn_implementation is sdpa, and eager was asked for",
+        f"rows of embeddings is {of_base.vocab_size + 8}, and {of_base.vocab_size} was asked for",
+        "1 parameters have other names than transformers gives them, such as extra.weight",
+    ]
+
+
+def test_a_tokenizer_is_compared_with_the_bases(tiny_model: Path) -> None:
+    from cogumi.models.loading import load_tokenizer
+
+    ours, theirs = load_tokenizer(str(tiny_model)), load_tokenizer(str(tiny_model))
+    assert list(compare_tokenizer(theirs, ours)) == []
+    theirs.add_special_tokens({"pad_token": "<|PAD|>"})
+    theirs.chat_template = "{{ messages }}"
+    assert list(compare_tokenizer(theirs, ours)) == [
+        "its tokenizer has another pad_token; the run keeps the base's",
+        "its tokenizer has another chat_template; the run keeps the base's",
+        f"its tokenizer has {len(ours) + 1} tokens; the run keeps the base's, with {len(ours)}",
+    ]
 
 
 def test_signatures_are_read_from_source() -> None:
     source = "def f(a, /, b, *c, d=1, **e):\n    return 1, 2\nclass G:\n    @staticmethod\n    def forward(ctx, x=None): return x"
-    assert unsloth_rl.parameters_by_function(source) == {"f": ["a", "b", "d"], "G.forward": ["ctx", "x"]}
+    source += "\n    def h(self): pass"
+    assert unsloth_rl.parameters_by_function(source) == {
+        "f": ["a", "b", "d"],
+        "G.forward": ["ctx", "x"],
+        "G.h": ["self"],
+    }
 
 
 IMPORTS = {

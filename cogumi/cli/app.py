@@ -82,8 +82,8 @@ def preflight(
     words = parse_overrides(overrides)
     if probe and card is not None:
         raise UsageError("--card and --probe: ten steps are made here, of this config", fix="use one of the two")
-    runs.refuse_mistakes(config, words, trains=probe)
-    with show_waiting("forecasting memory, time and disk"), runs.libraries():
+    run = runs.refuse_mistakes(config, words, trains=probe)
+    with show_waiting("forecasting memory, time and disk"), runs.libraries(run, elsewhere=card is not None):
         from cogumi.forecast.run_forecast import forecast_run
 
         report = forecast_run(config, card, runs.train if probe else None, words, apart=False)

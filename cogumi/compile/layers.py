@@ -23,6 +23,7 @@ from cogumi.models.adapters import find_towers
 from cogumi.models.quantization import expert_states, keep_4bit_unpacked, quantized_layers
 from cogumi.patches import graph_break, unsloth_rl
 from cogumi.patches.torch_internals import (
+    compiled_functions,
     dynamo_counts,
     dynamo_switched_off_by,
     plain_call,
@@ -51,6 +52,11 @@ def compile_trainer(trainer: Any, mode: str, path: Path, unless_full: Callable[[
             log.info("compile: %s", line)
         log.info("compile: %d layers; the first step compiles them", len(compile_layers(trainer.model)))
         trainer.add_callback(CompileReport(report, path, unless_full))
+    elif unsloth_rl.is_in_place():  # which compiles its loss and, on a GPU, modules of the model, and hides what fails
+        graph_break.apply("auto", trainer.model)
+        report |= describe_process()
+        log.info("compile: unsloth compiles; 4-bit layers: %s", graph_break.status().reason)
+        trainer.add_callback(CompileReport(report, path, unless_full))
     write_section(path, "compile", report)
 
 
@@ -73,6 +79,9 @@ class CompileReport(TrainerCallback):
         found = self.report["counts"] = dynamo_counts()
         did = f"{found['graphs']} graphs of {found['operations']} operations, {sum(found['breaks'].values())} breaks"
         log.info("compile: %s, %d recompiles, %.1f s compiling", did, found["recompiles"], found["seconds"])
+        self.report["compiled"], self.report["failed"] = compiled_functions()
+        for name, error in self.report["failed"].items():
+            log.warning("compile: %s runs uncompiled: %s", name, error)
         self.unless_full(lambda: write_section(self.path, "compile", self.report))
 
 
@@ -83,7 +92,7 @@ def find_obstacle(trainer: Any) -> str:
         return "train.torch_compile or ACCELERATE_DYNAMO_BACKEND compiles the whole model, which captures less; leave it out"
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         return "train.gradient_checkpointing_kwargs: use_reentrant compiles each layer twice; leave it out"
-    if unsloth_rl.status().applied:
+    if unsloth_rl.is_in_place():
         return "unsloth's own layers run here, and it compiles parts of them itself"
     if by := dynamo_switched_off_by():
         return f"Dynamo is switched off by {by}; unset it to compile"

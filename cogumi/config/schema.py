@@ -197,6 +197,9 @@ class CogumiSection(Section):
     method: Literal["sft", "dpo", "gspo"]
     tuning: Literal["lora", "full"] = "lora"
     """lora: an adapter on the full-precision base (QLoRA: `model.quantization_config`). full: every weight, where it fits."""
+    backend: Literal["auto", "unsloth", "trl"] = "auto"
+    """Whose model and trainer: unsloth's, or transformers' and TRL's. auto: unsloth where it is installed, with a GPU, for the
+    families that it has kernels for."""
     run_dir: Path | None = None
     """Where the run is written; `runs/<name of the YAML>` by default."""
     rewards: list[str] = ["edit_similarity"]

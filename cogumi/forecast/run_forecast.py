@@ -39,6 +39,8 @@ from cogumi.methods.dpo import REFERENCE
 from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
+from cogumi.models.unsloth_models import FAMILIES, choose_backend
+from cogumi.patches import unsloth_rl
 from cogumi.rl.patching import patch
 from cogumi.stack.lanes import check_lane
 from cogumi.telemetry.throughput import flops_of
@@ -91,7 +93,9 @@ def forecast_run(
         found = data_sample.sample_data(run, load_run_tokenizer(run, base), of_base)
     tried = measure_steps(run, train, config, overrides) if train is not None else None
     first = [] if card is not None else [describe_stack()]
-    forecast = forecast_in_worker if apart or torch.cuda.is_available() else forecast_lines
+    first.append(describe_backend(run, of_base, elsewhere=card is not None))
+    apart = apart or torch.cuda.is_available() or unsloth_rl.is_in_place()
+    forecast = forecast_in_worker if apart else forecast_lines
     lines, figures = forecast(run, base, of_base, found, target, tried)
     lines = [*first, *describe_original(run, base, of_base), data_sample.describe_data(found, run), *lines]
     return PreflightReport(str(target), tuple(lines), {"data": found.as_dict(), **figures})
@@ -102,6 +106,19 @@ def describe_stack() -> Line:
     found = check_lane()
     figure = f"{found.figure}; {found.cause}" if found.cause else found.figure
     return Line("stack", figure, "green" if found.state == "ok" else "yellow", found.fix)
+
+
+def describe_backend(run: RunConfig, of_base: Any, elsewhere: bool) -> Line:
+    """What will train: here, or on the card of another machine, of which it is not known whether it has unsloth."""
+    if not elsewhere:
+        return Line("backend", "{}: {}".format(*choose_backend(run)))
+    asked = run.cogumi.backend
+    if asked == "auto":
+        found = of_base.model_type in FAMILIES
+        return Line(
+            "backend", "unsloth if it is installed there, else trl" if found else "trl: unsloth has no kernels for it"
+        )
+    return Line("backend", f"{asked}: cogumi.backend")
 
 
 def forecast_in_worker(*asked: Any) -> ForecastLines:
@@ -122,7 +139,7 @@ def forecast_lines(
 
     base, of_base: a directory or hub id, and its config. probe: what was measured.
     """
-    patch(graph_break="off")  # without it TRL takes no gspo, and its losses need a GPU
+    patch(graph_break="off", backend="trl")  # without it TRL takes no gspo, and its losses need a GPU
     lines: list[Line] = []
     figures: dict[str, Any] = {}
     chosen_run, load, chosen = choose_for_target(asked, base, target)

@@ -211,11 +211,14 @@ def load_of(run: RunConfig, base: str) -> Load:
         )
         weights = count_meta_bytes(placed) + ADAPTER_BYTES * trained
     at_once = (run.train.get("per_device_train_batch_size") or BATCH) * (2 if dpo else 1)
-    length = longest_example(run)
-    if run.cogumi.method == "gspo":
-        length += run.train.get("max_completion_length") or COMPLETION
     shape = ModelShape.of(config)
-    return Load(shape, weights, trained, element, at_once, length, *supported_attention(model))
+    return Load(shape, weights, trained, element, at_once, longest_sequence(run), *supported_attention(model))
+
+
+def longest_sequence(run: RunConfig) -> int:
+    """The budget of an example in tokens, for gspo with the completion."""
+    completion = (run.train.get("max_completion_length") or COMPLETION) if run.cogumi.method == "gspo" else 0
+    return longest_example(run) + completion
 
 
 # -------------------------------------------------------------------------------------------------------- every weight

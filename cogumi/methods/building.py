@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -22,11 +21,12 @@ from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.merge.originals import Original
 from cogumi.merge.plan import expected_base, plan_adapter
 from cogumi.methods import dpo, gspo, sft
-from cogumi.methods.auto_settings import dtype_of_weights
+from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence
 from cogumi.methods.examples import Examples
 from cogumi.models.adapters import find_towers, keep_float32, load_adapter, load_exact_values, lora_config
 from cogumi.models.loading import load_model, load_tokenizer, meta_model, use_chat_template, use_end_token
 from cogumi.models.quantization import count_weights
+from cogumi.models.unsloth_models import add_fast_adapter, compare_arguments, load_fast_model
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
 from cogumi.telemetry import trackers
@@ -142,7 +142,10 @@ def build_trainer(
     """
     wanted, whole = run.model, run.cogumi.tuning == "full"
     dtype = dtype_of_weights(run) if whole else wanted.dtype
-    model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
+    if unsloth_rl.is_in_place():
+        model: Any = load_fast_model(base, wanted, dtype, longest_sequence(run), checkpoints_layers(run), whole)
+    else:
+        model = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
     log.info("%s loaded on %s: %s", base, model.device, count_weights(model))
     if wanted.quantization_config is not None:
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
@@ -156,10 +159,14 @@ def build_trainer(
     for name in towers if whole else ():
         model.get_submodule(name).requires_grad_(False)
     model, lora = (model, None) if whole else with_adapter(run, model)
+    args = trl_arguments(run)
+    if unsloth_rl.is_in_place():
+        for said in compare_arguments(run.train, args):
+            log.warning("unsloth: %s", said)
     trainer = METHODS[run.cogumi.method].build_trainer(
         run,
         model=model,
-        args=trl_arguments(run),
+        args=args,
         train_dataset=examples.train.dataset,
         eval_dataset=examples.held_out.dataset if examples.held_out else None,
         processing_class=tokenizer,
@@ -175,13 +182,16 @@ def build_trainer(
 
 def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
     """(model, peft_config): the model with its adapter on where the trainer cannot put it on, or a config for it to do so."""
-    if unsloths := unsloth_rl.status().applied:
-        model = unsloth_rl.add_mode_switches(model)
+    if unsloth_rl.is_in_place():  # its trainers ignore `peft_config`, and would train every weight
+        return add_fast_adapter(run, model, checkpoints_layers(run)), None
     if run.model.adapter is not None:
         return load_adapter(model, run.model.adapter, run.model.revision), None
-    lora = lora_config(run.lora, commit_of(model.config) or run.model.revision, model)
-    # unsloth's trainers ignore `peft_config`, and would train every weight of a model without an adapter.
-    return (get_peft_model(model, lora), None) if unsloths else (model, lora)
+    return model, lora_config(run.lora, commit_of(model.config) or run.model.revision, model)
+
+
+def checkpoints_layers(run: RunConfig) -> bool:
+    """Whether activations are computed twice: TRL's default, unless the run says otherwise."""
+    return run.train.get("gradient_checkpointing") is not False
 
 
 # ------------------------------------------------------------------------------------------- where a run ends by itself

@@ -50,7 +50,7 @@ def build_trainer(run: RunConfig, **common: Any) -> Any:
     logging.getLogger("trl.trainer.sft_trainer").addFilter(is_no_packing_warning)
     trainer = trl.SFTTrainer(**common)
     end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
-    if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.status().applied:
+    if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.is_in_place():
         trainer.data_collator = partial(collate_rows_apart, trainer.data_collator)
     refuse_other_labels(trainer, common["train_dataset"])
     return trainer

@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_iter
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_iter"]
 
+PACKAGE = Path(__file__).parents[1]
 DYNAMO: Any = torch._dynamo.config
 EXPERT_ROWS = "capture_dynamic_output_shape_ops"  # whose rows `torch.where` finds: their number is data
 
@@ -35,6 +37,24 @@ def dynamo_counts() -> dict[str, Any]:
         "recompiles": recompiles,
         "seconds": utils.calculate_time_spent()["total_wall_time"],
     }
+
+
+def compiled_functions() -> tuple[dict[str, int], dict[str, str]]:
+    """Of Dynamo's latest compilations (it keeps 64): how often each function was compiled, and the error of each that failed.
+
+    Where `suppress_errors` is on, as unsloth sets it, a function that failed runs uncompiled and nothing else says so.
+    """
+    compiled: dict[str, int] = {}
+    failed: dict[str, str] = {}
+    for each in torch._dynamo.utils.get_compilation_metrics():
+        if each.co_name is None or each.co_filename is None or Path(each.co_filename).is_relative_to(PACKAGE):
+            continue  # of cogumi's own there are probes
+        name = f"{Path(each.co_filename).stem}.{each.co_name}"
+        if each.fail_type is None:
+            compiled[name] = compiled.get(name, 0) + 1
+        else:
+            failed[name] = f"{each.fail_type}: {' '.join((each.fail_reason or '').split())[:300]}"
+    return compiled, failed
 
 
 @contextmanager

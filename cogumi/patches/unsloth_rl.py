@@ -1,4 +1,4 @@
-"""unsloth's GRPO trainer in the place of TRL's, where there is a GPU for it.
+"""unsloth's trainers in the place of TRL's, where a run takes unsloth (`cogumi.backend`).
 
 unsloth has to be imported before trl, transformers and peft. It replaces functions of theirs and of torch, and keeps
 none of the originals: it cannot be undone within a process. Afterwards `trl.GRPOTrainer` is `UnslothGRPOTrainer`.
@@ -7,7 +7,6 @@ unsloth and unsloth_zoo are called, never copied (their RL code is AGPL-3.0 and 
 """
 
 import ast
-import functools
 import importlib
 import importlib.util
 import itertools
@@ -16,7 +15,7 @@ import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,14 +27,24 @@ NAME = "unsloth"
 WRITTEN_FOR = "unsloth 2026.10.7 and 2026.10.9"
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")  # critical_modules in unsloth/_gpu_init.py
 CPU_SWITCH = "UNSLOTH_ON_CPU"  # "1": also without a GPU, which unsloth has supported since 2026.10.8
+Asked = Literal["auto", "unsloth", "trl"]
+_asked: Asked = "auto"  # of this process, the newest
 
 
-def apply() -> PatchStatus:
-    """Let unsloth patch TRL, where it is installed and there is CUDA or UNSLOTH_ON_CPU=1.
+def apply(backend: Asked | None = None) -> PatchStatus:
+    """Let unsloth patch TRL. backend: as `cogumi.backend`; None: as it was asked last, at first "auto".
 
-    Raises UsageError where it comes too late or does not import, RuntimeError where it lacks a function.
+    "auto" takes unsloth where it is installed and there is CUDA or UNSLOTH_ON_CPU=1. Raises UsageError where unsloth is
+    asked for and missing, comes too late, does not import, or is here and is not wanted. Raises RuntimeError where it
+    lacks a function.
     """
-    if reason := find_obstacle():
+    global _asked
+    _asked = backend or _asked
+    if reason := find_obstacle(_asked):
+        if is_in_place():
+            what = "TRL is to train, and unsloth is in this process already, which cannot take it out again"
+            fix = "restart the kernel; cogumi.patch(backend='trl') leaves it out"
+            raise UsageError(what, key="cogumi.backend", fix=fix)
         return PatchStatus(NAME, False, reason)
     validate_import_order()
     check_upstream()
@@ -56,20 +65,35 @@ def undo() -> PatchStatus:
 
 def status() -> PatchStatus:
     """Whether `trl.GRPOTrainer` is unsloth's, and why (not). Imports nothing."""
-    trl = sys.modules.get("trl")
-    if "unsloth" in sys.modules and trl is not None and is_unsloth_trainer(trl.GRPOTrainer):
+    if is_in_place():
         versions = f"unsloth {version('unsloth')}, unsloth_zoo {version('unsloth_zoo')}, written for {WRITTEN_FOR}"
         return PatchStatus(NAME, True, f"trl.GRPOTrainer is unsloth's ({versions})")
-    return PatchStatus(NAME, False, find_obstacle() or "unsloth is not in place: trl.GRPOTrainer is TRL's own")
+    reason = "unsloth is not in place: trl.GRPOTrainer is TRL's own"
+    if _asked != "unsloth":
+        reason = find_obstacle(_asked) or reason
+    return PatchStatus(NAME, False, reason)
 
 
-def find_obstacle() -> str | None:
-    """Why TRL's own trainer is used on this machine; None where unsloth's is."""
+def find_obstacle(backend: Asked) -> str | None:
+    """Why TRL's own trainer is used on this machine; None where unsloth's is. Raises UsageError where unsloth is asked
+    for and is not installed."""
+    if backend == "trl":
+        return "stock TRL trains, as was chosen"
     if importlib.util.find_spec("unsloth") is None:
+        if backend == "unsloth":
+            fix = f"run: {pip_command('install unsloth')}, or set cogumi.backend: trl"
+            raise UsageError("unsloth is not installed", key="cogumi.backend", fix=fix)
         return "unsloth is not installed: stock TRL trains"
-    if not torch.cuda.is_available() and os.environ.get(CPU_SWITCH) != "1":
+    wanted = torch.cuda.is_available() or os.environ.get(CPU_SWITCH) == "1" or is_in_place()
+    if backend == "auto" and not wanted:
         return "no CUDA device: stock TRL trains"
     return None
+
+
+def is_in_place() -> bool:
+    """Whether unsloth has patched TRL in this process. Imports nothing."""
+    trl = sys.modules.get("trl")
+    return "unsloth" in sys.modules and trl is not None and is_unsloth_trainer(trl.GRPOTrainer)
 
 
 def is_unsloth_trainer(trainer: type) -> bool:
@@ -91,13 +115,16 @@ def import_unsloth() -> Any:
         ) from error
 
 
-def add_mode_switches(model: Any) -> Any:
-    """The model with unsloth's two mode switches, before an adapter is added."""
-    loader = importlib.import_module("unsloth").FastLanguageModel
-    for name in ("for_training", "for_inference"):
-        setattr(model, name, functools.partial(getattr(loader, name), model))
-    model.enable_input_require_grads()  # unsloth checkpoints re-entrantly, which needs an input with a gradient
-    return model
+def restore_classes(model_type: str) -> bool:
+    """Give transformers' classes of this family their own methods back; whether unsloth had put others there.
+
+    unsloth 2026.10.7 replaces them for every model of the process, and one that it did not load cannot run with those.
+    """
+    modeling: Any = sys.modules.get(f"transformers.models.{model_type}.modeling_{model_type}")
+    if not hasattr(modeling, "_unsloth_pre_patch_originals"):
+        return False
+    importlib.import_module("unsloth.models.llama").restore_transformers_family([model_type])
+    return True
 
 
 def validate_import_order() -> None:
@@ -129,6 +156,7 @@ def locate_import(name: str) -> str:
 
 
 LOSS_FILE, PATCH_FILE = "unsloth_zoo/rl_replacements.py", "unsloth/models/rl.py"
+LOADER_FILE, LLAMA_FILE = "unsloth/models/loader.py", "unsloth/models/llama.py"
 # What cogumi.rl.loss_capture binds to, per file; the same in both versions this was written for. Upstream may append.
 UPSTREAM = {
     PATCH_FILE: {"PatchFastRL": "algorithm"},
@@ -139,37 +167,53 @@ UPSTREAM = {
         "grpo_accumulated_loss": "trainer input_ids attention_mask logits_to_keep completion_mask advantages "
         "old_logps ref_logps n_chunks tool_mask",
     },
+    LLAMA_FILE: {
+        "FastLlamaModel.patch_peft_model": "model use_gradient_checkpointing",
+        "restore_transformers_family": "model_types",
+    },
+}
+# What cogumi.models.unsloth_models passes by name.
+NAMED = {
+    LOADER_FILE: {
+        "FastLanguageModel.from_pretrained": "model_name max_seq_length dtype load_in_4bit load_in_8bit full_finetuning "
+        "device_map use_gradient_checkpointing revision use_exact_model_name",
+    },
+    LLAMA_FILE: {
+        "FastLlamaModel.get_peft_model": "model r lora_alpha lora_dropout target_modules use_gradient_checkpointing random_state",
+    },
 }
 
 
 def check_upstream() -> None:
     """Raise RuntimeError unless unsloth's sources have the functions this was written for: importing would patch."""
-    for file, expected in UPSTREAM.items():
+    for file in (*UPSTREAM, LOADER_FILE):
         package, _, inside = file.partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise RuntimeError(f"{NAME}: unsloth {version('unsloth')} is installed without {package}")
         source = (Path(spec.submodule_search_locations[0]) / inside).read_text(encoding="utf-8")
-        if problems := differences(parameters_by_function(source), expected):
+        if problems := differences(parameters_by_function(source), file):
             found = f"{package} {version(package)}"
             raise RuntimeError(f"{NAME}: {found} is not {WRITTEN_FOR}: {file}: {'; '.join(problems)}")
 
 
-def differences(found: dict[str, list[str]], expected: dict[str, str]) -> list[str]:
-    """What of `expected` is not so in `found`: parameters that are relied upon keep their names and places."""
-    return [
-        f"{name} takes ({', '.join(found[name])})" if name in found else f"{name} is missing"
-        for name, wanted in expected.items()
+def differences(found: dict[str, list[str]], file: str) -> list[str]:
+    """What of UPSTREAM and NAMED is not so in `found`: parameters that are relied upon keep names, and UPSTREAM's places."""
+    wrong = [
+        name
+        for name, wanted in UPSTREAM.get(file, {}).items()
         if found.get(name, [])[: len(wanted.split())] != wanted.split()
     ]
+    wrong += [name for name, wanted in NAMED.get(file, {}).items() if not {*wanted.split()} <= {*found.get(name, [])}]
+    return [f"{name} takes ({', '.join(found[name])})" if name in found else f"{name} is missing" for name in wrong]
 
 
 def parameters_by_function(source: str) -> dict[str, list[str]]:
-    """Of each function and `Class.forward` at a file's own level, `*` and `**` left out."""
+    """Of each function and `Class.method` at a file's own level, `*` and `**` left out."""
     body = ast.parse(source).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     for owner in (node for node in body if isinstance(node, ast.ClassDef)):
         methods = (node for node in owner.body if isinstance(node, ast.FunctionDef))
-        functions |= {f"{owner.name}.forward": node for node in methods if node.name == "forward"}
+        functions |= {f"{owner.name}.{node.name}": node for node in methods}
     taken = {name: function.args for name, function in functions.items()}
     return {name: [a.arg for a in (*of.posonlyargs, *of.args, *of.kwonlyargs)] for name, of in taken.items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from cogumi.patches import PatchStatus, fused_head, gspo_loss, unsloth_rl
 from cogumi.patches import graph_break as four_bit
@@ -20,18 +20,27 @@ class PatchReport:
         return "\n".join(f"{'patched' if p.applied else 'left alone'} {p.name}: {p.reason}" for p in self.patches)
 
 
-def patch(rl: bool = True, graph_break: str = "auto", accept: Iterable[str] | None = None) -> PatchReport:
+def patch(
+    rl: bool = True,
+    graph_break: str = "auto",
+    accept: Iterable[str] | None = None,
+    backend: Literal["auto", "unsloth", "trl"] = "auto",
+) -> PatchReport:
     """Patch in unsloth's trainer on CUDA, TRL's losses without a GPU, `loss_type="gspo"`, 4-bit layers that compile.
 
     Call it before importing trl, transformers or peft. A second call patches nothing twice. `rl=False` changes nothing
     of TRL and reports the present state. graph_break: "auto" tries what lets bitsandbytes' 4-bit layers compile, which
     takes some seconds. "off" changes nothing. A strategy of `cogumi.patches.graph_break.STRATEGIES` is applied untried.
     accept: names of findings (`cogumi.rl.guards.NAMES`), such as "own-objective", that this process's GSPO trainers
-    let pass. A later call that names some replaces them, and None leaves them. Raises UsageError where unsloth would
-    come too late, for another graph_break and for a name that is no finding.
+    let pass. A later call that names some replaces them, and None leaves them. backend: "trl" leaves unsloth out, for
+    runs with `cogumi.backend: trl`; "unsloth" takes it without CUDA too. Raises UsageError where unsloth would come too
+    late, for another graph_break and for a name that is no finding.
     """
     modules = (unsloth_rl, gspo_loss, fused_head)  # unsloth first: it puts classes of its own on trl
-    of_trl = tuple(module.apply() if rl else module.status() for module in modules)
+    of_trl = tuple(
+        (module.apply(backend) if module is unsloth_rl else module.apply()) if rl else module.status()
+        for module in modules
+    )
     if rl:
         gspo_loss.watch_trainers(watch_trainer)
     if accept is not None:

@@ -31,8 +31,7 @@ def train(config: Config, **overrides: Any) -> "RunResult":
     several GPUs, the one with the most free memory is used. Raises UsageError, before anything is written, for a
     mistake in the configuration, the data or the run directory. Raises it too in a process of torchrun or accelerate.
     """
-    refuse_mistakes(config, overrides, trains=True)
-    with libraries():
+    with libraries(refuse_mistakes(config, overrides, trains=True)):
         from cogumi.training import train as train_here
 
     return train_here(config, **overrides)
@@ -43,8 +42,7 @@ def preview(config: Config, examples: int = 3, **overrides: Any) -> "Preview":
 
     examples: how many are shown, the first ones.
     """
-    refuse_mistakes(config, overrides)
-    with libraries():
+    with libraries(refuse_mistakes(config, overrides)):
         from cogumi.methods.preview import preview as preview_here
 
     return preview_here(config, examples, **overrides)
@@ -57,21 +55,24 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
     here to know the time, which downloads and loads the model. Of a model on the hub its config and tokenizer are fetched
     and no weights; of a data set there, the files. Raises UsageError for a mistake in the configuration.
     """
-    refuse_mistakes(config, overrides, trains=probe)
-    with libraries():
+    with libraries(refuse_mistakes(config, overrides, trains=probe), elsewhere=card is not None):
         from cogumi.forecast.run_forecast import forecast_run
 
     return forecast_run(config, card, train if probe else None, overrides)
 
 
 @contextmanager
-def libraries() -> Iterator[None]:
-    """For a block that imports torch, trl or peft: one GPU is chosen, and unsloth, where it is used, patches them first."""
+def libraries(run: "RunConfig", elsewhere: bool = False) -> Iterator[None]:
+    """For a block that imports torch, trl or peft: one GPU is chosen, and unsloth, where the run takes it, patches them first.
+
+    elsewhere: the run is to train on another machine, so that unsloth need not be installed here.
+    """
     use_one_gpu()
     with show_import():
+        from cogumi.models.unsloth_models import choose_backend
         from cogumi.patches import unsloth_rl
 
-        unsloth_rl.apply()
+        unsloth_rl.apply("auto" if elsewhere else choose_backend(run).name)
         yield
 
 

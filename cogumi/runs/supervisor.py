@@ -80,11 +80,13 @@ def run_training(words: int, run_dir: Path, config: Any, overrides: Mapping[str,
             os.write(words, json.dumps(word).encode() + b"\n")
 
     try:
-        from cogumi.config.schema import load_config
-        from cogumi.stack.gpus import use_one_gpu
+        from cogumi.config.schema import load_config, read_config
+        from cogumi.runs import libraries
 
-        use_one_gpu()
-        from cogumi.training import train  # where there is unsloth, it comes before what load_config will import
+        with libraries(
+            read_config(config, overrides)[0]
+        ):  # where there is unsloth, it comes before what load_config imports
+            from cogumi.training import train
 
         run = load_config(config, **overrides)
         if already := describe_existing(run):

@@ -29,6 +29,7 @@ from cogumi.methods.examples import describe_overlong, first_tokens, prepare_exa
 from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
+from cogumi.models.unsloth_models import choose_backend
 from cogumi.notebook.report import write_report
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
@@ -77,7 +78,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     refuse_several_gpus(torch.cuda.device_count())
     before_start = [auto_settings.Choice(VARIABLE, *one_gpu)] if one_gpu else []
     before_start += auto_settings.set_allocator(run)
-    patches = patch(graph_break="off")  # 4-bit layers are seen to when the model is there, if they are to be compiled
+    backend = choose_backend(run)
+    patches = patch(graph_break="off", backend=backend.name)  # 4-bit layers are seen to when the model is there
     building.trl_arguments(run)  # refuses what TRL would
     refuse_early(run)
     if run.model.adapter is not None:
@@ -131,6 +133,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         examples.record(run_dir)
         if again:
             log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
+        stages.record_backend(run_dir, backend)
         for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
             log.info(line)
         if said := describe_overlong(run, examples, of_base):

@@ -22,9 +22,11 @@ from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import (
+    DECISIONS,
     FORECAST,
     is_empty,
     read_json,
+    read_section,
     refuse_occupied,
     unwritable_error,
     write_atomic,
@@ -45,6 +47,8 @@ from cogumi.merge.logits import check_directory, difference, forward
 from cogumi.merge.originals import Original
 from cogumi.merge.parameter_map import auto_class, meta_model
 from cogumi.models.adapters import TRAINED, differing_tensors
+from cogumi.models.unsloth_models import Backend
+from cogumi.patches import unsloth_rl
 from cogumi.telemetry.recorder import set_status, terminal_loggers
 from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, SANITY_CHECKED, STOPPED
 from cogumi.training.loop import TrainingOutcome
@@ -113,6 +117,7 @@ def describe_differences(run: RunConfig) -> str:
     """What of the run in the directory is not as it was asked for, in words; "" where only MUTABLE_KEYS is."""
     before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
     there, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
+    there.setdefault("cogumi.backend", "auto")  # of runs that are older than the key
     return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
 
 
@@ -153,6 +158,15 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
         red = next(line for line in lines if line.stage == "memory")
         fix = f"{red.fix} (or cogumi.preflight: off, which starts it anyway)"
         raise RefusedAtSetup(f"memory: {red.figure}", fix=fix)
+
+
+def record_backend(run_dir: Path, backend: Backend) -> None:
+    """Log what trains, and keep it in decisions.json; a run that resumes with another is told."""
+    before = read_section(run_dir / DECISIONS, "backend").get("name", backend.name)
+    log.info("backend: %s (%s)", backend.name, backend.reason)
+    if before != backend.name:
+        log.warning("the run began with %s, and resumes with %s: the two differ in rounding", before, backend.name)
+    write_section(run_dir / DECISIONS, "backend", {"name": backend.name, "reason": backend.reason})
 
 
 def fetch_into(run_dir: Path, download: Download) -> None:
@@ -238,9 +252,13 @@ def merge_and_check(
         f"{report.elements:,} elements in {report.tensors_merged} tensors read back, each base + adapter, rounded once"
     )
     weights = Check("merged weights", figure, "each", True)  # else it has raised MergeError
+    unsloths = unsloth_rl.restore_classes(live.config.model_type)  # which the merged model would run with, and cannot
     quantized = quantization_of(live.config)
-    if quantized is not None or original is not None:  # the latter alone where transformers dequantized what it loaded
-        trained_on = quantized.type or quantized.method if quantized is not None else original.kind if original else ""
+    # original alone: where transformers dequantized what it loaded.
+    if quantized is not None or original is not None or unsloths:
+        trained_on = (
+            quantized.type or quantized.method if quantized else original.kind if original else "unsloth's kernels"
+        )
         dequantized = run.cogumi.base_mode == "dequant"
         revision = revision if report.base == given else None
         return report.out, [
@@ -281,8 +299,10 @@ def compare_unquantized(
     trained_on: str,
     dequantized: bool = False,
 ) -> list[Check]:
-    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one, whose own logits
-    are of quantized weights."""
+    """Compare the merged model with the adapter on the full-precision base, and that adapter with the live one.
+
+    The live one's own logits are of quantized weights, or of unsloth's kernels, as trained_on says.
+    """
     other = differing_tensors(live, adapter)
     figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
     saved = Check("saved adapter", figure, "0, bit for bit", not other, "merge the adapter of the last checkpoint")

@@ -1,0 +1,270 @@
+"""unsloth's models in the place of transformers': which backend a run takes, loading by FastLanguageModel, its adapter.
+
+unsloth decides some things by itself. What came is compared with what was asked for, and every difference is logged.
+This module imports neither transformers nor peft before unsloth: the backend is chosen first.
+"""
+
+import functools
+import importlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from cogumi.config.schema import ModelSection, RunConfig
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import one_line
+from cogumi.patches import unsloth_rl
+
+log = logging.getLogger("cogumi")
+# The model types that FastLanguageModel has kernels for, and gpt-oss, whose experts it loads in 4 bits.
+FAMILIES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3", "gpt_oss")
+COGUMI_BASE = "cogumi:"  # small-base, a Llama, or random-<model type>
+# Entries of a LoraConfig that PEFT fills in, and the modules, which are compared one by one.
+BY_PEFT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "peft_version",
+    "inference_mode",
+    "target_modules",
+    "loftq_config",
+}
+
+
+class Backend(NamedTuple):
+    """name: what trains. reason: why, in words."""
+
+    name: Literal["unsloth", "trl"]
+    reason: str
+
+
+def choose_backend(run: RunConfig) -> Backend:
+    """What trains this run on this machine. Imports no unsloth.
+
+    Raises UsageError where `cogumi.backend: unsloth` is asked for and unsloth is not installed.
+    """
+    asked = run.cogumi.backend
+    if asked == "trl":
+        return Backend("trl", "cogumi.backend is trl")
+    if reason := unsloth_rl.find_obstacle(asked):
+        return Backend("trl", reason)
+    if asked == "unsloth":
+        return Backend("unsloth", "cogumi.backend is unsloth")
+    kind = read_model_type(run.model.name, run.model.revision)
+    if kind not in FAMILIES:
+        return Backend("trl", f"unsloth has no kernels for {kind or run.model.name}: stock TRL trains")
+    return Backend("unsloth", f"unsloth is installed, and has kernels for {kind}")
+
+
+def read_model_type(name: str, revision: str | None) -> str:
+    """The `model_type` of a base's config.json, "" where it cannot be read. A model of the hub has it downloaded."""
+    if name.startswith(COGUMI_BASE):
+        return "llama" if name == "cogumi:small-base" else name.rpartition("random-")[2].replace("-", "_")
+    path = Path(name) / "config.json"
+    if not Path(name).is_dir():
+        import huggingface_hub
+
+        try:
+            path = Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision))
+        except (OSError, ValueError):  # the run's own look at the model says what is wrong
+            return ""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8")).get("model_type", ""))
+    except (OSError, ValueError):
+        return ""
+
+
+def load_fast_model(
+    base: str, wanted: ModelSection, dtype: str, length: int, checkpointing: bool, full: bool = False
+) -> Any:
+    """The base as unsloth loads it. length: the longest sequence of the run, in tokens. full: every weight is trained.
+
+    Raises UsageError where unsloth refuses the base or quantizes it wrongly.
+    """
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    from cogumi.models.loading import load_tokenizer, resolve_dtype
+    from cogumi.models.quantization import (
+        QLORA,
+        keep_4bit_unpacked,
+        quantization_settings,
+        refuse_misread,
+        refuse_quantized_already,
+        refuse_wrong_layers,
+    )
+
+    of_base = AutoConfig.from_pretrained(base, revision=wanted.revision)
+    given: dict[str, Any] = {}
+    settings: BitsAndBytesConfig | None = None
+    if wanted.quantization_config is not None:
+        refuse_quantized_already(base, of_base)
+        settings = quantization_settings(wanted.quantization_config, resolve_dtype(dtype))
+        given = {"load_in_4bit": settings.load_in_4bit, "load_in_8bit": settings.load_in_8bit}
+        if {**QLORA, **wanted.quantization_config} != {"load_in_4bit": True, **QLORA}:
+            given["quantization_config"] = (
+                settings  # else unsloth's own 4-bit loading, which is the same and takes experts too
+            )
+    if wanted.attn_implementation is not None:
+        given["attn_implementation"] = wanted.attn_implementation
+    longest = min(length, getattr(of_base.get_text_config(), "max_position_embeddings", None) or length)
+    try:
+        model, tokenizer = loader().from_pretrained(
+            model_name=base,
+            max_seq_length=longest,  # a longer one would have unsloth stretch the positions
+            dtype=resolve_dtype(dtype),
+            revision=wanted.revision,
+            full_finetuning=full,
+            device_map={"": 0} if torch.cuda.is_available() else None,
+            use_gradient_checkpointing="unsloth" if checkpointing else False,
+            use_exact_model_name=True,  # else unsloth may take a quantized copy of its own
+            **{"load_in_4bit": False, "load_in_8bit": False, **given},
+        )
+    except (ValueError, RuntimeError, NotImplementedError, ImportError, TypeError) as error:
+        what = f"unsloth does not load {base} ({type(error).__name__}: {one_line(error)[:300]})"
+        raise UsageError(what, key="cogumi.backend", fix="set cogumi.backend: trl") from error
+    if settings is not None:
+        refuse_wrong_layers(model)
+        refuse_misread(model)
+        keep_4bit_unpacked(model)
+    for said in (
+        *compare_model(model, of_base, resolve_dtype(dtype), wanted, settings),
+        *compare_tokenizer(tokenizer, load_tokenizer(base, wanted.revision)),
+    ):
+        log.warning("unsloth: %s", said)
+    return model
+
+
+def add_fast_adapter(run: RunConfig, model: Any, checkpointing: bool) -> Any:
+    """The model with the run's LoRA on it, or with the one that it starts from, as unsloth trains it."""
+    from cogumi.models.adapters import DEFAULTS, load_adapter, lora_config
+    from cogumi.patches.trl_internals import commit_of
+
+    how: Any = "unsloth" if checkpointing else False
+    before = [name for name, _ in model.named_parameters()]
+    revision = commit_of(model.config) or run.model.revision
+    if run.model.adapter is not None:
+        return with_switches(load_adapter(model, run.model.adapter, run.model.revision), how)
+    wanted = {**DEFAULTS, **run.lora}
+    expected = lora_config(run.lora, revision)
+    modules = {name for name, module in model.named_modules() if is_wanted(name, module, expected, model)}
+    seed = run.train.get("seed")
+    model = loader().get_peft_model(
+        model, **wanted, revision=revision, use_gradient_checkpointing=how, random_state=42 if seed is None else seed
+    )
+    if not hasattr(model, "peft_config"):
+        raise RuntimeError(f"unsloth {type(model).__name__} has no adapter after get_peft_model")
+    for said in compare_adapter(model, expected, modules, before):
+        log.warning("unsloth: %s", said)
+    return model
+
+
+def loader() -> Any:
+    """unsloth's FastLanguageModel, which is another class without a GPU."""
+    return importlib.import_module("unsloth").FastLanguageModel
+
+
+def with_switches(model: Any, checkpointing: Any) -> Any:
+    """A model whose adapter PEFT loaded, with what get_peft_model gives others: kernels, checkpointing, mode switches."""
+    fast = loader()
+    if hasattr(fast, "patch_peft_model"):
+        return fast.patch_peft_model(model, use_gradient_checkpointing=checkpointing)
+    for name in ("for_training", "for_inference"):  # without a GPU there are no kernels to put in place
+        setattr(model, name, functools.partial(getattr(fast, name), model))
+    model.enable_input_require_grads()
+    return model
+
+
+# ------------------------------------------------------------------------------------------- what was asked for, what came
+
+
+def compare_model(
+    model: Any, of_base: Any, dtype: torch.dtype, wanted: ModelSection, settings: Any = None
+) -> Iterator[str]:
+    """What of the loaded base is not as it was asked for. settings: of its quantization, None without."""
+    from cogumi.merge.parameter_map import meta_model
+    from cogumi.models.quantization import QLORA
+    from cogumi.patches.trl_internals import attention_of, commit_of
+
+    commit = commit_of(model.config)
+    if commit and wanted.revision and len(wanted.revision) == len(commit) and commit != wanted.revision:
+        what = f"unsloth loaded commit {commit} of {wanted.name}, and not {wanted.revision}"
+        raise UsageError(what, key="cogumi.backend", fix="set cogumi.backend: trl")
+    attention = wanted.attn_implementation
+    asked = {
+        "dtype": (dtype, model.dtype),
+        "model.attn_implementation": (attention, attention and attention_of(model.config)),
+        "positions": tuple(
+            getattr(c.get_text_config(), "max_position_embeddings", None) for c in (of_base, model.config)
+        ),
+        "rows of embeddings": (of_base.get_text_config().vocab_size, model.get_input_embeddings().weight.shape[0]),
+    }
+    if settings is not None:
+        found = model.config.quantization_config
+        got: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
+        keys = {*QLORA, "bnb_4bit_compute_dtype", *(wanted.quantization_config or ())}
+        of_config = settings.to_dict()
+        asked |= {f"model.quantization_config.{key}": (of_config.get(key), got.get(key)) for key in sorted(keys)}
+    for key, (ours, theirs) in asked.items():
+        if plain(ours) != plain(theirs):
+            yield f"{key} is {plain(theirs)}, and {plain(ours)} was asked for"
+    names = {name for name, _ in meta_model(of_base).named_parameters()}
+    if other := sorted(names ^ {name for name, _ in model.named_parameters()}):
+        yield f"{len(other)} parameters have other names than transformers gives them, such as {other[0]}"
+
+
+def compare_tokenizer(theirs: Any, ours: Any) -> Iterator[str]:
+    """What unsloth changed of the base's tokenizer. The run keeps its own, with which the data were made."""
+    for key in ("pad_token", "eos_token", "bos_token", "chat_template"):
+        if getattr(theirs, key, None) != getattr(ours, key, None):
+            yield f"its tokenizer has another {key}; the run keeps the base's"
+    if len(theirs) != len(ours):
+        yield f"its tokenizer has {len(theirs)} tokens; the run keeps the base's, with {len(ours)}"
+
+
+def compare_arguments(asked: Mapping[str, Any], args: Any) -> Iterator[str]:
+    """What of `train:` is other in the arguments that were made of it: unsloth changes some as they are made."""
+    for key, value in asked.items():
+        found = getattr(args, key, value)
+        if isinstance(value, bool | int | float | str) and found != value and plain(found) != plain(value):
+            yield f"train.{key} is {plain(found)}, and {plain(value)} was asked for"
+
+
+def compare_adapter(model: Any, expected: Any, modules: set[str], before: list[str]) -> Iterator[str]:
+    """What of the adapter is not as `lora:` says. modules: those it was to be on. before: the base's parameters."""
+    from peft.tuners.lora import LoraLayer
+
+    found, asked = model.peft_config["default"].to_dict(), expected.to_dict()
+    for key in sorted((asked.keys() & found.keys()) - BY_PEFT):
+        if plain(found[key] or None) != plain(asked[key] or None):
+            yield f"lora.{key} is {plain(found[key])}, and {plain(asked[key])} was asked for"
+    base = model.get_base_model()
+    adapted = {name for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    if other := sorted(adapted ^ modules):
+        yield f"the adapter is on {len(adapted)} modules, and {len(modules)} were asked for; {other[0]} is one that differs"
+    trained = {name: p.dtype for name, p in base.named_parameters() if p.requires_grad}
+    if whole := [name for name in trained if "lora_" not in name and "modules_to_save" not in name]:
+        yield f"{len(whole)} parameters outside the adapter are trained, such as {whole[0]}"
+    if other_dtypes := {plain(dtype) for dtype in trained.values()} - {"float32"}:
+        yield f"the adapter is in {', '.join(sorted(other_dtypes))}, and PEFT makes it in float32"
+    left = {name.replace(".base_layer", "").replace(".original_module", "") for name, _ in base.named_parameters()}
+    if lost := [name for name in before if name not in left]:
+        yield f"{len(lost)} parameters of the base have other names with the adapter, such as {lost[0]}"
+
+
+def is_wanted(name: str, module: Any, config: Any, model: Any) -> bool:
+    """Whether PEFT would put an adapter of this LoraConfig on the module of a base without one."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if config.target_modules == "all-linear":
+        return isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
+    return bool(name and check_target_module_exists(config, name))
+
+
+def plain(value: Any) -> Any:
+    """As it is compared and said: an enum's value, a dtype without its package, a set or tuple as a sorted list."""
+    if isinstance(value, set | tuple | list):
+        return sorted(map(str, value))
+    return str(getattr(value, "value", value)).removeprefix("torch.")
