@@ -43,7 +43,7 @@ def apply(backend: Asked | None = None) -> PatchStatus:
     if reason := find_obstacle(_asked):
         if is_in_place():
             what = "TRL is to train, and unsloth is in this process already, which cannot take it out again"
-            fix = "restart the kernel; cogumi.patch(backend='trl') leaves it out"
+            fix = "restart the kernel (cogumi.patch(backend='trl') leaves it out), or set cogumi.backend: unsloth"
             raise UsageError(what, key="cogumi.backend", fix=fix)
         return PatchStatus(NAME, False, reason)
     validate_import_order()
