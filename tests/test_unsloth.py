@@ -248,7 +248,6 @@ def run_batch(backend: str, config: str, results: str) -> None:
     """One batch of the run's own trainer, with an adapter of the same values whatever made it: loss, gradients, logits."""
     from cogumi.config.schema import load_config
     from cogumi.runs import libraries
-    from cogumi.telemetry.throughput import Meter
 
     run = load_config(json.loads(config), cogumi__backend=backend) if backend == "trl" else None
     if run is None:
@@ -262,6 +261,7 @@ def run_batch(backend: str, config: str, results: str) -> None:
     from cogumi.methods.examples import prepare_examples
     from cogumi.models.loading import resolve_model
     from cogumi.rl.patching import patch
+    from cogumi.telemetry.throughput import Meter
 
     patch(graph_break="off", backend=run.cogumi.backend)
     base = resolve_model(run.model.name)
