@@ -190,6 +190,7 @@ def test_a_config_is_changed_in_the_form_and_written(config: Path, tmp_path: Pat
         form.get_by_role("button", name="write", exact=True).click()
         assert not (tmp_path / "mine.yaml").exists()
         steps.fill("7")
+        label.wait_for(state="hidden")  # the form is drawn anew when the kernel has answered, and takes no key before
         add = form.get_by_label("add a key").locator("visible=true")
         add.fill("packing")
         add.press("Enter")
