@@ -15,6 +15,7 @@ from hub_server import HubServer, hub_server
 from merge_models import all_tensors
 from qlora_runs import check, four_bit_copy, qlora
 from safetensors.torch import save_file
+from test_models_download import TRAIN
 from test_preflight import line, preflight
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -193,6 +194,16 @@ def test_the_preflight_of_a_quantized_base_names_its_original_and_its_bytes(
 # ------------------------------------------------------------------------------------------------------------------- runs
 
 
+def test_a_base_that_is_quantized_already_is_refused_as_that_and_not_for_its_original(
+    home: Path, code_parquet: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(home / "model-bnb-4bit", tmp_path / "alone")
+    with pytest.raises(UsageError, match="is quantized already") as caught:
+        cogumi.train(qlora(tmp_path / "alone", code_parquet, run_dir=str(tmp_path / "run")))
+    assert caught.value.key == "model.quantization_config"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_merges_into_the_model_that_it_names_or_into_its_own_weights(
     home: Path, code_parquet: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +213,9 @@ def test_a_run_merges_into_the_model_that_it_names_or_into_its_own_weights(
     result = cogumi.train(config, train__max_steps=2)
     assert result.passed, str(result.verdict)
     assert check(result, "merged logits").passed
+    said = (result.run_dir / "run.log").read_text()
+    forecast, loaded = (said.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
+    assert forecast == loaded
     manifest = json.loads((result.merged / "cogumi-merge.json").read_text())
     assert manifest["base"]["path"] == str(home / "model")
     own = cogumi.train(
@@ -292,18 +306,6 @@ def test_a_base_in_eight_bits_trains_and_merges_into_its_original(
     assert "full-precision base" in check(result, "merged logits").figure
 
 
-RUN = """
-import json, sys
-import cogumi
-from cogumi.core.errors import UsageError
-try:
-    result = cogumi.train(json.loads(sys.argv[1]))
-    print("PASSED", result.passed, result.base)
-except UsageError as error:
-    print("REFUSED", error)
-"""
-
-
 @pytest.mark.slow("two runs in processes of their own")
 def test_on_the_hub_a_missing_original_is_refused_before_the_first_byte_and_one_that_is_there_is_fetched(
     home: Path, hub: HubServer, code_parquet: Path, tmp_path: Path
@@ -316,7 +318,7 @@ def test_on_the_hub_a_missing_original_is_refused_before_the_first_byte_and_one_
     def run() -> str:
         environment = {**os.environ, **hub.environment(tmp_path / "cache")}
         return subprocess.run(
-            [sys.executable, "-c", RUN, json.dumps(config)],
+            [sys.executable, "-c", TRAIN, json.dumps(config)],
             env=environment,
             capture_output=True,
             text=True,

@@ -19,6 +19,7 @@ import torch
 import cogumi
 from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig
 from cogumi.core.errors import UsageError
+from cogumi.models import unsloth_models
 from cogumi.models.unsloth_models import (
     choose_backend,
     compare_adapter,
@@ -722,6 +723,22 @@ def test_auto_takes_unsloth_for_the_families_it_has_kernels_for(tiny_model: Path
     assert choose_backend(run_of(str(other))) == ("trl", "unsloth has no kernels for phi3: stock TRL trains")
     assert choose_backend(run_of(str(other), "unsloth")) == ("unsloth", "cogumi.backend is unsloth")
     assert choose_backend(run_of(str(tiny_model), "trl")) == ("trl", "cogumi.backend is trl")
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"), [(torch.OutOfMemoryError("full"), torch.OutOfMemoryError), (ValueError("not this"), UsageError)]
+)
+def test_a_full_card_is_told_as_itself_and_a_refusal_with_the_other_backend(
+    raised: Exception, told: type[Exception], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        @staticmethod
+        def from_pretrained(**_: Any) -> Any:
+            raise raised
+
+    monkeypatch.setattr(unsloth_models, "loader", lambda: Refusing)
+    with pytest.raises(told, match=r"full|unsloth does not load"):
+        unsloth_models.load_fast_model(str(tiny_model), ModelSection(name=str(tiny_model)), "float32", 64, False)
 
 
 def test_the_families_are_those_of_the_models_here() -> None:

@@ -122,6 +122,8 @@ def load_fast_model(
             use_exact_model_name=True,  # else unsloth may take a quantized copy of its own
             **{"load_in_4bit": False, "load_in_8bit": False, **given},
         )
+    except torch.OutOfMemoryError:  # a RuntimeError, too, and no refusal: it is told as itself
+        raise
     except (ValueError, RuntimeError, NotImplementedError, ImportError, TypeError) as error:
         what = f"unsloth does not load {base} ({type(error).__name__}: {one_line(error)[:300]})"
         raise UsageError(what, key="cogumi.backend", fix="set cogumi.backend: trl") from error

@@ -23,6 +23,7 @@ from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, r
 from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download, refuse_no_room
+from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
@@ -96,6 +97,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     building.refuse_without_decoder(of_base)
     if run.model.adapter is not None:
         check_base(run.model.adapter, of_base, run.model.revision)
+    if run.model.quantization_config is not None:
+        refuse_quantized_already(base, of_base)
     refuse_untrainable(base, of_base, run.cogumi.tuning)
     original, wanted = None, run.cogumi
     if wanted.merge and wanted.tuning == "lora":
@@ -107,8 +110,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     refuse_no_room(downloads)
     tokenizer = building.load_run_tokenizer(run, base)
     weights = None
-    if run.model.quantization_config is not None:
-        refuse_quantized_already(base, of_base)
+    if run.model.quantization_config is not None or quantization_of(of_base) is not None:
         weights = describe_weights(of_base, resolve_dtype(run.model.dtype), run.model.quantization_config)
     examples = prepare_examples(run, tokenizer, of_base)
     if run.cogumi.method == "gspo":
