@@ -240,7 +240,7 @@ def test_output_is_a_complete_directory(llama_base: Path, tmp_path: Path) -> Non
         assert 0 < entry["delta_over_weight"] <= report.max_delta_ratio
     assert report.delta_retained == pytest.approx(1, abs=0.01)
     assert str(out) in str(report)
-    assert f"{report.elements:,} computed elements checked on disk" in str(report)
+    assert f"{report.elements:,} computed elements read back and checked" in str(report)
     assert sum(path.stat().st_size for path in out.glob("*.safetensors")) == report.bytes
 
 

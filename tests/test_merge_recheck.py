@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import mmap
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from disk_mounts import mounting
 from golden import Golden
+from page_cache import is_in_memory
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from cogumi.cli.app import main
-from cogumi.merge import MergeError, check_merged, merge_adapter
+from cogumi.core.durability import bytes_in_memory, drop_from_memory, sha256_file, sync_path
+from cogumi.merge import CheckReport, MergeError, check_merged, merge_adapter
+from cogumi.merge.merge_manifest import read_back
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -76,14 +84,14 @@ class Said:
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """The command line, in this process: exit status, standard output, standard error."""
+    """The command line, in this process: exit status, standard output, standard error after its first line."""
 
     def run(*words: object) -> Said:
         monkeypatch.setattr("sys.argv", ["cogumi", *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
             main()
         captured = capsys.readouterr()
-        return Said(int(stopped.value.code or 0), captured.out, captured.err)
+        return Said(int(stopped.value.code or 0), captured.out, re.sub(r"^checking \S+ \.\.\.\n", "", captured.err))
 
     return run
 
@@ -117,10 +125,13 @@ def test_a_good_directory(merged: Merged, cli: Callable[..., Said]) -> None:
     done = cli("merge", "--check", merged.out, "--json")
     size = sum(path.stat().st_size for path in sealed)
     assert done.status == 0
-    assert json.loads(done.out) == {
+    said = json.loads(done.out)
+    assert isinstance(said.pop("from_memory"), int | None)
+    assert said == {
         "directory": str(merged.out),
         "files": files,
         "bytes": size,
+        "beside": [],
         "elements": merged.elements,
         "missing": None,
     }
@@ -168,7 +179,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing tokenizer": (lambda out: (out / "tokenizer.json").unlink(), r"tokenizer\.json is gone"),
     "extra shard": (
         lambda out: shutil.copy(shard(out), out / "model-00009-of-00009.safetensors"),
-        r"{out}/model-00009-of-00009\.safetensors was not written by the merge",
+        r"{out}: not written by the merge, and a loader may read it: model-00009-of-00009\.safetensors; move it ",
     ),
     "manifest cut off": (
         lambda out: (out / "cogumi-merge.json").write_text((out / "cogumi-merge.json").read_text()[:-40]),
@@ -263,6 +274,163 @@ def test_what_is_no_merged_directory_is_status_2(
     edit_manifest(merged.out, lambda manifest: manifest.update(format=3))
     with golden.raises("merge", message="cogumi-merge.json", fix="merge again"):
         check_merged(merged.out, progress=False)
-    done = cli("merge", merged.adapter, "--check", merged.out)
-    assert done.status == 2
-    assert "merges nothing" in done.err
+
+
+# --------------------------------------------------------------------------------------------------- what is beside the files
+
+# Each would be loaded in place of the merged model, or on top of it.
+LOADED = (
+    "pytorch_model.bin",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "merges.txt",
+    "chat_template.jinja",
+    "modeling_llama.py",
+    "license.safetensors",
+    "README.md/model.safetensors",
+    "original/consolidated.00.pth",
+    "onnx/.cache/model.onnx",
+    "__pycache__/modeling_llama.cpython-312.pyc",
+    "custom_generate/generate.py",
+)
+UNREAD = (
+    "README.md",
+    "docs/Notes.MD",
+    "LICENSE",
+    "notice.txt",
+    ".gitattributes",
+    ".DS_Store",
+    ".cache/huggingface/download/config.json.metadata",
+    ".cache/model.safetensors",
+    ".git/HEAD",
+    ".ipynb_checkpoints/config-checkpoint.json",
+)
+
+
+def put(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+
+
+def test_every_file_that_a_loader_may_read_is_the_merge_s(
+    merged: Merged, tmp_path: Path, cli: Callable[..., Said], golden: Golden
+) -> None:
+    put(tmp_path / "elsewhere" / "config.json")
+    for name in LOADED:
+        put(merged.out / name)
+        with pytest.raises(MergeError, match=f"a loader may read it: {re.escape(name)}; move it elsewhere"):
+            check_merged(merged.out, progress=False)
+        (merged.out / name).unlink()
+        if "/" in name:
+            shutil.rmtree(merged.out / name.partition("/")[0])
+    for name, leads in {"tokenizer": "../elsewhere", "vocab.json": "nowhere", "self": "."}.items():
+        (merged.out / name).symlink_to(leads)
+        with pytest.raises(MergeError, match=f"a loader may read it: {name}; move it elsewhere"):
+            check_merged(merged.out, progress=False)
+        (merged.out / name).unlink()
+    assert cli("merge", "--check", merged.out).status == 0
+    for name in LOADED[:7]:
+        put(merged.out / name)
+    done = cli("merge", "--check", merged.out)
+    assert (done.status, done.out) == (1, "")
+    golden("merge", done.err)
+
+
+def test_files_that_no_loader_reads_are_said(merged: Merged, cli: Callable[..., Said], golden: Golden) -> None:
+    for name in UNREAD:
+        put(merged.out / name)
+    beside = [".DS_Store", ".cache", ".git", ".gitattributes", ".ipynb_checkpoints", "LICENSE", "README.md"]
+    beside += ["docs/Notes.MD", "notice.txt"]
+    assert check_merged(merged.out, progress=False).beside == beside
+    done = cli("merge", "--check", merged.out)
+    assert (done.status, done.err) == (0, "")
+    golden("merge", done.out[done.out.index("; not written") :])
+
+
+def test_a_directory_that_cannot_be_listed_is_no_whole_one(merged: Merged) -> None:
+    """A loader that knows the name of a file in it can open that."""
+    (merged.out / "original").mkdir(mode=0o311)
+    code = "import sys; from pathlib import Path; from cogumi.merge.merge_manifest import list_files\n"
+    code += "import os; os.chmod('.', 0o755); os.setuid(65534) if os.geteuid() == 0 else None\n"
+    code += "try: print(list(list_files(Path('.'))))\nexcept PermissionError as error: print(error.filename)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=merged.out, capture_output=True, text=True, check=True)
+    assert done.stdout == "original\n"
+
+
+# ------------------------------------------------------------------------------------------------------ options beside --check
+
+
+def test_words_of_a_merge_are_refused_beside_check(merged: Merged, cli: Callable[..., Said], golden: Golden) -> None:
+    """Also those that say what is so anyway: nothing was asked of them."""
+    words: list[tuple[object, ...]] = [
+        (merged.adapter,),
+        (merged.adapter, merged.out),
+        ("--base", merged.base),
+        ("--revision", "main"),
+        ("--base-mode", "full"),
+        ("--dtype", "keep"),
+        ("--verify", "elements"),
+        ("--weight", "1"),
+        ("--add", f"{merged.adapter}=1"),
+    ]
+    for given in [*words, sum(words[1:], ())]:
+        done = cli("merge", *given, "--check", merged.out)
+        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+        for each in given:
+            assert not str(each).startswith("--") or f" {each}" in done.err
+        golden("merge", done.err)
+    assert cli("merge", "--check", merged.out, "--workers", "1", "--json").status == 0
+
+
+# -------------------------------------------------------------------------------------------------------- memory and the disk
+
+
+def test_the_report_says_what_was_not_read_from_the_disk(golden: Golden) -> None:
+    for from_memory in (0, 4096, None):
+        golden("merge", str(CheckReport(Path("merged"), 3, 1_234_567, from_memory, [], 1_000, None)))
+
+
+def droppable(path: Path) -> None:
+    """Skip where the kernel drops nothing from memory, or does not say."""
+    sync_path(path)
+    drop_from_memory(path)
+    if is_in_memory(path):
+        pytest.skip("this filesystem keeps its files in memory")
+
+
+def test_files_are_read_from_the_disk_unless_a_process_maps_them(merged: Merged) -> None:
+    droppable(shard(merged.out))
+    size, data = shard(merged.out).stat().st_size, bytes(96 << 20)
+    digest = hashlib.sha256(data).hexdigest()
+    edit_manifest(merged.out, lambda manifest: manifest["files"].update({"large.bin": digest}))
+    (merged.out / "large.bin").write_bytes(data)  # as after a download: not on the disk yet
+    assert check_merged(merged.out, progress=False).from_memory == 0
+    with shard(merged.out).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+        assert sum(view[:: mmap.PAGESIZE]) >= 0  # as a server that has loaded it
+        report = check_merged(merged.out, progress=False)
+    assert report.from_memory == size
+    assert f"but {size:,} of {report.bytes:,} bytes were read from memory, not from the disk" in str(report)
+
+
+def test_a_filesystem_in_memory_has_no_disk(merged: Merged, tmp_path: Path) -> None:
+    with mounting(tmp_path) as mount:
+        out = Path(shutil.copytree(merged.out, mount() / "merged"))
+        report = check_merged(out, progress=False)
+    assert report.from_memory == report.bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux's mincore")
+def test_of_another_s_file_it_is_not_known(tmp_path: Path) -> None:
+    """Linux calls every page of it cached."""
+    passwords = {Path("/etc/passwd"): sha256_file(Path("/etc/passwd"))}
+    read_back(passwords, 1, False, "hashing")  # imports what it needs
+    pid = os.fork()
+    if pid == 0:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        os._exit(read_back(passwords, 1, False, "hashing") != (None, None))
+    assert os.waitpid(pid, 0)[1] == 0
+    (tmp_path / "empty").touch()
+    assert bytes_in_memory(tmp_path / "empty") == 0

@@ -110,6 +110,7 @@ def cp(
 
 @app.command()
 def merge(
+    context: typer.Context,
     adapter: Annotated[Path | None, Argument(help="The directory a run saved its adapter to.")] = None,
     out: Annotated[Path | None, Argument(help="A directory that does not exist yet.")] = None,
     base: Annotated[str | None, Option(help="The full-precision base, where the adapter does not name it.")] = None,
@@ -133,8 +134,7 @@ def merge(
 ) -> None:
     """Merge an adapter into its full-precision base and check every element written; or check a merged directory."""
     if check is not None:
-        if adapter is not None or add:
-            raise UsageError(f"--check {check} merges nothing", fix=f"leave out {adapter or 'the options of a merge'}")
+        refuse_words_of_a_merge(context, check)
         with show_waiting("loading the libraries"):
             from cogumi.merge import check_merged
 
@@ -152,6 +152,18 @@ def merge(
     with failures_in_one_line():
         report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
     print_json(asdict(report)) if as_json else print_text(report)
+
+
+def refuse_words_of_a_merge(context: typer.Context, check: Path) -> None:
+    """Raise UsageError for what stands beside --check and has no effect on it, also where it is the default."""
+    given = [
+        word if word.startswith("-") else word.upper()
+        for name, word in ((option.name or "", option.opts[0]) for option in context.command.params)
+        if name not in ("check", "workers", "as_json")
+        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise UsageError("merges nothing", key=f"--check {check}", fix=f"leave out {', '.join(given)}")
 
 
 def parse_weighted_path(word: str) -> tuple[Path, float]:

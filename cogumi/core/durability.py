@@ -1,16 +1,22 @@
 """What makes a file stay: waiting for the disk and reading from it, hashes, locks, and the words of a disk that is full."""
 
+import ctypes
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
 # What a filesystem says when it takes no more of a file: full, over a quota, over a limit on the size of one.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# How much of a file is hashed before its reader hears of it.
+HASH_STEP = 1 << 20
 
 # What flock says on filesystems that cannot lock a directory (some network filesystems).
 NO_LOCKS = (errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -61,15 +67,46 @@ def lock_directory(directory: Path) -> Iterator[bool | None]:
         os.close(descriptor)
 
 
-def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, as `sha256sum` prints it."""
+def sha256_file(path: Path, advance: Callable[[int], object] | None = None) -> str:
+    """The sha256 of a file's bytes, as `sha256sum` prints it. advance: called with the bytes just hashed."""
     with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if advance is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_STEP))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            advance(count)
+        return digest.hexdigest()
 
 
 def drop_from_memory(path: Path, length: int = 0) -> None:
     """Drop the first `length` bytes of a file (0: all) from the page cache, so that the next read comes from the disk.
-    Bytes that are not on the disk yet stay cached. Without posix_fadvise, this does nothing."""
+    Bytes that are not on the disk yet stay cached, and those that a process has mapped, and all of a tmpfs.
+    Without posix_fadvise, this does nothing."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, length, os.POSIX_FADV_DONTNEED)
+
+
+def bytes_in_memory(path: Path) -> int | None:
+    """How many bytes of a file are in memory, so that a read of them proves nothing of the disk.
+
+    None where the kernel does not say: on other systems than Linux, and on filesystems that map no files. Of a file that
+    this user neither owns nor may write, Linux calls every page cached (mincore(2)), so it is None as well.
+    """
+    import numpy as np
+
+    status = path.stat()
+    if status.st_size == 0:
+        return 0
+    if sys.platform != "linux" or not (status.st_uid == os.geteuid() or os.access(path, os.W_OK)):
+        return None
+    pages = np.empty(-(-status.st_size // mmap.PAGESIZE), dtype=np.uint8)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), status.st_size, prot=mmap.PROT_READ) as view:
+            start = np.frombuffer(view, dtype=np.uint8).ctypes.data
+            where = [ctypes.c_void_p(start), ctypes.c_size_t(status.st_size), ctypes.c_void_p(pages.ctypes.data)]
+            failed = ctypes.CDLL(None).mincore(*where)
+    except OSError:  # such a filesystem
+        return None
+    return None if failed else min(status.st_size, mmap.PAGESIZE * int(np.count_nonzero(pages & 1)))

@@ -27,6 +27,12 @@ def show_seconds(what: str) -> Iterator[None]:
         at_work.release()
 
 
+def show_stage(wanted: bool, what: str) -> None:
+    """In a terminal, say on standard error what begins now. A notebook has its line of `show_seconds`."""
+    if wanted and sys.stderr.isatty():
+        print(f"{what} ...", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def show_import() -> Iterator[None]:
     """The line for a block that imports torch and transformers, unless they are there already."""

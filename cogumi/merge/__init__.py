@@ -14,16 +14,24 @@ from pathlib import Path
 
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
-from cogumi.core.notices import show_seconds
+from cogumi.core.notices import show_seconds, show_stage
 from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.logits import LogitCheck, check_directory, check_logits
-from cogumi.merge.merge_manifest import build_manifest, check_merged, totals, write_manifest, write_side_files
+from cogumi.merge.merge_manifest import (
+    CheckReport,
+    build_manifest,
+    check_merged,
+    totals,
+    write_manifest,
+    write_side_files,
+)
 from cogumi.merge.output_directory import check_target, commit_output, has_tokenizer, partial_directory, remove_stale
 from cogumi.merge.plan import OUTPUT_DTYPES, build_plan
 from cogumi.merge.stream import available_cores, progress_bar, write_and_verify
 
 __all__ = [
+    "CheckReport",
     "LogitCheck",
     "MergeError",
     "MergeReport",
@@ -72,7 +80,7 @@ class MergeReport:
         return (
             f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
             f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
-            f"{self.elements:,} computed elements checked on disk, {self.not_nearest:,} of them next to a tie; "
+            f"{self.elements:,} computed elements read back and checked, {self.not_nearest:,} of them next to a tie; "
             f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
             + (f"\n{self.logits}" if self.logits else "")
         )
@@ -123,6 +131,7 @@ def merge_adapter(
     target = Path(out)
     check_target(target)
     pairs = weighted(adapter)
+    show_stage(progress, "reading the adapter and its base")
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
     found = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
     plan = build_plan(adapters, found, dtype)
@@ -131,6 +140,7 @@ def merge_adapter(
         with progress_bar(progress, "merging", plan.shard_bytes) as merged:
             outcome = write_and_verify(plan, partial, workers or available_cores(), merged)
         write_side_files(plan, partial)
+        show_stage(progress and verify == "logits", "running base + adapter and the merged model")
         logits = check_directory(pairs, partial, found.path) if verify == "logits" else None
         if logits is not None and not logits.passed:
             raise MergeError(f"{logits}; nothing was committed")

@@ -1,16 +1,18 @@
 """cogumi-merge.json beside merged weights, and later the check that the directory is still what it says."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.durability import drop_from_memory, sha256_file, write_synced
+from cogumi.core.durability import bytes_in_memory, drop_from_memory, sha256_file, sync_path, write_synced
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
-from cogumi.core.notices import show_seconds
+from cogumi.core.notices import show_seconds, show_stage
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
 from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.logits import LogitCheck
@@ -18,6 +20,21 @@ from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_bar, thread_pool, verify_shards
 
 MANIFEST_NAME = "cogumi-merge.json"
+# What no loader of models reads: pages, licences, and what git, the hub and an editor keep beside them. Everything else may
+# be read instead of the merged model, or on top of it: a *.bin, an adapter_config.json, a tokenizer.json, a *.py.
+UNREAD_FILES = (
+    "*.md",
+    ".gitattributes",
+    ".gitignore",
+    ".ds_store",
+    "licen[cs]e",
+    "licen[cs]e.txt",
+    "notice",
+    "notice.txt",
+)
+UNREAD_FOLDERS = (".cache", ".git", ".ipynb_checkpoints")
+# How many names a message has room for.
+NAMES_AT_MOST = 5
 
 
 def write_side_files(plan: MergePlan, partial: Path) -> None:
@@ -106,27 +123,41 @@ def tensor_entry(tensor: TensorPlan, outcome: Outcome) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """files: compared with the manifest's hashes. elements: compared with base + adapter again, None where one of these
-    is gone or has changed; `missing` then names it."""
+    """What a check of a merged directory found.
+
+    files: compared with the manifest's hashes. bytes: of all of them. from_memory: how many of these bytes were in memory
+    when they were read, None where the system does not say. beside: files that the merge did not write, and that no loader
+    reads. elements: compared with base + adapter again, None where one of these is gone or has changed; `missing` names it.
+    """
 
     directory: Path
     files: int
     bytes: int
+    from_memory: int | None
+    beside: list[str]
     elements: int | None
     missing: str | None
 
     def __str__(self) -> str:
+        source = "all read from the disk"
+        if self.from_memory is None:
+            source = "but this system does not say whether they were read from the disk or from memory"
+        elif self.from_memory:
+            source = f"but {self.from_memory:,} of {self.bytes:,} bytes were read from memory, not from the disk"
         again = f"not compared with base + adapter again: {self.missing}"
         if self.elements is not None:
             again = f"{self.elements:,} computed elements compared with base + adapter again"
-        return f"{self.directory}: {self.files} files ({format_bytes(self.bytes)}) are what the manifest says; {again}"
+        beside = f"; not written by the merge, and read by no loader: {join_names(self.beside)}" if self.beside else ""
+        what = f"{self.directory}: {self.files} files ({format_bytes(self.bytes)}) are what the manifest says"
+        return f"{what}, {source}; {again}{beside}"
 
 
 @show_seconds("check: the merged directory is being read")
 def check_merged(directory: Path, workers: int | None = None, *, progress: bool = True) -> CheckReport:
     """Re-read a merged directory: every hash, and every element where base and adapter are still at hand.
 
-    Raises UsageError without a manifest. Raises MergeError naming the first file or tensor that is not what it was.
+    Raises UsageError without a manifest. Raises MergeError naming the files that the merge did not write and a loader may
+    read. Otherwise it names the first file or tensor that is not what it was.
     """
     workers = workers or available_cores()
     path = directory / MANIFEST_NAME
@@ -144,33 +175,70 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         base, dtype, base_mode = manifest["base"]["path"], manifest["dtype"], manifest["base_mode"]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    if changed := changed_file(outputs, workers, progress, "hashing"):
+    beside = unnamed_files(directory, outputs.keys() | {path})
+    if loaded := [name for name in beside if not is_unread(name)]:
+        what = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded)}"
+        raise MergeError(f"{what}; move it elsewhere, or merge again")
+    changed, from_memory = read_back(outputs, workers, progress, "hashing")
+    if changed:
         raise MergeError(f"{changed}; the directory is not whole: fetch it again, or merge again")
-    extra = sorted(path for path in directory.glob("*.safetensors") if path not in outputs)
-    if extra:
-        raise MergeError(f"{extra[0]} was not written by the merge")
     total = sum(path.stat().st_size for path in outputs)
-    if missing := changed_file(inputs, workers, progress, "inputs"):
-        return CheckReport(directory, len(outputs), total, None, missing)
+    report = CheckReport(directory, len(outputs), total, from_memory, beside, None, None)
+    missing, _ = read_back(inputs, workers, progress, "hashing base and adapter")
+    if missing:
+        return replace(report, missing=missing)
+    show_stage(progress, "reading the adapter and its base")
     found = read_model(base, None)
     found = dequantized_base(found) if base_mode == "dequant" else found
     plan = build_plan([(resolve_adapter(path), weight) for path, weight in adapters], found, dtype)
     with progress_bar(progress, "verifying", plan.shard_bytes) as checked:
-        elements = verify_shards(plan, directory, workers, checked)
-    return CheckReport(directory, len(outputs), total, elements, None)
+        return replace(report, elements=verify_shards(plan, directory, workers, checked))
 
 
-def changed_file(sha256: dict[Path, str], workers: int, progress: bool, name: str) -> str | None:
-    """The first file that is gone or has another sha256, in words. Read from the disk rather than from memory."""
+def unnamed_files(directory: Path, named: Collection[Path]) -> list[str]:
+    """What a merged directory holds beside the files of these paths, by path within it. Of UNREAD_FOLDERS the name alone."""
+    names = [path.relative_to(directory) for path in list_files(directory) if path not in named]
+    return sorted({name.parts[0] if name.parts[0] in UNREAD_FOLDERS else name.as_posix() for name in names})
+
+
+def list_files(directory: Path) -> Iterator[Path]:
+    """Every file and link below a directory. A link is not followed: to the directory it belongs as one name."""
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            yield from list_files(path)
+        else:
+            yield path
+
+
+def is_unread(name: str) -> bool:
+    """Whether no loader reads a file of this name, in whatever case."""
+    return name in UNREAD_FOLDERS or any(fnmatch(name.lower(), each) for each in UNREAD_FILES)
+
+
+def join_names(names: list[str]) -> str:
+    more = len(names) - NAMES_AT_MOST
+    return ", ".join(names[:NAMES_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def read_back(sha256: dict[Path, str], workers: int, progress: bool, name: str) -> tuple[str | None, int | None]:
+    """(the first file that is gone or has another sha256, in words; how many bytes of all were in memory nevertheless).
+
+    Each file is written out and dropped from memory before it is read. The second is None where it is not known.
+    """
     if gone := next((path for path in sha256 if not path.is_file()), None):
-        return f"{gone} is gone"
+        return f"{gone} is gone", None
 
-    def read_back(path: Path) -> str | None:
+    def read(path: Path) -> tuple[str, int | None]:
+        sync_path(path)
         drop_from_memory(path)
-        same = sha256_file(path) == sha256[path]
-        hashed(path.stat().st_size)
-        return None if same else f"{path} has changed since the merge"
+        held = bytes_in_memory(path)
+        return sha256_file(path, hashed), held
 
-    total = sum(path.stat().st_size for path in sha256)
+    total, cached = sum(path.stat().st_size for path in sha256), []
     with thread_pool(workers) as pool, progress_bar(progress, name, total) as hashed:
-        return next(filter(None, pool.map(read_back, sha256)), None)
+        for (path, expected), (digest, held) in zip(sha256.items(), pool.map(read, sha256), strict=True):
+            if digest != expected:
+                return f"{path} has changed since the merge", None
+            cached.append(held)
+    known = [held for held in cached if held is not None]
+    return None, sum(known) if len(known) == len(cached) else None
