@@ -37,6 +37,11 @@ def cogumi(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
+def begins(adapter: object, out: object) -> str:
+    """What a merge says at once, before it has loaded anything."""
+    return f"merging {adapter} into its base, as {out} ...\n"
+
+
 @pytest.fixture
 def config(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
@@ -79,8 +84,9 @@ def test_train_then_merge(config: Path, tmp_path: Path, for_commands: dict[str, 
     assert (tmp_path / "merged" / "model.safetensors").exists()
     again = cogumi("merge", "runs/tiny/adapter", "merged")
     assert again.returncode == 2
-    assert again.stderr.count("\n") == 1
-    assert "merged" in again.stderr
+    refused = again.stderr.removeprefix(begins("runs/tiny/adapter", "merged"))
+    assert refused.count("\n") == 1
+    assert "merged" in refused
 
 
 def test_each_mistake_is_one_line_on_stderr_and_status_2(
@@ -184,7 +190,7 @@ def test_merge_hands_every_option_on(
     for name, (words, adapters, options) in cases.items():
         out = tmp_path / name
         status, said, error = command_line("merge", given.adapter, out, "--base", given.base, "--workers", "1", *words)
-        assert (status, error) == (0, ""), error
+        assert (status, error) == (0, begins(given.adapter, out)), error
         assert said.startswith(f"{out}: {given.base} with 4 tensors merged")
         merge_adapter(adapters, tmp_path / f"{name} again", base=given.base, progress=False, **options)
         found.append(shards_of(out))
@@ -228,6 +234,7 @@ def test_each_mistake_of_a_merge_is_one_line_and_status_2(
     }
     for words, says in mistakes.items():
         status, said, error = command_line("merge", *words)
+        error = error.removeprefix(begins(*words[:2])) if len(words) > 1 else error
         assert (status, said) == (2, ""), (words, error)
         assert error.startswith("cogumi: "), (words, error)
         assert error.count("\n") == 1, (words, error)
@@ -249,10 +256,25 @@ def test_a_merge_that_is_not_exact_is_one_line_and_status_1(
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     out = tmp_path / "merged"
     status, said, error = command_line("merge", merge_inputs.adapter, out, "--base", base, "--dtype", "float16")
+    error = error.removeprefix(begins(merge_inputs.adapter, out))
     assert (status, said) == (1, "")
     assert error.startswith("cogumi: model.layers.1.self_attn.q_proj.weight: element (0, 0) is inf where W + delta is ")
     assert error.count("\n") == 1
     assert not list(tmp_path.glob("merged*"))
+
+
+def test_a_merge_says_what_it_does_before_it_loads_torch(tmp_path: Path) -> None:
+    """In a pipe one plain line, and then the mistake in another."""
+    for words, line in {
+        ("a", "b"): begins("a", "b"),
+        ("--check", "a"): "checking a ...\n",
+    }.items():
+        done = cogumi("merge", *words, cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+        said = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("import time:")]
+        assert (done.returncode, said[0], len(said)) == (2, line, 2), said
+        loaded = re.search(r"^import time:.*\| +torch$", done.stderr, re.MULTILINE)
+        assert loaded is not None
+        assert done.stderr.index(line) < loaded.start()
 
 
 def test_progress_on_a_terminal(tmp_path: Path, for_commands: dict[str, str]) -> None:
@@ -289,6 +311,13 @@ def test_progress_on_a_terminal(tmp_path: Path, for_commands: dict[str, str]) ->
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     bar = r": +\d+%\|[^|]*\| [\d.]+M/[\d.]+M \[\d\d:\d\d<(\d\d:\d\d|\?), +[\d.]+[kMG]B/s\]"
     assert re.search("merging" + bar, drawn), drawn
+    stages = (
+        "merging adapter into its base, as merged ...",
+        "loading the libraries ...",
+        "reading the adapter and its",
+    )
+    assert sorted(stages, key=drawn.index) == list(stages)
+    assert drawn.index(stages[-1]) < drawn.index("merging: ")
     assert report.startswith("merged: base with 1 tensors merged")
     assert "writing" not in report
 

@@ -12,6 +12,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -359,10 +360,23 @@ def test_a_partial_that_another_merge_took_is_refused(
     os.close(held[0])
 
 
-@pytest.mark.parametrize("during", ["stream.write_run", "stream.verify_run", "write_side_files", "write_manifest"])
-def test_ctrl_c_stops_the_workers_and_leaves_nothing(
-    during: str, inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "during"),
+    [
+        (signal.SIGINT, "stream.write_run"),
+        (signal.SIGINT, "stream.verify_run"),
+        (signal.SIGINT, "write_side_files"),
+        (signal.SIGINT, "write_manifest"),
+        (signal.SIGTERM, "stream.write_run"),
+        (signal.SIGTERM, "write_manifest"),
+        (signal.SIGHUP, "stream.write_run"),
+        (signal.SIGHUP, "write_side_files"),
+    ],
+)
+def test_a_signal_stops_the_workers_and_leaves_nothing(
+    number: signal.Signals, during: str, inputs: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
+    """Ctrl-C, a provider that takes the machine back, a terminal that closes."""
     base, adapter = inputs("lora")
     out, said = tmp_path / "out" / "merged", tmp_path / "stderr"
     out.parent.mkdir()
@@ -370,16 +384,29 @@ def test_ctrl_c_stops_the_workers_and_leaves_nothing(
     child, pipe = start(run_cli, words, said, None, slow=during)
     time.sleep(0.1)
     assert child.pid is not None
-    os.kill(child.pid, 2)
+    os.kill(child.pid, number)
     begun = time.perf_counter()
     child.join(30)
-    assert child.exitcode == 130, said.read_text()
+    assert child.exitcode == 128 + number, said.read_text()
     assert time.perf_counter() - begun < 2
     with pytest.raises(EOFError):  # no other run has begun
         pipe.recv()
     assert nothing_left(out)
-    assert "interrupted" in said.read_text().splitlines()[-1]
+    assert said.read_text().splitlines()[-1] == "cogumi: interrupted; nothing is left of the merge"
     assert "Traceback" not in said.read_text()
+
+
+def test_a_check_that_is_interrupted_leaves_the_directory_as_it_was(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    out, said = tmp_path / "merged", tmp_path / "stderr"
+    merge_adapter(plain[1], out, base=plain[0], progress=False)
+    before = contents(out)
+    child, _ = start(run_cli, ["merge", "--check", str(out)], said, None, slow="merge_manifest.read_back")
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGTERM)
+    child.join(30)
+    assert child.exitcode == 128 + signal.SIGTERM, said.read_text()
+    assert said.read_text() == f"checking {out} ...\ncogumi: interrupted; the directory is as it was\n"
+    assert contents(out) == before
 
 
 # -------------------------------------------------------------------------------------------------------- full and odd disks
@@ -447,6 +474,7 @@ def test_a_limit_on_file_size_is_refused(inputs: Callable[[str], tuple[Path, Pat
     child.join(60)
     assert child.exitcode == 2, said.read_text()
     assert re.fullmatch(
+        rf"merging {adapter} into its base, as {out} \.\.\.\n"
         rf"cogumi: out {out} needs \S+ MB and {out.parent} has \S+ [GT]B free \(File too large\); raise that limit "
         r"or choose another disk; nothing was written\n",
         said.read_text(),

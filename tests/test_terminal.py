@@ -158,7 +158,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing(home: Path, for_commands: di
         assert until(shown.ended) == 1000
     status = json.loads((home / "run/status.json").read_text())
     assert status["state"] == "finished", status
-    assert "(Input/output error), and the training continues" in (home / "run/run.log").read_text()
+    assert "(Input/output error), and the work continues" in (home / "run/run.log").read_text()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])

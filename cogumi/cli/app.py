@@ -3,12 +3,13 @@
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Argument, Option
 
 from cogumi import runs, smoke
+from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.cli import run_commands
 from cogumi.cli.disk_commands import disk_app
 from cogumi.cli.run_commands import AsJson, Config, Overrides
@@ -25,6 +26,9 @@ from cogumi.core.output import (
     survive_closed_terminal,
 )
 from cogumi.telemetry.status import format_sentence, status_of
+
+if TYPE_CHECKING:
+    from cogumi.merge import CheckReport, MergeReport
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("smoke")(smoke.main)
@@ -133,25 +137,25 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Merge an adapter into its full-precision base and check every element written; or check a merged directory."""
-    if check is not None:
-        refuse_words_of_a_merge(context, check)
-        with show_waiting("loading the libraries"):
-            from cogumi.merge import check_merged
+    with exit_on_signals(), survive_closed_terminal(), failures_in_one_line():
+        if check is not None:
+            refuse_words_of_a_merge(context, check)
+            print_text(f"checking {check} ...", to_error=True)
+            with show_waiting("loading the libraries"):
+                from cogumi.merge import check_merged
 
-        with failures_in_one_line():
-            found = check_merged(check, workers)
-        print_json(asdict(found)) if as_json else print_text(found)
-        return
-    if adapter is None or out is None:
-        what = "merge needs an ADAPTER directory and an OUT directory, or --check DIR"
-        raise UsageError(what, fix="see cogumi merge --help")
-    with show_waiting("loading the libraries"):
-        from cogumi.merge import merge_adapter
+            report: CheckReport | MergeReport = check_merged(check, workers)
+        else:
+            if adapter is None or out is None:
+                what = "merge needs an ADAPTER directory and an OUT directory, or --check DIR"
+                raise UsageError(what, fix="see cogumi merge --help")
+            adapters = [(adapter, weight), *(parse_weighted_path(word) for word in add or [])]
+            print_text(f"merging {adapter} into its base, as {out} ...", to_error=True)
+            with show_waiting("loading the libraries"):
+                from cogumi.merge import merge_adapter
 
-    adapters = [(adapter, weight), *(parse_weighted_path(word) for word in add or [])]
-    with failures_in_one_line():
-        report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
-    print_json(asdict(report)) if as_json else print_text(report)
+            report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
+        print_json(asdict(report)) if as_json else print_text(report)
 
 
 def refuse_words_of_a_merge(context: typer.Context, check: Path) -> None:

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 AFTER_INTERRUPT = {
     "train": "; the same command continues the run",
     "merge": "; nothing is left of the merge",
+    "merge --check": "; the directory is as it was",
     "export": "; nothing is left of the export",
 }
 BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
@@ -95,11 +96,17 @@ def run_command(app: typer.Typer) -> None:
     except SystemExit as stop:
         if stop.code in STOP_CODES:
             with survive_closed_terminal():
-                print_text(f"cogumi: interrupted{AFTER_INTERRUPT.get(' '.join(sys.argv[1:2]), '')}", to_error=True)
+                print_text(f"cogumi: interrupted{after_interrupt(sys.argv[1:])}", to_error=True)
         raise
     finally:
         # Typer has put its own there.
         sys.excepthook = lambda *raised: print_text("".join(traceback.format_exception(*raised)), end="", to_error=True)
+
+
+def after_interrupt(words: list[str]) -> str:
+    """What Ctrl-C leaves of the command with these words."""
+    checks = any(word.partition("=")[0] == "--check" for word in words)
+    return AFTER_INTERRUPT.get(" ".join([*words[:1], "--check"] if checks else words[:1]), "")
 
 
 @contextmanager
@@ -130,7 +137,7 @@ def ignore_broken_stream(stream: TextIO, name: str, do: Callable[..., Any]) -> C
             # All that has the stream's file descriptor, C++ libraries included, writes to nowhere from now on.
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
-            log.warning("%s is switched off (%s), and the training continues", name, error.strerror)
+            log.warning("%s is switched off (%s), and the work continues", name, error.strerror)
             return len(*text) if text else None
 
     return done
