@@ -165,7 +165,7 @@ def one_shard_rows(folder: Path, scale: Scale) -> Iterator[Row]:
 
 
 def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
-    """The shards that 1, 2 and 8 workers write, by sha256; the last merge is checked here once more."""
+    """The shards that 1, 2 and 8 workers write, by digest; the last merge is checked here once more."""
     case = f"{scale.big.name}, {inputs.base_bytes / 1e9:.2f} GB, r={scale.rank} all-linear"
     out, found = folder / "out", []
     for workers in WORKERS:
@@ -174,7 +174,7 @@ def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
         run_process(python(COGUMI, inputs.base, inputs.adapter, out, workers))
         found.append(shards_of(out))
     different = sum(len({each[name] for each in found}) > 1 for name in found[0])
-    note = f"workers {', '.join(map(str, WORKERS))}; sha256 of the files"
+    note = f"workers {', '.join(map(str, WORKERS))}; BLAKE3 of the files"
     unit = f"of {len(found[0])} shards"
     yield row("merge", case, "shards that differ between workers", different, unit, target="<= 0", note=note)
     yield from bound_rows(case, inputs, out, None)

@@ -28,7 +28,7 @@ from benchmarks.faults_disk import fill, mounted
 from benchmarks.faults_training import Running
 from benchmarks.harness import Row, missing, one_line, quiet, row
 from benchmarks.models import Inputs
-from cogumi.core.durability import sha256_file
+from cogumi.core.durability import blake3_file
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
 from cogumi.merge.merge_manifest import MANIFEST_NAME
@@ -66,7 +66,7 @@ def merge_and_say(pipe: Connection, inputs: Inputs, out: Path) -> None:
 class Merges:
     """Merges of one pair of inputs that are disturbed, and the counts of what they leave behind.
 
-    expected: sha256 of an undisturbed merge's shards; duration: its seconds; fault: what was wrong with the first bad one.
+    expected: BLAKE3 of an undisturbed merge's shards; duration: its seconds; fault: what was wrong with the first bad one.
     """
 
     def __init__(self, inputs: Inputs, out: Path) -> None:
@@ -132,9 +132,9 @@ class Merges:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """sha256 of every file in a directory, by name."""
+    """BLAKE3 of every file in a directory, by name."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): sha256_file(path) for path in files}
+    return {path.relative_to(directory).as_posix(): blake3_file(path) for path in files}
 
 
 def shards_of(directory: Path) -> dict[str, str]:
@@ -142,7 +142,7 @@ def shards_of(directory: Path) -> dict[str, str]:
 
 
 def fault_of(out: Path, expected: dict[str, str]) -> str | None:
-    """What is wrong with `out`; None when it is absent, or complete. expected: sha256 of each shard by name."""
+    """What is wrong with `out`; None when it is absent, or complete. expected: BLAKE3 of each shard by name."""
     if not os.path.lexists(out):
         return None
     if not (out / MANIFEST_NAME).is_file():
@@ -150,7 +150,7 @@ def fault_of(out: Path, expected: dict[str, str]) -> str | None:
     if shards_of(out) != expected:
         return "shards are not those of an undisturbed merge"
     recorded = json.loads((out / MANIFEST_NAME).read_text())["shards"]
-    if {name: each["sha256"] for name, each in recorded.items()} != expected:
+    if {name: each["blake3"] for name, each in recorded.items()} != expected:
         return "the manifest's hashes are not the shards'"
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)

@@ -1,7 +1,6 @@
 """The merge against three oracles: the live adapter, the closed form in float64, and PEFT's own float32 merge."""
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import peft
 import prepared_process
 import pytest
 import torch
+from blake3 import blake3
 from disk_mounts import mounting
 from golden import Golden
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
@@ -220,17 +220,17 @@ def test_output_is_a_complete_directory(llama_base: Path, tmp_path: Path) -> Non
     manifest = json.loads((out / "cogumi-merge.json").read_text())
     for shard in shards:
         data = (out / shard).read_bytes()
-        assert manifest["shards"][shard] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    weights = hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
-    assert manifest["adapters"][0]["sha256"]["adapter_model.safetensors"] == weights
+        assert manifest["shards"][shard] == {"bytes": len(data), "blake3": blake3(data).hexdigest()}
+    weights = blake3((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+    assert manifest["adapters"][0]["blake3"]["adapter_model.safetensors"] == weights
     assert manifest["adapters"][0]["weight"] == 1
     hashes = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        path.name: blake3(path.read_bytes()).hexdigest()
         for path in [llama_base / "config.json", *llama_base.glob("*.safetensors")]
     }
-    assert manifest["base"].items() >= {"name": str(llama_base), "commit": None, "sha256": hashes}.items()
+    assert manifest["base"].items() >= {"name": str(llama_base), "commit": None, "blake3": hashes}.items()
     for name, digest in manifest["files"].items():
-        assert hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+        assert blake3((out / name).read_bytes()).hexdigest() == digest
     assert len(manifest["tensors"]) == report.tensors_merged == 14
     for entry in manifest["tensors"].values():
         assert entry["elements"] in (64 * 64, 32 * 64, 64 * 96)
@@ -634,15 +634,15 @@ def test_one_wrong_element_is_caught(
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     original = stream.write_run
 
-    def corrupting(run: RowRange, directory: Path, weights: Any) -> Any:
-        stats, target = original(run, directory, weights), run.tensor.target
+    def corrupting(run: RowRange, directory: Path, draft: Any) -> None:
+        original(run, directory, draft)
+        target = run.tensor.target
         if target.name == tensor:
             with (directory / target.path).open("r+b") as file:
                 file.seek(target.start + 2 * 1234)
                 low = file.read(1)[0]
                 file.seek(-1, 1)
                 file.write(bytes([low ^ 2]))
-        return stats
 
     monkeypatch.setattr(stream, "write_run", corrupting)
     with pytest.raises(MergeError, match=tensor):
@@ -686,15 +686,15 @@ def test_infinity_in_one_block_and_a_wrong_element_in_another(
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     original = stream.write_run
 
-    def corrupting(run: RowRange, directory: Path, weights: Any) -> Any:
-        stats, target = original(run, directory, weights), run.tensor.target
+    def corrupting(run: RowRange, directory: Path, draft: Any) -> None:
+        original(run, directory, draft)
+        target = run.tensor.target
         if target.name == "model.layers.0.self_attn.q_proj.weight":
             with (directory / target.path).open("r+b") as file:
                 file.seek(target.start)
                 file.write(b"\x00\x41")  # 8
                 file.seek(target.end - 2)
                 file.write(b"\x80\x7f")  # infinity
-        return stats
 
     monkeypatch.setattr(stream, "write_run", corrupting)
     with golden.raises("merge", MergeError, message="element (0, 0) is 8"):

@@ -119,5 +119,11 @@ def test_a_merge_is_the_live_adapter_and_rounds_once(kind: str, bases: dict[str,
     exact, rounded = all_tensors(out), all_tensors(tmp_path / "in-its-dtype")
     assert exact.keys() == rounded.keys()
     assert {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
-    off = sum(int((exact[name].bfloat16() != rounded[name]).sum()) for name in exact)
-    assert off <= report.not_nearest + 1e-5 * report.elements
+    off = 0
+    for name, value in exact.items():
+        chosen = value.bfloat16() != rounded[name]
+        off += int(chosen.sum())
+        # The float32 merge is rounded once already, so it may lie on the other side of a tie, by a float32's error.
+        other, ours = (each[chosen].double() for each in (value.bfloat16(), rounded[name]))
+        assert ((value[chosen].double() - (other + ours) / 2).abs() <= 1e-3 * (other - ours).abs() + 2e-9).all()
+    assert off <= report.not_nearest + 1e-4 * report.elements + 3

@@ -1,6 +1,5 @@
 """`cogumi merge --check DIR`: what it says of a good directory and of every way in which one can have gone bad."""
 
-import hashlib
 import json
 import mmap
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from disk_mounts import mounting
 from golden import Golden
 from page_cache import is_in_memory
@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from cogumi.cli.app import main
-from cogumi.core.durability import bytes_in_memory, drop_from_memory, sha256_file, sync_path
+from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memory, sync_path
 from cogumi.merge import CheckReport, MergeError, check_merged, merge_adapter
 from cogumi.merge.merge_manifest import read_back
 
@@ -215,15 +215,15 @@ def test_a_change_that_the_manifest_agrees_with_is_found_too(merged: Merged, cli
     for path in sorted(merged.out.glob("*.safetensors")):
         before = path.read_bytes()
         flip(path, -1)  # a sign or exponent bit of the shard's last element
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(sha256=digest))  # type: ignore[misc]
+        digest = blake3(path.read_bytes()).hexdigest()
+        edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(blake3=digest))  # type: ignore[misc]
         done = cli("merge", "--check", merged.out)
         assert done.status == 1, path
         assert "rounding allows" in done.err or "should be the base's bytes" in done.err
         assert done.err.count("\n") == 1
         path.write_bytes(before)
-        digest = hashlib.sha256(before).hexdigest()
-        edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(sha256=digest))  # type: ignore[misc]
+        digest = blake3(before).hexdigest()
+        edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(blake3=digest))  # type: ignore[misc]
     assert cli("merge", "--check", merged.out).status == 0
 
 
@@ -271,7 +271,7 @@ def test_what_is_no_merged_directory_is_status_2(
         done = cli("merge", "--check", path)
         assert (done.status, done.out) == (2, "")
         assert done.err == f"cogumi: {path} holds no cogumi-merge.json, so it is not a directory that cogumi merged\n"
-    edit_manifest(merged.out, lambda manifest: manifest.update(format=3))
+    edit_manifest(merged.out, lambda manifest: manifest.update(format=4))
     with golden.raises("merge", message="cogumi-merge.json", fix="merge again"):
         check_merged(merged.out, progress=False)
 
@@ -403,7 +403,7 @@ def droppable(path: Path) -> None:
 def test_files_are_read_from_the_disk_unless_a_process_maps_them(merged: Merged) -> None:
     droppable(shard(merged.out))
     size, data = shard(merged.out).stat().st_size, bytes(96 << 20)
-    digest = hashlib.sha256(data).hexdigest()
+    digest = blake3(data).hexdigest()
     edit_manifest(merged.out, lambda manifest: manifest["files"].update({"large.bin": digest}))
     (merged.out / "large.bin").write_bytes(data)  # as after a download: not on the disk yet
     assert check_merged(merged.out, progress=False).from_memory == 0
@@ -424,7 +424,7 @@ def test_a_filesystem_in_memory_has_no_disk(merged: Merged, tmp_path: Path) -> N
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux's mincore")
 def test_of_another_s_file_it_is_not_known(tmp_path: Path) -> None:
     """Linux calls every page of it cached."""
-    passwords = {Path("/etc/passwd"): sha256_file(Path("/etc/passwd"))}
+    passwords = {Path("/etc/passwd"): blake3_file(Path("/etc/passwd"))}
     read_back(passwords, 1, False, "hashing")  # imports what it needs
     pid = os.fork()
     if pid == 0:

@@ -130,7 +130,9 @@ def merge(
     add: Annotated[
         list[str] | None, Option(help="Another adapter to add, as DIRECTORY=WEIGHT. May be repeated.")
     ] = None,
-    workers: Annotated[int | None, Option(min=1, help="Threads; by default one for each core.")] = None,
+    workers: Annotated[
+        int | None, Option(min=1, help="Threads that compute; by default one, or with DoRA one for each core.")
+    ] = None,
     check: Annotated[
         Path | None, Option(help="Check this merged directory again, instead of merging.", metavar="DIR")
     ] = None,

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from blake3 import blake3
+
 # What a filesystem says when it takes no more of a file: full, over a quota, over a limit on the size of one.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -67,16 +69,22 @@ def lock_directory(directory: Path) -> Iterator[bool | None]:
         os.close(descriptor)
 
 
-def sha256_file(path: Path, advance: Callable[[int], object] | None = None) -> str:
-    """The sha256 of a file's bytes, as `sha256sum` prints it. advance: called with the bytes just hashed."""
+def sha256_file(path: Path) -> str:
+    """The sha256 of a file's bytes, as `sha256sum` prints it."""
     with path.open("rb", buffering=0) as file:
-        if advance is None:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_STEP))
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def blake3_file(path: Path, advance: Callable[[int], object] | None = None) -> str:
+    """The BLAKE3 digest of a file's bytes, as `b3sum` prints it: as strong as sha256, and three times as fast.
+    advance: called with the bytes just hashed."""
+    digest, buffer = blake3(), memoryview(bytearray(HASH_STEP))
+    with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
-            advance(count)
-        return digest.hexdigest()
+            if advance is not None:
+                advance(count)
+    return digest.hexdigest()
 
 
 def drop_from_memory(path: Path, length: int = 0) -> None:

@@ -28,7 +28,7 @@ from cogumi.merge.merge_manifest import (
 )
 from cogumi.merge.output_directory import check_target, commit_output, has_tokenizer, partial_directory, remove_stale
 from cogumi.merge.plan import OUTPUT_DTYPES, build_plan
-from cogumi.merge.stream import available_cores, progress_bar, write_and_verify
+from cogumi.merge.stream import progress_bar, write_and_verify
 
 __all__ = [
     "CheckReport",
@@ -101,9 +101,10 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
 
-    The merge computes W + scaling * B @ A in float32 and rounds once. Every tensor is read back and compared with W + delta
-    in float64. Shards, names and (with dtype="keep") dtypes are the base's. A head that no longer equals the embedding it
-    was tied to gets its own tensor. Memory holds one layer's factors and a few megabytes of blocks for each worker.
+    Every element of a sum in 16 bits is the nearest value to W + scaling * B @ A. What float32 does not decide is computed
+    in float64. Any other update is checked in float64, and every byte is read back. Shards, names and (with dtype="keep")
+    dtypes are the base's. A head that no longer equals the embedding it was tied to gets its own tensor. Memory holds one
+    layer's factors and a few megabytes of blocks.
 
     adapter: a directory from PEFT's save_pretrained, or (directory, weight) pairs, whose updates are added.
     base: a directory, or a hub id in the local cache. The default is the base and the commit that the adapter records.
@@ -111,7 +112,7 @@ def merge_adapter(
     by name and proves that it is the original. "dequant" merges into the quantized base's dequantized weights.
     dtype: "keep", "bfloat16", "float16" or "float32".
     verify: "elements", or "logits", which also runs base + adapter and the merged model, each in float32 in memory.
-    workers: the number of threads, by default one for each core. progress: show a bar in a terminal or notebook.
+    workers: threads that compute, by default one, or with DoRA one for each core. progress: show a bar in a terminal.
 
     Raises UsageError when the adapter or base cannot be merged exactly, they do not fit together, or `out` exists or is
     not writable. Raises DiskFull, a UsageError, when the disk is too small. Raises MergeError when the verification
@@ -138,7 +139,7 @@ def merge_adapter(
     remove_stale(target)
     with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
         with progress_bar(progress, "merging", plan.shard_bytes) as merged:
-            outcome = write_and_verify(plan, partial, workers or available_cores(), merged)
+            outcome = write_and_verify(plan, partial, workers, merged)
         write_side_files(plan, partial)
         show_stage(progress and verify == "logits", "running base + adapter and the merged model")
         logits = check_directory(pairs, partial, found.path) if verify == "logits" else None

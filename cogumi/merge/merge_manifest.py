@@ -1,6 +1,7 @@
 """cogumi-merge.json beside merged weights, and later the check that the directory is still what it says."""
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -9,12 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.durability import bytes_in_memory, drop_from_memory, sha256_file, sync_path, write_synced
+from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memory, sync_path, write_synced
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
-from cogumi.merge.bases import dequantized_base, read_model
+from cogumi.merge.bases import Base, dequantized_base, read_model
 from cogumi.merge.logits import LogitCheck
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_bar, thread_pool, verify_shards
@@ -50,7 +51,7 @@ def write_side_files(plan: MergePlan, partial: Path) -> None:
 def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, with the hashes of what stands beside the shards, last of all files."""
     beside = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != ".safetensors"]
-    manifest["files"] = {path.relative_to(partial).as_posix(): sha256_file(path) for path in beside}
+    manifest["files"] = {path.relative_to(partial).as_posix(): blake3_file(path) for path in beside}
     write_synced(partial / MANIFEST_NAME, (json.dumps(manifest, indent=2) + "\n").encode())
 
 
@@ -61,14 +62,15 @@ def build_manifest(
     base = plan.base
     changed = [tensor for tensor in plan.tensors if tensor.updated or tensor.replaced]
     return {
-        "format": 2,
+        "format": 3,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("cogumi", "torch", "transformers", "peft", "safetensors")},
         "base": {
             "name": base.name,
             "path": str(base.path.resolve()),
             "commit": base.commit,
-            "sha256": {"config.json": sha256_file(base.path / "config.json")} | outcome.inputs,
+            "blake3": {"config.json": blake3_file(base.path / "config.json")} | outcome.inputs,
+            "sha256": hub_names(base),
             "trained_on": base.trained_on,
             "proof": asdict(base.proof) if base.proof else None,
         },
@@ -76,16 +78,22 @@ def build_manifest(
             {
                 "path": str(adapter.path.resolve()),
                 "weight": weight,
-                "sha256": {name: sha256_file(adapter.path / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)},
+                "blake3": {name: blake3_file(adapter.path / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)},
             }
             for adapter, weight in plan.adapters
         ],
         **options,
         "logits": asdict(logits) if logits else None,
-        "shards": {shard.name: {"bytes": shard.bytes, "sha256": outcome.digests[shard.name]} for shard in plan.shards},
+        "shards": {shard.name: {"bytes": shard.bytes, "blake3": outcome.digests[shard.name]} for shard in plan.shards},
         **totals(plan, outcome),
         "tensors": {tensor.target.name: tensor_entry(tensor, outcome) for tensor in changed},
     }
+
+
+def hub_names(base: Base) -> dict[str, str]:
+    """The sha256 by which the hub knows each shard, where the base is in its cache: the name of the file that it links to."""
+    blobs = {shard.path.name: shard.path.resolve() for shard in base.shards}
+    return {name: blob.name for name, blob in blobs.items() if re.fullmatch("[0-9a-f]{64}", blob.name)}
 
 
 def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:
@@ -165,11 +173,11 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != 2:
+        if manifest["format"] != 3:
             raise UsageError(f"{path} has a format that this version does not know", fix="merge again")
         entries = [manifest["base"], *manifest["adapters"]]
-        inputs = {Path(each["path"]) / name: digest for each in entries for name, digest in each["sha256"].items()}
-        shards = {name: shard["sha256"] for name, shard in manifest["shards"].items()}
+        inputs = {Path(each["path"]) / name: digest for each in entries for name, digest in each["blake3"].items()}
+        shards = {name: shard["blake3"] for name, shard in manifest["shards"].items()}
         outputs = {directory / name: digest for name, digest in (manifest["files"] | shards).items()}
         adapters = [(Path(each["path"]), each["weight"]) for each in manifest["adapters"]]
         base, dtype, base_mode = manifest["base"]["path"], manifest["dtype"], manifest["base_mode"]
@@ -220,23 +228,23 @@ def join_names(names: list[str]) -> str:
     return ", ".join(names[:NAMES_AT_MOST]) + (f" and {more} more" if more > 0 else "")
 
 
-def read_back(sha256: dict[Path, str], workers: int, progress: bool, name: str) -> tuple[str | None, int | None]:
-    """(the first file that is gone or has another sha256, in words; how many bytes of all were in memory nevertheless).
+def read_back(digests: dict[Path, str], workers: int, progress: bool, name: str) -> tuple[str | None, int | None]:
+    """(the first file that is gone or has another digest, in words; how many bytes of all were in memory nevertheless).
 
     Each file is written out and dropped from memory before it is read. The second is None where it is not known.
     """
-    if gone := next((path for path in sha256 if not path.is_file()), None):
+    if gone := next((path for path in digests if not path.is_file()), None):
         return f"{gone} is gone", None
 
     def read(path: Path) -> tuple[str, int | None]:
         sync_path(path)
         drop_from_memory(path)
         held = bytes_in_memory(path)
-        return sha256_file(path, hashed), held
+        return blake3_file(path, hashed), held
 
-    total, cached = sum(path.stat().st_size for path in sha256), []
+    total, cached = sum(path.stat().st_size for path in digests), []
     with thread_pool(workers) as pool, progress_bar(progress, name, total) as hashed:
-        for (path, expected), (digest, held) in zip(sha256.items(), pool.map(read, sha256), strict=True):
+        for (path, expected), (digest, held) in zip(digests.items(), pool.map(read, digests), strict=True):
             if digest != expected:
                 return f"{path} has changed since the merge", None
             cached.append(held)

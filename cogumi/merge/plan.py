@@ -80,6 +80,11 @@ class TensorPlan:
         return same and not (self.updated or self.replaced)
 
     @property
+    def summed(self) -> bool:
+        """Whether the output is W + B @ A, W itself or other values in its place, with nothing scaled (DoRA)."""
+        return not any(piece.change and (piece.change.magnitude or piece.change.rows) for piece in self.pieces)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row of the output, seen as a matrix."""
         return (self.target.end - self.target.start) // max(1, matrix_shape(self.target.shape)[0])
@@ -99,16 +104,30 @@ class RowRange:
         return (self.last - self.first) * self.tensor.row_bytes
 
     @property
-    def end(self) -> int:
-        """The byte of the output shard after the last one."""
-        return self.tensor.target.start + self.last * self.tensor.row_bytes
+    def start(self) -> int:
+        """The first byte in the output shard."""
+        return self.tensor.target.start + self.first * self.tensor.row_bytes
 
-    def source_end(self, path: Path) -> int:
-        """The byte of the base's file `path` after the last one that is read of it; 0 where another file is read."""
+    @property
+    def copied(self) -> bool:
+        """Whether the output has the source's bytes."""
         source = self.tensor.source
-        if not isinstance(source, Span) or source.path != path:
-            return 0
-        return source.start + self.last * ((source.end - source.start) // max(1, matrix_shape(source.shape)[0]))
+        return self.piece.change is None and isinstance(source, Span) and source.dtype == self.tensor.target.dtype
+
+    @property
+    def source_start(self) -> int:
+        """The first byte in the source's file; 0 for a quantized tensor, which is read in pieces."""
+        source = self.tensor.source
+        return source.start + self.first * source_row_bytes(source) if isinstance(source, Span) else 0
+
+    @property
+    def source_bytes(self) -> int:
+        return (self.last - self.first) * source_row_bytes(self.tensor.source)
+
+
+def source_row_bytes(source: Source) -> int:
+    """Bytes of one row of a source, seen as a matrix; 0 for a quantized tensor."""
+    return (source.end - source.start) // max(1, matrix_shape(source.shape)[0]) if isinstance(source, Span) else 0
 
 
 @dataclass(frozen=True)

@@ -1,50 +1,54 @@
-"""Writing the merged shards: threads write runs of rows and verify them, others hash and sync each shard behind them.
+"""Writing the merged shards in one pass, through stages that work side by side.
 
-float32 arithmetic and one rounding to the output dtype. The output's bits do not depend on the number of threads: the
-blocks are fixed, and each is computed on one thread.
+One thread reads the base in runs of rows and hashes it. Others merge a run and check it. One writes it, reads it back,
+compares and hashes it. Another waits for the disk. Every stage takes the runs in the order of the files, so a file is
+hashed from the bytes that are in memory. The output's bits do not depend on the number of threads: the blocks are fixed,
+and each is computed on one thread.
 """
 
-import hashlib
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import TypeVar
 
+import numpy as np
 import torch
+from blake3 import blake3
 from tqdm.auto import tqdm
 
 from cogumi.core.durability import drop_from_memory, sync_path
 from cogumi.core.errors import MergeError
 from cogumi.core.notices import is_notebook
-from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, as_bytes, matrix_shape, read_into, write_at, write_header
+from cogumi.core.safetensors_file import as_bytes, matrix_shape, read_into, write_at, write_header
 from cogumi.merge.arithmetic import (
     BLOCK_ELEMENTS,
-    COPY_BYTES,
-    Weights,
-    apply_update,
+    Stored,
+    Update,
+    Updates,
+    block_rows,
     ieee_matmul,
-    load_update,
     one_thread_each,
     open_weights,
-    read_rows,
-    row_blocks,
-    scratch,
+    read_stored_rows,
 )
-from cogumi.merge.element_check import ElementCheck, verify_header, verify_run
+from cogumi.merge.draft import DeltaStats, Draft, draft_run
+from cogumi.merge.element_check import ElementCheck, check_rows, verify_header
 from cogumi.merge.plan import MergePlan, RowRange, ShardPlan
 
-# The unit of work of a thread: long enough that opening files and loading factors do not show, short enough to share out.
-RUN_ELEMENTS = 32 * BLOCK_ELEMENTS
-# What was just read or written is hashed in pieces that stay in a core's cache.
-HASH_BYTES = 1 << 18
-# How much of a shard is hashed before the disk is asked to take it.
+# The unit of work of a thread: long enough that opening files and waiting for each other do not show.
+RUN_ELEMENTS = 8 * BLOCK_ELEMENTS
+# What is hashed of a file that no run has read, such as its header, is read in pieces of this size.
+HASH_BYTES = 1 << 20
+# How much of a shard is written before the disk is asked to take it.
 SYNC_BYTES = 1 << 26
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Advance = Callable[[int], None]
 
 
@@ -73,35 +77,8 @@ def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 @dataclass
-class DeltaStats:
-    """What the updates of one tensor did, over all its runs. max_abs_delta: the largest change before rounding. The others
-    come from a sample, the first block of each run. along_delta: the sum of rounding error times delta."""
-
-    max_abs_delta: float = 0.0
-    delta_squares: float = 0.0
-    weight_squares: float = 0.0
-    along_delta: float = 0.0
-
-    def add(self, other: "DeltaStats") -> None:
-        self.max_abs_delta = max(self.max_abs_delta, other.max_abs_delta)
-        self.delta_squares += other.delta_squares
-        self.weight_squares += other.weight_squares
-        self.along_delta += other.along_delta
-
-    @property
-    def ratio(self) -> float | None:
-        """Frobenius |delta| / |W| of the sample; None for a weight that is all zero."""
-        return math.sqrt(self.delta_squares / self.weight_squares) if self.weight_squares else None
-
-    @property
-    def retained(self) -> float | None:
-        """The share of delta that arrived, <out - W, delta> / <delta, delta>, of the sample; None where delta is zero."""
-        return 1 + self.along_delta / self.delta_squares if self.delta_squares else None
-
-
-@dataclass
 class Outcome:
-    """Statistics by updated tensor, checks by tensor with arithmetic, sha256 by shard: the output's and the base's."""
+    """Statistics by updated tensor, checks by tensor with arithmetic, BLAKE3 by shard: the output's and the base's."""
 
     stats: dict[str, DeltaStats] = field(default_factory=dict)
     checks: dict[str, ElementCheck] = field(default_factory=dict)
@@ -109,60 +86,204 @@ class Outcome:
     inputs: dict[str, str] = field(default_factory=dict)
 
 
-# What a run gives: statistics where it updates, and its check.
-Merged = tuple[DeltaStats | None, ElementCheck]
+@dataclass
+class Work:
+    """One run on its way through the stages, or the end of a shard, where it has no run. stored, draft: valid until the
+    run has been written."""
+
+    shard: ShardPlan
+    run: RowRange | None
+    stored: Stored | None = None
+    update: Update | None = None
+    draft: Draft | None = None
+    check: ElementCheck = field(default_factory=ElementCheck)
 
 
-def write_and_verify(plan: MergePlan, directory: Path, workers: int, advance: Advance) -> Outcome:
-    """Write, check, hash and sync every shard into `directory`, where the files exist in full size. advance: called
-    with the bytes just done, from any thread."""
+def write_and_verify(plan: MergePlan, directory: Path, workers: int | None, advance: Advance) -> Outcome:
+    """Write, check, hash and sync every shard into `directory`, where the files exist in full size. workers: threads
+    that compute. advance: called with the bytes just done."""
     outcome = Outcome()
-    # The writers come last, as the first to stop when something fails: the others wait for them.
+    for shard in plan.shards:
+        write_header(directory / shard.name, shard.header)
+    for work in merge_runs(plan, directory, workers, outcome):
+        if work.run is None or work.draft is None:
+            continue
+        name = work.run.tensor.target.name
+        if work.draft.stats is not None:
+            outcome.stats.setdefault(name, DeltaStats()).add(work.draft.stats)
+        if work.check.elements:
+            outcome.checks.setdefault(name, ElementCheck()).add(work.check)
+        advance(work.run.bytes)
+    return outcome
+
+
+def verify_shards(plan: MergePlan, directory: Path, workers: int | None, advance: Advance) -> int:
+    """Check every shard of a finished directory again; the number of elements compared."""
+    elements = 0
+    for work in merge_runs(plan, directory, workers, None):
+        elements += work.check.elements
+        advance(work.run.bytes if work.run else 0)
+    return elements
+
+
+def merge_runs(plan: MergePlan, directory: Path, workers: int | None, outcome: Outcome | None) -> Iterator[Work]:
+    """Each run of each shard, through all stages, in the order of the files. outcome: gets the digests; None where the
+    shards are there, and are only compared."""
+    # A sum is made of short operations, each of which takes Python's lock: two threads with sums hold up each other.
+    workers = workers or (1 if all(tensor.summed for tensor in plan.tensors) else available_cores())
+    spare: list[torch.Tensor] = []
     with (
         ieee_matmul(),
         one_thread_each(),
         open_weights(plan) as weights,
         thread_pool(1) as disk,
-        thread_pool(workers) as followers,
-        thread_pool(workers) as pool,
+        thread_pool(1) as writing,
+        thread_pool(workers) as merging,
+        thread_pool(1) as reading,
     ):
+        source, target = SourceReader(plan, spare, outcome), TargetWriter(plan, directory, spare, outcome, disk)
+        updates = Updates(weights)
+        works = (Work(shard, run) for shard in plan.shards for run in (*runs_of(shard), None))
+        read = in_order(reading, source.read, works, 2)
+        merged = in_order(merging, lambda work: merge_run(work, updates, spare), read, workers + 1)
+        yield from in_order(writing, target.write, merged, 2)
+        target.wait()
 
-        def merge(run: RowRange) -> Merged:
-            stats = write_run(run, directory, weights)
-            check = verify_run(run, directory, weights)
-            advance(run.bytes)
-            return stats, check
 
-        merging, hashing = [], []
-        for shard in plan.shards:
-            write_header(directory / shard.name, shard.header)
-            runs = [(run, pool.submit(merge, run)) for run in runs_of(shard)]
-            merging += runs
-            source = plan.base.path / shard.name
-            hashing.append((shard, followers.submit(hash_and_sync, directory / shard.name, source, runs, disk)))
-        for run, merged in merging:
-            name, (stats, check) = run.tensor.target.name, merged.result()
-            if stats is not None:
-                outcome.stats.setdefault(name, DeltaStats()).add(stats)
-            if check.elements:
-                outcome.checks.setdefault(name, ElementCheck()).add(check)
-        for shard, hashed in hashing:
-            outcome.digests[shard.name], outcome.inputs[shard.name] = hashed.result()
-            verify_header(shard, directory)
-    return outcome
+def in_order(
+    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item], ahead: int
+) -> Iterator[Result]:
+    """What the work on each item gives, in order. At most `ahead` items are with the pool, or done and not taken."""
+    begun: deque[Future[Result]] = deque()
+    for item in items:
+        begun.append(pool.submit(work, item))
+        if len(begun) == ahead:
+            yield begun.popleft().result()
+    for future in begun:
+        yield future.result()
+
+
+def take_memory(spare: list[torch.Tensor], size: int) -> torch.Tensor:
+    """A uint8 tensor of at least `size` bytes, from those that are spare: new memory costs more than its use."""
+    try:
+        kept = spare.pop()
+    except IndexError:
+        kept = torch.empty(0, dtype=torch.uint8)
+    return kept if len(kept) >= size else torch.empty(size, dtype=torch.uint8)
+
+
+class SourceReader:
+    """Reads runs of the base, and hashes its files from them."""
+
+    def __init__(self, plan: MergePlan, spare: list[torch.Tensor], outcome: Outcome | None) -> None:
+        self.plan, self.spare, self.outcome = plan, spare, outcome
+        self.digest: FileDigest | None = None
+
+    def read(self, work: Work) -> Work:
+        if self.outcome is not None and self.digest is None:
+            self.digest = FileDigest(self.plan.base.path / work.shard.name)
+        run = work.run
+        if run is not None:
+            memory = take_memory(self.spare, max(run.source_bytes, run.bytes))
+            with run.tensor.source.path.open("rb", buffering=0) as file:
+                work.stored = read_stored_rows(run.tensor.source, run.first, run.last, file, memory)
+            if self.digest is not None and run.tensor.source.path == self.digest.path:
+                self.digest.add(run.source_start, work.stored.bytes)
+        elif self.outcome is not None and self.digest is not None:
+            self.outcome.inputs[work.shard.name], self.digest = self.digest.finish(), None
+        return work
+
+
+def merge_run(work: Work, updates: Updates, spare: list[torch.Tensor]) -> Work:
+    """Compute a run's output, and check it against W + delta."""
+    run, stored = work.run, work.stored
+    if run is None or stored is None:
+        return work
+    with torch.inference_mode():
+        if run.copied:
+            work.draft = Draft(stored.bytes)
+        else:
+            work.update = updates.load(run.piece, run.tensor)
+            work.draft = draft_run(run, stored, work.update, take_memory(spare, run.bytes)[: run.bytes])
+            if work.draft.nearest:
+                work.check = ElementCheck((run.last - run.first) * stored.columns)
+            else:
+                work.check = check_rows(run, work.update, stored, work.draft.bytes)
+    return work
+
+
+class TargetWriter:
+    """Writes runs, unless they are there and only to be compared. Reads them back, compares and hashes them."""
+
+    def __init__(
+        self,
+        plan: MergePlan,
+        directory: Path,
+        spare: list[torch.Tensor],
+        outcome: Outcome | None,
+        disk: ThreadPoolExecutor,
+    ) -> None:
+        self.plan, self.directory, self.spare, self.outcome, self.disk = plan, directory, spare, outcome, disk
+        self.digest: FileDigest | None = None
+        self.settled = 0
+        self.waiting: list[Future[None]] = []
+
+    def write(self, work: Work) -> Work:
+        if self.outcome is not None and self.digest is None:
+            self.digest, self.settled = FileDigest(self.directory / work.shard.name), 0
+        if work.run is None or work.stored is None or work.draft is None:
+            verify_header(work.shard, self.directory)
+            if self.outcome is not None and self.digest is not None:
+                self.outcome.digests[work.shard.name] = self.digest.finish()
+                self.settle(work.shard, 0)
+                self.digest = None
+            return work
+        written = take_memory(self.spare, work.run.bytes)[: work.run.bytes]
+        if self.digest is not None:
+            write_run(work.run, self.directory, work.draft)
+        verify_run(work, self.directory, written, self.digest is not None)
+        if self.digest is not None:
+            self.digest.add(work.run.start, written)
+            if self.digest.position - self.settled >= SYNC_BYTES:
+                self.settled = self.digest.position
+                self.settle(work.shard, self.settled)
+        self.spare += (
+            [work.stored.bytes, written] if work.update is None else [work.stored.bytes, work.draft.bytes, written]
+        )
+        work.stored = None
+        return work
+
+    def settle(self, shard: ShardPlan, length: int) -> None:
+        """Have the first `length` bytes of a shard put on the disk, and forgotten with those of its source (0: all)."""
+        source = self.plan.base.path / shard.name
+        self.waiting.append(self.disk.submit(sync_and_drop, self.directory / shard.name, length, source, length))
+
+    def wait(self) -> None:
+        for each in self.waiting:
+            each.result()
 
 
 class FileDigest:
-    """The sha256 of a file, as far as it was worked out: `position` bytes. One thread at a time."""
+    """The BLAKE3 digest of a file, as far as it was worked out: `position` bytes. One thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.position = 0
-        self.digest = hashlib.sha256()
+        self.digest = blake3()
+
+    def add(self, start: int, data: torch.Tensor) -> None:
+        """Continue with bytes of the file that begin at `start`. What lies before them is read from the file; what was
+        hashed already is skipped."""
+        self.extend(start)
+        fresh = as_bytes(data)[self.position - start :]
+        self.digest.update(fresh)
+        self.position += len(fresh)
 
     def extend(self, end: int) -> None:
-        """Continue to byte `end`, if it is not there yet."""
-        buffer = torch.empty(max(0, min(HASH_BYTES, end - self.position)), dtype=torch.uint8)
+        """Continue to byte `end` with what is in the file, if it is not there yet."""
+        if self.position >= end:
+            return
+        buffer = torch.empty(min(HASH_BYTES, end - self.position), dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             while self.position < end:
                 piece = buffer[: end - self.position]
@@ -170,29 +291,9 @@ class FileDigest:
                 self.position += len(piece)
 
     def finish(self) -> str:
-        """The digest of the whole file, as `sha256sum` prints it."""
+        """The digest of the whole file, as `b3sum` prints it."""
         self.extend(self.path.stat().st_size)
         return self.digest.hexdigest()
-
-
-def hash_and_sync(
-    path: Path, source: Path, runs: list[tuple[RowRange, Future[Merged]]], disk: ThreadPoolExecutor
-) -> tuple[str, str]:
-    """The sha256 of a shard and of its source, worked out behind the writers while both are in memory."""
-    target, base = FileDigest(path), FileDigest(source)
-    settled, waiting = 0, []
-    for run, merged in runs:
-        merged.result()
-        target.extend(run.end)
-        base.extend(run.source_end(source))
-        if target.position - settled >= SYNC_BYTES:
-            settled = target.position
-            waiting.append(disk.submit(sync_and_drop, path, settled, source, base.position))
-    digests = target.finish(), base.finish()
-    waiting.append(disk.submit(sync_and_drop, path, 0, source, 0))
-    for each in waiting:
-        each.result()
-    return digests
 
 
 def sync_and_drop(path: Path, length: int, source: Path, used: int) -> None:
@@ -203,90 +304,44 @@ def sync_and_drop(path: Path, length: int, source: Path, used: int) -> None:
     drop_from_memory(source, used)
 
 
-def verify_shards(plan: MergePlan, directory: Path, workers: int, advance: Advance) -> int:
-    """Check every shard of a finished directory again; the number of elements compared."""
-    with ieee_matmul(), one_thread_each(), open_weights(plan) as weights, thread_pool(workers) as pool:
-
-        def check(run: RowRange) -> int:
-            found = verify_run(run, directory, weights)
-            advance(run.bytes)
-            return found.elements
-
-        for shard in plan.shards:
-            verify_header(shard, directory)
-        return sum(pool.map(check, (run for shard in plan.shards for run in runs_of(shard))))
-
-
 def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
     """A shard's work, in file order, cut at places that depend on the shapes alone."""
     for tensor in plan.tensors:
         columns = matrix_shape(tensor.source.shape)[1]
-        step = max(1, BLOCK_ELEMENTS // max(1, columns)) * (RUN_ELEMENTS // BLOCK_ELEMENTS)
+        step = block_rows(columns) * (RUN_ELEMENTS // BLOCK_ELEMENTS)
         for piece in tensor.pieces:
-            change = piece.change
-            whole = change is not None and change.magnitude is not None and change.terms[0].transposed
-            length = piece.place.last - piece.place.first if whole else step  # norms of columns need every row
-            for first in range(piece.place.first, piece.place.last, max(1, length)):
-                yield RowRange(tensor, piece, first, min(first + length, piece.place.last))
+            for first in range(piece.place.first, piece.place.last, step):
+                yield RowRange(tensor, piece, first, min(first + step, piece.place.last))
 
 
-def write_run(run: RowRange, directory: Path, weights: Weights) -> DeltaStats | None:
-    """Write one run's rows into the shard, which exists in its full size; the statistics of an update."""
-    tensor = run.tensor
-    with (
-        tensor.source.path.open("rb", buffering=0) as source,
-        (directory / tensor.target.path).open("r+b", buffering=0) as target,
-        torch.inference_mode(),
-    ):
-        if run.piece.change is not None:
-            return merge_run(run, source, target, weights)
-        if isinstance(tensor.source, Span) and tensor.source.dtype == tensor.target.dtype:
-            copy_run(run, tensor.source, source, target)
-            return None
-        for first, last in row_blocks(run.first, run.last, matrix_shape(tensor.source.shape)[1]):
-            block = read_rows(tensor.source, first, last, source, FLOAT_DTYPES[tensor.target.dtype])
-            write_at(target, tensor.target.start + first * tensor.row_bytes, block)
-    return None
+def write_run(run: RowRange, directory: Path, draft: Draft) -> None:
+    """Write one run's rows into the shard, which exists in its full size."""
+    with (directory / run.tensor.target.path).open("r+b", buffering=0) as target:
+        write_at(target, run.start, draft.bytes)
 
 
-def merge_run(run: RowRange, source: BinaryIO, target: BinaryIO, weights: Weights) -> DeltaStats:
-    """The update in float32, rounded once (to nearest even) to the output dtype."""
-    tensor, width = run.tensor, run.tensor.row_bytes
-    update = load_update(run.piece, tensor, weights, torch.float32, source)
-    kind = FLOAT_DTYPES[tensor.target.dtype]
-    stats = DeltaStats()
-    columns = matrix_shape(tensor.source.shape)[1]
-    for first, last in row_blocks(run.first, run.last, columns):
-        weight = read_rows(tensor.source, first, last, source, torch.float32)
-        merged = scratch("merged", last - first, columns, torch.float32)
-        apply_update(weight, update, run.piece, first, merged)
-        out = scratch("out", last - first, columns, kind).copy_(merged)
-        write_at(target, tensor.target.start + first * width, out)
-        measure(stats, weight, merged, out, sample=first == run.first)
-    if not math.isfinite(stats.max_abs_delta):
-        raise MergeError(f"{tensor.target.name}: base weight or update is not finite; is the base damaged?")
-    return stats
+def verify_run(work: Work, directory: Path, written: torch.Tensor, as_written: bool) -> None:
+    """Read a run's rows back into `written` and compare every byte with what was computed. Where they differ, name the
+    first element that is not what base and adapter give. as_written: they must not differ, whatever rounding allows.
+    Raises MergeError."""
+    run, draft, stored = work.run, work.draft, work.stored
+    assert run is not None
+    assert draft is not None
+    assert stored is not None
+    with (directory / run.tensor.target.path).open("rb", buffering=0) as file:
+        read_into(file, run.start, written)
+    if same_bytes(written, draft.bytes):
+        return
+    name = run.tensor.target.name
+    if work.update is None:
+        raise MergeError(f"{name} should be the base's bytes and is not")
+    with torch.inference_mode():
+        check_rows(run, work.update, stored, written)
+    if as_written or draft.nearest:
+        raise MergeError(f"{name} has other bytes on the disk than were written")
 
 
-def measure(stats: DeltaStats, weight: torch.Tensor, merged: torch.Tensor, out: torch.Tensor, sample: bool) -> None:
-    """Add a block's statistics, in float32. weight and merged are used up. sample: more than the largest change, which
-    costs more than the merge and needs no more than a few blocks."""
-    if sample:
-        stats.weight_squares += torch.dot(weight.view(-1), weight.view(-1)).item()
-    delta = torch.sub(merged, weight, out=weight).view(-1)
-    low, high = torch.aminmax(delta)
-    # What is not a number is neither smaller nor larger than anything, so it has to be asked for.
-    change = max(-low.item(), high.item())
-    stats.max_abs_delta = max(stats.max_abs_delta, change) if math.isfinite(change) else math.nan
-    if sample:
-        stats.delta_squares += torch.dot(delta, delta).item()
-        stats.along_delta += torch.dot(torch.sub(out, merged, out=merged).view(-1), delta).item()
-
-
-def copy_run(run: RowRange, span: Span, source: BinaryIO, target: BinaryIO) -> None:
-    """Copy bytes without decoding them."""
-    width, shift = run.tensor.row_bytes, run.tensor.target.start - span.start
-    begin, end = span.start + run.first * width, span.start + run.last * width
-    for start in range(begin, end, COPY_BYTES):
-        copied = scratch("out", 1, min(COPY_BYTES, end - start), torch.uint8)
-        write_at(target, start + shift, read_into(source, start, copied))
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two uint8 tensors of one size are equal, eight bytes at a time where it can be."""
+    width = "u1" if len(one) % 8 else "u8"
+    return np.array_equal(one.numpy().view(width), other.numpy().view(width))
