@@ -358,7 +358,7 @@ def test_refuses_what_would_merge_wrongly(kind: str, llama_base: Path, tmp_path:
     assert nothing_left(out)
 
 
-@pytest.mark.parametrize("init", ["corda", "loftq", "eva", "lora_ga"])
+@pytest.mark.parametrize("init", ["corda", "loftq", "lora_ga"])
 def test_refuses_altered_bases_by_name(init: str, llama_base: Path, tmp_path: Path, golden: Golden) -> None:
     """These need data or scipy to make for real; the config's word for them is what the refusal reads."""
     adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), init_lora_weights=init)

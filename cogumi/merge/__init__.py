@@ -15,7 +15,7 @@ from pathlib import Path
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
-from cogumi.merge.adapter_files import resolve_adapter
+from cogumi.merge.adapter_files import find_adapter, resolve_adapter
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.logits import LogitCheck, check_directory, check_logits
 from cogumi.merge.merge_manifest import (
@@ -106,7 +106,8 @@ def merge_adapter(
     dtypes are the base's. A head that no longer equals the embedding it was tied to gets its own tensor. Memory holds one
     layer's factors and a few megabytes of blocks.
 
-    adapter: a directory from PEFT's save_pretrained, or (directory, weight) pairs, whose updates are added.
+    adapter: a directory from PEFT's save_pretrained, or one around it, such as a run's; or (directory, weight) pairs, whose
+    updates are added.
     base: a directory, or a hub id in the local cache. The default is the base and the commit that the adapter records.
     base_mode: "full" merges into full-precision weights. Where the base is quantized, it finds the full-precision model
     by name and proves that it is the original. "dequant" merges into the quantized base's dequantized weights.
@@ -131,8 +132,8 @@ def merge_adapter(
         raise UsageError("verify='logits' runs the full-precision base", fix=fix)
     target = Path(out)
     check_target(target)
-    pairs = weighted(adapter)
     show_stage(progress, "reading the adapter and its base")
+    pairs = [(find_adapter(path), weight) for path, weight in weighted(adapter)]
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
     found = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
     plan = build_plan(adapters, found, dtype)

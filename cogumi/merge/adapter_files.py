@@ -5,6 +5,7 @@ The record, cogumi-base.json, is written while the model is in memory: afterward
 
 import hashlib
 import json
+import logging
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,26 +18,37 @@ from safetensors import safe_open
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, read_shard
+from cogumi.merge.quantized import is_hub_id
 from cogumi.patches.trl_internals import commit_of
+
+log = logging.getLogger(__name__)
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 WITH_PEFT = "load it with PEFT on the base instead"
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
-# Initialisations that leave the base weights as they are and train an ordinary LoRA pair.
-PLAIN_INITS = (True, False, "gaussian", "orthogonal")
+# Initialisations that leave the base weights as they are and train an ordinary LoRA pair. EVA's A comes from the layers'
+# inputs, its B is zero, and the ranks that it shares out are in rank_pattern.
+PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
 # adapter_config.json entries of the kinds that are merged, or that do not change what a trained adapter computes. Any other
 # entry that is set is refused: a LoRA variant that is unknown here must not merge as plain LoRA.
 # fmt: off
 KNOWN_ENTRIES = frozenset([
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
-    "lora_bias", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
-    "rank_pattern", "revision", "target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_dora",
-    "use_rslora",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "lora_alpha", "lora_bias", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "target_parameters", "task_type",
+    "trainable_token_indices", "use_dora", "use_rslora",
 ])
 # fmt: on
+# What wraps a model puts these into the names of its modules.
+WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "module": "DistributedDataParallel or FSDP",
+}
 
 
 @dataclass(frozen=True)
@@ -67,12 +79,37 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def find_adapter(path: Path) -> Path:
+    """The directory of an adapter: `path`, or the only directory in it that holds one. PEFT writes an adapter that has a
+    name so, and cogumi that of a run. Raises UsageError where there are several."""
+    if (path / "adapter_config.json").is_file():
+        return path
+    match adapters_in(path):
+        case [only]:
+            log.info("%s has no adapter_config.json; taking the adapter in %s", path, only)
+            return only
+        case [first, *_] as several:
+            names = ", ".join(inside.name for inside in several)
+            raise UsageError(
+                f"adapter {path} holds several adapters: {names}", fix=f"pass one of them, such as {first}"
+            )
+    return path
+
+
+def adapters_in(path: Path) -> list[Path]:
+    """The directories in `path` that hold an adapter, by name."""
+    return sorted(config.parent for config in path.glob("*/adapter_config.json"))
+
+
 def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
     """Read an adapter directory. Raises UsageError when it is missing, damaged, untrained, or of a refused kind.
     factors_alone: untrained is one whose every update is zero, whatever else is in the file."""
     if not (path / "adapter_config.json").is_file():
         what = "has no adapter_config.json" if path.is_dir() else "is not a directory"
-        raise UsageError(f"adapter {path} {what}", fix="pass the directory that PEFT's save_pretrained wrote")
+        fix = "pass the directory that PEFT's save_pretrained wrote"
+        if not path.exists() and is_hub_id(str(path)):
+            fix += f"; one of the hub comes by: hf download {path} --local-dir {path.name}"
+        raise UsageError(f"adapter {path} {what}", fix=fix)
     config = read_json(path / "adapter_config.json")
     refuse_unsupported(path, config)
     if not (path / ADAPTER_WEIGHTS).is_file():
@@ -104,6 +141,11 @@ def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
     pairs, zero = set(), set()
     with safe_open(path / ADAPTER_WEIGHTS, framework="pt") as weights:
         for name in sorted(names):
+            if wrapper := wrapper_of(name):
+                what = f"{name} has the prefix {wrapper}. of {WRAPPERS[wrapper]}, which wrapped the model when it was saved"
+                unwrap = "save the model inside it (accelerator.unwrap_model(model).save_pretrained(DIR))"
+                fix = f"{unwrap}, or take {wrapper}. out of the names in the file"
+                raise UsageError(f"adapter {path}: {what}", fix=fix)
             if not name.startswith(PREFIX):
                 fix = "save it with save_pretrained"
                 raise UsageError(f"adapter {path}: {name} is not a name that PEFT writes", fix=fix)
@@ -124,6 +166,14 @@ def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
         what = zero_ones if pairs else "it holds no lora_A and lora_B"
         raise UsageError(f"adapter {path} changes nothing: {what}", fix="was this adapter saved before training?")
     return spans
+
+
+def wrapper_of(name: str) -> str | None:
+    """What a wrapper put into the name of an adapter's tensor, as in `_orig_mod.`; None where there is nothing of it."""
+    parts = name.removeprefix("module.").removeprefix(PREFIX).split(".")
+    if name.startswith("module.") or parts[0] == "module":  # elsewhere it may be a model's own
+        return "module"
+    return next((part for part in parts if part in WRAPPERS and part != "module"), None)
 
 
 # ---------------------------------------------------------------------------------------------------- record of the base

@@ -1,0 +1,167 @@
+"""Where an adapter lies, how its training began, and what a wrapper left in its names."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden import Golden
+from merge_models import INPUT_IDS, LINEARS, SIZES, check_close, check_merge, distances, load, save_base, train
+from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig
+
+from cogumi.core.errors import UsageError
+from cogumi.merge import check_merged, merge_adapter
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("adapters") / "base", LlamaConfig(**SIZES, tie_word_embeddings=False))
+
+
+# EVA: A is what the layers' inputs vary along, and the ranks follow that.
+
+
+@pytest.mark.parametrize("adjusted", [True, False])
+def test_eva(adjusted: bool, base: Path, tmp_path: Path) -> None:
+    """Ranks are shared out anew, so that layers have more than r, or none; the base stays as it is."""
+    model = load(base)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    eva = EvaConfig(rho=2.0, adjust_scaling_factors=adjusted)
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=LINEARS, task_type="CAUSAL_LM", init_lora_weights="eva", eva_config=eva
+    )
+    adapted = get_peft_model(model, config)
+    batches = [{"input_ids": INPUT_IDS, "attention_mask": torch.ones_like(INPUT_IDS)}] * 4
+    initialize_lora_eva_weights(adapted, batches, show_progress_bar=False)
+    after = {name.replace(".base_layer", ""): tensor for name, tensor in adapted.get_base_model().state_dict().items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.05)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert saved["init_lora_weights"] == "eva"
+    assert len(set(saved["rank_pattern"].values()) - {4}) > 1
+    assert bool(saved["alpha_pattern"]) == adjusted
+    check_merge(base, tmp_path / "adapter", tmp_path / "out")
+
+
+# An adapter below the directory that is given.
+
+
+def named_adapters(base: Path, path: Path, *names: str) -> Any:
+    """A model with adapters of these names, saved as PEFT does: each in a directory of its name."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(load(base), lora, adapter_name=names[0])
+    for name in names[1:]:
+        adapted.add_adapter(name, lora)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(str(path))
+    return adapted
+
+
+def test_an_adapter_that_has_a_name_is_found_below(
+    base: Path, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
+) -> None:
+    named_adapters(base, tmp_path / "saved", "french")
+    assert not (tmp_path / "saved" / "adapter_config.json").exists()
+    out = tmp_path / "out"
+    status, _, said = command_line("merge", tmp_path / "saved", out, "--base", base, "--dtype", "float32")
+    assert status == 0, said
+    check_close(*distances(base, tmp_path / "saved" / "french", out))
+    assert check_merged(out, progress=False).missing is None
+    assert json.loads((out / "cogumi-merge.json").read_text())["adapters"][0]["path"].endswith("saved/french")
+
+
+def test_several_adapters_below_are_named_and_not_chosen_from(base: Path, tmp_path: Path, golden: Golden) -> None:
+    named_adapters(base, tmp_path / "saved", "french", "german")
+    with golden.raises("merge", message="french, german", fix="french"):
+        merge_adapter(tmp_path / "saved", tmp_path / "out", base=base, progress=False)
+
+
+def test_the_adapter_that_is_named_comes_before_those_below(base: Path, tmp_path: Path) -> None:
+    """PEFT writes the default adapter into the directory itself, and the others below."""
+    named_adapters(base, tmp_path / "saved", "default", "german")
+    merge_adapter(tmp_path / "saved", tmp_path / "out", base=base, dtype="float32", progress=False)
+    check_close(*distances(base, tmp_path / "saved", tmp_path / "out"))
+
+
+def test_an_adapter_of_the_hub_says_how_it_is_fetched(
+    base: Path, tmp_path: Path, golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with golden.raises("merge", message="someone/an-adapter", fix="hf download someone/an-adapter"):
+        merge_adapter("someone/an-adapter", tmp_path / "out", base=base, progress=False)
+
+
+# What wraps a model puts itself into the names of its modules.
+
+
+class Wrapper(nn.Module):
+    """What FSDP and DistributedDataParallel do to a module, without a process group."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, inner)
+
+
+def wrapped(kind: str, model: Any) -> dict[str, torch.Tensor]:
+    """The adapter's tensors as a state dict of the wrapped model names them."""
+    if kind == "compiled":
+        whole: nn.Module = torch.compile(model)  # type: ignore[assignment]
+    elif kind == "compiled-layers":
+        layers = model.get_base_model().model.layers
+        for number, layer in enumerate(layers):
+            layers[number] = torch.compile(layer)
+        whole = model
+    elif kind == "fsdp":
+        layers = model.get_base_model().model.layers
+        for number, layer in enumerate(layers):
+            layers[number] = Wrapper("_fsdp_wrapped_module", layer)
+        whole = model
+    elif kind == "ddp-inside":
+        model.base_model.model = Wrapper("module", model.base_model.model)
+        whole = model
+    else:
+        whole = Wrapper("module", model)
+    return {name.replace(".default", ""): value for name, value in whole.state_dict().items() if "lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        ("compiled", "_orig_mod."),
+        ("compiled-layers", "_orig_mod."),
+        ("fsdp", "_fsdp_wrapped_module."),
+        ("ddp", "module."),
+        ("ddp-inside", "module."),
+    ],
+)
+def test_the_prefix_of_a_wrapper_is_named(kind: str, prefix: str, base: Path, tmp_path: Path, golden: Golden) -> None:
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    model = PeftModel.from_pretrained(load(base), str(adapter))
+    save_file(wrapped(kind, model), adapter / "adapter_model.safetensors")
+    with golden.raises("merge", message=f"the prefix {prefix} of", fix="unwrap_model"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
+def test_a_model_whose_own_module_is_called_module_is_no_wrapped_one(base: Path, tmp_path: Path) -> None:
+    """Only the outermost `module.` is a wrapper's."""
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    factors = load_file(adapter / "adapter_model.safetensors")
+    save_file(
+        {name.replace("self_attn", "module"): value for name, value in factors.items()},
+        adapter / "adapter_model.safetensors",
+    )
+    with pytest.raises(UsageError, match="belongs to nothing"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
