@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from golden import Golden
 from merge_models import (
     LINEARS,
@@ -318,26 +317,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_configuration(case: str, small_bases: dict[str, Path], tmp_path: Path) -> None:
     base = small_bases["open"]
     check_merge(base, train_adapter(base, tmp_path / "adapter", **CONFIGS[case]), tmp_path / "out")
-
-
-def test_sequence_classifier_on_its_own_base(tmp_path: Path) -> None:
-    config = LlamaConfig(**SIZES, num_labels=3, pad_token_id=0, architectures=["LlamaForSequenceClassification"])
-    base = save_base(tmp_path / "base", config)
-    adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], task_type="SEQ_CLS")
-    assert any("score" in key for key in load_file(adapter / "adapter_model.safetensors"))
-    check_merge(base, adapter, tmp_path / "out")
-
-
-def test_refuses_a_sequence_classifier_on_a_language_model(
-    small_bases: dict[str, Path], tmp_path: Path, golden: Golden
-) -> None:
-    """The head that the adapter brings has no place in the base's model."""
-    base = small_bases["open"]
-    kind = transformers.LlamaForSequenceClassification
-    model = kind.from_pretrained(base, num_labels=3, dtype=torch.float32)
-    adapter = train(model, tmp_path / "adapter", target_modules=["q_proj"], task_type="SEQ_CLS")
-    with golden.raises("merge", message="score.weight"):
-        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
 
 
 def test_refuses_two_updates_of_one_matrix(small_bases: dict[str, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,6 +248,14 @@ def test_a_loaded_model_says_what_it_is(tiny_model: Path) -> None:
 
     model.add_adapter(LoraConfig(target_modules=["q_proj"]))
     assert trl_internals.holds_adapter(model)
+
+
+def test_what_a_class_allows_to_be_missing_is_no_missing_tensor(tiny_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model._keys_to_ignore_on_load_missing = {r"allowed\.\d+"}
+    found = SimpleNamespace(missing_keys={"allowed.3", "other.3"}, unexpected_keys={"model.rotary_emb.inv_freq"})
+    trl_internals.drop_ignored_keys(model, found)
+    assert (found.missing_keys, found.unexpected_keys) == ({"other.3"}, set())
 
 
 # ---------------------------------------------------------------------------------------------------------------- torch

@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 WITH_PEFT = "load it with PEFT on the base instead"
+BOTH_SIDES = (
+    "save it again with save_pretrained(..., save_embedding_layers=True); "
+    "where only one of embedding and head is targeted, PEFT saves that one alone: target both"
+)
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
 # Initialisations that leave the base weights as they are and train an ordinary LoRA pair. EVA's A comes from the layers'

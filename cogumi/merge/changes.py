@@ -11,9 +11,9 @@ from typing import Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, leading_rows_equal
-from cogumi.merge.adapter_files import OTHER_BASE, PREFIX, WITH_PEFT, Adapter
+from cogumi.merge.adapter_files import BOTH_SIDES, OTHER_BASE, PREFIX, WITH_PEFT, Adapter
 from cogumi.merge.bases import Base
-from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, meta_base
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, meta_model, trained_class
 from cogumi.patches.trl_internals import swaps_features
 
 
@@ -22,7 +22,9 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
     lora: its LoraConfig, where it is not on the disk yet."""
     from peft import LoraConfig, get_peft_model
 
-    model = meta_base(base, adapter)  # PEFT changes the model it is given, so each adapter gets its own
+    model = meta_model(
+        *trained_class(base, adapter)
+    )  # PEFT changes the model it is given, so each adapter gets its own
     held = {span.name: span for span in adapter.spans}
     changes = Changes(vocabulary=resize_vocabulary(model, held))
     config = copy.deepcopy(lora) or LoraConfig.from_pretrained(str(adapter.path))
@@ -78,8 +80,21 @@ def check_keys(adapter: Adapter, base: Base, held: dict[str, Span], layers: Any)
         needed = tuple(allowed[key].shape)
         if span.shape != needed:
             what = f"{key} has shape {span.shape} where base {base.name} and the adapter's configuration need {needed}"
-            raise adapter.refused(what, fix=OTHER_BASE)
+            rows = resized_rows(layers.get_base_model(), key, span.shape, needed)
+            if rows is not None:
+                what += f"; it resized the vocabulary to {rows} and does not bring the embedding of that"
+            raise adapter.refused(what, fix=OTHER_BASE if rows is None else BOTH_SIDES)
     return set(expected)
+
+
+def resized_rows(model: Any, key: str, shape: tuple[int, ...], needed: tuple[int, ...]) -> int | None:
+    """The size of the vocabulary where a tensor of embedding or head has that of another one, else None."""
+    sides = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = [name for name, module in model.named_modules() if any(module is side for side in sides)]
+    if not any(key.startswith(f"{PREFIX}{name}.") for name in names) or len(shape) != len(needed):
+        return None
+    other = [(ours, size) for ours, size in zip(shape, needed, strict=True) if ours != size]
+    return other[0][0] if len(other) == 1 and other[0][1] == model.config.get_text_config().vocab_size else None
 
 
 def layer_changes(

@@ -25,7 +25,7 @@ from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, read_json
 from cogumi.merge.arithmetic import ieee_matmul
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.element_check import half_ulp
-from cogumi.merge.parameter_map import adapted_class
+from cogumi.merge.parameter_map import adapted_class, head_classes
 
 SAME_BASE = "is it the merge of the same base?"
 # How many times the predicted rounding noise the logits may differ.
@@ -327,8 +327,13 @@ def check_directory(
     source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
     whole = AutoConfig.from_pretrained(merged)
     config = whole.get_text_config()
+    keys = [span.name for path in paths for span in read_shard(path / ADAPTER_WEIGHTS).spans]
+    kind = adapted_class(whole, keys)
     if input_ids is None:
-        input_ids = prompt_tokens(merged, config, trained_tokens(paths))
+        shape = (2, PROMPT_TOKENS)
+        if kind in head_classes(whole):  # logits for the last token of each row alone
+            shape = (16, PROMPT_TOKENS // 8)
+        input_ids = prompt_tokens(merged, config, trained_tokens(paths), *shape)
     spans = [span for file in sorted(merged.glob("*.safetensors")) for span in read_shard(file).spans]
     needed = memory_needed(paths, spans, input_ids.numel() * config.vocab_size)
     available = psutil.virtual_memory().available
@@ -337,8 +342,7 @@ def check_directory(
         fix = "free some, or merge with verify='logits' on a larger machine"
         raise UsageError(f"verify='logits' of {merged} {what}", fix=fix)
     with ieee_matmul(), torch.no_grad():
-        keys = [span.name for path in paths for span in read_shard(path / ADAPTER_WEIGHTS).spans]
-        load = functools.partial(load_float, adapted_class(whole, keys))
+        load = functools.partial(load_float, kind, labelled=whole if kind in head_classes(whole) else None)
         seen = observe_from_disk(adapters, functools.partial(load, source), config.vocab_size, input_ids)
         dtypes = {span.name: FLOAT_DTYPES[span.dtype] for span in spans if span.dtype in FLOAT_DTYPES}
         return compare_logits(
@@ -370,12 +374,14 @@ def trained_tokens(adapters: list[Path]) -> list[int]:
     return sorted(tokens)
 
 
-def prompt_tokens(merged: Path, config: Any, first: list[int], rows: int = 2) -> torch.Tensor:
-    """int64 [rows, 128 or what the model has positions for]: a built-in text in merged's tokenizer, or seeded random
+def prompt_tokens(
+    merged: Path, config: Any, first: list[int], rows: int = 2, columns: int = PROMPT_TOKENS
+) -> torch.Tensor:
+    """int64 [rows, columns or what the model has positions for]: a built-in text in merged's tokenizer, or seeded random
     tokens. `first`, the tokens that an adapter trains one by one, leads the rows, in turns, to half of each."""
     from transformers import AutoTokenizer
 
-    columns = min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
+    columns = min(columns, getattr(config, "max_position_embeddings", columns))
     if any((merged / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         text = AutoTokenizer.from_pretrained(merged)(PROMPT)["input_ids"]
         known = [token for token in text if token < config.vocab_size]
@@ -388,9 +394,18 @@ def prompt_tokens(merged: Path, config: Any, first: list[int], rows: int = 2) ->
     return tokens
 
 
-def load_float(kind: Any, path: Path, dtype: torch.dtype) -> Any:
+def load_float(kind: Any, path: Path, dtype: torch.dtype, labelled: Any = None) -> Any:
+    """A model in memory. labelled: the merged config of a classifier, whose labels the base may not have."""
+    from transformers import AutoConfig
+
     gc.collect()  # models hold reference cycles: what was dropped must go before the next one comes
-    return kind.from_pretrained(path, dtype=dtype, device_map="cpu").eval()
+    if labelled is None:
+        return kind.from_pretrained(path, dtype=dtype, device_map="cpu").eval()
+    config = AutoConfig.from_pretrained(path)
+    config.num_labels = labelled.num_labels
+    padding = labelled.get_text_config().pad_token_id
+    config.get_text_config().pad_token_id = -1 if padding is None else padding  # no prompt holds -1
+    return kind.from_pretrained(path, config=config, dtype=dtype, device_map="cpu", ignore_mismatched_sizes=True).eval()
 
 
 def observe_from_disk(

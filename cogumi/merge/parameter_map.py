@@ -8,7 +8,7 @@ tensor hold which rows of which parameter.
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A base's stored tensors, the places of its parameters in them, and its tied parameters (head -> embedding)."""
+    """A base under the class that an adapter was trained on.
+
+    spans: the stored tensors, without the head of another class. places: of its parameters in them. tied: its tied
+    parameters (head -> embedding). config, kind: of that class, as for meta_model. architecture: its name.
+    """
 
     spans: dict[str, Span]
     places: dict[str, tuple[Place, ...]]
     tied: dict[str, str]
+    config: Any
+    kind: Any
+    architecture: str
 
 
 @dataclass(frozen=True)
@@ -98,12 +105,20 @@ class Changes:
 def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
     """Map a base's checkpoint to the names of the class that the adapter was trained on. Raises UsageError when
     transformers cannot build its model, or two tensors are one."""
-    model = meta_base(base, adapter)
-    return Checkpoint(base.tensors, parameter_places(model, base.tensors), dict(model.all_tied_weights_keys))
+    config, kind = trained_class(base, adapter)
+    model = meta_model(config, kind)
+    spans = base.tensors
+    places = parameter_places(model, spans)
+    if kind in head_classes(config) and kind is not named_class(config):  # the head of the base's class is not loaded
+        others = parameter_places(meta_model(config, named_class(config)), spans)
+        dead = {place.tensor for found in others.values() for place in found}
+        dead -= {place.tensor for found in places.values() for place in found}
+        spans = {name: span for name, span in spans.items() if name not in dead}
+    return Checkpoint(spans, places, dict(model.all_tied_weights_keys), config, kind, type(model).__name__)
 
 
-def meta_base(base: Base, adapter: Adapter) -> Any:
-    """meta_model of a base on disk, of the class that the adapter was trained on."""
+def trained_class(base: Base, adapter: Adapter) -> tuple[Any, Any]:
+    """(config, class) of the model that the adapter was trained on, with as many labels as a head that it brings."""
     from transformers import AutoConfig
 
     try:
@@ -111,7 +126,32 @@ def meta_base(base: Base, adapter: Adapter) -> Any:
     except (ValueError, KeyError) as error:
         kind = base.config.get("model_type")
         raise UsageError(f"base {base.name} has model_type {kind!r}, which this transformers lacks: {error}") from error
-    return meta_model(config, adapted_class(config, (span.name for span in adapter.spans)))
+    shapes = {span.name.removeprefix(PREFIX): span.shape for span in adapter.spans}
+    kind = adapted_class(config, shapes, adapter.config.get("task_type"))
+    if kind in head_classes(config) and (labels := count_labels(config, kind, shapes)) is not None:
+        config.num_labels = labels
+    return config, kind
+
+
+def head_classes(config: Any, task: str | None = None) -> list[Any]:
+    """The classes with a head for labels or rewards that transformers has for a config, the task's first."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
+    mappings = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING]
+    if task == "TOKEN_CLS":
+        mappings.reverse()
+    return [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+
+
+def count_labels(config: Any, kind: Any, shapes: dict[str, tuple[int, ...]]) -> int | None:
+    """How many labels a head among these tensors is for; None where there is none. Its rows follow config.num_labels."""
+    two, three = copy.deepcopy(config), copy.deepcopy(config)
+    two.num_labels, three.num_labels = 2, 3
+    other = meta_model(three, kind).state_dict()
+    for name, tensor in meta_model(two, kind).state_dict().items():
+        if tensor.shape != other[name].shape and name in shapes:
+            return shapes[name][0]
+    return None
 
 
 def auto_class(config: Any) -> Any:
@@ -137,12 +177,13 @@ def named_class(config: Any) -> Any:
     return getattr(transformers, (config.architectures or [""])[0], None)
 
 
-def adapted_class(config: Any, keys: Iterable[str]) -> Any:
-    """The class with the modules that an adapter's keys name: the one that the config names, or else auto_class. They
-    differ where the latter leaves towers out: `model.language_model.layers` is `model.layers` there."""
+def adapted_class(config: Any, keys: Iterable[str], task: str | None = None) -> Any:
+    """The class with the modules that an adapter's keys name: the one that the config names, else auto_class, else one
+    with a head for labels. The first two differ where auto_class leaves towers out: `model.language_model.layers` is
+    `model.layers` there. task: the adapter's task_type."""
     modules = {OWN_PART.sub("", key.removeprefix(PREFIX)) for key in keys}
     known, loaded = named_class(config), auto_class(config)
-    for kind in (known, loaded):
+    for kind in (known, loaded, *head_classes(config, task)):
         if kind is not None and modules <= {name for name, _ in meta_model(config, kind).named_modules()}:
             return kind
     return known or loaded
@@ -166,20 +207,11 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
     """Parameter -> its places, for every parameter that the stored tensors make up in a way known here.
     This omits a parameter with a tensor that is missing or has another size. It also omits one that transformers
     converts by more than stack, concatenate, split and transpose, such as a permutation for rotary embeddings."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    meta = model.state_dict()
-    parameters = {name: tuple(tensor.shape) for name, tensor in meta.items()}
+    parameters = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    converters = weight_converters(model)
     plain: dict[str, str] = {}
     converted: dict[tuple[str, int], dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for tensor in sorted(spans, key=dot_natural_key):  # the order in which transformers stacks them
-        name, pattern = rename_source_key(tensor, renamings, converters, model.base_model_prefix, meta)
-        if name not in parameters and tensor in parameters:
-            name, pattern = tensor, None  # the loader's own rule: a name that exists is not renamed away
+    for tensor, name, pattern in renamed_tensors(model, spans):
         if pattern is not None:
             # Of two converters with one pattern, transformers takes the last.
             number = max(n for n, converter in enumerate(converters) if pattern in converter.source_patterns)
@@ -195,6 +227,29 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
     for (name, number), stored in converted.items():
         places |= converted_places(name, converters[number], stored, parameters)
     return {name: found for name, found in places.items() if covers_parameter(found, parameters[name], spans)}
+
+
+def weight_converters(model: Any) -> list[Any]:
+    """transformers' conversions for a model that do more than rename."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    return [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+
+
+def renamed_tensors(model: Any, stored: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
+    """For each stored tensor: its name, the first parameter that it loads as, and the pattern of its converter or None.
+    They come in the order in which transformers stacks them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    converters, meta = weight_converters(model), model.state_dict()
+    for tensor in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(tensor, renamings, converters, model.base_model_prefix, meta)
+        if name not in meta and tensor in meta:
+            name, pattern = tensor, None  # the loader's own rule: a name that exists is not renamed away
+        yield tensor, name, pattern
 
 
 def matrices_of(span: Span, offset: int = 0, transposed: bool = False) -> tuple[Place, ...]:

@@ -26,6 +26,8 @@ from cogumi.hub.downloads import WEIGHTS, Download, read_headers
 from cogumi.merge.adapter_files import Adapter, read_json
 from cogumi.merge.bases import Base, cached_snapshot, read_model
 from cogumi.merge.changes import adapter_changes
+from cogumi.merge.completeness import check_base, check_output
+from cogumi.merge.heads import set_head
 from cogumi.merge.output_directory import output_config, side_files
 from cogumi.merge.parameter_map import (
     Change,
@@ -171,21 +173,30 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     """Plan every output tensor of base + the weighted sum of the adapters. Raises UsageError naming the key when an
     adapter and the base do not fit together, or cannot be merged exactly."""
     checkpoint = read_checkpoint(base, adapters[0][0])
+    brought = check_base(base, checkpoint, [adapter for adapter, _ in adapters])
     # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
     changes = weighted_sum(each)
     untied, fresh = find_untied(changes, checkpoint, base)
-    stored = changes_by_tensor(changes, checkpoint, base, adapters[0][0])
-    shards = tuple(plan_shard(shard, base, stored, fresh, checkpoint, dtype) for shard in base.shards)
-    return MergePlan(
-        tuple(adapters),
-        base,
-        shards,
-        output_index(base, shards),
-        config_bytes(base, dtype, untied, changes.vocabulary),
-        side_files(adapters[0][0].path, base.path),
+    stored = changes_by_tensor(changes, checkpoint, brought, base, adapters[0][0])
+    heads = {name: whole_of(stored[name]) for name in sorted(brought - checkpoint.spans.keys())}
+    new = {name: span for name, span in heads.items() if span is not None}
+    last = len(base.shards) - 1
+    shards = tuple(
+        plan_shard(shard, base, stored, fresh, new if number == last else {}, checkpoint, dtype)
+        for number, shard in enumerate(base.shards)
     )
+    files = side_files(adapters[0][0].path, base.path)
+    as_dtype = None if dtype == "keep" else dtype
+    config = output_config(base.config, dtype=as_dtype, untied=untied, vocab_size=changes.vocabulary)
+    if brought:
+        set_head(config, checkpoint, files)
+    plan = MergePlan(tuple(adapters), base, shards, output_index(base, shards), config_bytes(base, config), files)
+    check_output(
+        base, checkpoint, adapters[0][0], config, [tensor.target for tensor in plan.tensors], changes.vocabulary
+    )
+    return plan
 
 
 def plan_adapter(lora: Any, of_base: Any, base: Base) -> None:
@@ -200,8 +211,9 @@ def plan_adapter(lora: Any, of_base: Any, base: Base) -> None:
         tensors = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"))
         checkpoint = read_checkpoint(base, adapter)
+        check_base(base, checkpoint, [])
         changes = adapter_changes(adapter, base, checkpoint, lora)
-    for name, pieces in changes_by_tensor(changes, checkpoint, base, adapter).items():
+    for name, pieces in changes_by_tensor(changes, checkpoint, frozenset(), base, adapter).items():
         if name in checkpoint.spans:  # else a head that gets a tensor of its own
             plan_tensor(name, checkpoint.spans[name], pieces, base, "keep")
 
@@ -307,14 +319,19 @@ def same_term(one: LowRank, other: LowRank) -> bool:
     return torch.equal(a, c) and torch.equal(b, d)
 
 
-def changes_by_tensor(changes: Changes, checkpoint: Checkpoint, base: Base, adapter: Adapter) -> dict[str, list[Piece]]:
-    """Stored tensor -> its changed pieces. A head without a tensor of its own is found under its own name."""
+def changes_by_tensor(
+    changes: Changes, checkpoint: Checkpoint, brought: frozenset[str], base: Base, adapter: Adapter
+) -> dict[str, list[Piece]]:
+    """Stored tensor -> its changed pieces. A head without a tensor of its own is found under its own name. brought: the
+    parameters that the adapter brings and the base lacks."""
     stored: dict[str, list[Piece]] = defaultdict(list)
     for parameter, change in changes.parameters.items():
         places = checkpoint.places.get(parameter, ())
         if not places and parameter in checkpoint.tied:
             home = checkpoint.places[checkpoint.tied[parameter]][0]
             places = (replace(home, tensor=parameter),)
+        if parameter in brought and change.whole:
+            places = (Place(parameter, 0, matrix_shape(checkpoint.spans.get(parameter, change.whole).shape)[0]),)
         if not places:
             what = f"it changes {parameter}, which base {base.name} lacks or stores in a layout that is not known here"
             raise adapter.refused(what)
@@ -340,6 +357,11 @@ def refuse_partial(
         raise adapter.refused(f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others")
 
 
+def whole_of(changed: list[Piece]) -> Span | None:
+    """The adapter's tensor that takes the place of the base's, None where there is none."""
+    return next((piece.change.whole for piece in changed if piece.change and piece.change.whole), None)
+
+
 def cut_whole(change: Change, place: Place, span: Span) -> Change:
     """A change with, where a parameter that is stored in parts is trained whole, only the bytes of the part in `span`."""
     whole = change.whole
@@ -352,12 +374,18 @@ def cut_whole(change: Change, place: Place, span: Span) -> Change:
 
 
 def plan_shard(
-    shard: Shard, base: Base, stored: dict[str, list[Piece]], untied: dict[str, str], checkpoint: Checkpoint, dtype: str
+    shard: Shard,
+    base: Base,
+    stored: dict[str, list[Piece]],
+    untied: dict[str, str],
+    new: dict[str, Span],
+    checkpoint: Checkpoint,
+    dtype: str,
 ) -> ShardPlan:
-    """The output shard: the base shard's tensors in its order, then heads that were tied to one of them. Where no name,
-    dtype or shape changes, the header is the base's own, byte for byte."""
+    """The output shard: the base shard's tensors in its order, heads that were tied to one of them, then the adapter's
+    `new` ones. Where no name, dtype or shape changes, the header is the base's own, byte for byte."""
     own = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
-    order = own | {head: own[embedding] for head, embedding in untied.items() if embedding in own}
+    order = own | {head: own[embedding] for head, embedding in untied.items() if embedding in own} | new
     drafts = [plan_tensor(name, span, stored.get(name, []), base, dtype) for name, span in order.items()]
     entries = [(draft.target.name, draft.target.dtype, draft.target.shape, draft.target.end) for draft in drafts]
     same = [entry[:3] for entry in entries] == [(span.name, span.dtype, span.shape) for span in shard.spans]
@@ -372,7 +400,7 @@ def plan_shard(
 
 def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: str) -> TensorPlan:
     """One output tensor, its `end` its length in bytes until it is placed. span: the stored tensor that it starts from."""
-    whole = next((piece.change.whole for piece in changed if piece.change and piece.change.whole), None)
+    whole = whole_of(changed)
     source: Source = base.quantized.get(span.name, span) if whole is None else whole
     out = OUTPUT_DTYPES[dtype] if dtype != "keep" and span.dtype in MERGEABLE_DTYPES else span.dtype
     updates = []
@@ -417,8 +445,7 @@ def output_index(base: Base, shards: tuple[ShardPlan, ...]) -> dict[str, Any] | 
     return {"metadata": metadata, "weight_map": {name: targets[name][1] for name in sorted(targets)}}
 
 
-def config_bytes(base: Base, dtype: str, untied: bool, vocabulary: int | None) -> bytes:
+def config_bytes(base: Base, config: dict[str, Any]) -> bytes:
     """The output's config.json: the base's, byte for byte, unless something in it changes."""
     text = (base.path / "config.json").read_bytes()
-    config = output_config(base.config, dtype=None if dtype == "keep" else dtype, untied=untied, vocab_size=vocabulary)
     return text if config == base.config else (json.dumps(config, indent=2) + "\n").encode()

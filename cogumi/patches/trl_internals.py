@@ -117,3 +117,8 @@ def place_quantized_layers(quantizer: Any, model: Any) -> None:
 def swaps_features(layer: Any) -> bool:
     """Whether PEFT took a wrapped parameter's first axis for the inputs."""
     return bool(layer._did_swap_in_out_features)
+
+
+def drop_ignored_keys(model: Any, found: Any) -> None:
+    """Take out of what transformers' loader found missing or unexpected what the model's class allows to be so."""
+    model._adjust_missing_and_unexpected_keys(found)

@@ -1,0 +1,183 @@
+"""Whether a checkpoint holds all that transformers loads a model from.
+
+transformers fills a missing tensor with random numbers and says so in its log alone. Its own loader is run here on tensors
+that have a shape and no memory: those of the base, then those of the planned output.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cogumi.core.errors import UsageError
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Span
+from cogumi.merge.adapter_files import BOTH_SIDES, PREFIX, Adapter
+from cogumi.merge.bases import Base
+from cogumi.merge.parameter_map import Checkpoint, meta_model, named_class, renamed_tensors
+from cogumi.patches.trl_internals import drop_ignored_keys
+
+# The dtypes that transformers casts to a parameter's as they are. Others need a scale, or are packed.
+CAST_DTYPES = (*FLOAT_DTYPES, "F64")
+Stored = Mapping[str, tuple[tuple[int, ...], str]]  # tensor -> (shape, safetensors' dtype)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A parameter that would not be loaded. there: its shape or dtype in the checkpoint, "" where it is missing.
+    needed: the shape or dtype that the model has. tensor: a stored tensor whose absence explains it, else None."""
+
+    parameter: str
+    there: str
+    needed: str
+    tensor: str | None = None
+
+    def __str__(self) -> str:
+        if self.tensor is not None:
+            return f"{self.tensor} is missing, a part of {self.parameter} {self.needed}"
+        if self.there:
+            return f"{self.parameter} is {self.there} where {self.needed} is needed"
+        return f"{self.parameter} {self.needed} is missing, which transformers fills with random numbers"
+
+
+def find_faults(config: Any, kind: Any, stored: Stored) -> list[Fault]:
+    """What transformers would fill with random numbers, or refuse, if it loaded these tensors; sorted by parameter.
+
+    config, kind: as for meta_model. Tied weights and what the class leaves to be computed are no faults. Tensors that the
+    class does not load are none either: many checkpoints hold some.
+    """
+    return read_faults(meta_model(config, kind), stored)
+
+
+def read_faults(model: Any, stored: Stored) -> list[Fault]:
+    """find_faults for a model on the meta device, into which the tensors are loaded: it is used up."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    needed = dict(model.state_dict())
+    shapes = {name: str(list(tensor.shape)) for name, tensor in needed.items()}
+    transforms: list[Any] = list(get_model_conversion_mapping(model))
+    for transform in transforms:
+        if getattr(transform, "force_cpu", False):  # for what is too large for a GPU; here nothing has a size
+            transform.force_cpu = False
+    tensors = {name: torch.empty(shape, device="meta") for name, (shape, _) in stored.items()}
+    tied = dict(model.all_tied_weights_keys)
+    loading = LoadStateDictConfig(weight_mapping=transforms, dtype=torch.float32, device_map={"": "meta"})
+    with without_progress():
+        found, _ = convert_and_load_state_dict_in_model(model, tensors, loading, None)
+    drop_ignored_keys(model, found)
+    missing = without_tied(found.missing_keys, tied)
+    faults = {name: Fault(name, "", shapes[name]) for name in missing | found.conversion_errors.keys()}
+    faults |= {name: Fault(name, str(list(there)), shapes[name]) for name, there, _ in found.mismatched_keys}
+    packed = [name for name, (_, dtype) in stored.items() if dtype not in CAST_DTYPES]
+    for tensor, name, _ in renamed_tensors(model, packed) if packed else ():
+        if name in needed and needed[name].is_floating_point():
+            faults.setdefault(name, Fault(name, stored[tensor][1], "a float dtype"))
+    if faults:
+        name_absent_parts(model, stored, faults)
+    return [faults[name] for name in sorted(faults)]
+
+
+def without_tied(missing: set[str], tied: dict[str, str]) -> set[str]:
+    """The missing parameters without those that transformers ties to one that is there, whichever is tied to which.
+    Where all of them are missing, the one is left that the others are tied to."""
+    groups: dict[str, set[str]] = {}
+    for target, source in tied.items():
+        groups.setdefault(source, {source}).add(target)
+    left = set(missing)
+    for source, group in groups.items():
+        left -= group - {source} if group <= missing else group
+    return left
+
+
+def name_absent_parts(model: Any, stored: Stored, faults: dict[str, Fault]) -> None:
+    """Where a parameter is stacked from a numbered list (experts) and one of them is absent, have its fault name it."""
+    sources: dict[str, list[str]] = {}
+    for tensor, name, pattern in renamed_tensors(model, stored):
+        if name in faults and pattern is not None and "*" in pattern:
+            sources.setdefault(name, []).append(tensor)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, tensors in sources.items():
+        if absent := absent_part(tensors, shapes[name][0]):
+            faults[name] = replace(faults[name], tensor=absent)
+
+
+def absent_part(tensors: Collection[str], count: int) -> str | None:
+    """The first of several lists numbered from 0 to count - 1 that is not among these names, which are of one layer."""
+    parts = [re.split(r"(?<=\.)(\d+)(?=\.)", tensor) for tensor in tensors]
+    for place in range(1, min(map(len, parts)), 2):
+        if len({part[place] for part in parts}) > 1:
+            for stem in sorted({("".join(part[:place]), "".join(part[place + 1 :])) for part in parts}):
+                for number in range(count):
+                    if (name := f"{stem[0]}{number}{stem[1]}") not in tensors:
+                        return name
+    return None
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """Without transformers' bar over the weights: nothing is loaded."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+# ----------------------------------------------------------------------------------------- the base, and what is planned
+
+
+def check_base(base: Base, checkpoint: Checkpoint, adapters: Collection[Adapter]) -> frozenset[str]:
+    """Raise UsageError unless transformers loads the whole base under the class that the adapter was trained on.
+    Returns the parameters that an adapter brings whole and that the base lacks, or has in another shape (a head)."""
+    whole = {span.name.removeprefix(PREFIX) for adapter in adapters for span in adapter.spans}
+    faults = find_faults(checkpoint.config, checkpoint.kind, stored_of(checkpoint.spans.values()))
+    brought = frozenset(
+        fault.parameter
+        for fault in faults
+        if fault.parameter in whole and (fault.parameter in checkpoint.spans or not fault.there)
+    )
+    if lacking := [fault for fault in faults if fault.parameter not in brought]:
+        raise incomplete(base, checkpoint.architecture, lacking)
+    return brought
+
+
+def check_output(
+    base: Base,
+    checkpoint: Checkpoint,
+    adapter: Adapter,
+    entries: dict[str, Any],
+    targets: Collection[Span],
+    vocabulary: int | None,
+) -> None:
+    """Raise UsageError unless transformers will load all of the planned output, as its own config.json says.
+    entries: that config. targets: the planned tensors. vocabulary: its size, where the adapter resized it."""
+    config = type(checkpoint.config).from_dict(entries)
+    kind, stored = named_class(config) or checkpoint.kind, stored_of(targets)
+    if kind is checkpoint.kind and entries == base.config and stored == stored_of(checkpoint.spans.values()):
+        return  # what check_base has found whole
+    faults = find_faults(config, kind, stored)
+    if resized := [fault for fault in faults if vocabulary is not None and fault.needed.startswith(f"[{vocabulary}")]:
+        what = (
+            f"it resized the vocabulary to {vocabulary} and does not bring all of it: {resized[0]} in the merged model"
+        )
+        raise adapter.refused(what, fix=BOTH_SIDES)
+    if faults:
+        raise incomplete(base, kind.__name__, faults)
+
+
+def stored_of(spans: Collection[Span]) -> Stored:
+    return {span.name: (span.shape, span.dtype) for span in spans}
+
+
+def incomplete(base: Base, architecture: str, faults: list[Fault]) -> UsageError:
+    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+    what = f"base {base.name} is not a whole {architecture}: {faults[0]}{more}"
+    return UsageError(what, fix="download it again, or correct its config.json")
