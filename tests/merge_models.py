@@ -1,6 +1,7 @@
 """Tiny bases, adapters on them and the comparison of live and merged models, shared by the merge's tests."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from cogumi.core.safetensors_file import read_shard
 from cogumi.merge import merge_adapter
+from cogumi.merge.completeness import find_faults
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -136,3 +139,27 @@ def closed_form(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
             scaling = alpha / (len(a) ** 0.5 if config["use_rslora"] else len(a))
             expected[f"{module}.weight"] += scaling * b.double() @ a.double()
     return expected
+
+
+def reported_faults(path: Path) -> set[str]:
+    """What transformers itself fills with random numbers when it loads a directory. What is tied to another missing
+    parameter is not counted: its tensor would be the other's."""
+    kind = getattr(transformers, AutoConfig.from_pretrained(path).architectures[0])
+    model, info = kind.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True)
+    missing = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
+    return missing - {name for name, source in model.all_tied_weights_keys.items() if source in missing}
+
+
+def found_faults(path: Path) -> set[str]:
+    config = AutoConfig.from_pretrained(path)
+    stored = {span.name: (span.shape, span.dtype) for span in read_shard(path / "model.safetensors").spans}
+    return {fault.parameter for fault in find_faults(config, getattr(transformers, config.architectures[0]), stored)}
+
+
+def without_tensor(base: Path, copy: Path, name: str) -> Path:
+    """A copy of a base in one file, without one of its tensors."""
+    shutil.copytree(base, copy)
+    tensors = load_file(copy / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy

@@ -18,11 +18,14 @@ from merge_models import (
     check_close,
     check_loads,
     check_merge,
+    found_faults,
     load,
     logits,
+    reported_faults,
     rms,
     save_base,
     train_adapter,
+    without_tensor,
 )
 from multimodal_models import save_multimodal
 from peft import LoraConfig, get_peft_model
@@ -31,10 +34,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from cogumi.core.errors import UsageError
-from cogumi.core.safetensors_file import read_shard
 from cogumi.merge import merge_adapter
 from cogumi.merge.bases import read_model
-from cogumi.merge.completeness import find_faults
 from cogumi.merge.plan import expected_base, plan_adapter
 
 Tensors = dict[str, torch.Tensor]
@@ -73,36 +74,21 @@ def changed(base: Path, copy: Path, change: Callable[[Tensors], object]) -> Path
     return copy
 
 
-def reported(path: Path) -> set[str]:
-    """What transformers itself fills with random numbers when it loads a directory. What is tied to another missing
-    parameter is not counted: its tensor would be the other's."""
-    kind = getattr(transformers, AutoConfig.from_pretrained(path).architectures[0])
-    model, info = kind.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True)
-    missing = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
-    return missing - {name for name, source in model.all_tied_weights_keys.items() if source in missing}
-
-
-def found(path: Path) -> set[str]:
-    config = AutoConfig.from_pretrained(path)
-    stored = {span.name: (span.shape, span.dtype) for span in read_shard(path / "model.safetensors").spans}
-    return {fault.parameter for fault in find_faults(config, getattr(transformers, config.architectures[0]), stored)}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_tensor_that_is_missing_is_found_as_transformers_reports_it(
     family: str, bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert found(bases[family]) == reported(bases[family]) == set()
+    assert found_faults(bases[family]) == reported_faults(bases[family]) == set()
     for number, name in enumerate(load_file(bases[family] / "model.safetensors")):
-        damaged = changed(bases[family], tmp_path / f"{number}", lambda tensors, name=name: tensors.pop(name))
+        damaged = without_tensor(bases[family], tmp_path / f"{number}", name)
         if (
             ".experts." in name and "down_proj" not in name
         ):  # two stacks that do not fit each other: transformers raises
             with pytest.raises(RuntimeError, match="conversion of the weights"):
-                reported(damaged)
-            assert found(damaged)
+                reported_faults(damaged)
+            assert found_faults(damaged)
         else:
-            assert found(damaged) == reported(damaged) != set(), name
+            assert found_faults(damaged) == reported_faults(damaged) != set(), name
 
 
 def cut(name: str) -> Callable[[Tensors], object]:
@@ -184,9 +170,9 @@ def test_what_transformers_allows_is_merged(
 ) -> None:
     family, change = ALLOWED[case]
     base = changed(bases[family], tmp_path / "base", change)
-    assert reported(base) == set()
+    assert reported_faults(base) == set()
     merge_adapter(adapters[family], tmp_path / "out", base=base, progress=False)
-    assert reported(tmp_path / "out") == set()
+    assert reported_faults(tmp_path / "out") == set()
     assert all_tensors(tmp_path / "out").keys() == all_tensors(base).keys()
 
 

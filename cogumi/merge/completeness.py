@@ -4,10 +4,13 @@ transformers fills a missing tensor with random numbers and says so in its log a
 that have a shape and no memory: those of the base, then those of the planned output.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span
 from cogumi.merge.adapter_files import BOTH_SIDES, PREFIX, Adapter
 from cogumi.merge.bases import Base
-from cogumi.merge.parameter_map import Checkpoint, meta_model, named_class, renamed_tensors
+from cogumi.merge.parameter_map import Checkpoint, meta_model, named_class, read_config, renamed_tensors
 from cogumi.patches.trl_internals import drop_ignored_keys
 
 # The dtypes that transformers casts to a parameter's as they are. Others need a scale, or are packed.
@@ -159,7 +162,9 @@ def check_output(
 ) -> None:
     """Raise UsageError unless transformers will load all of the planned output, as its own config.json says.
     entries: that config. targets: the planned tensors. vocabulary: its size, where the adapter resized it."""
-    config = type(checkpoint.config).from_dict(entries)
+    with TemporaryDirectory() as directory:  # transformers decodes what JSON has no word for (infinity) in files alone
+        (Path(directory) / "config.json").write_text(json.dumps(entries), encoding="utf-8")
+        config = read_config(base, Path(directory))
     kind, stored = named_class(config) or checkpoint.kind, stored_of(targets)
     if kind is checkpoint.kind and entries == base.config and stored == stored_of(checkpoint.spans.values()):
         return  # what check_base has found whole

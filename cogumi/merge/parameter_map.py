@@ -119,18 +119,23 @@ def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
 
 def trained_class(base: Base, adapter: Adapter) -> tuple[Any, Any]:
     """(config, class) of the model that the adapter was trained on, with as many labels as a head that it brings."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(base.path, trust_remote_code=False)
-    except (ValueError, KeyError) as error:
-        kind = base.config.get("model_type")
-        raise UsageError(f"base {base.name} has model_type {kind!r}, which this transformers lacks: {error}") from error
+    config = read_config(base, base.path)
     shapes = {span.name.removeprefix(PREFIX): span.shape for span in adapter.spans}
     kind = adapted_class(config, shapes, adapter.config.get("task_type"))
     if kind in head_classes(config) and (labels := count_labels(config, kind, shapes)) is not None:
         config.num_labels = labels
     return config, kind
+
+
+def read_config(base: Base, directory: Path) -> Any:
+    """transformers' config of a directory, the base's or one with the output's config.json."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        kind = base.config.get("model_type")
+        raise UsageError(f"base {base.name} has model_type {kind!r}, which this transformers lacks: {error}") from error
 
 
 def head_classes(config: Any, task: str | None = None) -> list[Any]:
