@@ -176,6 +176,15 @@ def test_what_transformers_allows_is_merged(
     assert all_tensors(tmp_path / "out").keys() == all_tensors(base).keys()
 
 
+def test_what_a_class_allows_to_be_missing_is_no_fault(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = without_tensor(bases["open"], tmp_path / "base", NORM)
+    assert found_faults(base) == reported_faults(base) == {NORM}
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_keys_to_ignore_on_load_missing", [r"layers\.0\.input_layer"])
+    assert found_faults(base) == reported_faults(base) == set()
+
+
 def test_a_tower_that_no_adapter_reaches_has_to_be_whole_too(tiny_model: Path, tmp_path: Path, golden: Golden) -> None:
     """The class that a run loads leaves it out; the merged checkpoint is to have it."""
     base = save_multimodal("qwen3_5", tiny_model, tmp_path / "base")
