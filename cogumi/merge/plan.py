@@ -1,6 +1,5 @@
 """What the merge will write, decided in full and checked before the first byte."""
 
-import copy
 import json
 import warnings
 from collections import defaultdict
@@ -22,9 +21,8 @@ from cogumi.core.safetensors_file import (
     make_header,
     matrix_shape,
 )
-from cogumi.hub.downloads import WEIGHTS, Download, read_headers
-from cogumi.merge.adapter_files import Adapter, read_json
-from cogumi.merge.bases import Base, cached_snapshot, read_model
+from cogumi.merge.adapter_files import Adapter
+from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
 from cogumi.merge.completeness import check_base, check_output
 from cogumi.merge.heads import set_head
@@ -35,11 +33,10 @@ from cogumi.merge.parameter_map import (
     Checkpoint,
     LowRank,
     Place,
-    meta_model,
-    named_class,
     read_checkpoint,
 )
-from cogumi.merge.quantized import Bnb4bit, quantization
+from cogumi.merge.plain_models import plain_changes
+from cogumi.merge.quantized import Bnb4bit
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())
@@ -172,19 +169,34 @@ class MergePlan:
 def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
     """Plan every output tensor of base + the weighted sum of the adapters. Raises UsageError naming the key when an
     adapter and the base do not fit together, or cannot be merged exactly."""
+    plain = plain_changes(adapters, base)
+    if plain is None:
+        return build_mapped_plan(adapters, base, dtype)
+    changes, spans = weighted_sum(plain, adapters), base.tensors
+    stored = {
+        name: [Piece(Place(name, 0, spans[name].shape[0]), change)] for name, change in changes.parameters.items()
+    }
+    shards = tuple(plan_shard(shard, base, stored, {}, {}, spans, dtype) for shard in base.shards)
+    config = output_config(base.config, dtype=None if dtype == "keep" else dtype, untied=False, vocab_size=None)
+    files = side_files(adapters[0][0].path, base.path)
+    return MergePlan(tuple(adapters), base, shards, output_index(base, shards), config_bytes(base, config), files)
+
+
+def build_mapped_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
+    """build_plan for any model and adapter, as transformers maps the one and PEFT applies the other."""
     checkpoint = read_checkpoint(base, adapters[0][0])
     brought = check_base(base, checkpoint, [adapter for adapter, _ in adapters])
     # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        each = [(adapter_changes(adapter, base, checkpoint), adapter, weight) for adapter, weight in adapters]
-    changes = weighted_sum(each)
+        each = [adapter_changes(adapter, base, checkpoint) for adapter, _ in adapters]
+    changes = weighted_sum(each, adapters)
     untied, fresh = find_untied(changes, checkpoint, base)
     stored = changes_by_tensor(changes, checkpoint, brought, base, adapters[0][0])
     heads = {name: whole_of(stored[name]) for name in sorted(brought - checkpoint.spans.keys())}
     new = {name: span for name, span in heads.items() if span is not None}
     last = len(base.shards) - 1
     shards = tuple(
-        plan_shard(shard, base, stored, fresh, new if number == last else {}, checkpoint, dtype)
+        plan_shard(shard, base, stored, fresh, new if number == last else {}, checkpoint.spans, dtype)
         for number, shard in enumerate(base.shards)
     )
     files = side_files(adapters[0][0].path, base.path)
@@ -199,56 +211,13 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     return plan
 
 
-def plan_adapter(lora: Any, of_base: Any, base: Base) -> None:
-    """Plan the merge of an adapter that is not trained yet, as far as names, shapes and dtypes decide it.
-    lora: its LoraConfig; of_base: the base's config. Raises UsageError for what build_plan would refuse then."""
-    from peft import get_peft_model, get_peft_model_state_dict
-
-    lora = copy.copy(lora)
-    lora.init_lora_weights = True
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        adapted = get_peft_model(meta_model(of_base), copy.deepcopy(lora), low_cpu_mem_usage=True)
-        tensors = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"))
-        checkpoint = read_checkpoint(base, adapter)
-        check_base(base, checkpoint, [])
-        changes = adapter_changes(adapter, base, checkpoint, lora)
-    for name, pieces in changes_by_tensor(changes, checkpoint, frozenset(), base, adapter).items():
-        if name in checkpoint.spans:  # else a head that gets a tensor of its own
-            plan_tensor(name, checkpoint.spans[name], pieces, base, "keep")
-
-
-def expected_base(name: str, revision: str | None, of_base: Any, download: Download | None) -> Base:
-    """A base as a merge will find it: with the headers of its weights, from the disk or the hub. Where there are none,
-    and for the original of a quantized one, the class that its config names stands for them. of_base: its config.
-    download: of the hub's, None where the hub is not asked. Raises UsageError for weights that are not in safetensors."""
-    path = Path(name) if Path(name).is_dir() else cached_snapshot(name, revision)
-    config = read_json(path / "config.json")
-    here = download is not None and not download.missing
-    if path == Path(name):
-        here = any((path / file).exists() for file in WEIGHTS)
-    if quantization(config) is None and here:
-        return read_model(name, revision)
-    if quantization(config) is None and download is not None:
-        headers = read_headers(download)
-        spans = tuple(Span(path, tensor, each.dtype, tuple(each.shape), 0, 0) for tensor, each in headers.items())
-    else:
-        spans = spans_of(meta_model(of_base, named_class(of_base)).state_dict(), "BF16")
-    return Base(name, path, revision, config, (Shard(path, b"", {}, spans),), False)
-
-
-def spans_of(tensors: dict[str, torch.Tensor], dtype: str) -> tuple[Span, ...]:
-    """Spans of tensors that are in no file."""
-    return tuple(Span(Path(), name, dtype, tuple(tensor.shape), 0, 0) for name, tensor in tensors.items())
-
-
-def weighted_sum(each: list[tuple[Changes, Adapter, float]]) -> Changes:
+def weighted_sum(each: list[Changes], adapters: Sequence[tuple[Adapter, float]]) -> Changes:
     """The changes of several adapters as one: their low-rank updates added up with their weights. Raises UsageError
     where a sum means nothing: DoRA, whole modules and replaced rows are values, not differences."""
-    if len(each) == 1 and each[0][2] == 1:
-        return each[0][0]
+    if len(each) == 1 and adapters[0][1] == 1:
+        return each[0]
     total = Changes()
-    for changes, adapter, weight in each:
+    for changes, (adapter, weight) in zip(each, adapters, strict=True):
         if changes.vocabulary is not None:
             raise adapter.refused("it resized the vocabulary, so it cannot be weighted", fix="merge it alone")
         for name, change in changes.parameters.items():
@@ -379,12 +348,12 @@ def plan_shard(
     stored: dict[str, list[Piece]],
     untied: dict[str, str],
     new: dict[str, Span],
-    checkpoint: Checkpoint,
+    spans: dict[str, Span],
     dtype: str,
 ) -> ShardPlan:
     """The output shard: the base shard's tensors in its order, heads that were tied to one of them, then the adapter's
     `new` ones. Where no name, dtype or shape changes, the header is the base's own, byte for byte."""
-    own = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
+    own = {span.name: spans[span.name] for span in shard.spans if span.name in spans}
     order = own | {head: own[embedding] for head, embedding in untied.items() if embedding in own} | new
     drafts = [plan_tensor(name, span, stored.get(name, []), base, dtype) for name, span in order.items()]
     entries = [(draft.target.name, draft.target.dtype, draft.target.shape, draft.target.end) for draft in drafts]
