@@ -50,6 +50,11 @@ class Shape:
         )
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
+    @property
+    def bytes(self) -> int:
+        """Of the weights in bfloat16."""
+        return 2 * sum(parameter.numel() for parameter in meta_model(self).parameters())
+
 
 QWEN3_0_6B = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 151936, True, wide_heads=128, family="qwen3")
 LLAMA_1B = Shape("Llama of 1.2 billion weights", 2048, 8192, 16, 32, 8, 128256, False)

@@ -266,8 +266,9 @@ def column_norms(piece: Piece, tensor: TensorPlan, left: torch.Tensor, right: to
 
 def exact_sums(update: Update, stored: Stored, where: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(W + left @ right, W) in float64 at flat positions of the stored rows, whose first is row `start` of the update."""
-    weight = stored.matrix().view(-1)[where].double()
-    left, right = update.left[where // stored.columns + start], update.right_by_column[where % stored.columns]
+    weight = stored.matrix().view(-1).index_select(0, where).double()
+    left = update.left.index_select(0, where // stored.columns + start)
+    right = update.right_by_column.index_select(0, where % stored.columns)
     return weight + torch.linalg.vecdot(left, right), weight
 
 
