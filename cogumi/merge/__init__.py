@@ -101,7 +101,7 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
 
-    Every element of a sum in 16 bits is the nearest value to W + scaling * B @ A. What float32 does not decide is computed
+    Every element of a sum is the nearest value to W + scaling * B @ A. What float32 does not decide is computed
     in float64. Any other update is checked in float64, and every byte is read back. Shards, names and (with dtype="keep")
     dtypes are the base's. A head that no longer equals the embedding it was tied to gets its own tensor. Memory holds one
     layer's factors and a few megabytes of blocks.

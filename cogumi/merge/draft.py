@@ -4,8 +4,9 @@ Of a sum that is rounded to 16 bits, float32 decides nearly every element. Let M
 on its error. Rounding is monotone: where M - e and M + e round to one value, W + delta rounds to it too. The other
 elements are computed in float64 and rounded once. So the output does not depend on how a machine adds up products.
 
-The bound holds for IEEE arithmetic. Row sums in float64 show that the products are that; else float64 computes them all.
-Any other update is computed in float32, and each of its elements is checked in float64 afterwards.
+The bound holds for IEEE arithmetic. Row sums in float64 show that the products are that; else float64 computes them all,
+as it does for an output in float32. What is no sum (DoRA) or was quantized is computed in float32, and each element is
+checked in float64 afterwards.
 """
 
 import math
@@ -86,20 +87,26 @@ def draft_run(run: RowRange, stored: Stored, update: Update, memory: torch.Tenso
     if plain and out.element_size() == 2:
         draft_sum(run, stored, update, draft, out)
     if not draft.nearest:
-        draft_blocks(run, stored, update, draft, out)
+        draft_blocks(run, stored, update, draft, out, torch.float64 if plain else torch.float32)
+        draft.nearest = plain and math.isfinite(largest_magnitude(out))
     return draft
 
 
-def draft_blocks(run: RowRange, stored: Stored, update: Update, draft: Draft, out: torch.Tensor) -> None:
-    """Any update, and any source, in float32."""
+def draft_blocks(
+    run: RowRange, stored: Stored, update: Update, draft: Draft, out: torch.Tensor, precision: torch.dtype
+) -> None:
+    """Any update, and any source, computed in float32, or in float64 and rounded once."""
     stats, columns = DeltaStats(), stored.columns
+    exact = precision == torch.float64
     for first, last in row_blocks(run.first, run.last, columns):
-        weight = stored.rows(first, last, torch.float32)
-        delta, merged = (scratch(name, last - first, columns, torch.float32) for name in ("delta", "merged"))
-        apply_update(weight, update.single, run.piece, first, merged)
-        torch.sub(merged, weight, out=delta)
-        stats.add_largest(delta, run)
-        rounded = out[first - run.first : last - run.first].copy_(merged)
+        weight = stored.rows(first, last, precision)
+        delta, merged = (scratch(name, last - first, columns, precision) for name in ("delta", "merged"))
+        apply_update(weight, update if exact else update.single, run.piece, first, merged)
+        rounded = out[first - run.first : last - run.first]
+        rounded.copy_(round_to_odd(merged) if exact and out.element_size() == 2 else merged)
+        if run.piece.change is None:
+            continue
+        stats.add_largest(torch.sub(merged, weight, out=delta), run)
         if first == run.first:
             stats.sample(weight, delta)
             stats.sample_rounding(merged, rounded, delta)
