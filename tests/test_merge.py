@@ -673,7 +673,7 @@ def test_overflow_of_bfloat16_is_caught(tmp_path: Path, golden: Golden) -> None:
         model.model.norm.weight[3] = torch.finfo(torch.float32).max
     base = save_base(tmp_path / "base", model, torch.float32)
     adapter = make_adapter(base, tmp_path / "adapter")
-    with golden.raises("merge", MergeError, message="norm.weight: element (3, 0) is inf"):
+    with golden.raises("merge", MergeError, message="norm.weight: element (3, 0) becomes"):
         merge_adapter(adapter, tmp_path / "merged", dtype="bfloat16", progress=False)
     assert nothing_left(tmp_path / "merged")
 
@@ -707,7 +707,7 @@ def test_overflow_of_a_narrow_dtype_is_caught(tmp_path: Path, golden: Golden) ->
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = 1e5  # fits bfloat16, not float16
     base = save_base(tmp_path / "base", model)
     adapter = make_adapter(base, tmp_path / "adapter")
-    with golden.raises("merge", MergeError, message="q_proj.weight: element (0, 0) is inf"):
+    with golden.raises("merge", MergeError, message="q_proj.weight: element (0, 0) becomes"):
         merge_adapter(adapter, tmp_path / "merged", dtype="float16", progress=False)
     assert nothing_left(tmp_path / "merged")
 

@@ -3,6 +3,7 @@
 Of a sum that is rounded to 16 bits, float32 decides nearly every element. Let M be W + delta as computed, and e a bound
 on its error. Rounding is monotone: where M - e and M + e round to one value, W + delta rounds to it too. The other
 elements are computed in float64 and rounded once. So the output does not depend on how a machine adds up products.
+float64 has its own limit, 2**-52 of |W| + |B| |A|: closer to a tie than that, the other neighbour may be chosen.
 
 The bound holds for IEEE arithmetic. Row sums in float64 show that the products are that; else float64 computes them all,
 as it does for an output in float32. What is no sum (DoRA) or was quantized is computed in float32, and each element is
@@ -55,7 +56,7 @@ class DeltaStats:
         values = delta.numpy()
         change = max(-float(values.min()), float(values.max()))
         if not math.isfinite(change):
-            raise not_finite(run)
+            raise not_finite(run, "base weight or update is not finite; is the base damaged, or a factor too large?")
         self.max_abs_delta = max(self.max_abs_delta, change)
 
     def sample(self, weight: torch.Tensor, delta: torch.Tensor) -> None:
@@ -123,10 +124,10 @@ def draft_sum(run: RowRange, stored: Stored, update: Update, draft: Draft, out: 
     start, count = run.first - run.piece.place.first, run.last - run.first
     single, signs = update.single, update.probe[0]
     weights, change = largest_magnitude(stored.matrix()), float(update.largest_change[start : start + count].amax())
-    if not math.isfinite(weights + change):
-        raise not_finite(run)
+    if not math.isfinite(weights):
+        raise not_finite(run, "a base weight is NaN or infinite; is the base damaged?")
     # Beyond the largest number of the dtype, both are infinity, which is not what was trained.
-    if weights + change >= torch.finfo(out.dtype).max:
+    if not weights + change < torch.finfo(out.dtype).max:
         return
     error = float(update.product_errors[start : start + count].amax())
     margin = 1.001 * error + 4 * UNIT * (weights + change) + 2.0**-126
@@ -191,9 +192,8 @@ def probed(update: Update, run: RowRange, sums: torch.Tensor) -> bool:
     return bool(((sums.double() - update.probe[1][start : start + count]).abs() <= allowed).all())
 
 
-def not_finite(run: RowRange) -> MergeError:
-    name = run.tensor.target.name
-    return MergeError(f"{name}: base weight or update is not finite; is the base damaged?")
+def not_finite(run: RowRange, what: str) -> MergeError:
+    return MergeError(f"{run.tensor.target.name}: {what}")
 
 
 def bits_of(values: torch.Tensor) -> np.ndarray:

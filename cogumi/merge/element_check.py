@@ -125,6 +125,11 @@ def largest_error_share(tensor: TensorPlan, found: SuspectElements, bound: torch
     bad = ~((error <= bound) | (out == found.expected))  # NaN is not <= anything; equal infinities have no difference
     if bool(bad.any()):
         worst = int(bad.nonzero()[0])
+        largest = torch.finfo(found.out.dtype).max
+        if out[worst].isinf() and largest < found.expected[worst].abs() < math.inf:
+            place = f"{tensor.target.name}: element {divmod(int(found.where[worst]), columns)}"
+            what = f"{found.expected[worst].item():.9g}, beyond the largest {tensor.target.dtype}, {largest:.6g}"
+            raise MergeError(f"{place} becomes {what}; merge with another dtype")
         raise MergeError(
             f"{tensor.target.name}: element {divmod(int(found.where[worst]), columns)} is {out[worst].item():.9g} where "
             f"W + delta is {found.expected[worst].item():.9g} and {tensor.target.dtype} rounding allows "
