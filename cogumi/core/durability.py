@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from blake3 import blake3
-
 # What a filesystem says when it takes no more of a file: full, over a quota, over a limit on the size of one.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -78,6 +76,8 @@ def sha256_file(path: Path) -> str:
 def blake3_file(path: Path, advance: Callable[[int], object] | None = None) -> str:
     """The BLAKE3 digest of a file's bytes, as `b3sum` prints it: as strong as sha256, and three times as fast.
     advance: called with the bytes just hashed."""
+    from blake3 import blake3  # this module is imported where an environment is examined that lacks packages
+
     digest, buffer = blake3(), memoryview(bytearray(HASH_STEP))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -20,7 +20,7 @@ INSTALL = "sh requirements/install.sh"
 MOST = 6  # names in one line
 # What cogumi imports itself, as pyproject.toml has it: without one of these nothing trains.
 NEEDED = (
-    "accelerate", "beautifulsoup4", "datasets", "fsspec", "huggingface-hub", "ipywidgets", "numpy", "peft",
+    "accelerate", "beautifulsoup4", "blake3", "datasets", "fsspec", "huggingface-hub", "ipywidgets", "numpy", "peft",
     "platformdirs", "polars", "psutil", "pyarrow", "pydantic", "pyyaml", "rapidfuzz", "rich", "safetensors", "tokenizers",
     "torch", "transformers", "trl", "typer",
 )  # fmt: skip
