@@ -264,12 +264,12 @@ def column_norms(piece: Piece, tensor: TensorPlan, left: torch.Tensor, right: to
     return squares.sqrt()
 
 
-def exact_sums(update: Update, stored: Stored, where: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(W + left @ right, W) in float64 at flat positions of the stored rows, whose first is row `start` of the update."""
+def exact_sums(update: Update, stored: Stored, where: torch.Tensor, start: int) -> torch.Tensor:
+    """W + left @ right in float64 at flat positions of the stored rows, whose first is row `start` of the update."""
     weight = stored.matrix().view(-1).index_select(0, where).double()
     left = update.left.index_select(0, where // stored.columns + start)
     right = update.right_by_column.index_select(0, where % stored.columns)
-    return weight + torch.linalg.vecdot(left, right), weight
+    return weight + torch.linalg.vecdot(left, right)
 
 
 def apply_update(weight: torch.Tensor, update: Update, piece: Piece, first: int, out: torch.Tensor) -> torch.Tensor:

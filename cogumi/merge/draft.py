@@ -154,8 +154,7 @@ def draft_sum(run: RowRange, stored: Stored, update: Update, draft: Draft, out: 
     if not probed(update, run, sums):
         return
     for where in torch.from_numpy(sparse_nonzero(unequal)).split(PICKED_FACTORS // left.shape[1] + 1):
-        exact, _ = exact_sums(update, stored, where, start)
-        out.view(-1)[where] = round_to_odd(exact).to(out.dtype)
+        out.view(-1)[where] = round_to_odd(exact_sums(update, stored, where, start)).to(out.dtype)
     draft.stats, draft.nearest = stats, True
 
 

@@ -167,7 +167,7 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     Raises UsageError without a manifest. Raises MergeError naming the files that the merge did not write and a loader may
     read. Otherwise it names the first file or tensor that is not what it was.
     """
-    workers = workers or available_cores()
+    readers = workers or available_cores()
     path = directory / MANIFEST_NAME
     if not path.is_file():
         raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
@@ -187,12 +187,12 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     if loaded := [name for name in beside if not is_unread(name)]:
         what = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded)}"
         raise MergeError(f"{what}; move it elsewhere, or merge again")
-    changed, from_memory = read_back(outputs, workers, progress, "hashing")
+    changed, from_memory = read_back(outputs, readers, progress, "hashing")
     if changed:
         raise MergeError(f"{changed}; the directory is not whole: fetch it again, or merge again")
     total = sum(path.stat().st_size for path in outputs)
     report = CheckReport(directory, len(outputs), total, from_memory, beside, None, None)
-    missing, _ = read_back(inputs, workers, progress, "hashing base and adapter")
+    missing, _ = read_back(inputs, readers, progress, "hashing base and adapter")
     if missing:
         return replace(report, missing=missing)
     show_stage(progress, "reading the adapter and its base")

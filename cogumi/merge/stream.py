@@ -88,8 +88,8 @@ class Outcome:
 
 @dataclass
 class Work:
-    """One run on its way through the stages, or the end of a shard, where it has no run. stored, draft: valid until the
-    run has been written."""
+    """One run on its way through the stages, or the end of a shard, where it has no run. memory: what `stored` and `draft`
+    are in, until the run has been written."""
 
     shard: ShardPlan
     run: RowRange | None
@@ -97,6 +97,7 @@ class Work:
     update: Update | None = None
     draft: Draft | None = None
     check: ElementCheck = field(default_factory=ElementCheck)
+    memory: list[torch.Tensor] = field(default_factory=list)
 
 
 def write_and_verify(plan: MergePlan, directory: Path, workers: int | None, advance: Advance) -> Outcome:
@@ -163,13 +164,14 @@ def in_order(
         yield future.result()
 
 
-def take_memory(spare: list[torch.Tensor], size: int) -> torch.Tensor:
-    """A uint8 tensor of at least `size` bytes, from those that are spare: new memory costs more than its use."""
+def take_memory(work: Work, spare: list[torch.Tensor], size: int) -> torch.Tensor:
+    """A uint8 tensor of `size` bytes, from memory that is spare: new memory costs more than its use."""
     try:
         kept = spare.pop()
     except IndexError:
         kept = torch.empty(0, dtype=torch.uint8)
-    return kept if len(kept) >= size else torch.empty(size, dtype=torch.uint8)
+    work.memory.append(kept if len(kept) >= size else torch.empty(size, dtype=torch.uint8))
+    return work.memory[-1][:size]
 
 
 class SourceReader:
@@ -184,7 +186,7 @@ class SourceReader:
             self.digest = FileDigest(self.plan.base.path / work.shard.name)
         run = work.run
         if run is not None:
-            memory = take_memory(self.spare, max(run.source_bytes, run.bytes))
+            memory = take_memory(work, self.spare, run.source_bytes)
             with run.tensor.source.path.open("rb", buffering=0) as file:
                 work.stored = read_stored_rows(run.tensor.source, run.first, run.last, file, memory)
             if self.digest is not None and run.tensor.source.path == self.digest.path:
@@ -204,7 +206,7 @@ def merge_run(work: Work, updates: Updates, spare: list[torch.Tensor]) -> Work:
             work.draft = Draft(stored.bytes)
         else:
             work.update = updates.load(run.piece, run.tensor)
-            work.draft = draft_run(run, stored, work.update, take_memory(spare, run.bytes)[: run.bytes])
+            work.draft = draft_run(run, stored, work.update, take_memory(work, spare, run.bytes))
             if work.draft.nearest:
                 work.check = ElementCheck((run.last - run.first) * stored.columns)
             else:
@@ -238,7 +240,7 @@ class TargetWriter:
                 self.settle(work.shard, 0)
                 self.digest = None
             return work
-        written = take_memory(self.spare, work.run.bytes)[: work.run.bytes]
+        written = take_memory(work, self.spare, work.run.bytes)
         if self.digest is not None:
             write_run(work.run, self.directory, work.draft)
         verify_run(work, self.directory, written, self.digest is not None)
@@ -247,10 +249,8 @@ class TargetWriter:
             if self.digest.position - self.settled >= SYNC_BYTES:
                 self.settled = self.digest.position
                 self.settle(work.shard, self.settled)
-        self.spare += (
-            [work.stored.bytes, written] if work.update is None else [work.stored.bytes, work.draft.bytes, written]
-        )
-        work.stored = None
+        self.spare += work.memory
+        work.stored, work.memory = None, []
         return work
 
     def settle(self, shard: ShardPlan, length: int) -> None:
