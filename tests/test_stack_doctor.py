@@ -327,7 +327,7 @@ def test_a_crash_takes_only_its_own_step_along(environment: Environment) -> None
 def test_packages_that_are_missing(tmp_path: Path) -> None:
     """An environment with nothing in it, so without what the command line itself is made of."""
     empty = make_environment(tmp_path, on_top=False)
-    done = empty.run("-m", "cogumi", "doctor")
+    done = empty.run("-m", "cogumi", "doctor", COLUMNS="100")
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
     assert "fatal    installed          missing: accelerate, beautifulsoup4, blake3, datasets" in done.stdout
