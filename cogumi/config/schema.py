@@ -34,7 +34,10 @@ from cogumi.core.redact import REDACTED, SECRETS, redact_text
 ENVIRONMENT_PREFIX = "COGUMI_"
 TRL_CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "gspo": "GRPOConfig"}
 # Keys of the `cogumi:` section that mean something to gspo only, and of `data.fim:` what counts whatever a row is.
-GSPO_ONLY = ("rewards", "docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head")
+GSPO_ONLY = (
+    *("rewards", "environment", "tools", "episode_seconds"),
+    *("docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head"),
+)
 FIM_ALWAYS = "seed"
 # Keys of LoraConfig that are not the run's to choose, and what says it instead.
 FIXED_LORA_KEYS = {
@@ -204,6 +207,14 @@ class CogumiSection(Section):
     """Where the run is written; `runs/<name of the YAML>` by default."""
     rewards: list[str] = ["edit_similarity"]
     """gspo: what scores a completion (`exact_match`, `edit_similarity`, `parses`); weights are `train.reward_weights`."""
+    environment: str | None = None
+    """gspo: what the policy acts in, `file.py:Class` or one that comes with the package: `calculator`.
+    Its own reward is added to `rewards`, which then may be empty and is by default."""
+    tools: list[str] = []
+    """gspo: functions that the policy may call, each as `file.py:function`. With an environment they are added to its own."""
+    episode_seconds: float | None = Field(default=None, gt=0)
+    """gspo: seconds from the beginning of a rollout after which no environment answers. Turns are limited by
+    `train.max_tool_calling_iterations`, and the tokens of a transcript by `train.max_completion_length`."""
     docs_per_step: int | None = Field(default=None, gt=0)
     """gspo: completions per optimizer step. Batch and accumulation follow from it exactly, or the run is refused."""
     prompts_per_step: int | None = Field(default=None, gt=0)
@@ -290,6 +301,7 @@ def read_config(
         set_value(values, origins, key, value, f"override {key}")
 
     reject_unknown(values, SECTIONS, "", origins)
+    fill_for_environment(values)
     for required in ("model", "data", "cogumi"):
         if values.get(required) is None:
             raise origins.error(f"section `{required}:` is missing", required, "it is a mapping of keys")
@@ -297,7 +309,8 @@ def read_config(
     for optional in ("lora", "train"):
         values[optional] = bind_mapping(values.get(optional), optional, origins)
 
-    refuse_two_sources(values["data"], origins)
+    if not values["cogumi"].get("environment") or values["data"].get("mix"):
+        refuse_two_sources(values["data"], origins)
     run = validate_sections(values, origins)
     refuse_ignored(run, origins)
     if "output_dir" in run.train:
@@ -400,6 +413,16 @@ def refuse_no_lora(lora: dict[str, Any], origins: Origins) -> None:
     if init in PREPARED_INITS:
         needs = f"{init} needs a pass over the data before training, which a run does not make"
         raise origins.error(needs, "lora.init_lora_weights", "drop it")
+
+
+def fill_for_environment(values: dict[str, Any]) -> None:
+    """Defaults where there is an environment: it brings its own reward, and without `data.source` its own rows."""
+    options, data = values.get("cogumi"), values.get("data")
+    if isinstance(options, dict) and options.get("environment"):
+        options.setdefault("rewards", [])
+        data = values["data"] = {} if data is None else data
+        if isinstance(data, dict) and not data.get("source") and not data.get("mix"):
+            data.setdefault("format", "prompt_completion")
 
 
 def refuse_two_sources(data: Mapping[str, Any], origins: Origins) -> None:

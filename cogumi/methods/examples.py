@@ -23,8 +23,10 @@ from cogumi.data.formats import columns_for, layout_note, learned_parts, tokeniz
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import locate
 from cogumi.data.sources import column_names
+from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, setting
 from cogumi.methods.sft import MAX_LENGTH
+from cogumi.methods.tasks import task_of
 from cogumi.rl.guards import POSITIONS, context_of
 
 log = logging.getLogger("cogumi")
@@ -131,7 +133,10 @@ def sources_of(
     entries: Sequence[MixEntry | DataSection] = run.data.mix or [run.data]
     found = []
     for each in entries:
-        name, files, identity = locate(each.source or "", revision=each.revision, split=each.split, subset=each.subset)
+        task = None if each.source else task_of(run)
+        source = str(write_rows(own_rows(task), task.name)) if task else each.source or ""
+        name, files, identity = locate(source, revision=each.revision, split=each.split, subset=each.subset)
+        name = f"cogumi.environment {task.name}" if task else name
         options = FormatOptions(
             method=run.cogumi.method,
             format=each.format or run.data.format,
@@ -150,7 +155,7 @@ def sources_of(
             columns = columns_for(options, names)
         except UsageError as error:
             raise UsageError(f"{error}", place=name) from None
-        source = Source(
+        entry = Source(
             name=name,
             files=files,
             columns=columns,
@@ -159,7 +164,7 @@ def sources_of(
             options=options.as_json(),
             weight=getattr(each, "weight", 1.0),
         )
-        found.append((source, options))
+        found.append((entry, options))
     return found
 
 

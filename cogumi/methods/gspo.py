@@ -12,12 +12,13 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat_templates import read_template
+from cogumi.methods.tasks import begin_episodes, make_trainer, task_of
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
 from cogumi.rewards.functions import on_visible
 from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of, try_reward
 from cogumi.rl.fp32_head import fp32_lm_head
-from cogumi.rl.guards import check_clip_numbers
+from cogumi.rl.guards import check_clip_numbers, context_of
 from cogumi.rl.memory_plan import (
     ModelShape,
     check_groups,
@@ -30,6 +31,7 @@ from cogumi.rl.memory_plan import (
     repeat_to_rollout,
 )
 from cogumi.rl.sampling import stop_rollouts_at, strip_stops, use_rollout_logps
+from cogumi.rl.scoring import leave_out_unscored
 from cogumi.rl.watch import RECORD, watch
 
 log = logging.getLogger("cogumi")
@@ -41,7 +43,7 @@ TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW 
 
 def arguments(run: RunConfig) -> dict[str, Any]:
     """GRPOConfig arguments with the preset spelled out. Raises UsageError for what would not be the run it says."""
-    rewards_of(run.cogumi.rewards)
+    rewards_for(run)
     train = {"loss_type": "gspo", **run.train}
     name = train["loss_type"]
     values = PRESETS[name]
@@ -158,18 +160,17 @@ def lora_parameters(model: nn.Module, rank: int) -> int:
 
 
 def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) -> Any:
-    import trl  # looked up here: unsloth puts its own trainer on the module
-
     dataset, repeated = repeat_to_rollout(train_dataset, args.generation_batch_size // args.num_generations)
     if repeated:
         log.warning("%s", repeated)
-    rewards, stops = rewards_of(run.cogumi.rewards), run.cogumi.stop
+    rewards, stops = rewards_for(run), run.cogumi.stop
     refuse_missing_columns(rewards, dataset.column_names)
     if stops:
         rewards = [strip_stops(reward, stops) for reward in rewards]
     if run.cogumi.thinking is not None:
         rewards = apply_thinking(run.cogumi.thinking, rewards, args, common["processing_class"])
-    trainer: Any = trl.GRPOTrainer(reward_funcs=rewards, args=args, train_dataset=dataset, **common)
+    episodes = begin_episodes(run, common["processing_class"], context_of(common["model"].config))
+    trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does
     if stops:
         stop_rollouts_at(trainer, stops)
@@ -177,13 +178,22 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         fp32_lm_head(trainer)
     if run.cogumi.behaviour_logps == "rollout":
         use_rollout_logps(trainer)
+    if episodes is not None:
+        episodes.attach(trainer)
+    leave_out_unscored(trainer)
     watch(trainer, record=run.run_dir / RECORD).guard()
     return trainer
 
 
+def rewards_for(run: RunConfig) -> list[Any]:
+    """The reward functions of a run: none where its environment alone pays. Raises UsageError as `rewards_of` does."""
+    task_of(run)
+    return rewards_of(run.cogumi.rewards) if run.cogumi.rewards else []
+
+
 def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
-    rewards = rewards_of(run.cogumi.rewards)
+    rewards = rewards_for(run)
     refuse_missing_columns(rewards, prompts.column_names)
     for reward in rewards:
         wrong = try_reward(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())

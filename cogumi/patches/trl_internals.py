@@ -18,6 +18,7 @@ MOVE_MODEL = "_move_model_to_device"
 MAKE_ROLLOUT = "_generate_and_score_completions"
 GENERATE = "_generate"
 GENERATE_TURN = "_generate_single_turn"
+CALCULATE_REWARDS = "_calculate_rewards"
 TOKEN_LOGPS = "_get_per_token_logps_and_entropies"
 INNER_LOSS = "_compute_loss"
 # The function of TRL's Triton head (trl/kernels/chunked_logprob.py) that multiplies two tiles.

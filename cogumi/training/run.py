@@ -27,6 +27,7 @@ from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
+from cogumi.methods.tasks import try_task
 from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
@@ -115,6 +116,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     examples = prepare_examples(run, tokenizer, of_base)
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
+        try_task(run, examples.train.dataset, tokenizer)
 
     run_dir = run.run_dir if again else create_run_dir(run.run_dir)
     with (

@@ -1,0 +1,138 @@
+"""Counts the episodes of each rollout: calls and turns, what is outside of the loss, where an episode ends and why.
+
+The budgets of an episode are `train.max_tool_calling_iterations` (turns of the environment), `train.max_completion_length`
+(tokens of the transcript, the environment's included) and `cogumi.episode_seconds` (since the rollout began).
+"""
+
+import asyncio
+import functools
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cogumi.environments.loading import Task, describe_error, tool_names
+from cogumi.patches.trl_internals import GENERATE, logged_metrics, observe_rollouts, rollout_mode, wrap_method
+
+PREFIX = "episodes/"
+TURNS, TOKENS, SECONDS = "turns", "tokens", "seconds"  # the budgets that an episode may be cut by
+Ids = Sequence[int]
+
+
+class Episodes:
+    """Follows the episodes of one trainer. `cut`: of the rollout under way, its episode's number and what cut it."""
+
+    def __init__(self, task: Task, seconds: float | None, record_of: Callable[[Mapping[str, Any]], dict[str, Any]]):
+        self.task, self.budget, self.record_of = task, seconds, record_of
+        self.began = 0.0
+        self.inside = 0.0  # seconds of this rollout in the user's code
+        self.refused = 0  # calls after the time was up
+        self.turns: int | None = None
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """What TRL's GRPOTrainer is given: tools, and a factory of environments, all of them timed."""
+        tools = [self.timed(tool, budget=True) for tool in self.task.tools]
+        found: dict[str, Any] = {"tools": tools} if tools else {}
+        if self.task.environment is not None:
+            found["environment_factory"] = self.timed_class(self.task.environment)
+        return found
+
+    def attach(self, trainer: Any) -> None:
+        """Log the counts of each rollout of a trainer."""
+        self.trainer, self.turns = trainer, trainer.args.max_tool_calling_iterations
+        observe_rollouts(trainer, self.measure_rollout)
+        wrap_method(trainer, GENERATE, self.count_generated)
+
+    def measure_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
+        self.began, self.inside, self.refused = time.monotonic(), 0.0, 0
+        batch = make(inputs)
+        logged = logged_metrics(self.trainer, rollout_mode(self.trainer))
+        logged[f"{PREFIX}environment_seconds"].append(self.inside)
+        logged[f"{PREFIX}environment_share"].append(self.inside / max(time.monotonic() - self.began, 1e-9))
+        return batch
+
+    def count_generated(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = generate(*args, **kwargs)
+        completion_ids, masks, completions = found[1:4]
+        self.log(
+            completion_ids, masks, [self.reason_of(*each) for each in zip(completion_ids, completions, strict=True)]
+        )
+        return found
+
+    def reason_of(self, ids: Ids, completion: Any) -> str:
+        """What cut an episode with tools; "" where it came to its end: an end token behind a message without a call."""
+        ends = self.trainer.eos_token_ids
+        calls = sum(1 for message in completion if message.get("tool_calls"))
+        if not completion or not completion[-1].get("tool_calls"):
+            return "" if ids and ids[-1] in ends else TOKENS
+        if self.refused:
+            return SECONDS
+        return TURNS if self.turns is not None and calls > self.turns else TOKENS
+
+    def log(self, completion_ids: Sequence[Ids], masks: Sequence[Ids] | None, reasons: Sequence[str]) -> None:
+        """Shares over all processes: of tokens outside of the loss, and of episodes that each budget cut."""
+        outside = sum(len(mask) - sum(mask) for mask in masks or ())
+        counted = Counter(reasons)
+        cut = [counted[each] for each in (TURNS, TOKENS, SECONDS)]
+        figures = torch.tensor([[outside, sum(map(len, completion_ids)), len(reasons), *cut]], dtype=torch.float64)
+        gathered = self.trainer.accelerator.gather(figures.to(self.trainer.accelerator.device)).sum(0).tolist()
+        logged = logged_metrics(self.trainer, rollout_mode(self.trainer))
+        logged[f"{PREFIX}masked_share"].append(gathered[0] / max(gathered[1], 1.0))
+        logged[f"{PREFIX}without_end"].append(sum(gathered[3:]) / max(gathered[2], 1.0))
+        for name, value in zip((TURNS, TOKENS, SECONDS), gathered[3:], strict=True):
+            logged[f"{PREFIX}cut_by_{name}"].append(value / max(gathered[2], 1.0))
+
+    # ------------------------------------------------------------------------------------------- the user's code
+
+    @contextmanager
+    def clock(self, name: str, tool: bool = False) -> Iterator[None]:
+        """Count the seconds of the user's code. What it raises names the file and the line; a tool's error goes to the model."""
+        before = time.monotonic()
+        if tool and self.is_over():
+            self.refused += 1
+            raise TimeoutError(f"the {self.budget:g} seconds of this episode are over")
+        try:
+            yield
+        except Exception as error:  # the user's own code, which may raise anything
+            if tool:
+                raise
+            raise RuntimeError(f"cogumi.environment: {self.task.name}: {describe_error(error, name)}") from error
+        finally:
+            self.inside += time.monotonic() - before
+
+    def is_over(self) -> bool:
+        return self.budget is not None and time.monotonic() - self.began > self.budget
+
+    def timed(self, function: Callable[..., Any], budget: bool = False) -> Callable[..., Any]:
+        """The same function or method, its seconds counted."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self.clock(function.__name__, budget):
+                    left = None if self.budget is None or not budget else self.began + self.budget - time.monotonic()
+                    return await asyncio.wait_for(function(*args, **kwargs), left)
+
+            return awaited
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with self.clock(function.__name__, budget):
+                return function(*args, **kwargs)
+
+        return called
+
+    def timed_class(self, environment: Any) -> Any:
+        """A subclass, of the same name, with every method that a trainer calls counted, and records as they were."""
+        members = {name: self.timed(getattr(environment, name), budget=True) for name in tool_names(environment)}
+        if self.task.pays:
+            members["get_reward"] = self.timed(environment.get_reward)
+        if self.task.takes_turns:
+            members["respond"] = self.timed(environment.respond)
+        reset = self.timed(environment.reset)
+        members["reset"] = lambda instance, **row: reset(instance, **self.record_of(row))
+        return type(environment.__name__, (environment,), members)

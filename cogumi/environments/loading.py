@@ -1,0 +1,174 @@
+"""From the names in a YAML to an environment's class and to tools. They are examined and tried before a model is loaded."""
+
+import hashlib
+import importlib
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from cogumi.config.binding import nearest
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import write_atomic
+
+SHIPPED = {
+    "calculator": "cogumi.environments.calculator:Calculator",
+}
+"""What a YAML may name, beside `file.py:Class` and `package.module:Class`."""
+ENVIRONMENT, TOOLS = "cogumi.environment", "cogumi.tools"
+NO_TOOLS = ("reset", "respond", "get_reward")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run's policy acts in. environment: a class, of which each episode gets an instance. tools: functions."""
+
+    name: str = ""
+    environment: Any = None
+    tools: list[Callable[..., Any]] = field(default_factory=list)
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    """Of every tool, as the chat template shows it to the model."""
+
+    @property
+    def takes_turns(self) -> bool:
+        return hasattr(self.environment, "respond")
+
+    @property
+    def pays(self) -> bool:
+        """Whether the environment has a reward of its own."""
+        return hasattr(self.environment, "get_reward")
+
+    def __bool__(self) -> bool:
+        return self.environment is not None or bool(self.tools)
+
+
+def load_task(environment: str | None, tools: Sequence[str]) -> Task:
+    """The environment and the tools of these names. Raises UsageError for what is none, or what no model could call."""
+    functions = [load_object(name, TOOLS, inspect.isroutine, "function") for name in tools]
+    schemas = [schema_of(function, name, TOOLS) for function, name in zip(functions, tools, strict=True)]
+    if environment is None:
+        return Task("", None, functions, schemas)
+    if ":" not in environment and environment not in SHIPPED:
+        near = nearest(environment, SHIPPED)
+        hint = f"did you mean {near!r}? " if near else ""
+        fix = f"{hint}there are: {', '.join(SHIPPED)}, and your own as file.py:Class"
+        raise UsageError(f"no environment {environment!r}", key=ENVIRONMENT, fix=fix)
+    found = load_object(SHIPPED.get(environment, environment), ENVIRONMENT, inspect.isclass, "class")
+    methods = tool_names(found)
+    if not callable(getattr(found, "reset", None)):
+        fix = "give it `def reset(self, **record)`, which gets a row of the data"
+        raise UsageError(f"{environment} has no method reset", key=ENVIRONMENT, fix=fix)
+    if hasattr(found, "respond") and (methods or tools):
+        named = ", ".join((*methods, *tools))
+        fix = "begin the names of its helpers with _, or leave out respond"
+        raise UsageError(f"{environment} has `respond` and also tools ({named})", key=ENVIRONMENT, fix=fix)
+    if not hasattr(found, "respond") and not methods and not tools:
+        what = f"{environment} has neither `respond` nor a public method to be called as a tool"
+        raise UsageError(what, key=ENVIRONMENT, fix="give it one of them")
+    of_class = [schema_of(getattr(found, name), f"{environment}.{name}", ENVIRONMENT, method=True) for name in methods]
+    return Task(environment, found, functions, [*schemas, *of_class])
+
+
+def tool_names(environment: Any) -> list[str]:
+    """The methods of an environment's class that TRL 1.15 lists as tools."""
+    members = inspect.getmembers(environment, predicate=inspect.isfunction)
+    return [name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
+
+
+def load_object(name: str, key: str, accept: Callable[[Any], bool], kind: str) -> Any:
+    """What `path/to/file.py:name` or `package.module:name` stands for; its code is executed to get it."""
+    place, _, attribute = name.rpartition(":")
+    if not place:
+        raise UsageError(f"{name!r} names no {kind}", key=key, fix=f"write file.py:{kind}")
+    try:
+        if place.endswith(".py"):
+            if not Path(place).is_file():
+                raise FileNotFoundError(f"no such file: {place}")
+            loader = SourceFileLoader(Path(place).stem, place)
+            module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
+            loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise UsageError(f"{name}: {error} (looked from {Path.cwd()})", key=key) from None
+    except Exception as error:  # the user's own code, which may raise anything
+        raise UsageError(f"{name}: {place} raises {type(error).__name__}: {error}", key=key) from error
+    found = getattr(module, attribute, None)
+    if not accept(found):
+        there = [
+            known for known, value in vars(module).items() if accept(value) and value.__module__ == module.__name__
+        ]
+        raise UsageError(f"{place} has no {kind} {attribute!r}", key=key, fix=f"it has: {', '.join(there) or 'none'}")
+    return found
+
+
+def schema_of(function: Any, name: str, key: str, method: bool = False) -> dict[str, Any]:
+    """A tool's JSON schema, from its types and its docstring. Raises UsageError where those do not say enough."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    shown = function.__get__(object()) if method else function  # a bound method: without `self`
+    try:
+        return dict(get_json_schema(shown))
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        said = " ".join(str(error).split())
+        fix = "give each argument a type, and a line under `Args:` in the docstring"
+        raise UsageError(f"{name} cannot be shown to the model: {said}", key=key, fix=fix) from None
+
+
+def own_rows(task: Task) -> list[dict[str, Any]]:
+    """The data that the environment brings. Raises UsageError where it brings none."""
+    rows = getattr(task.environment, "rows", None)
+    try:
+        rows = rows() if callable(rows) else rows
+        text = [json.dumps(row) for row in rows or []]
+    except Exception as error:  # the user's own code, which may raise anything
+        raise UsageError(f"{task.name}: {describe_error(error, 'rows')}", key=ENVIRONMENT) from error
+    if not text:
+        what = f"`data.source` is missing, and {task.name or 'no environment'} brings no `rows`"
+        raise UsageError(what, key="data.source", fix="name a file of prompts, or give the class a list `rows`")
+    return [json.loads(each) for each in text]
+
+
+def try_environment(task: Task, record: Mapping[str, Any]) -> None:
+    """Begin one episode on a row, and ask for its reward. Raises UsageError for what the user's code raises there.
+
+    Without it the training would end in its first rollout. An asynchronous reward, such as a paid judge, is not asked.
+    """
+    stage = "__init__"
+    try:
+        environment = task.environment()
+        stage = "reset"
+        said = environment.reset(**record)
+        if said is not None and not isinstance(said, str | list):
+            raise TypeError(f"it returned {type(said).__name__}, and text is added to the prompt")
+        if task.pays and not inspect.iscoroutinefunction(environment.get_reward):
+            stage = "get_reward"
+            reward = environment.get_reward()
+            if reward is not None:
+                float(reward)
+    except Exception as error:  # the user's own code, which may raise anything
+        raise UsageError(f"{task.name}: {describe_error(error, stage)} on a trial episode", key=ENVIRONMENT) from error
+
+
+def describe_error(error: Exception, stage: str) -> str:
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{stage} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+
+
+def write_rows(rows: list[dict[str, Any]], name: str) -> Path:
+    """The rows that an environment brings as a file of the user's cache, of the same name for the same rows."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    stem = f"{name.rpartition(':')[2] or name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    path = Path(platformdirs.user_cache_dir("cogumi")) / "environments" / f"{stem}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
+    return path

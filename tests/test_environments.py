@@ -1,0 +1,262 @@
+"""Environments and tools by name in a run: what is refused, what is tried first, and a run that is killed in a rollout."""
+
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import prepared_process
+import pytest
+import torch
+import yaml
+from chat_tokenizers import chat_tokenizer
+from datasets import Dataset
+from golden import Golden
+
+from cogumi.config.schema import load_config
+from cogumi.core.run_directory import read_jsonl
+from cogumi.environments.calculator import Calculator, evaluate
+from cogumi.environments.loading import SHIPPED, load_task, own_rows
+from cogumi.health.flags import RunHistory
+from cogumi.methods.tasks import task_of, try_task
+from cogumi.rl.scoring import leave_out_unscored
+
+BOXES = '''
+class Boxes:
+    rows = [{"prompt": [{"role": "user", "content": "Find the prize."}]}] * 8
+
+    def reset(self, **record):
+        self.opened = []
+
+    def open(self, box: int) -> str:
+        """Open a box.
+
+        Args:
+            box: from 1 to 5
+        """
+        self.opened.append(box)
+        return "empty"
+
+    def get_reward(self):
+        return len(self.opened) / 4
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "boxes.py").write_text(BOXES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(**of_cogumi: Any) -> Any:
+    own = {"method": "gspo", "run_dir": "runs/a", **of_cogumi}
+    return load_config({"model": {"name": "none"}, "data": {"source": "none.jsonl"}, "cogumi": own})
+
+
+WRONG = {
+    "no reset": BOXES.replace("def reset", "def restart"),
+    "no docstring": BOXES.replace('"""Open a box.', '"""').replace("box: from 1 to 5", ""),
+    "no type": BOXES.replace("box: int", "box"),
+    "two kinds": BOXES + "\n    def respond(self, text):\n        return None\n",
+    "no tool": BOXES.replace("def open", "def _open"),
+    "raises": "import nothing_of_this_name\n",
+    "syntax": "class Boxes(:\n",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_environment_that_cannot_be_used(here: Path, name: str, golden: Golden) -> None:
+    (here / "boxes.py").write_text(WRONG[name])
+    with golden.raises("train", key="cogumi.environment"):
+        load_task("boxes.py:Boxes", [])
+
+
+@pytest.mark.parametrize("name", ["calculater", "boxes.py:Box", "other.py:Boxes", "boxes.py"])
+def test_an_environment_that_is_not_there(here: Path, name: str, golden: Golden) -> None:
+    with golden.raises("train", key="cogumi.environment"):
+        load_task(name, [])
+
+
+def test_tools_that_cannot_be_used(here: Path, golden: Golden) -> None:
+    (here / "tools.py").write_text("def look(place):\n    return place\n")
+    for name in ("tools.py:look", "tools.py:see", "tools.py"):
+        with golden.raises("train", key="cogumi.tools"):
+            load_task(None, [name])
+
+
+def test_settings_that_contradict_an_environment(here: Path, golden: Golden) -> None:
+    no_reward = BOXES.replace("def get_reward", "def _get_reward")
+    (here / "unpaid.py").write_text(no_reward)
+    for key, given in (
+        ("cogumi.rewards", {"environment": "unpaid.py:Boxes"}),
+        ("cogumi.episode_seconds", {"episode_seconds": 3}),
+        ("cogumi.stop", {"environment": "boxes.py:Boxes", "stop": ["."]}),
+    ):
+        with golden.raises("train", key=key):
+            task_of(config(**given))
+    with golden.raises("train", key="cogumi.environment"):
+        config(method="sft", rewards=["edit_similarity"], environment="boxes.py:Boxes")
+
+
+def test_an_environment_is_tried_before_a_model_is_loaded(here: Path, golden: Golden) -> None:
+    for old, new in (
+        ("self.opened = []", "self.opened = record['prize']"),
+        ("self.opened = []", "return 5"),
+        ("len(self.opened) / 4", "'much'"),
+    ):
+        (here / "boxes.py").write_text(BOXES.replace(old, new))
+        with golden.raises("train", key="cogumi.environment"):
+            run = config(environment="boxes.py:Boxes")
+            try_task(run, Dataset.from_list(own_rows(task_of(run))), chat_tokenizer("qwen2_5"))
+
+
+def test_prompts_and_templates_without_tools(here: Path, golden: Golden) -> None:
+    run = config(environment="boxes.py:Boxes")
+    rows = Dataset.from_list(own_rows(task_of(run)))
+    with golden.raises("train", key="cogumi.environment"):
+        try_task(run, Dataset.from_list([{"prompt": "find"}]), chat_tokenizer("qwen2_5"))
+    with golden.raises("train", key="cogumi.environment"):
+        try_task(run, rows, chat_tokenizer("phi3"))
+    try_task(run, rows, chat_tokenizer("qwen2_5"))
+
+
+def test_what_the_shipped_ones_are() -> None:
+    tasks = {name: load_task(name, []) for name in SHIPPED}
+    assert [task.takes_turns for task in tasks.values()] == [False]
+    assert all(task.pays and own_rows(task) for task in tasks.values())
+    assert [each["function"]["name"] for each in tasks["calculator"].schemas] == ["calculate"]
+
+
+@pytest.mark.parametrize(("text", "value"), [("2 + 3 * 4", 14), ("-(7 - 10) * 2", 6), (" 12 ", 12)])
+def test_the_calculator_calculates(text: str, value: int) -> None:
+    assert evaluate(text) == value
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "2 ** 9", "1 +", "", "9" * 101, "1 / 2", "(1", "1, 2"])
+def test_the_calculator_executes_nothing(text: str) -> None:
+    with pytest.raises(ValueError, match=r"whole numbers|no expression"):
+        evaluate(text)
+
+
+def test_the_calculator_pays_for_the_right_call() -> None:
+    calculator = Calculator()
+    for row in Calculator.rows(8):
+        calculator.reset(**row)
+        assert calculator.get_reward() == 0
+        problem = row["prompt"][0]["content"].removeprefix("What is ").partition("?")[0]
+        assert calculator.calculate(problem) == str(row["answer"])
+        assert calculator.get_reward() == 1
+
+
+# ------------------------------------------------------------------------------------------------------- not scored
+
+
+def test_a_completion_that_could_not_be_scored_is_in_no_baseline(make_trainer: Any) -> None:
+    """NaN of one function takes the whole completion out; None leaves the others, as in TRL."""
+    trainer = make_trainer(max_steps=1, logging_steps=1)
+    given = [math.nan, None, 1.0, 0.0, 0.5, 0.25, 1.0, 0.0]
+
+    def tests_pass(completions: Any, **_: Any) -> list[Any]:
+        return given
+
+    def length(completions: Any, **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    trainer.reward_funcs, trainer.reward_func_names = [tests_pass, length], ["tests_pass", "length"]
+    trainer.reward_processing_classes, trainer.reward_weights = [None, None], torch.ones(2)
+    leave_out_unscored(trainer)
+    trainer.train()
+    row = next(row for row in trainer.state.log_history if "rewards/not_scored" in row)
+    assert row["rewards/not_scored"] == 1 / 8
+    sums = torch.tensor([1.0, 2.0, 1.0])  # of the first group, without its first completion
+    expected = (sums - sums.mean()) / (sums.std() + 1e-4)
+    found = torch.tensor(list(trainer._logs["advantages"])[:4])
+    assert found[0] == 0
+    assert torch.allclose(found[1:], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name", "level"),
+    [
+        ({"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}, "tool calls", "red"),
+        ({"tools/call_frequency": 1.5, "tools/failure_frequency": 0.3}, "tool calls", "yellow"),
+        ({"tools/call_frequency": 1.5, "tools/failure_frequency": 0.1}, "tool calls", "green"),
+        ({"episodes/without_end": 0.9, "episodes/cut_by_turns": 0.9}, "episodes end", "red"),
+        ({"episodes/without_end": 0.1, "episodes/cut_by_tokens": 0.1}, "episodes end", "green"),
+        ({"episodes/masked_share": 0.95}, "masked tokens", "yellow"),
+        ({"rewards/not_scored": 0.5}, "scored", "red"),
+        ({"rewards/not_scored": 0.1}, "scored", "yellow"),
+    ],
+)
+def test_flags_of_episodes(metrics: dict[str, float], name: str, level: str) -> None:
+    from cogumi.health.flags_episodes import EPISODES
+
+    rows = [{"step": step, "reward": 0.5, **metrics} for step in range(1, 7)]
+    history = RunHistory(setting=None, first=[], latest=rows)  # type: ignore[arg-type]
+    [found] = [flag for rule in EPISODES if (flag := rule(history)) is not None and flag.name == name]
+    assert found.level == level
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+TURNS = '''
+import os, signal
+from pathlib import Path
+
+class Echo:
+    """Answers once. Where a file says so, the process is killed at that rollout's first answer."""
+
+    rows = [{"prompt": text} for text in ("def f(x):", "import os", "class A:", "x = [1, 2")] * 2
+
+    def reset(self, **record):
+        self.heard = []
+
+    def respond(self, text):
+        self.heard.append(text)
+        rollouts = Path(os.environ["ROLLOUTS"])
+        if len(self.heard) == 1:
+            rollouts.write_text(rollouts.read_text() + "." if rollouts.exists() else ".")
+            if os.environ.get("KILL_AT") == str(rollouts.stat().st_size):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return " again: "
+
+    def get_reward(self):
+        return sum(map(str.isalpha, "".join(self.heard))) / 20
+'''
+
+
+def test_a_run_killed_inside_a_rollout_ends_with_equal_weights(
+    tiny_model: Path, here: Path, for_commands: dict[str, str]
+) -> None:
+    """Killed in its third rollout, while the environment answers, and started again by the same command."""
+    from safetensors.torch import load_file
+
+    (here / "echo.py").write_text(TURNS)
+    model = shutil.copytree(tiny_model, here / "model")
+    ends = [*range(0, 512, 16), json.loads((model / "config.json").read_text())["eos_token_id"]]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))  # so that turns end
+    train = {
+        "max_steps": 6, "num_generations": 4, "per_device_train_batch_size": 4, "steps_per_generation": 2,
+        "max_completion_length": 32, "learning_rate": 1e-3, "gradient_checkpointing": False, "save_steps": 3,
+    }  # fmt: skip
+    weights = []
+    for name, kill_at in (("whole", None), ("killed", 20)):
+        own = {"method": "gspo", "environment": "echo.py:Echo", "run_dir": f"runs/{name}", "merge": False}
+        given = {"model": {"name": "model"}, "lora": {"r": 4}, "data": {"eval_rows": 0}, "train": train}
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(given | {"cogumi": own}))
+        environment = for_commands | {"ROLLOUTS": str(here / f"{name}.rollouts")}
+        if kill_at:
+            cut = prepared_process.run(["train", f"{name}.yaml"], here, environment | {"KILL_AT": str(kill_at)})
+            assert cut.returncode == -signal.SIGKILL, cut.stderr
+        done = prepared_process.run(["train", f"{name}.yaml"], here, environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        weights.append(load_file(here / f"runs/{name}/adapter/adapter_model.safetensors"))
+        rows = read_jsonl(here / f"runs/{name}/metrics.jsonl")
+        assert [row["step"] for row in rows if "reward" in row] == [1, 3, 5]
+        assert all(row["episodes/masked_share"] > 0 for row in rows if "reward" in row)
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    shown = json.loads((here / "runs/whole/rollouts.jsonl").read_text().splitlines()[0])["shown"]
+    assert any(" again: " in each["completion"] for each in shown)
