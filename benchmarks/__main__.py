@@ -26,6 +26,7 @@ CPU = {
     "gspo_learning": "gspo_learning:run",
     "telemetry": "telemetry:run",
     "preflight": "commands:preflight",
+    "environments": "environments:run",
     "panel": "panel:run",
     "smoke": "commands:smoke",
 }

@@ -120,6 +120,7 @@ METHODS = [
     (GRPOTrainer, trl_internals.TRAIN_SAMPLER, "dataset"),
     (GRPOTrainer, trl_internals.MAKE_ROLLOUT, "inputs"),
     (GRPOTrainer, trl_internals.GENERATE, "prompts"),
+    (GRPOTrainer, trl_internals.CALCULATE_REWARDS, "inputs prompts completions completion_ids_list"),
     (GRPOTrainer, trl_internals.GENERATE_TURN, "prompt_ids images multimodal_fields num_generations has_tool_images"),
     (
         GRPOTrainer,

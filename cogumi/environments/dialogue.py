@@ -4,7 +4,7 @@ Each turn samples from the ids so far. The answer's ids are appended behind the 
 `env_mask`: the loss and GSPO's N leave them out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,7 @@ class Dialogue(Episodes):
 
     def attach(self, trainer: Any) -> None:
         super().attach(trainer)
+        self.special = special_texts(trainer.processing_class)
         trainer.rollout_func = self.play
 
     def measure_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
@@ -148,7 +149,7 @@ class Dialogue(Episodes):
         elif self.is_over():
             episode.cut = SECONDS
         else:
-            said = answer_ids(trainer, str(answer), ids, plain)
+            said = answer_ids(trainer, str(answer), ids, plain, self.special)
             if len(said) >= self.room(episode):
                 episode.cut = TOKENS
                 return
@@ -166,15 +167,15 @@ def begin_episode(environment: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + said}]}
 
 
-def answer_ids(trainer: Any, answer: str, written: list[int], plain: bool) -> list[int]:
+def answer_ids(trainer: Any, answer: str, written: list[int], plain: bool, special: Sequence[str]) -> list[int]:
     """The ids between what the model wrote and its next message. plain: of a prompt that is text, without a chat template.
 
-    Control tokens that an answer spells out become text, so an environment cannot end a turn by what it quotes.
+    special: what the tokenizer reads as control tokens. Control tokens that an answer spells out become text, so an environment cannot end a turn by what it quotes.
     """
     tokenizer = trainer.processing_class
     if plain:
         return list(tokenizer(answer, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-    shown = MARK if any(special in answer for special in special_texts(tokenizer)) else answer
+    shown = MARK if any(each in answer for each in special) else answer
     conversation = [("user", "."), ("assistant", MARK), ("user", shown)]
     text = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in conversation],
