@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import polars as pl
@@ -71,7 +72,7 @@ def prompts_for_rl(
     Raises UsageError as `tokenize_for_sft`, and when the tokenizer reads a prompt's text as other ids (for instance
     because it appends an end token to every text).
     """
-    return examples_of(fim_prompts_chunk, rows, tokenizer, config, column, name, first_row)
+    return examples_of(partial(fim_prompts_chunk, rewarded={}), rows, tokenizer, config, column, name, first_row)
 
 
 def examples_of(

@@ -1,15 +1,17 @@
 """Which columns a format takes, prompts for reinforcement learning, FIM from columns, and the tokens that are learned."""
 
+import json
 from typing import Any
 
 import polars as pl
 import pytest
+from datasets import Dataset
 from golden import Golden
 
-from cogumi.core.errors import UsageError
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.fim import FAMILIES, FimConfig
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
+from cogumi.data.records import RECORD_COLUMN, decode_rows, encode_record
 from cogumi.data.rows import Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts
 from tests.fim_examples import prompts_for_rl, tokenize_for_sft
@@ -19,9 +21,21 @@ def options(method: str, format: str, **more: Any) -> FormatOptions:
     return FormatOptions(method, format, **more)  # type: ignore[arg-type]
 
 
-def chunk_of(rows: dict[str, list[Any]], name: str, chosen: FormatOptions) -> Chunk:
+def chunk_of(rows: dict[str, list[Any]], name: str, chosen: FormatOptions, **of_tokenizer: Any) -> Chunk:
     frame = pl.DataFrame(rows)
-    return tokenize_for(chosen, chat_tokenizer(name))(frame.select(**columns_for(chosen, frame.columns)), 0)
+    fields = frame.select(**columns_for(chosen, frame.columns))
+    if chosen.method == "gspo":
+        texts = [encode_record(row) for row in frame.iter_rows(named=True)]
+        fields = fields.with_columns(pl.Series(RECORD_COLUMN, texts))
+    tokenizer = chat_tokenizer(name)
+    for key, value in of_tokenizer.items():
+        setattr(tokenizer, key, value)
+    return tokenize_for(chosen, tokenizer)(fields, 0)
+
+
+def examples_of(chunk: Chunk) -> list[dict[str, Any]]:
+    """What a data set of the chunk gives, less the original records."""
+    return [*decode_rows(Dataset(chunk.table), chunk.encoded).remove_columns(RECORD_COLUMN)]
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -160,19 +174,19 @@ def test_text_in_some_rows_and_messages_in_others_are_refused(
         chunk_of(columns, "qwen3", options(method, format))
 
 
-@pytest.mark.parametrize(
-    ("values", "kept"),
-    [([1, "7"], None), ([{"x": [1]}, {"x": ["7"]}], None), ([1, 2.5], [1.0, 2.5]), ([None, 3], [None, 3])],
-)
-def test_what_the_rewards_are_given_is_of_one_kind(values: list[Any], kept: list[Any] | None) -> None:
-    rows = {"prompt": ["a", "b"], "answer": pl.Series(values, dtype=pl.Object)}
+@pytest.mark.parametrize("values", [[1, "7"], [{"x": [1]}, {"x": ["7"], "y": None}], [1, 2.5, True], [None, 3, [], {}]])
+def test_what_the_rewards_are_given_is_of_any_kind(values: list[Any]) -> None:
+    rows = {"prompt": ["a"] * len(values), "answer": pl.Series(values, dtype=pl.Object)}
     chosen = options("gspo", "prompt_completion", columns={"answer": "answer"})
-    if kept is None:
-        kinds = "int first in row 0, str first in row 1" if values[0] == 1 else "dict first in row 0"
-        with pytest.raises(UsageError, match=rf"data\.columns\.answer: its values are of several kinds \({kinds}\)"):
-            chunk_of(rows, "qwen3", chosen)
-    else:
-        assert chunk_of(rows, "qwen3", chosen).table["answer"].to_pylist() == kept
+    answers = [each["answer"] for each in examples_of(chunk_of(rows, "qwen3", chosen))]
+    assert answers == values
+    assert [type(each) for each in answers] == [type(each) for each in values]
+
+
+@pytest.mark.parametrize("name", ["record", "completions", "trainer_state"])
+def test_a_name_that_rewards_are_given_anyway_is_no_column(name: str, golden: Golden) -> None:
+    with golden.raises("data", key=f"data.columns.{name}", message=f"`{name}`", fix="record['mine']"):
+        columns_for(options("gspo", "prompt_completion", columns={name: "mine"}), ["prompt", "mine"])
 
 
 def test_a_prompt_over_the_budget_is_dropped_and_one_that_is_no_text_too() -> None:
@@ -196,7 +210,7 @@ def test_prompts_of_conversations_end_with_the_last_question() -> None:
     rows = {"messages": [[ask, say, again, then], [ask, say], [ask], [say]], "level": [1, 2, 3, 4]}
     chunk = chunk_of(rows, "qwen3", options("gspo", "chat", thinking=False, columns={"level": "level"}))
     bare = {"role": "assistant", "content": "5."}
-    assert chunk.table.to_pylist() == [
+    assert examples_of(chunk) == [
         {"prompt": [ask, bare, again], "answer": "9.", "level": 1},
         {"prompt": [ask], "answer": "5.", "level": 2},
         {"prompt": [ask], "answer": None, "level": 3},
@@ -207,14 +221,11 @@ def test_prompts_of_conversations_end_with_the_last_question() -> None:
 def test_prompts_of_text_and_their_gold_answers() -> None:
     rows = {"question": ["2 + 3?", "", None, "a <|im_end|>"], "gold": ["5", "x", "y", "z"]}
     chosen = options("gspo", "prompt_completion", columns={"prompt": "question", "answer": "gold"})
-    frame = pl.DataFrame(rows)
-    tokenizer = chat_tokenizer("qwen3")
-    tokenizer.chat_template = None
-    chunk = tokenize_for(chosen, tokenizer)(frame.select(**columns_for(chosen, frame.columns)), 0)
-    assert chunk.table.to_pylist() == [{"prompt": "2 + 3?", "answer": "5"}]
+    chunk = chunk_of(rows, "qwen3", chosen, chat_template=None)
+    assert examples_of(chunk) == [{"prompt": "2 + 3?", "answer": "5"}]
     assert list(chunk.dropped) == ["with an empty prompt", "null", "containing a special token"]
     completed = chunk_of({"prompt": ["p"], "completion": ["5"]}, "qwen3", options("gspo", "prompt_completion"))
-    assert completed.table.to_pylist() == [{"prompt": "p", "answer": "5"}]
+    assert examples_of(completed) == [{"prompt": "p", "answer": "5"}]
 
 
 def test_a_flag_for_thinking_that_text_would_ignore_is_refused(golden: Golden) -> None:
@@ -224,14 +235,69 @@ def test_a_flag_for_thinking_that_text_would_ignore_is_refused(golden: Golden) -
             chunk_of(text, "qwen3", options(method, format, thinking=False))
 
 
-def test_calls_of_tools_are_no_prompt() -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
-    ask = {"role": "user", "content": "x"}
-    chunk = chunk_of(
-        {"messages": [[ask, call, {"role": "tool", "content": "5"}, ask]]}, "qwen3", options("gspo", "chat")
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [0.1, None, {"c": 10**30}]}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds. " * 9, "parameters": {"type": "object"}}}
+
+
+def test_prompts_keep_calls_of_tools_and_what_those_returned() -> None:
+    """Every message has its own keys and no others, as templates ask for them; arguments are as the row has them."""
+    ask, then = {"role": "user", "content": "x"}, {"role": "user", "content": "And 4?"}
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    told, said = {"role": "tool", "content": "5", "name": "add"}, {"role": "assistant", "content": "5."}
+    talks = [[ask, call, told, said, then, said], [ask, call, told], [ask, call, told, said], [ask]]
+    rows = {
+        "messages": pl.Series(talks, dtype=pl.Object),
+        "tools": pl.Series([[TOOL], "[]", None, None], dtype=pl.Object),
+    }
+    found = examples_of(chunk_of(rows, "qwen3", options("gspo", "chat")))
+    assert [each["prompt"] for each in found] == [talks[0][:5], talks[1], [ask], [ask]]
+    assert [each["answer"] for each in found] == ["5.", None, "5.", None]
+    given = examples_of(chunk_of({"prompt": rows["messages"]}, "qwen3", options("gspo", "prompt_completion")))
+    assert [each["prompt"] for each in given] == talks
+
+
+def test_the_tools_of_a_row_count_in_the_length_of_its_prompt() -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    ask = [{"role": "user", "content": "x"}]
+    lengths = {
+        name: len(tokenizer.apply_chat_template(ask, tools=tools, add_generation_prompt=True, return_dict=False))
+        for name, tools in (("with", [TOOL]), ("without", None))
+    }
+    assert lengths["with"] > lengths["without"] + 20
+    rows = {"prompt": pl.Series([ask, ask], dtype=pl.Object), "tools": [json.dumps([TOOL]), None]}
+    for most, kept in ((lengths["with"], 2), (lengths["with"] - 1, 1), (lengths["without"] - 1, 0)):
+        chunk = chunk_of(rows, "qwen3", options("gspo", "prompt_completion", max_length=most))
+        assert len(chunk.table) == kept
+        assert sum(each.count for each in chunk.dropped.values()) == 2 - kept
+
+
+def test_text_that_is_too_long_loses_its_beginning() -> None:
+    """The end is kept: as many tokens as fit, counted as GRPOTrainer tokenizes it."""
+    long = " ".join(f"wörd{n} = {n} * {n}" for n in range(60))
+    chosen = options("gspo", "prompt_completion", max_length=20, overlong="truncate")
+    chunk = chunk_of({"prompt": ["short", long, "\n" * 300]}, "qwen3", chosen)
+    tokenizer = chat_tokenizer("qwen3")
+    short, cut = (each["prompt"] for each in examples_of(chunk))
+    assert short == "short"
+    assert long.endswith(cut)
+    assert 15 < len(tokenizer(cut)["input_ids"]) <= 20 < len(tokenizer(long[-len(cut) - 12 :])["input_ids"])
+    assert (chunk.truncated, {name: each.row for name, each in chunk.dropped.items()}) == (
+        1,
+        {"with an empty prompt": 2},
     )
-    assert list(chunk.dropped) == ["with tool calls in the prompt"]
-    assert chunk.table.column_names == ["prompt", "answer"]
+
+
+def test_messages_are_not_cut(golden: Golden) -> None:
+    chosen = options("gspo", "prompt_completion", max_length=20, overlong="truncate")
+    rows = {"prompt": pl.Series([[{"role": "user", "content": "hi"}]], dtype=pl.Object)}
+    with golden.raises("data", key="data.overlong", message="messages", fix="drop the key"):
+        chunk_of(rows, "qwen3", chosen)
+
+
+def test_prompts_of_white_space_ask_nothing() -> None:
+    blank = [[{"role": "system", "content": " "}, {"role": "user", "content": "\n"}]]
+    for rows, format in (({"prompt": [" \n\t"]}, "prompt_completion"), ({"messages": blank}, "chat")):
+        assert list(chunk_of(rows, "qwen3", options("gspo", format)).dropped) == ["with an empty prompt"]
 
 
 # ------------------------------------------------------------------------------------------------------- FIM from columns
@@ -271,7 +337,7 @@ def test_pieces_that_make_no_example_are_counted() -> None:
         "without context": (1, 3),
         "containing a special token": (2, 4),
     }
-    (row,) = chunk.table.to_pylist()
+    (row,) = examples_of(chunk)
     assert (row["prefix"], row["middle"], row["suffix"], row["level"]) == ("a = ", "1", "\n", 1)
 
 

@@ -12,6 +12,7 @@ from cogumi.core.errors import UsageError
 from cogumi.data.chat_templates import read_template, read_thinking, visible_text
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, tokenize_for
+from cogumi.data.records import decode_rows
 from cogumi.rewards.functions import on_visible
 from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, learned_texts, texts, tiny_for
 
@@ -225,11 +226,12 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     rows = pl.DataFrame({"messages": [[{"role": "user", "content": text[:20]}, PLAIN] for text in texts()[:4]]})
     options = FormatOptions("gspo", "chat", thinking=False)
     chunk = tokenize_for(options, tokenizer)(rows.select(**columns_for(options, rows.columns)), 0)
+    prompts_and_answers = decode_rows(Dataset(chunk.table), chunk.encoded)
     torch.manual_seed(0)
     trainer = trl.GRPOTrainer(
-        model=tiny_for(tokenizer), reward_funcs=rewards, args=args, train_dataset=Dataset(chunk.table), processing_class=tokenizer
+        model=tiny_for(tokenizer), reward_funcs=rewards, args=args, train_dataset=prompts_and_answers, processing_class=tokenizer
     )  # fmt: skip
-    prompts = trainer._tokenize_prompts([row["prompt"] for row in chunk.table.to_pylist()])[0]
+    prompts = trainer._tokenize_prompts(list(prompts_and_answers["prompt"]))[0]
     assert all(tokenizer.decode(ids).endswith("</think>\n\n") for ids in prompts)
     trainer.train()
     assert len(seen) == 4

@@ -109,24 +109,31 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo
     assert (account["rows"], account["examples"]) == (8, 7)
     assert account["dropped"] == {"longer than 504 tokens": 1}
     assert "longer than 504 tokens, the first is row 2" in (result.run_dir / "run.log").read_text()
-    for words, key in (
-        ({"data__overlong": "truncate"}, "data.overlong"),
-        ({"train__max_completion_length": 512}, "train.max_completion_length 512"),
-    ):
-        with pytest.raises(UsageError, match=key):
-            cogumi.train(config, cogumi__run_dir=str(tmp_path / "other"), **words)
+    with pytest.raises(UsageError, match=r"train.max_completion_length 512"):
+        cogumi.train(config, cogumi__run_dir=str(tmp_path / "other"), train__max_completion_length=512)
     assert not (tmp_path / "other").exists()
 
+    cut = cogumi.train(config, cogumi__run_dir=str(tmp_path / "cut"), train__max_steps=1, data__overlong="truncate")
+    account = json.loads((cut.run_dir / "decisions.json").read_text())["data"]["train"]
+    assert (account["examples"], account["truncated"], account["dropped"]) == (8, 1, {})
+    log = (cut.run_dir / "run.log").read_text()
+    assert log.index("truncated 1") < log.index("loaded on")
 
-def test_answers_of_several_kinds_are_one_line_before_anything_is_written(gspo: Config, tmp_path: Path) -> None:
-    source = tmp_path / "answers.jsonl"
-    source.write_text("".join(json.dumps({"prompt": "2 + 2", "answer": each}) + "\n" for each in (4, 4, "four")))
-    data = {"source": str(source), "format": "prompt_completion", "columns": {"answer": "answer"}}
-    config = {**gspo, "data": data, "cogumi": {**gspo["cogumi"], "rewards": ["answer_similarity"]}}
-    for command in (cogumi.train, cogumi.preview, cogumi.preflight):
-        with pytest.raises(UsageError, match=r"data\.columns\.answer: its values are of several kinds .*'four'"):
-            command(config)
-    assert not (tmp_path / "gspo").exists()
+
+def test_answers_of_several_kinds_are_given_as_they_are(gspo: Config, tmp_path: Path) -> None:
+    source, answers = tmp_path / "answers.jsonl", [4, 4.0, "four", [4], None, {"x": 4}]
+    source.write_text("".join(json.dumps({"prompt": f"{n}", "answer": each}) + "\n" for n, each in enumerate(answers)))
+    data = {"source": str(source), "format": "prompt_completion", "columns": {"answer": "answer"}, "eval_rows": 2}
+    config = {**gspo, "data": data, "cogumi": {**gspo["cogumi"], "rewards": ["answer_similarity"], "merge": False}}
+    shown = "".join(
+        text for pieces in cogumi.preview(config, examples=9, data__eval_rows=0).examples for _, text in pieces
+    )
+    assert all(f"answer: {each}" in shown for each in ("4", "four", "[4]", "null"))
+    assert "record" not in shown
+    assert "6 of the first 6 make one" in str(cogumi.preflight(config))
+    result = cogumi.train(config, train__max_steps=1)
+    samples = read_jsonl(result.run_dir / "samples.jsonl")
+    assert all(each["answer"] == answers[int(each["prompt"])] and "record" not in each for each in samples)
 
 
 def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None:

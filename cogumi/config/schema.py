@@ -169,8 +169,8 @@ class DataSection(Section):
     bad_rows: Literal["drop", "fail"] = "drop"
     """Rows that make no example for what they hold (null, not UTF-8, ...): leave them out and say so, or refuse the run."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """Examples longer than `train.max_length`, in every format but fim, which has `fim.overlong`. gspo drops the prompts
-    that leave `train.max_completion_length` no room in the context."""
+    """Examples longer than `train.max_length`, in every format but fim, which has `fim.overlong`. gspo: prompts that leave
+    `train.max_completion_length` no room in the context; `truncate` cuts the beginning of text, and messages are dropped."""
 
 
 def on_or_off(value: Any) -> Any:
@@ -362,7 +362,9 @@ def redact(value: Any, key: str = "") -> Any:
 def refuse_ignored(run: RunConfig, origins: Origins) -> None:
     """Raise UsageError for keys that this method or format of data does not look at."""
     formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
-    ignored = {"data.overlong": "a prompt is not cut; one that leaves its completion no room is dropped"}
+    ignored = (
+        {"data.overlong": "messages are not cut; a prompt that is too long is left out"} if formats == {"chat"} else {}
+    )
     if run.cogumi.method != "gspo":
         ignored = {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
     if formats == {"fim"}:

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from cogumi.core.durability import NO_SPACE, lock_directory, sync_path, write_synced
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes
+from cogumi.data.records import RECORD_COLUMN, decode_rows
 from cogumi.data.rows import Dropped, ExamplesWriter, Lengths, Tokenize, count_dropped, describe_counts
 from cogumi.data.selection import (
     COPY,
@@ -40,7 +41,7 @@ from cogumi.data.selection import (
     count_states,
     row_hashes,
 )
-from cogumi.data.sources import batches
+from cogumi.data.sources import ORIGINALS, batches
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -66,11 +67,14 @@ class Source:
     options: Any
     """What decides what `tokenize` makes of a row, as JSON: the format and its settings."""
     weight: float = 1.0
+    keeps_records: bool = False
+    """Whether `tokenize` is given each row as it was read, too, in the column `record`."""
 
-    def batches(self, files: Sequence[Path] | None = None) -> Iterator[pl.DataFrame]:
-        """The rows of its files, or of these, by field."""
-        for rows in batches(files or self.files, list(dict.fromkeys(self.columns.values()))):
-            yield rows.select(**self.columns)
+    def batches(self, files: Sequence[Path] | None = None, records: bool = False) -> Iterator[pl.DataFrame]:
+        """The rows of its files, or of these, by field. records: with the rows as they were read, if they are to be kept."""
+        kept = {RECORD_COLUMN: ORIGINALS} if records and self.keeps_records else {}
+        for rows in batches(files or self.files, list(dict.fromkeys(self.columns.values())), bool(kept)):
+            yield rows.select(**self.columns, **kept)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Data:
     """Examples, and what became of every row that was to make one."""
 
     dataset: "Dataset"
-    """Mapped from its arrow file; the columns of `Chunk.table`."""
+    """Mapped from its arrow file; the columns of `Chunk.table`, of which those that are encoded are decoded."""
     name: str
     dropped: Mapping[str, Dropped]
     truncated: int
@@ -202,7 +206,8 @@ def _load_part(directory: Path, part: str, record: dict[str, Any]) -> Data:
 
     dropped = {reason: Dropped(*each) for reason, each in record.pop("dropped").items()}
     lengths = Lengths(dict(record.pop("lengths")))
-    return Data(Dataset.from_file(str(directory / f"{part}.arrow")), dropped=dropped, lengths=lengths, **record)
+    dataset = decode_rows(Dataset.from_file(str(directory / f"{part}.arrow")), record.pop("encoded"))
+    return Data(dataset, dropped=dropped, lengths=lengths, **record)
 
 
 # ----------------------------------------------------------------------------------------------------------- directory
@@ -279,7 +284,7 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
     """(counts of states by source, duplicates, what becomes of each row of all sources): the first pass."""
     rows_of = [0] * len(sources)
     with (out / "hashes").open("wb") as file:
-        for number, _, rows in _numbered(sources, "choosing rows", None):
+        for number, _, rows in _numbered(sources, "choosing rows", None, records=False):
             file.write(row_hashes(rows, selection.seed).tobytes())
             rows_of[number] += rows.height
     for source, height in zip(sources, rows_of, strict=True):
@@ -306,13 +311,14 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
 def _tokenize(sources: Sequence[Source], states: States, out: Path) -> tuple[ExamplesWriter, ExamplesWriter]:
     """(what is trained on, what is held out): the second pass makes examples of the chosen rows."""
     train, held_out = ExamplesWriter(out / "train.arrow"), ExamplesWriter(out / "held_out.arrow")
-    for number, first_row, rows in _numbered(sources, "preparing", len(states)):
+    for number, first_row, rows in _numbered(sources, "preparing", len(states), records=True):
         here = np.asarray(states[first_row : first_row + rows.height])
         for state, reason in EQUAL.items():
             equal = np.flatnonzero(here == state)
             if len(equal):
                 first = int(equal[0])
-                count_dropped(train.dropped, reason, first_row + first, rows.row(first), len(equal))
+                shown = rows.drop(RECORD_COLUMN, strict=False).row(first)
+                count_dropped(train.dropped, reason, first_row + first, shown, len(equal))
         for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
             chosen = np.flatnonzero(here == state)
             if len(chosen):
@@ -320,12 +326,14 @@ def _tokenize(sources: Sequence[Source], states: States, out: Path) -> tuple[Exa
     return train, held_out
 
 
-def _numbered(sources: Sequence[Source], doing: str, total: int | None) -> Iterator[tuple[int, int, pl.DataFrame]]:
+def _numbered(
+    sources: Sequence[Source], doing: str, total: int | None, records: bool
+) -> Iterator[tuple[int, int, pl.DataFrame]]:
     """(number of the source, place of the first row among the rows of all sources, rows by field), batch by batch."""
     row = 0
     with tqdm(desc=doing, unit=" rows", total=total, delay=5, mininterval=1) as bar:
         for number, source in enumerate(sources):
-            for frame in source.batches():
+            for frame in source.batches(records=records):
                 yield number, row, frame
                 row += frame.height
                 bar.update(frame.height)

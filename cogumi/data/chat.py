@@ -44,6 +44,15 @@ class Conversation:
     """Messages before this one are a prompt, of which nothing is learned."""
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a model is asked in a rollout, what would be right, and the tools that its length counts."""
+
+    prompt: Side
+    answer: str | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
 def read_list(value: Any, reason: str) -> list[Any]:
     """The list in a cell, or in its JSON text. Raises BadRow."""
     value = decode_value(value)
@@ -288,21 +297,33 @@ def as_messages(side: Side, role: str) -> list[Message]:
     return [{"role": role, "content": side}] if isinstance(side, str) else side
 
 
-def read_question(row: dict[str, Any]) -> tuple[list[Message], str | None]:
-    """(messages up to the last turn of the user, what the assistant says after it)."""
+def read_question(row: dict[str, Any]) -> Question:
+    """The messages up to the last turn of the user, and what the assistant says after it.
+
+    A conversation that ends with what a tool returned is asked as a whole: it is the assistant's turn.
+    """
     messages = row_messages(row)
     asked = last_turn(messages, "user") + 1
+    if messages[-1]["role"] == "tool":
+        asked = len(messages)
+    refuse_empty_prompt(messages[:asked])
     answers = [each["content"] for each in messages[asked:] if each["role"] == "assistant"]
-    return messages[:asked], split_thought(answers[-1])[1] if answers else None
+    return Question(messages[:asked], split_thought(answers[-1])[1] if answers else None, read_tools(row.get("tools")))
 
 
-def read_prompt(row: dict[str, Any]) -> tuple[Side, str | None]:
-    """(text or messages, the completion's text or its last message's)."""
+def read_prompt(row: dict[str, Any]) -> Question:
+    """The prompt, text or messages, and the completion's text or its last message's."""
     prompt, completion = row["prompt"], row.get("completion")
     if isinstance(completion, list):
         completion = read_messages(completion)[-1]["content"]
     answer = None if completion is None else split_thought(read_text(completion))[1]
     asked = text_or_messages(prompt)
-    if not asked:
+    refuse_empty_prompt(asked)
+    return Question(asked, answer, None if isinstance(asked, str) else read_tools(row.get("tools")))
+
+
+def refuse_empty_prompt(prompt: Side) -> None:
+    """BadRow for a prompt in which there is nothing but white space."""
+    said = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if "tool_calls" not in each]
+    if not "".join(said).strip():
         raise BadRow("with an empty prompt")
-    return asked, answer

@@ -38,6 +38,27 @@ def encode(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -
     return [np.array(each.ids, np.int32) for part in parts for each in part]
 
 
+def keep_end(tokenizer: Any, text: str, most: int) -> str:
+    """The end of a text that is at most so many tokens, those included that the tokenizer puts around every text.
+
+    It is cut where a token begins. What is left is tokenized again, as a cut text is not always the tokens that it was.
+    Raises UsageError for a tokenizer that does not say where its tokens lie, and BadRow where nothing fits.
+    """
+    refuse_slow(tokenizer)
+    starts = [first for first, _ in reset_backend(tokenizer).encode(text, add_special_tokens=True).offsets]
+    for start in starts[len(starts) - most :]:
+        if text[start:].strip() and len(encode(tokenizer, [text[start:]], special_tokens=True)[0]) <= most:
+            return text[start:]
+    raise BadRow(f"of which no end fits into {most} tokens")
+
+
+def refuse_slow(tokenizer: Any) -> None:
+    """Raise UsageError for a tokenizer that does not say where its tokens lie."""
+    if not tokenizer.is_fast:
+        what = f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for"
+        raise UsageError(what, fix="use a model that has a tokenizer.json")
+
+
 def batches(texts: Sequence[str]) -> Iterator[list[str]]:
     """The texts with about CHUNK_CHARACTERS at a time."""
     start = size = 0
@@ -198,9 +219,7 @@ class Rendering:
 
 def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
     """Each text with its spans learned. Raises UsageError for a tokenizer that does not say where its tokens lie."""
-    if not tokenizer.is_fast:
-        what = f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for"
-        raise UsageError(what, fix="use a model that has a tokenizer.json")
+    refuse_slow(tokenizer)
     encode_batch = reset_backend(tokenizer).encode_batch
     encodings = chain.from_iterable(encode_batch(part, add_special_tokens=False) for part in batches(texts))
     examples = []

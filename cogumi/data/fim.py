@@ -9,7 +9,7 @@ text's first word. So pieces are tokenized as they stand after a control token, 
 2 style) hence have a "▁" before suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any
@@ -21,7 +21,8 @@ import pyarrow as pa
 from cogumi.config.schema import FimConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.encoding import Ids, cuts_at_spaces, encode, encode_by_words, list_array, special_texts
-from cogumi.data.rows import Chunk, Dropped, count_dropped, rewarded_columns
+from cogumi.data.records import RECORD_COLUMN, record_columns
+from cogumi.data.rows import Chunk, Dropped, count_dropped
 
 PLAIN, PSM, SPM = 0, 1, 2
 """Left to right; prefix, suffix, middle; suffix, prefix, middle."""
@@ -323,8 +324,12 @@ def fim_sft_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, con
     return Chunk(pa.table(table), dropped, _trimmed(kept))
 
 
-def fim_prompts_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, config: FimConfig) -> Chunk:
-    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`, and the rows' other columns.
+def fim_prompts_chunk(
+    rows: pl.DataFrame, first_row: int, *, controls: Controls, config: FimConfig, rewarded: Mapping[str, str]
+) -> Chunk:
+    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`.
+
+    Rows that have their record give `record`, and the columns of it that go to the rewards ({name: column}).
 
     `tokenizer(prompt)` gives the ids before the middle of `fim_sft_chunk`; UsageError where it gives others. The pieces are
     the source even where `overlong="trim"` shortened the prompt. `fim_rate` does not apply: a plain row asks for nothing.
@@ -334,9 +339,9 @@ def fim_prompts_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls,
     refuse_other_prompts(prompts[:32], pieces, controls.tokenizer)
     table = {"prompt": pa.array(prompts, pa.string())}
     table |= {piece: pa.array(kept[piece].to_list(), pa.string()) for piece in ("prefix", "suffix", "middle")}
-    others = [name for name in rows.columns if name not in ("source", *PIECES)]
-    table |= rewarded_columns(rows[kept["row"]], others, [first_row + row for row in kept["row"]])
-    return Chunk(pa.table(table), dropped, _trimmed(kept))
+    if RECORD_COLUMN in rows.columns:
+        table |= record_columns(rows[RECORD_COLUMN].gather(kept["row"]).to_list(), rewarded)
+    return Chunk(pa.table(table), dropped, _trimmed(kept), encoded=(*rewarded, RECORD_COLUMN))
 
 
 def _fitting(

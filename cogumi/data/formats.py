@@ -6,10 +6,12 @@
 | dpo | | | | prompt, chosen, rejected |
 | gspo | prompt, prefix, suffix, middle | messages to the last question | prompt | |
 
-For gspo every other column that `data.columns` names, and the gold answer as `answer`, go to the rewards.
+For gspo the original record as `record`, every other column of it that `data.columns` names, and the gold answer as
+`answer` go to the rewards.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
     Conversation,
+    Question,
     read_completion,
     read_conversation,
     read_pair,
@@ -33,6 +36,7 @@ from cogumi.data.encoding import (
     Ids,
     Rendering,
     encode,
+    keep_end,
     learn_completions,
     learn_spans,
     list_array,
@@ -41,7 +45,8 @@ from cogumi.data.encoding import (
     special_texts,
 )
 from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk, read_controls
-from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, parse_rows, rewarded_columns, try_each
+from cogumi.data.records import RECORD_COLUMN, encode_record, record_columns
+from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, parse_rows, try_each
 
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
@@ -62,7 +67,17 @@ SHAPES: dict[str, list[tuple[str, ...]]] = {
     "preference": [("chosen", "rejected")],
 }
 OPTIONAL = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}
-PROMPT_MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+RESERVED = (
+    RECORD_COLUMN,
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environments",
+)
+"""What rewards are given whatever the data has, so that no column of it can have the name."""
 
 
 def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
@@ -80,6 +95,9 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"no column {column!r}", key=key, fix=_near(column, names))
         if its_field not in FIELDS[format] and method != "gspo":
             raise UsageError(f"{key} is no field of data.format: {format}", fix=_near(its_field, FIELDS[format]))
+        if its_field in RESERVED:
+            fix = f"give it another name; in the original row it is record[{column!r}]"
+            raise UsageError(f"rewards are given `{its_field}` whatever the data has", key=key, fix=fix)
     found = {each: each for each in FIELDS[format] if each in names} | dict(options.columns)
     if format == "fim" and options.column in names:
         found["source"] = options.column
@@ -93,9 +111,13 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
         fix = f"the data has {', '.join(names) or 'none'}: {how}"
         raise UsageError(f"{format} needs the columns {wanted}", key="data.format", fix=fix)
     tools = () if format == "fim" else ("tools",)
-    others = [each for each in options.columns if each not in FIELDS[format]]
-    wanted_fields = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *others]
+    wanted_fields = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *rewarded_columns(options)]
     return {each: found[each] for each in dict.fromkeys(wanted_fields) if each in found}
+
+
+def rewarded_columns(options: FormatOptions) -> dict[str, str]:
+    """{name: column} of what goes to gspo's rewards under a name of its own: what `data.columns` names beside the fields."""
+    return {name: column for name, column in options.columns.items() if name not in FIELDS[options.format]}
 
 
 def _near(name: str, names: Sequence[str]) -> str:
@@ -124,8 +146,10 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
     if tokenizer.eos_token is None:
         raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     if options.format == "fim":
-        make = fim_prompts_chunk if options.method == "gspo" else fim_sft_chunk
-        return partial(make, controls=read_controls(tokenizer), config=options.fim)
+        controls = read_controls(tokenizer)
+        if options.method == "gspo":
+            return partial(fim_prompts_chunk, controls=controls, config=options.fim, rewarded=rewarded_columns(options))
+        return partial(fim_sft_chunk, controls=controls, config=options.fim)
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
     return partial(make_chunk, using=Rendering(options, tokenizer, special_texts(tokenizer)))
 
@@ -236,40 +260,53 @@ def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[t
 
 
 def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
-    """`prompt`, and for the rewards `answer` (null where a row has none) and the other columns.
+    """`prompt`, and for the rewards `answer` (null where a row has none), `record` and columns of it, where rows have theirs.
 
-    A prompt carries roles and contents only: GRPOTrainer renders it with its own tools. One over the budget is dropped.
+    Messages are what the chat template takes, with calls of tools, and GRPOTrainer renders them. A row's `tools` count in the
+    length. Over the budget text loses its beginning or its row, as `data.overlong` says, and messages are dropped.
     """
-    options, columns = using.options, rows.columns
+    options = using.options
     dropped: dict[str, Dropped] = {}
-    chat = "prompt" not in columns
-    made, at = parse_rows(rows, first_row, read_question if chat else read_prompt, dropped, using.special)
-    text = are_text([isinstance(prompt, str) for prompt, _ in made], at)
+    fields = rows.drop(RECORD_COLUMN, strict=False)
+    chat = "prompt" not in fields.columns
+    made, at = parse_rows(fields, first_row, read_question if chat else read_prompt, dropped, using.special)
+    text = are_text([isinstance(each.prompt, str) for each in made], at)
+    if made and not text and options.overlong == "truncate":
+        what = "truncate cuts the beginning of text, and these prompts are messages"
+        raise UsageError(what, key="data.overlong", fix="drop the key: conversations that are too long are left out")
 
-    def render(each: tuple[Any, str | None]) -> tuple[Any, str, str | None]:
-        """(prompt, as the model sees it, answer)."""
-        prompt, answer = each
-        if text:
-            return prompt, prompt, answer
-        adapted = [adapt_thought(message, using.template.thinking) for message in prompt]
-        if any("tool_calls" in message for message in adapted):
-            raise BadRow("with tool calls in the prompt")
-        prompt = [{"role": message["role"], "content": message["content"]} for message in adapted]
-        return prompt, using.template.prompt(prompt), answer
+    def render(each: Question) -> tuple[Question, str]:
+        """(the question, as the model sees it)."""
+        if isinstance(each.prompt, str):
+            return each, each.prompt
+        adapted = [adapt_thought(message, using.template.thinking) for message in each.prompt]
+        return replace(each, prompt=adapted), using.template.prompt(adapted, each.tools)
 
-    usable, at = try_each(made, at, render, dropped, lambda each: each[0])
-    if (most := options.max_length) is not None:
-        ids = encode(using.tokenizer, [shown for _, shown, _ in usable], special_tokens=text)
+    usable, at = try_each(made, at, render, dropped, lambda each: each.prompt)
+    truncated = 0
+    if options.max_length is not None:
+        ids = encode(using.tokenizer, [shown for _, shown in usable], special_tokens=text)
+        fit = partial(fit_prompt, using=using)
+        fitting, at = try_each(zip(usable, ids, strict=True), at, fit, dropped, lambda each: each[0][0].prompt)
+        usable, truncated = [(each, "") for each, _ in fitting], sum(cut for _, cut in fitting)
+    rewarded = rewarded_columns(options)
+    prompts = [each.prompt if isinstance(each.prompt, str) else encode_record(each.prompt) for each, _ in usable]
+    table = {"prompt": pa.array(prompts, pa.string())}
+    encoded = [*rewarded, RECORD_COLUMN] if text else [*rewarded, RECORD_COLUMN, "prompt"]
+    if "answer" not in rewarded and (chat or "completion" in fields.columns):
+        table["answer"] = pa.array([encode_record(each.answer) for each, _ in usable], pa.string())
+        encoded.append("answer")
+    if RECORD_COLUMN in rows.columns:
+        table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
+    return Chunk(pa.table(table), dropped, truncated, tuple(encoded))
 
-        def fit(each: tuple[tuple[Any, str, str | None], Ids]) -> tuple[Any, str, str | None]:
-            if len(each[1]) > most:
-                raise BadRow(options.too_long)
-            return each[0]
 
-        usable, at = try_each(zip(usable, ids, strict=True), at, fit, dropped, lambda each: each[0][0])
-    others = [name for name in columns if name not in (*FIELDS["chat"], *FIELDS["prompt_completion"])]
-    table = {"prompt": pa.array([each[0] for each in usable], pa.string() if text else PROMPT_MESSAGES)}
-    if "answer" not in others and (chat or "completion" in columns):
-        table["answer"] = pa.array([each[2] for each in usable], pa.string())
-    table |= rewarded_columns(rows[[row - first_row for row in at]], others, at)
-    return Chunk(pa.table(table), dropped)
+def fit_prompt(example: tuple[tuple[Question, str], Ids], using: Rendering) -> tuple[Question, bool]:
+    """(the question, whether its beginning was cut away). Raises BadRow for one over the budget that is not to be cut."""
+    (question, _), ids = example
+    most = using.options.max_length
+    if most is None or len(ids) <= most:
+        return question, False
+    if using.options.overlong == "drop" or not isinstance(question.prompt, str):
+        raise BadRow(using.options.too_long)
+    return replace(question, prompt=keep_end(using.tokenizer, question.prompt, most)), True

@@ -46,6 +46,8 @@ class Chunk:
     """By reason, such as "null" or "longer than 512 tokens"."""
     truncated: int = 0
     """Examples in the table of which something was cut away."""
+    encoded: tuple[str, ...] = ()
+    """Columns of the table that are text of `cogumi.data.records`; a data set of them has the values."""
 
 
 Tokenize = Callable[[pl.DataFrame, int], Chunk]
@@ -155,26 +157,6 @@ def parse_rows(
     return try_each(range(len(made)), at, refuse_special, dropped, texts.__getitem__)
 
 
-def rewarded_columns(rows: pl.DataFrame, names: Sequence[str], at: Sequence[int]) -> dict[str, pa.Array]:
-    """These columns of the rows, for the rewards. at: where each row stands in its source.
-
-    Raises UsageError where a column holds several kinds of values.
-    """
-    found = {}
-    for name in names:
-        values = rows[name]
-        try:
-            found[name] = pa.array(values.to_list()) if values.dtype == pl.Object else values.to_arrow()
-        except pa.ArrowException as error:
-            first: dict[str, int] = {}
-            for row, value in zip(at, values, strict=True):
-                first.setdefault(type(value).__name__, row)
-            kinds = ", ".join(f"{kind} first in row {row}" for kind, row in first.items())
-            what = f"its values are of several kinds ({kinds}): {error}"
-            raise UsageError(what, key=f"data.columns.{name}", fix="write them alike") from error
-    return found
-
-
 # ---------------------------------------------------------------------------------------------------------- arrow file
 
 
@@ -185,6 +167,7 @@ class ExamplesWriter:
         self.path = path
         self.rows = self.truncated = self.learned = 0
         self.dropped: dict[str, Dropped] = {}
+        self.encoded: dict[str, bool] = {}  # by column of the table
         self.lengths = Lengths()
         self.file: Any = None
         self.schema: pa.Schema | None = None
@@ -204,10 +187,18 @@ class ExamplesWriter:
         self.truncated += chunk.truncated
         if not len(table):
             return
+        self.refuse_other_encoding(table.column_names, chunk.encoded)
         self.lengths.update(token_lengths(table))
         if "completion_mask" in table.column_names:
             self.learned += sum(int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks)
         self.write(table)
+
+    def refuse_other_encoding(self, names: Sequence[str], encoded: Sequence[str]) -> None:
+        """Raise UsageError for a column that earlier rows have as text, and these as values, or the other way round."""
+        for name in names:
+            if self.encoded.setdefault(name, name in encoded) != (name in encoded):
+                what = "text in some rows and messages in others" if name == "prompt" else "a field in one source only"
+                raise UsageError(f"`{name}` is {what}", key="data", fix="write them alike")
 
     def write(self, table: pa.Table) -> None:
         if self.schema is None:
@@ -219,7 +210,7 @@ class ExamplesWriter:
                 raise UsageError(f"a column holds two kinds of values: {error}", fix="write them alike") from error
             if schema != self.schema:
                 self.rewrite(schema)
-            table = table.select(schema.names).cast(schema)
+            table = with_columns(table, schema)
         self.file.write_table(table.combine_chunks())
 
     def rewrite(self, schema: pa.Schema) -> None:
@@ -229,7 +220,7 @@ class ExamplesWriter:
         self.file, self.schema = pa.ipc.new_stream(str(self.path), schema), schema
         with pa.memory_map(str(before)) as mapped:
             for batch in pa.ipc.open_stream(mapped):
-                self.file.write_table(pa.Table.from_batches([batch]).cast(schema))
+                self.file.write_table(with_columns(pa.Table.from_batches([batch]), schema))
         before.unlink()
 
     def close(self, name: str) -> dict[str, Any]:
@@ -244,9 +235,18 @@ class ExamplesWriter:
             "name": name,
             "dropped": {reason: [each.count, each.row, each.excerpt] for reason, each in self.dropped.items()},
             "truncated": self.truncated,
+            "encoded": [name for name, encoded in self.encoded.items() if encoded],
             "lengths": sorted(self.lengths.items()),
             "learned": self.learned,
         }
+
+
+def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table in these types, with nulls in the columns that it has not."""
+    missing = {name: pa.nulls(len(table)) for name in schema.names if name not in table.column_names}
+    for name, nulls in missing.items():
+        table = table.append_column(name, nulls)
+    return table.select(schema.names).cast(schema)
 
 
 def describe_counts(name: str, used: int, dropped: Mapping[str, Dropped]) -> str:

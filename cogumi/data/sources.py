@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
+from cogumi.data.records import decode_bytes, encode_record, encode_table
 from cogumi.data.source_files import CSV, JSON_LINES, kind_of
 
 BATCH_BYTES = 8 * 2**20
@@ -26,6 +27,8 @@ BATCH_BYTES = 8 * 2**20
 MOST_ROWS = 16_384
 """Rows of a batch at most: a parquet footer counts a repeated text once, so its size may say too little."""
 BUFFER_BYTES = 2**20
+ORIGINALS = "\0original"
+"""The column of a batch that is its rows as text; no file has one of this name."""
 
 
 def column_names(files: Sequence[Path]) -> list[str]:
@@ -44,9 +47,10 @@ def column_names(files: Sequence[Path]) -> list[str]:
     return list(names)
 
 
-def batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pl.DataFrame]:
+def batches(files: Sequence[Path], columns: Sequence[str], originals: bool = False) -> Iterator[pl.DataFrame]:
     """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
 
+    originals: with the whole rows as text (`cogumi.data.records`) in the column ORIGINALS, for which all columns are decoded.
     CSV columns are text, and text that is not UTF-8 is binary. A column of JSON lines that is not all text, all booleans,
     all integers or all floats holds Python objects. A frame's types would give every message the keys of all others.
     Raises UsageError, naming the file, for JSON lines the line, and the fix.
@@ -54,7 +58,7 @@ def batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pl.DataFr
     read = {JSON_LINES: _json_batches, CSV: _csv_batches}
     for file in files:
         with _damage_refused(file):
-            yield from read.get(kind_of(file) or "", _parquet_batches)(file, columns)
+            yield from read.get(kind_of(file) or "", _parquet_batches)(file, columns, originals)
 
 
 @contextmanager
@@ -75,6 +79,10 @@ def _refuse_missing(file: Path, columns: Sequence[str], names: Iterable[str]) ->
             raise UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
 
 
+def _with_originals(frame: pl.DataFrame, texts: list[str]) -> pl.DataFrame:
+    return frame.with_columns(pl.Series(ORIGINALS, texts, dtype=pl.String))
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
@@ -82,16 +90,18 @@ def _first_line(error: Exception) -> str:
 # -------------------------------------------------------------------------------------------------------------- parquet
 
 
-def _parquet_batches(file: Path, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
+def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
     with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as parquet:
         schema = pl.DataFrame(parquet.schema_arrow.empty_table()).schema
         _refuse_missing(file, columns, schema)
         dictionary_encoded = [name for name in columns if schema[name] in (pl.Categorical, pl.Enum)]
-        rows = _rows_at_a_time(parquet.metadata, columns)
-        for batch in parquet.iter_batches(rows, columns=columns, use_threads=False):
+        read = list(schema) if originals else columns
+        rows = _rows_at_a_time(parquet.metadata, read)
+        for batch in parquet.iter_batches(rows, columns=read, use_threads=False):
             # Zero columns are no frame's rows; text is copied once, into polars' own layout.
-            frame = pl.DataFrame(pa.Table.from_batches([batch])).select(columns)
-            yield frame.with_columns(pl.col(dictionary_encoded).cast(pl.String))
+            whole = pl.DataFrame(pa.Table.from_batches([batch]))
+            frame = whole.select(columns).with_columns(pl.col(dictionary_encoded).cast(pl.String))
+            yield _with_originals(frame, encode_table(whole)) if originals else frame
 
 
 def _rows_at_a_time(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
@@ -108,11 +118,12 @@ def _rows_at_a_time(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
 # ----------------------------------------------------------------------------------------------------------- JSON lines
 
 
-def _json_batches(file: Path, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
+def _json_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
     seen: dict[str, None] = {}
     for block in _record_blocks(file):
         seen.update(dict.fromkeys(chain.from_iterable(block)))
-        yield pl.DataFrame([_series(column, [record.get(column) for record in block]) for column in columns])
+        frame = pl.DataFrame([_series(column, [record.get(column) for record in block]) for column in columns])
+        yield _with_originals(frame, list(map(encode_record, block))) if originals else frame
     if seen:
         _refuse_missing(file, columns, seen)
 
@@ -192,10 +203,19 @@ def _csv_reader(file: Path, columns: Sequence[str] | None) -> pyarrow.csv.CSVStr
     )
 
 
-def _csv_batches(file: Path, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
-    _refuse_missing(file, columns, _csv_reader(file, None).schema.names)
-    for batch in _csv_reader(file, columns):
-        yield pl.DataFrame([_text(name, batch.column(name)) for name in columns])
+def _csv_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
+    names = _csv_reader(file, None).schema.names
+    _refuse_missing(file, columns, names)
+    for batch in _csv_reader(file, list(dict.fromkeys(names)) if originals else columns):
+        whole = pl.DataFrame([_text(name, batch.column(name)) for name in batch.schema.names])
+        frame = whole.select(columns)
+        yield _with_originals(frame, encode_table(whole.with_columns(_cells(whole)))) if originals else frame
+
+
+def _cells(rows: pl.DataFrame) -> list[pl.Series]:
+    """The columns with text that is not UTF-8, cell by cell: text, or bytes where it is none."""
+    cells = {column.name: [decode_bytes(value) for value in column] for column in rows if column.dtype == pl.Binary}
+    return [pl.Series(name, values, dtype=pl.Object) for name, values in cells.items()]
 
 
 def _text(name: str, values: pa.Array) -> pl.Series:

@@ -14,6 +14,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.cache import Data, Source
 from cogumi.data.packing import rows_per_step, with_labels
+from cogumi.data.records import decode_rows
 from cogumi.data.rows import Lengths, token_lengths
 from cogumi.data.selection import held_out_rows
 from cogumi.forecast.preflight_report import Line
@@ -88,8 +89,11 @@ def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSamp
         examples += chunk.table.num_rows
         truncated += chunk.truncated
         dropped.update({reason: each.count for reason, each in chunk.dropped.items()})
-        is_rl = run.cogumi.method == "gspo"
-        lengths += prompt_lengths(chunk.table["prompt"].to_pylist(), tokenizer) if is_rl else token_lengths(chunk.table)
+        if run.cogumi.method == "gspo":
+            prompts = decode_rows(Dataset(chunk.table), chunk.encoded)["prompt"]
+            lengths += prompt_lengths(list(prompts), tokenizer)
+        else:
+            lengths += token_lengths(chunk.table)
         tables.append(chunk.table)
         rows += sum(map(count_rows, source.files))
     if not examples:

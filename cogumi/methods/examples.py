@@ -1,5 +1,6 @@
 """What a run trains on and is evaluated on: from `data:` of its config, through the formats, to prepared examples."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
 from cogumi.data.chat_templates import prints_date, read_template
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
+from cogumi.data.records import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import locate
 from cogumi.data.sources import column_names
@@ -163,6 +165,7 @@ def sources_of(
             identity=identity,
             options=options.as_json(),
             weight=getattr(each, "weight", 1.0),
+            keeps_records=run.cogumi.method == "gspo",
         )
         found.append((entry, options))
     return found
@@ -213,8 +216,9 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
 
     if options.method == "gspo":
         prompts, ids = render_prompts(list(rows["prompt"]), tokenizer, options.thinking, options.today)
-        with_ids = rows.add_column("prompt_ids", ids)  # first: rows without a column are no rows
-        return with_ids.remove_columns("prompt").add_column("prompt", prompts)
+        names = [name for name in rows.column_names if name not in ("prompt", RECORD_COLUMN)]
+        texts = {name: list(map(shown_value, rows[name])) for name in names}
+        return decode_rows(Dataset.from_dict({**texts, "prompt": prompts, "prompt_ids": ids}), names)
     if options.method == "dpo":
         given = [(row["prompt_ids"], {side: text_of(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
     else:
@@ -226,6 +230,11 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
                 given.append((ids[:start], {answer: text_of(ids[start:end])}))
     found = [{"prompt": tokenizer.decode(ids), **answers, "prompt_ids": ids} for ids, answers in given]
     return Dataset.from_list(found) if found else None
+
+
+def shown_value(value: Any) -> str:
+    """A value of a record as the JSON of a text file: dates and bytes as Python writes them, no half surrogate pairs."""
+    return json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
 
 
 def render_prompts(

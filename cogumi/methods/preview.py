@@ -17,6 +17,7 @@ from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
+from cogumi.data.records import RECORD_COLUMN
 from cogumi.data.rows import describe_value
 from cogumi.methods.building import load_run_tokenizer, pin_revision
 from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
@@ -102,7 +103,7 @@ def split_example(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, st
             prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         yield "context", prompt
         for name, value in row.items():
-            if name != "prompt":
+            if name not in ("prompt", RECORD_COLUMN):
                 yield "context", f"\n{name}: {describe_value(value)}"
 
 
