@@ -98,6 +98,7 @@ def test_one_message(raw: dict[str, Any], message: dict[str, Any]) -> None:
         ([{"role": "user", "content": 5}], "with a message whose content is no text"),
         ([{"role": "user", "content": b"\xff"}], "not UTF-8"),
         ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "with a message that has parts other than text"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], "with tool calls that are no list"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {}}}]}],
          "with a tool call that names no function"),
         ([{"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": "a=2"}]}],

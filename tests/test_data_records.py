@@ -15,6 +15,8 @@ from golden import Golden
 
 import cogumi
 from cogumi.config.schema import load_config
+from cogumi.core.errors import UsageError
+from cogumi.data.rows import Dropped
 from cogumi.data.sources import ORIGINALS, batches
 from cogumi.methods.examples import Examples, prepare_examples
 from cogumi.models.loading import load_tokenizer
@@ -218,5 +220,29 @@ def test_text_and_messages_in_one_data_set_are_refused_in_any_batch(
     monkeypatch.setattr(reading, "MOST_ROWS", 1)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b"}]}\n')
     config = config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path, columns={})
-    with golden.raises("data", key="data", message="text in some rows and messages in others"):
+    with golden.raises("data", key="data.source", message="messages from there on"):
         examples_of(config, chat_tokenizer("qwen3"))
+
+
+def test_a_row_of_another_kind_is_named_by_its_place_in_the_file(tiny_model: Path, tmp_path: Path) -> None:
+    """Not among the rows that were chosen: half of them are held out here."""
+    rows: list[Any] = [{"prompt": f"row {n}"} for n in range(60)]
+    rows[47] = {"prompt": [{"role": "user", "content": "b"}]}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path, columns={}, eval_rows=30)
+    with pytest.raises(UsageError, match="row 47 is messages"):
+        examples_of(config, chat_tokenizer("qwen3"))
+
+
+def test_code_that_is_no_text_in_some_rows_is_dropped_and_counted(
+    tiny_model: Path, tmp_path: Path, sources: list[str]
+) -> None:
+    rows: list[Any] = [*sources[:12], 5, ["x"], {"a": 1}, None, sources[12], 1.5, True]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"source": row}) + "\n" for row in rows))
+    config = config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path, format="fim", columns={})
+    found = examples_of(config, data__fim__max_length=400).train
+    assert found.dropped["with a field that is no text"] == Dropped(5, 12, "5")
+    assert found.dropped["null"].row == 15
+    (tmp_path / "rows.jsonl").write_text('{"source": 5}\n{"source": [5]}\n')
+    with pytest.raises(UsageError, match=r"data\.column: fim needs a column of text, and this one holds no text"):
+        examples_of(config)

@@ -87,6 +87,8 @@ def message_of(raw: Any) -> Message:
     if lower not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
     calls = raw.get("tool_calls")
+    if calls and not isinstance(calls, list | tuple):
+        raise BadRow("with tool calls that are no list")
     if content is None and not calls:
         raise BadRow("with a message that has no content")
     message: Message = {"role": ROLES[lower], "content": "" if content is None else join_parts(content)}

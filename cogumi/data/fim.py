@@ -22,7 +22,7 @@ from cogumi.config.schema import FimConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.encoding import Ids, cuts_at_spaces, encode, encode_by_words, list_array, special_texts
 from cogumi.data.records import RECORD_COLUMN, record_columns
-from cogumi.data.rows import Chunk, Dropped, count_dropped
+from cogumi.data.rows import Chunk, Dropped, count_dropped, describe_value
 
 PLAIN, PSM, SPM = 0, 1, 2
 """Left to right; prefix, suffix, middle; suffix, prefix, middle."""
@@ -252,14 +252,23 @@ def cut_rows(rows: pl.DataFrame, controls: Controls, config: FimConfig, dropping
 
 
 def _with_text(frame: pl.DataFrame, raw: pl.Series, dropping: DroppedCounter) -> pl.DataFrame:
-    """The frame with a column of text; rows that have none are dropped. Raises UsageError for a column of another kind."""
-    if raw.dtype not in (pl.String, pl.Binary, pl.Null):
-        kind = "several kinds of values" if raw.dtype == pl.Object else raw.dtype
-        key = "data.column" if raw.name == "source" else f"data.columns.{raw.name}"
+    """The frame with a column of text; rows that have none are dropped. Raises UsageError for a column without any."""
+    name, values = raw.name, raw.to_list() if raw.dtype == pl.Object else []
+    others = [value for value in values if not isinstance(value, str | bytes | None)]
+    if raw.dtype not in (pl.String, pl.Binary, pl.Null, pl.Object) or (others and len(others) == len(values)):
+        kind = "no text" if raw.dtype == pl.Object else raw.dtype
+        key = "data.column" if name == "source" else f"data.columns.{name}"
         raise UsageError(f"fim needs a column of text, and this one holds {kind}", key=key, fix="name another")
+    if raw.dtype == pl.Object:
+        shown = [None if value is None else describe_value(value) for value in values]
+        is_text = pl.Series([isinstance(value, str | bytes | None) for value in values], dtype=pl.Boolean)
+        frame = dropping.keep(frame.with_columns(raw=pl.Series(shown)), is_text, "with a field that is no text", "raw")
+        raw = pl.Series(
+            name, [value.encode() if isinstance(value, str) else value for value in raw.filter(is_text)], pl.Binary
+        )
     # polars' own cast fails for the whole column at the first invalid byte, even when not strict.
     text = pl.Series([_decode(value) for value in raw], dtype=pl.String) if raw.dtype == pl.Binary else raw
-    frame = frame.with_columns(raw.alias("raw"), text.cast(pl.String).alias(raw.name))
+    frame = frame.with_columns(raw.alias("raw"), text.cast(pl.String).alias(name))
     frame = dropping.keep(frame, pl.col("raw").is_not_null(), "null", "raw")
     return dropping.keep(frame, pl.col(raw.name).is_not_null(), "not UTF-8", "raw").drop("raw")
 

@@ -46,7 +46,7 @@ from cogumi.data.encoding import (
 )
 from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk, read_controls
 from cogumi.data.records import RECORD_COLUMN, encode_record, record_columns
-from cogumi.data.rows import BadRow, Chunk, Dropped, Tokenize, parse_rows, try_each
+from cogumi.data.rows import BadRow, Chunk, Dropped, KindsDiffer, Tokenize, parse_rows, try_each
 
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
@@ -160,10 +160,9 @@ def layout_note(options: FormatOptions, tokenizer: Any) -> str:
 
 
 def are_text(kinds: Sequence[bool], rows: Sequence[int]) -> bool:
-    """Whether rows are text, not messages. Raises UsageError where some are: those two are not tokenized alike."""
+    """Whether rows are text, not messages. Raises KindsDiffer, a UsageError, where some are."""
     if any(kinds) and not all(kinds):
-        text, other = rows[kinds.index(True)], rows[kinds.index(False)]
-        raise UsageError(f"row {text} is text and row {other} is messages", key="data.source", fix="write them alike")
+        raise KindsDiffer(rows[kinds.index(True)], rows[kinds.index(False)])
     return all(kinds)
 
 

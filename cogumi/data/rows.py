@@ -63,6 +63,16 @@ class BadRow(Exception):
         self.reason, self.excerpt = reason, excerpt
 
 
+class KindsDiffer(UsageError):
+    """A row is text and another one messages, given by their indices: those two are not tokenized alike."""
+
+    def __init__(self, text: int, messages: int):
+        super().__init__(
+            f"row {text} is text and row {messages} is messages", key="data.source", fix="write them alike"
+        )
+        self.rows = (text, messages)
+
+
 def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any, count: int = 1) -> None:
     """Count rows, of which row number `row`, which holds `value`, is the first. Rows come in their order."""
     before = dropped.get(reason)
@@ -174,31 +184,35 @@ class ExamplesWriter:
 
     def add(self, tokenize: Tokenize, rows: pl.DataFrame, at: npt.NDArray[np.int64]) -> None:
         """Write the examples made of rows at these places of the source, and count what became of the others."""
-        chunk = tokenize(rows, self.rows)
+        try:
+            chunk = tokenize(rows, self.rows)
+        except KindsDiffer as error:  # `tokenize` numbers the chosen rows; a report names the place in the source
+            raise KindsDiffer(*(int(at[row - self.rows]) for row in error.rows)) from None
         table = chunk.table.replace_schema_metadata(None)
         lost = sum(dropped.count for dropped in chunk.dropped.values())
         if len(table) + lost != len(at):
             raise RuntimeError(f"{len(at)} rows became {len(table)} examples and {lost} dropped")
         for reason, dropped in chunk.dropped.items():
-            # `tokenize` numbers the chosen rows; a report names the place in the source.
             place = int(at[dropped.row - self.rows])
             count_dropped(self.dropped, reason, place, dropped.excerpt, dropped.count)
         self.rows += len(at)
         self.truncated += chunk.truncated
         if not len(table):
             return
-        self.refuse_other_encoding(table.column_names, chunk.encoded)
+        self.refuse_other_encoding(table.column_names, chunk.encoded, int(at[0]))
         self.lengths.update(token_lengths(table))
         if "completion_mask" in table.column_names:
             self.learned += sum(int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks)
         self.write(table)
 
-    def refuse_other_encoding(self, names: Sequence[str], encoded: Sequence[str]) -> None:
+    def refuse_other_encoding(self, names: Sequence[str], encoded: Sequence[str], first_row: int) -> None:
         """Raise UsageError for a column that earlier rows have as text, and these as values, or the other way round."""
         for name in names:
             if self.encoded.setdefault(name, name in encoded) != (name in encoded):
-                what = "text in some rows and messages in others" if name == "prompt" else "a field in one source only"
-                raise UsageError(f"`{name}` is {what}", key="data", fix="write them alike")
+                kinds = ("text", "messages") if name == "prompt" else ("text", "another field")
+                before, here = kinds if name in encoded else kinds[::-1]
+                what = f"`{name}` is {before} before row {first_row} and {here} from there on"
+                raise UsageError(what, key="data.source", fix="write them alike")
 
     def write(self, table: pa.Table) -> None:
         if self.schema is None:
