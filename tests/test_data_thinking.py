@@ -207,7 +207,7 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     from datasets import Dataset
 
     import cogumi
-    from cogumi.methods.gspo import apply_thinking
+    from cogumi.methods.gspo import apply_thinking, graded
 
     cogumi.patch()
     tokenizer = chat_tokenizer("qwen3")
@@ -221,7 +221,8 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=6, max_steps=1,
         use_cpu=True, bf16=False, report_to="none", logging_steps=1, gradient_checkpointing=False,
     )  # fmt: skip
-    rewards = apply_thinking(False, [reward], args, tokenizer)
+    apply_thinking(False, args, tokenizer)
+    rewards = [graded(reward, False, tokenizer, "tags", opened=False)]
     assert args.chat_template_kwargs == {"enable_thinking": False}
     rows = pl.DataFrame({"messages": [[{"role": "user", "content": text[:20]}, PLAIN] for text in texts()[:4]]})
     options = FormatOptions("gspo", "chat", thinking=False)
@@ -240,4 +241,4 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     with pytest.raises(
         UsageError, match=r"train.chat_template_kwargs.enable_thinking is False and cogumi.thinking is True"
     ):
-        apply_thinking(True, [reward], args, tokenizer)
+        apply_thinking(True, args, tokenizer)

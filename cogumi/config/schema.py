@@ -205,8 +205,9 @@ class CogumiSection(Section):
     families that it has kernels for."""
     run_dir: Path | None = None
     """Where the run is written; `runs/<name of the YAML>` by default."""
-    rewards: list[str] = ["edit_similarity"]
-    """gspo: what scores a completion (`exact_match`, `edit_similarity`, `parses`); weights are `train.reward_weights`."""
+    rewards: list[str | dict[str, Any]] = ["edit_similarity"]
+    """gspo: what scores a completion: names, or `{name: overlong, weight: 0.5, buffer: 64}` with arguments of the function.
+    docs/rewards.md lists them; your own is `file.py:function`."""
     environment: str | None = None
     """gspo: what the policy acts in, `file.py:Class` or one that comes with the package: `calculator`.
     Its own reward is added to `rewards`, which then may be empty and is by default."""

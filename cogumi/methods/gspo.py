@@ -15,8 +15,10 @@ from cogumi.data.chat_templates import read_template
 from cogumi.methods.tasks import begin_episodes, make_trainer, task_of
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
-from cogumi.rewards.functions import on_visible
-from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of, try_reward
+from cogumi.rewards.entries import RUN_SETTINGS, weights_of
+from cogumi.rewards.functions import on_visible, parameters_of
+from cogumi.rewards.lengths import THOUGHT_COLUMNS, reads_thoughts, with_thoughts
+from cogumi.rewards.named_rewards import SAMPLE, refuse_missing_columns, rewards_of, try_reward
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.guards import check_clip_numbers, context_of
 from cogumi.rl.memory_plan import (
@@ -43,8 +45,10 @@ TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW 
 
 def arguments(run: RunConfig) -> dict[str, Any]:
     """GRPOConfig arguments with the preset spelled out. Raises UsageError for what would not be the run it says."""
-    rewards_for(run)
     train = {"loss_type": "gspo", **run.train}
+    read_rewards(run)
+    if (weights := weights_of(run.cogumi.rewards, train.get("reward_weights"))) is not None:
+        train["reward_weights"] = weights
     name = train["loss_type"]
     values = PRESETS[name]
     for finding in check_clip_numbers(values | train | {"loss_type": values["loss_type"]}):
@@ -163,12 +167,11 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
     dataset, repeated = repeat_to_rollout(train_dataset, args.generation_batch_size // args.num_generations)
     if repeated:
         log.warning("%s", repeated)
-    rewards, stops = rewards_for(run), run.cogumi.stop
+    rewards, stops = read_rewards(run), run.cogumi.stop
     refuse_missing_columns(rewards, dataset.column_names)
-    if stops:
-        rewards = [strip_stops(reward, stops) for reward in rewards]
+    rewards = graded_as_seen(run, rewards, common["processing_class"])
     if run.cogumi.thinking is not None:
-        rewards = apply_thinking(run.cogumi.thinking, rewards, args, common["processing_class"])
+        apply_thinking(run.cogumi.thinking, args, common["processing_class"])
     episodes = begin_episodes(run, common["processing_class"], context_of(common["model"].config))
     trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does
@@ -185,18 +188,24 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
     return trainer
 
 
-def rewards_for(run: RunConfig) -> list[Any]:
-    """The reward functions of a run: none where its environment alone pays. Raises UsageError as `rewards_of` does."""
+def read_rewards(run: RunConfig) -> list[Any]:
+    """The reward functions of a run, with their arguments: none where its environment alone pays."""
     task_of(run)
-    return rewards_of(run.cogumi.rewards) if run.cogumi.rewards else []
+    settings = {key: setting(run, key) for key in RUN_SETTINGS}
+    return rewards_of(run.cogumi.rewards, settings) if run.cogumi.rewards else []
 
 
 def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
-    rewards = rewards_for(run)
+    rewards, group = read_rewards(run), setting(run, "num_generations")
     refuse_missing_columns(rewards, prompts.column_names)
     for reward in rewards:
-        wrong = try_reward(reward, prompts[0], setting(run, "num_generations"), trainer_state=TrainerState())
+        thoughts = dict(zip(THOUGHT_COLUMNS, ([0] * group, [SAMPLE] * group), strict=True))
+        given = {
+            "trainer_state": TrainerState(),
+            **{key: thoughts[key] for key in thoughts.keys() & parameters_of(reward)},
+        }
+        wrong = try_reward(reward, prompts[0], group, **given)
         refused, what = wrong or (False, "")
         if refused:
             raise UsageError(what, key="cogumi.rewards")
@@ -204,14 +213,37 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
             log.warning("cogumi.rewards: %s", what)
 
 
-def apply_thinking(flag: bool, rewards: list[Any], args: Any, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Have rollouts rendered as `cogumi.thinking` says, and return the rewards that grade what is visible of them."""
-    template = read_template(tokenizer, flag)
-    wanted, given = template.thinking.template_kwargs, args.chat_template_kwargs or {}
+def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """The rewards, given completions up to a stop sequence and, with `cogumi.thinking`, the visible part of them.
+
+    A reward that takes the thought is given it, and one that takes token ids alone is given all of them.
+    """
+    stops, flag = run.cogumi.stop, run.cogumi.thinking
+    if stops:
+        rewards = [strip_stops(reward, stops) for reward in rewards]
+    if flag is None and not any(map(reads_thoughts, rewards)):
+        return rewards
+    style, opened = "tags", False  # of text, which no template renders
+    if flag is not None or tokenizer.chat_template is not None:
+        template = read_template(tokenizer, flag)
+        style, opened = template.thinking.style, template.prompt_opens_thought
+    return [graded(reward, flag, tokenizer, style, opened) for reward in rewards]
+
+
+def graded(reward: Any, flag: bool | None, tokenizer: PreTrainedTokenizerBase, style: str, opened: bool) -> Any:
+    if reads_thoughts(reward):
+        return with_thoughts(reward, tokenizer, style, opened)
+    taken = parameters_of(reward)
+    if flag is None or ("completion_ids" in taken and "completions" not in taken):
+        return reward
+    return on_visible(reward, tokenizer, style, opened)
+
+
+def apply_thinking(flag: bool, args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have rollouts rendered as `cogumi.thinking` says."""
+    wanted, given = read_template(tokenizer, flag).thinking.template_kwargs, args.chat_template_kwargs or {}
     for key in wanted.keys() & given.keys():
         if wanted[key] != given[key]:
             what = f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}"
             raise UsageError(what, fix="drop one")
     args.chat_template_kwargs = {**given, **wanted}
-    style, opened = template.thinking.style, template.prompt_opens_thought
-    return [on_visible(each, tokenizer, style, opened) for each in rewards]

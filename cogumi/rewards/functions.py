@@ -1,8 +1,9 @@
 """The reward functions that come with the package.
 
-Every function takes the batch as equally long lists and returns one float in 0..1 per completion. A completion is a
-string, or a list of chat messages of which the last one counts. `middle`, `prefix` and `suffix` are the columns of
-fill-in-the-middle prompts. A reply whose thinking never closes scores 0 and counts in the metric `unfinished`.
+Every function takes the batch as equally long lists and returns one float per completion, here in 0..1. (Those of
+`lengths` are 0 or less.) A completion is a string, or a list of chat messages of which the last one counts. `middle`,
+`prefix` and `suffix` are the columns of fill-in-the-middle prompts. With `cogumi.thinking` a function scores the visible part:
+a reply whose thinking never closes scores 0 and counts in the metric `unfinished`.
 """
 
 import ast
@@ -10,7 +11,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -91,6 +92,26 @@ def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwa
     return [float(text_of(each).strip() == str(gold).strip()) for each, gold in pairs]
 
 
+def format_match(
+    completions: Sequence[Completion],
+    replies: Sequence[str] | None = None,
+    pattern: re.Pattern[str] | None = None,
+    **kwargs: Any,
+) -> list[float]:
+    """1.0 where the whole reply, with its thought, matches `pattern`, else 0.0. A dot matches a line break, too.
+
+    Without a pattern the reply has to be one `<think>...</think>` and text: `trl.rewards.think_format_reward`.
+    """
+    said = [text_of(each) for each in completions] if replies is None else replies
+    if pattern is None:
+        from trl.rewards import think_format_reward
+
+        scores: list[float] = think_format_reward([[{"role": "assistant", "content": each}] for each in said])
+        return scores
+    whole = re.compile(pattern.pattern, pattern.flags | re.DOTALL)
+    return [float(whole.fullmatch(each.strip()) is not None) for each in said]
+
+
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, exactly: 1,200 is 1200.0, and 0.1 is not a binary fraction."""
     boxed = BOXED.findall(text)
@@ -102,6 +123,12 @@ def last_number(text: str) -> Decimal | None:
 
 
 Reward = Callable[..., Sequence[float | None]]
+
+
+def parameters_of(reward: Reward) -> Mapping[str, inspect.Parameter]:
+    """What a reward names in its signature, without *args and **kwargs."""
+    parameters = inspect.signature(reward).parameters
+    return {name: each for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
 
 
 def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False) -> Reward:
@@ -117,7 +144,7 @@ def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False)
     def on_visible_part(
         prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
     ) -> list[float | None]:
-        replies = _replies(completions, columns.get("completion_ids"), tokenizer, style)
+        replies = replies_of(completions, columns.get("completion_ids"), tokenizer, style)
         answers = [visible_text(reply, style, opened) for reply in replies]
         shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
         scores = reward(prompts=prompts, completions=shown, **columns)
@@ -128,7 +155,7 @@ def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False)
     return on_visible_part
 
 
-def _replies(
+def replies_of(
     completions: Sequence[Completion], ids: Sequence[Sequence[int]] | None, tokenizer: Any, style: str
 ) -> list[str]:
     """What the model wrote, with the marks of its thinking. Of several messages (calls of tools between) the last one."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
+from cogumi.rewards.entries import ALWAYS_THERE, bind_parameters, hints_of, is_column, read_entries, with_names
 from cogumi.rewards.functions import (
     Reward,
     answer_similarity,
@@ -25,9 +26,13 @@ from cogumi.rewards.functions import (
     exact_answer,
     exact_match,
     final_number,
+    format_match,
+    parameters_of,
     parses,
     text_of,
 )
+from cogumi.rewards.lengths import THOUGHT_COLUMNS, overlong, thought_price
+from cogumi.rewards.math_answers import math_answer
 
 # As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
 OF_TEXT = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
@@ -36,6 +41,10 @@ ROLES = {"prompts": "user", "completions": "assistant"}
 # What a wrong shape raises in a function that reads it.
 OF_SHAPE = (TypeError, AttributeError, KeyError)
 SAMPLE = "The answer is 42."
+
+
+class RewardError(RuntimeError):
+    """A reward of the user's own raised an error; its text names the function, the file and the line."""
 
 
 def as_annotated(reward: Any) -> Any:
@@ -106,30 +115,38 @@ def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: b
     logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
     try:
         list(as_annotated(reward)(**{name: [value] * group for name, value in columns.items()}, **logs, **given))
+    except UsageError:  # of a parameter that it cannot work with
+        raise
     except Exception as error:  # noqa: BLE001  the user's own code may raise anything; it is reported
         # What is in a file is wrapped by `with_location`, which says where.
-        return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+        return error.__cause__ if isinstance(error, RewardError) and error.__cause__ is not None else error
     return None
 
 
 BUILTIN_REWARDS: dict[str, Reward] = {
     each.__name__: each
-    for each in (exact_match, edit_similarity, parses, final_number, exact_answer, answer_similarity)
+    for each in (
+        *(exact_match, edit_similarity, parses, final_number, exact_answer, answer_similarity),
+        *(math_answer, format_match, overlong, thought_price),
+    )
 }
 """What a YAML may name, beside `file.py:function` and `package.module:function`."""
-ALWAYS_THERE = ("prompts", "completions", "completion_ids", "trainer_state")  # what TRL passes whatever the data has
 
 
-def rewards_of(names: Sequence[str]) -> list[Any]:
-    """The reward functions of these names, in this order. Raises UsageError for a name that stands for none."""
-    if not names:
-        raise UsageError("cogumi.rewards is empty", fix="name at least one reward")
-    for unknown in (name for name in names if ":" not in name and name not in BUILTIN_REWARDS):
+def rewards_of(rewards: Sequence[str | Mapping[str, Any]], settings: Mapping[str, Any] | None = None) -> list[Any]:
+    """The reward functions of these entries, in this order, with their arguments.
+
+    settings: values of `entries.RUN_SETTINGS`, of a run. Raises UsageError for a name that stands for none.
+    """
+    entries = read_entries(rewards)
+    for unknown in (each.name for each in entries if ":" not in each.name and each.name not in BUILTIN_REWARDS):
         near = nearest(unknown, BUILTIN_REWARDS)
         hint = f"did you mean {near!r}? " if near else ""
         fix = f"{hint}there are: {', '.join(BUILTIN_REWARDS)}, and your own as file.py:function"
         raise UsageError(f"no reward {unknown!r}", key="cogumi.rewards", fix=fix)
-    return [load_reward(name) if ":" in name else BUILTIN_REWARDS[name] for name in names]
+    functions = [load_reward(each.name) if ":" in each.name else BUILTIN_REWARDS[each.name] for each in entries]
+    pairs = zip(functions, entries, strict=True)
+    return with_names([bind_parameters(function, entry, settings or {}) for function, entry in pairs])
 
 
 def load_reward(name: str) -> Reward:
@@ -168,7 +185,7 @@ def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:  # the user's own code, which may raise anything
             at = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"cogumi.rewards: {name} raised {what} ({at.filename}:{at.lineno})") from error
+            raise RewardError(f"cogumi.rewards: {name} raised {what} ({at.filename}:{at.lineno})") from error
 
     return scored
 
@@ -176,10 +193,18 @@ def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
     """Raise UsageError where a reward asks for what the data has not: TRL would find out after the first rollout."""
     for reward in rewards:
-        for parameter in inspect.signature(reward).parameters.values():
-            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            needed = named and parameter.default is parameter.empty and parameter.name not in ALWAYS_THERE
-            if needed and parameter.name not in columns:
-                what = f"{reward.__name__} takes `{parameter.name}`, and the prompts come with {', '.join(sorted(columns))}"
-                fix = f"say which column of the file it is: data.columns: {{{parameter.name}: ...}}"
+        hints = hints_of(reward)
+        for name in needed_columns(reward):
+            if name not in columns:
+                what = f"{reward.__name__} takes `{name}`, and the prompts come with {', '.join(sorted(columns))}"
+                fix = f"say which column of the file it is: data.columns: {{{name}: ...}}"
+                if not is_column(parameters_of(reward)[name], hints):
+                    fix += f", or give its value in the entry: {{name: {reward.__name__}, {name}: ...}}"
                 raise UsageError(what, key="cogumi.rewards", fix=fix)
+
+
+def needed_columns(reward: Reward) -> list[str]:
+    """The columns of the data without which a reward cannot score."""
+    given = (*ALWAYS_THERE, *THOUGHT_COLUMNS)
+    parameters = parameters_of(reward).values()
+    return [each.name for each in parameters if each.default is each.empty and each.name not in given]

@@ -120,6 +120,8 @@ def strip_stops(reward: Reward, stops: Sequence[str]) -> Reward:
 
     @functools.wraps(reward)
     def graded(*args: Any, completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        if "replies" in kwargs:  # of `cogumi.rewards.lengths`
+            kwargs["replies"] = [cut_at_stop(reply, stops) for reply in kwargs["replies"]]
         return reward(*args, completions=[cut_at_stop(completion, stops) for completion in completions], **kwargs)
 
     return graded
