@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from cogumi import runs, smoke
 from cogumi.checkpoints.interruption import exit_on_signals
-from cogumi.cli import run_commands
+from cogumi.cli import reward_command, run_commands
 from cogumi.cli.disk_commands import disk_app
 from cogumi.cli.run_commands import AsJson, Config, Overrides
 from cogumi.config.source import copy_template, describe_template, list_templates, parse_overrides
@@ -34,6 +34,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command("smoke")(smoke.main)
 app.add_typer(disk_app, name="disk")
 run_commands.add_to(app)
+reward_command.add_to(app)
 
 
 def show_version(asked: bool) -> None:
