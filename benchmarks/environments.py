@@ -80,7 +80,9 @@ def run(quick: bool = False) -> Iterator[Row]:
             if turn:  # the first one warms up
                 shares.append(own.wall / (time.perf_counter() - before))
         case = f"turns: {EPISODES} episodes of three turns, {TOKENS} tokens each"
-        yield values_row("environments", case, "driver and environment / rollout", shares, "share", target=f"<= {LIMIT:g}")
+        yield values_row(
+            "environments", case, "driver and environment / rollout", shares, "share", target=f"<= {LIMIT:g}"
+        )
 
 
 def make_trainer(folder: str, environment: Any, with_cogumi: bool) -> Any:
@@ -94,8 +96,13 @@ def make_trainer(folder: str, environment: Any, with_cogumi: bool) -> Any:
         folder, loss_type="gspo", num_generations=8, per_device_train_batch_size=EPISODES, steps_per_generation=1,
         max_completion_length=MOST, max_tool_calling_iterations=2, bf16=False, report_to="none",
     )  # fmt: skip
-    kind, model = type(environment), AutoModelForCausalLM.from_pretrained(path)
-    given = {"args": args, "train_dataset": Dataset.from_list([{"prompt": "x"}] * EPISODES), "processing_class": tokenizer}
+    kind: Any = type(environment)
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    given = {
+        "args": args,
+        "train_dataset": Dataset.from_list([{"prompt": "x"}] * EPISODES),
+        "processing_class": tokenizer,
+    }
     if not hasattr(kind, "respond"):
         episodes = Episodes(Task("Look", kind), None, dict)
         more = episodes.trainer_arguments() if with_cogumi else {"environment_factory": kind}
@@ -106,7 +113,7 @@ def make_trainer(folder: str, environment: Any, with_cogumi: bool) -> Any:
     play_back(trainer, tokenizer)
     if with_cogumi:
         episodes.attach(trainer)
-    trainer.model.train()
+    model.train()
     return trainer
 
 

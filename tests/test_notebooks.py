@@ -152,7 +152,7 @@ SAID = {
     "06": ["paused", "checkpoint-", "whole: ", "finished, step"],
     "07": ["finished, step 8/8", "data:image/svg+xml", "are what the manifest says"],
     "08": ["free of", "wants", "checkpoint-"],
-    "09": ["NOT IN THE LOSS", "finished", "data:image/svg+xml"],
+    "09": ["tool: prize", "finished", "data:image/svg+xml"],
 }
 
 

@@ -1,6 +1,6 @@
 """The tool environment of notebook 09: tools are called, rewards paid, and what a tool says is outside of the loss.
 
-The notebook's own cells are run, each with nothing but the parameters and what the cells before it left on the disk.
+The notebook's own cells write the environment, teach the call, and write the config of the run.
 """
 
 import io
@@ -20,6 +20,7 @@ from finished_runs import shared_by_workers
 from transformers import TrainerCallback
 
 import cogumi
+from cogumi.core.run_directory import read_jsonl
 from cogumi.rl.loss_check import TOLERANCE
 from cogumi.rl.sampling import use_rollout_logps
 
@@ -61,32 +62,34 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def played(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
-    """The trainer after its training, what the cell printed, and the directory."""
+def played(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """TRL's own trainer after its training, and the directory."""
     place = tmp_path_factory.mktemp("notebook")
     shutil.copy(taught / "boxes.py", place)
     shutil.copytree(taught / "runs/own/calls/merged", place / "runs/own/calls/merged")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.syspath_prepend(str(place))
-        names, said = run_cell(cell_with("environment_factory"))
-        yield names["trainer"], said, place
+        cogumi.patch()
+        trainer = trainer_in(place / "tools", place, steps=4, learning_rate=3e-4, logging_steps=1)
+        trainer.train()
+        yield trainer, place
     sys.modules.pop("boxes", None)
 
 
-def test_tools_are_called_and_the_environment_pays(played: tuple[Any, str, Path]) -> None:
-    trainer, _, _ = played
+def test_tools_are_called_and_the_environment_pays(played: tuple[Any, Path]) -> None:
+    trainer, _ = played
     rollouts = [row for row in trainer.state.log_history if "reward" in row]
     assert len(rollouts) == 2
     assert all(row["tools/call_frequency"] > 0.3 for row in rollouts)  # 1.5 when it was written
     assert max(row["reward"] for row in rollouts) > 0
     # What TRL was paid is what each environment says of its own rollout.
-    assert list(trainer._logs["rewards"]["Boxes"])[-32:] == [each.get_reward() for each in trainer.environments]
+    assert list(trainer._logs["rewards"]["Boxes"])[-16:] == [each.get_reward() for each in trainer.environments]
     assert {each.prize for each in trainer.environments} == {4}
 
 
-def test_what_a_tool_says_is_outside_of_the_loss(played: tuple[Any, str, Path]) -> None:
-    trainer, said, _ = played
+def test_what_a_tool_says_is_outside_of_the_loss(played: tuple[Any, Path]) -> None:
+    trainer, _ = played
     last = trainer._buffered_inputs[-1]
     tool = last["tool_mask"] == 0
     heard = [trainer.processing_class.decode(ids[row]) for ids, row in zip(last["completion_ids"], tool, strict=True)]
@@ -99,11 +102,10 @@ def test_what_a_tool_says_is_outside_of_the_loss(played: tuple[Any, str, Path]) 
     counted = int((last["completion_mask"] * last["tool_mask"]).sum())
     assert counted < int(last["completion_mask"].sum())
     assert [row["policy/num_tokens"] for row in trainer.state.log_history if "policy/num_tokens" in row][-1] == counted
-    assert "NOT IN THE LOSS" in said
 
 
-def test_no_gradient_reaches_what_a_tool_says(played: tuple[Any, str, Path]) -> None:
-    trainer, _, _ = played
+def test_no_gradient_reaches_what_a_tool_says(played: tuple[Any, Path]) -> None:
+    trainer, _ = played
     batch = dict(trainer._buffered_inputs[-1])
     seen: list[torch.Tensor] = []
     original = trainer._get_per_token_logps_and_entropies
@@ -130,9 +132,9 @@ def test_no_gradient_reaches_what_a_tool_says(played: tuple[Any, str, Path]) -> 
     assert logps.grad[learned].all()
 
 
-def test_the_loss_was_proven_with_the_mask_of_several_turns(played: tuple[Any, str, Path]) -> None:
-    _, _, place = played
-    record = json.loads((place / "runs/own/tools/loss.json").read_text())
+def test_the_loss_was_proven_with_the_mask_of_several_turns(played: tuple[Any, Path]) -> None:
+    _, place = played
+    record = json.loads((place / "tools/loss.json").read_text())
     assert record["loss"] == "gspo"
     assert record["asserted"]
     assert record["unproven"] == []
@@ -140,10 +142,32 @@ def test_the_loss_was_proven_with_the_mask_of_several_turns(played: tuple[Any, s
     assert max(record["relative_difference"][name] for name in ("loss", "gradient")) < TOLERANCE
 
 
-def test_the_last_cell_reads_what_the_training_left(played: tuple[Any, str, Path]) -> None:
-    _, said = run_cell(cells()[-1])
-    assert said.count("), (") == 1  # two rollouts
-    assert "'gradient'" in said
+def test_a_run_from_yaml_is_what_trls_own_trainer_makes(
+    played: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notebook's config against TRL's GRPOTrainer with the same environment: the same episodes and the same rewards."""
+    trainer, _ = played
+    source = cell_with('Path("boxes.yaml")').replace("print(cogumi.start", "#")
+    run_cell(source)
+    more = {"per_device_train_batch_size": 8, "max_completion_length": 176}
+    run = cogumi.train("boxes.yaml", **{f"train__{key}": value for key, value in more.items()})
+    assert run.verdict.passed, str(run.verdict)
+    names = ("reward", "tools/call_frequency", "loss", "completions/mean_length")
+    ours, theirs = (
+        [[row[name] for name in names] for row in rows if "reward" in row]
+        for rows in (run.metrics, trainer.state.log_history)
+    )
+    assert len(ours) == 2
+    assert ours == theirs
+    first = next(row for row in run.metrics if "reward" in row)
+    batch = trainer._buffered_inputs
+    masked = sum(int(((part["tool_mask"] == 0) & (part["completion_mask"] == 1)).sum()) for part in batch)
+    last = [row for row in run.metrics if "reward" in row][-1]
+    tokens = sum(int(part["completion_mask"].sum()) for part in batch)
+    assert last["episodes/masked_share"] == pytest.approx(masked / tokens)
+    assert 0 < first["episodes/environment_share"] < 0.05
+    shown = read_jsonl(Path(run.run_dir) / "rollouts.jsonl")[-1]["shown"]
+    assert any("tool: " in each["completion"] for each in shown)
 
 
 def opened(box: int) -> str:
@@ -162,7 +186,7 @@ def found(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
 def trainer_in(out: Path, place: Path, steps: int = 2, tools: bool = False, **values: Any) -> Any:
     """Another trainer of the model that was taught the call; with `tools`, of a function without an environment."""
     import trl
-    from boxes import ROWS, Boxes  # type: ignore[import-not-found]
+    from boxes import Boxes  # type: ignore[import-not-found]
     from datasets import Dataset
 
     common = {
@@ -183,17 +207,17 @@ def trainer_in(out: Path, place: Path, steps: int = 2, tools: bool = False, **va
     uses = {"tools": [opened], "reward_funcs": found} if tools else {"environment_factory": Boxes}
     args = trl.GRPOConfig(str(out), max_steps=steps, **common | values)
     model = str(place / "runs/own/calls/merged")
-    return trl.GRPOTrainer(model, args=args, train_dataset=Dataset.from_list(ROWS), **uses)
+    return trl.GRPOTrainer(model, args=args, train_dataset=Dataset.from_list(Boxes.rows), **uses)
 
 
 @pytest.mark.parametrize("name", ["gspo-token", "sampler's own log-probabilities", "accumulated", "plain tools"])
-def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, str, Path], tmp_path: Path, name: str) -> None:
+def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, Path], tmp_path: Path, name: str) -> None:
     values: dict[str, Any] = {
         "gspo-token": {"loss_type": "gspo-token"},
         "accumulated": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
         "plain tools": {"tools": True},
     }.get(name, {})
-    trainer = trainer_in(tmp_path, played[2], logging_steps=1, **values)
+    trainer = trainer_in(tmp_path, played[1], logging_steps=1, **values)
     if name.startswith("sampler"):
         use_rollout_logps(trainer)
     trainer.train()
@@ -206,12 +230,12 @@ def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, str, Path],
     assert max(record["relative_difference"][key] for key in ("loss", "gradient")) < TOLERANCE
 
 
-def test_a_run_with_tools_goes_on_inside_a_rollout(played: tuple[Any, str, Path], tmp_path: Path) -> None:
+def test_a_run_with_tools_goes_on_inside_a_rollout(played: tuple[Any, Path], tmp_path: Path) -> None:
     """With the mask that was saved with the rollout: the weights are those of a run that was not interrupted."""
     ends = []
     for name, stops in (("whole", [4]), ("cut", [3, 4])):
         for stop in stops:
-            trainer = trainer_in(tmp_path / name, played[2], steps=4, save_strategy="steps", save_steps=3)
+            trainer = trainer_in(tmp_path / name, played[1], steps=4, save_strategy="steps", save_steps=3)
             cogumi.protect(trainer)
             if stop < 4:
                 trainer.add_callback(StopAfter(stop))

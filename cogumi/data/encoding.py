@@ -186,6 +186,8 @@ class FormatOptions:
     thinking: bool | None = None
     today: str | None = None
     """The date (2025-12-31) that templates which print one are told; None is the clock's."""
+    tools: Sequence[dict[str, Any]] = ()
+    """gspo: the JSON schemas of the run's own tools, which every prompt is rendered with."""
     fim: FimConfig = field(default_factory=FimConfig)
 
     def as_json(self) -> dict[str, Any]:

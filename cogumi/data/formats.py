@@ -279,7 +279,8 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         if isinstance(each.prompt, str):
             return each, each.prompt
         adapted = [adapt_thought(message, using.template.thinking) for message in each.prompt]
-        return replace(each, prompt=adapted), using.template.prompt(adapted, each.tools)
+        tools = [*(each.tools or []), *options.tools]
+        return replace(each, prompt=adapted), using.template.prompt(adapted, tools or None)
 
     usable, at = try_each(made, at, render, dropped, lambda each: each.prompt)
     truncated = 0

@@ -170,7 +170,8 @@ def begin_episode(environment: Any, row: Mapping[str, Any]) -> dict[str, Any]:
 def answer_ids(trainer: Any, answer: str, written: list[int], plain: bool, special: Sequence[str]) -> list[int]:
     """The ids between what the model wrote and its next message. plain: of a prompt that is text, without a chat template.
 
-    special: what the tokenizer reads as control tokens. Control tokens that an answer spells out become text, so an environment cannot end a turn by what it quotes.
+    special: what the tokenizer reads as control tokens. Those that an answer spells out become text, so an environment
+    cannot end a turn by what it quotes.
     """
     tokenizer = trainer.processing_class
     if plain:

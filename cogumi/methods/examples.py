@@ -150,6 +150,7 @@ def sources_of(
             truncation_mode=run.train.get("truncation_mode") or "keep_start",
             thinking=run.cogumi.thinking,
             today=today,
+            tools=task_of(run).schemas if run.cogumi.method == "gspo" else (),
             fim=fim,
         )
         names = column_names(files)  # whose errors name the file
@@ -215,7 +216,7 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     if options.method == "gspo":
-        prompts, ids = render_prompts(list(rows["prompt"]), tokenizer, options.thinking, options.today)
+        prompts, ids = render_prompts(list(rows["prompt"]), tokenizer, options.thinking, options.today, options.tools)
         names = [name for name in rows.column_names if name not in ("prompt", RECORD_COLUMN)]
         texts = {name: list(map(shown_value, rows[name])) for name in names}
         return decode_rows(Dataset.from_dict({**texts, "prompt": prompts, "prompt_ids": ids}), names)
@@ -238,14 +239,18 @@ def shown_value(value: Any) -> str:
 
 
 def render_prompts(
-    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, thinking: bool | None, today: str | None = None
+    prompts: list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: bool | None,
+    today: str | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[str], list[list[int]]]:
     """Prompts, all text or all messages, as the model sees them: (texts, their ids)."""
     if plain := isinstance(prompts[0], str):
         texts = prompts
     else:
         template = read_template(tokenizer, thinking, today)
-        texts = [template.prompt(prompt) for prompt in prompts]
+        texts = [template.prompt(prompt, list(tools) or None) for prompt in prompts]
     return texts, tokenizer(texts, add_special_tokens=plain)["input_ids"]
 
 

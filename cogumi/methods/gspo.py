@@ -1,6 +1,7 @@
 """GSPO and its relatives: TRL's GRPOTrainer, or unsloth's, with a policy loss from `cogumi.config.presets`, watched."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -47,7 +48,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     """GRPOConfig arguments with the preset spelled out. Raises UsageError for what would not be the run it says."""
     train = {"loss_type": "gspo", **run.train}
     read_rewards(run)
-    if (weights := weights_of(run.cogumi.rewards, train.get("reward_weights"))) is not None:
+    given = run.cogumi.rewards
+    if given and (weights := weights_of(given, train.get("reward_weights"))) is not None:
         train["reward_weights"] = weights
     name = train["loss_type"]
     values = PRESETS[name]
@@ -114,7 +116,8 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts
     """The run with its batch cut to the loaded model and the memory beside it; a resumed run keeps its batch."""
     planned = read_section(run.run_dir / DECISIONS, BATCH)
     if not planned:
-        longest = max(len(prompt_ids(prompt, tokenizer)) for prompt in prompts["prompt"])
+        tools = task_of(run).schemas
+        longest = max(len(prompt_ids(prompt, tokenizer, tools)) for prompt in prompts["prompt"])
         free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
         planned, line = batch_for(run, model.config, model.dtype.itemsize, longest, free)
         log.info("%s", line)
@@ -141,11 +144,15 @@ def batch_for(
     )
 
 
-def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """A prompt as TRL sends it: text as it stands, messages through the chat template."""
+def prompt_ids(
+    prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
+    """A prompt as TRL sends it: text as it stands, messages and the schemas of tools through the chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(prompt, list(tools) or None, add_generation_prompt=True, return_dict=False)
+    )
 
 
 def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:

@@ -13,6 +13,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.data.chat_templates import read_template, visible_text
+from cogumi.data.records import RECORD_COLUMN
 from cogumi.environments.dialogue import Dialogue
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import ENVIRONMENT, TOOLS, Task, load_task, try_environment
@@ -62,8 +63,8 @@ def refuse_without_tools(task: Task, prompts: Dataset, tokenizer: PreTrainedToke
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What an environment's `reset` is given of a row."""
-    return dict(row)
+    """What an environment's `reset` is given of a row: its record as the data file has it, and the prompt."""
+    return {**row[RECORD_COLUMN], "prompt": row["prompt"]} if RECORD_COLUMN in row else dict(row)
 
 
 def begin_episodes(run: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int | None) -> Episodes | None:
