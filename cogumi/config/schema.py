@@ -56,7 +56,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "must be at least 1": (
         lambda n: n >= 1,
         "train.per_device_train_batch_size train.per_device_eval_batch_size train.gradient_accumulation_steps "
-        "train.save_total_limit train.max_completion_length lora.r",
+        "train.save_total_limit train.max_completion_length train.steps_per_generation train.num_iterations lora.r",
     ),
     "must be at least 1, or -1 for train.num_train_epochs": (lambda n: n >= 1 or n == -1, "train.max_steps"),
     "must be at least 1 step, or a share of all steps below 1": (
@@ -222,7 +222,7 @@ class CogumiSection(Section):
     """gspo: the same in prompts, each with `train.num_generations` completions."""
     behaviour_logps: Literal["trainer", "rollout"] = "trainer"
     """gspo: whose log-probabilities the ratio is taken against: the trainer's own, computed again, or the sampler's."""
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts at which a completion ends, besides the end of sequence: in rollouts and in samples."""
     fp32_lm_head: bool = False
     """gspo: multiply hidden states and LM head in float32, in the trainer and in the sampler."""

@@ -91,6 +91,8 @@ class Data:
     lengths: Lengths
     learned: int
     """Tokens with a completion mask of 1; 0 where there is no mask."""
+    thoughtless: int = 0
+    """Examples of conversations whose last answer has no thought, or an empty one."""
     note: str = ""
 
     @property

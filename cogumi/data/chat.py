@@ -195,6 +195,13 @@ def split_thought(content: str) -> tuple[str | None, str]:
     return before.strip().removeprefix(OPEN).strip("\n"), answer.lstrip("\n")
 
 
+def lacks_thought(messages: Sequence[Message]) -> bool:
+    """Whether the last answer has no thought, or one of white space. Raises BadRow where a thought never closes."""
+    answer = messages[last_turn(messages, "assistant")]
+    thought = answer.get("reasoning_content") or split_thought(answer["content"])[0]
+    return not (thought or "").strip()
+
+
 def parse_json(text: str, reason: str) -> Any:
     try:
         return json.loads(text)

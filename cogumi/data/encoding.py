@@ -7,7 +7,7 @@ that only begins before a span, or ends behind it, is learned.
 
 import json
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
@@ -263,8 +263,12 @@ def masked_chunk(
     rows: Sequence[int],
     values: Sequence[str],
     dropped: dict[str, Dropped],
+    thoughtless: Collection[int] = (),
 ) -> Chunk:
-    """The examples that fit and have something to learn; `rows` and `values` name those that are dropped."""
+    """The examples that fit and have something to learn; `rows` and `values` name those that are dropped.
+
+    thoughtless: of these rows are counted those that make an example.
+    """
     most = options.max_length
 
     def fit(example: tuple[tuple[Ids, Mask], str]) -> tuple[Ids, Mask, bool]:
@@ -279,13 +283,14 @@ def masked_chunk(
             raise BadRow(f"with nothing to learn within {most} tokens" if over else "with nothing to learn")
         return ids, mask, over
 
-    fitting, _ = try_each(zip(examples, values, strict=True), rows, fit, dropped, lambda example: example[1])
+    fitting, at = try_each(zip(examples, values, strict=True), rows, fit, dropped, lambda example: example[1])
     lengths = [len(ids) for ids, _, _ in fitting]
     table = {
         "input_ids": list_array([ids for ids, _, _ in fitting], lengths, pa.int32()),
         "completion_mask": list_array([mask for _, mask, _ in fitting], lengths, pa.int8()),
     }
-    return Chunk(pa.table(table), dropped, sum(over for _, _, over in fitting))
+    truncated = sum(over for _, _, over in fitting)
+    return Chunk(pa.table(table), dropped, truncated, sum(row in thoughtless for row in at))
 
 
 def list_array(parts: Sequence[npt.NDArray[Any]], lengths: Iterable[int], values: pa.DataType) -> pa.ListArray:

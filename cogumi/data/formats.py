@@ -24,6 +24,7 @@ from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
     Conversation,
     Question,
+    lacks_thought,
     read_completion,
     read_conversation,
     read_pair,
@@ -195,7 +196,13 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         examples = learn_spans(using.tokenizer, texts, learned)
     else:
         examples = learn_completions(using.tokenizer, learned, texts, plain, everything=learn == "all")
-    return masked_chunk(examples, using.options, kept, texts, dropped)
+    thoughtless = rows_without_thought(dict(zip(at, made, strict=True)), kept) if using.options.thinking else set()
+    return masked_chunk(examples, using.options, kept, texts, dropped, thoughtless)
+
+
+def rows_without_thought(made: Mapping[int, Any], rows: Sequence[int]) -> set[int]:
+    """Which of these rows are conversations whose last answer has no thought, or an empty one."""
+    return {row for row in rows if isinstance(made[row], Conversation) and lacks_thought(made[row].messages)}
 
 
 # --------------------------------------------------------------------------------------------------------------- pairs
@@ -298,7 +305,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
-    return Chunk(pa.table(table), dropped, truncated, tuple(encoded))
+    return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded))
 
 
 def fit_prompt(example: tuple[tuple[Question, str], Ids], using: Rendering) -> tuple[Question, bool]:

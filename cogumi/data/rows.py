@@ -46,6 +46,8 @@ class Chunk:
     """By reason, such as "null" or "longer than 512 tokens"."""
     truncated: int = 0
     """Examples in the table of which something was cut away."""
+    thoughtless: int = 0
+    """Examples of conversations whose last answer has no thought, or an empty one."""
     encoded: tuple[str, ...] = ()
     """Columns of the table that are text of `cogumi.data.records`; a data set of them has the values."""
 
@@ -175,7 +177,7 @@ class ExamplesWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows = self.truncated = self.learned = 0
+        self.rows = self.truncated = self.learned = self.thoughtless = 0
         self.dropped: dict[str, Dropped] = {}
         self.encoded: dict[str, bool] = {}  # by column of the table
         self.lengths = Lengths()
@@ -197,6 +199,7 @@ class ExamplesWriter:
             count_dropped(self.dropped, reason, place, dropped.excerpt, dropped.count)
         self.rows += len(at)
         self.truncated += chunk.truncated
+        self.thoughtless += chunk.thoughtless
         if not len(table):
             return
         self.refuse_other_encoding(table.column_names, chunk.encoded, int(at[0]))
@@ -249,6 +252,7 @@ class ExamplesWriter:
             "name": name,
             "dropped": {reason: [each.count, each.row, each.excerpt] for reason, each in self.dropped.items()},
             "truncated": self.truncated,
+            "thoughtless": self.thoughtless,
             "encoded": [name for name, encoded in self.encoded.items() if encoded],
             "lengths": sorted(self.lengths.items()),
             "learned": self.learned,

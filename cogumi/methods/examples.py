@@ -205,6 +205,17 @@ def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedCon
     )
 
 
+def describe_empty_thoughts(run: RunConfig, examples: Examples) -> str:
+    """What to say where a run with thinking learns answers without a thought; "" where it learns none."""
+    count, rows = examples.train.thoughtless, len(examples.train.dataset)
+    if not run.cogumi.thinking or not count:
+        return ""
+    return (
+        f"cogumi.thinking: true, and in {count:,} of {rows:,} examples the last answer has no thought, or an empty one: they "
+        "teach to answer at once. cogumi.thinking: false says so to the chat template, or leave these rows out"
+    )
+
+
 # ----------------------------------------------------------------------------------------------- prompts, and rows of ids
 
 

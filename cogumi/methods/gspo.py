@@ -13,6 +13,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat_templates import read_template
+from cogumi.methods.prompt_checks import check_prompts
 from cogumi.methods.tasks import begin_episodes, make_trainer, task_of
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
@@ -206,6 +207,7 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
     rewards, group = read_rewards(run), setting(run, "num_generations")
     refuse_missing_columns(rewards, prompts.column_names)
+    check_prompts(rewards, prompts)
     for reward in rewards:
         thoughts = dict(zip(THOUGHT_COLUMNS, ([0] * group, [SAMPLE] * group), strict=True))
         given = {

@@ -26,7 +26,8 @@ from cogumi.hub.downloads import plan_download, refuse_no_room
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
-from cogumi.methods.examples import describe_overlong, first_tokens, prepare_examples
+from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
+from cogumi.methods.prompt_checks import refuse_settings
 from cogumi.methods.tasks import try_task
 from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
@@ -82,7 +83,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     before_start += auto_settings.set_allocator(run)
     backend = choose_backend(run)
     patches = patch(graph_break="off", backend=backend.name)  # 4-bit layers are seen to when the model is there
-    building.trl_arguments(run)  # refuses what TRL would
+    arguments = building.trl_arguments(run)  # refuses what TRL would
+    if run.cogumi.method == "gspo":
+        refuse_settings(run, arguments)
     refuse_early(run)
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
@@ -140,8 +143,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         stages.record_backend(run_dir, backend)
         for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
             log.info(line)
-        if said := describe_overlong(run, examples, of_base):
-            log.warning(said)
+        for said in (describe_overlong(run, examples, of_base), describe_empty_thoughts(run, examples)):
+            if said:
+                log.warning(said)
         if original is not None:
             log.info("merge: %s", original)
         if weights is not None:

@@ -1,0 +1,150 @@
+"""What a run says of its settings and data before anything is loaded: what could teach nothing, or something else."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from golden import Golden
+
+import cogumi
+from cogumi.config.schema import load_config
+from cogumi.core.errors import UsageError
+from cogumi.methods import building
+from cogumi.methods.examples import describe_empty_thoughts, prepare_examples
+from cogumi.methods.prompt_checks import check_prompts, refuse_settings
+from tests.chat_tokenizers import chat_tokenizer, tiny_for
+
+Config = dict[str, Any]
+QUESTION = {"role": "user", "content": "2 + 3?"}
+
+
+@pytest.fixture
+def config(tiny_model: Path, tmp_path: Path) -> Config:
+    rows = [{"prompt": f"{n} + 1 =", "completion": str(n + 1)} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 8,
+        "max_steps": 1,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+    }
+    return {
+        "model": {"name": str(tiny_model)},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "format": "prompt_completion", "eval_rows": 0},
+        "train": train,
+        "cogumi": {"method": "gspo", "rewards": ["exact_answer"], "merge": False, "run_dir": str(tmp_path / "run")},
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("generation_kwargs", {"temperature": 0}),
+        ("generation_kwargs", {"do_sample": False}),
+        ("generation_kwargs", {"temperature": 0.5}),
+        ("top_k", 1),
+        ("min_p", 1.0),
+        ("reward_weights", [1.0, 2.0]),
+        ("reward_weights", [0.0]),
+        ("epsilon", 0.5),
+    ],
+)
+def test_a_setting_that_teaches_nothing_is_refused_before_anything_is_loaded(
+    config: Config, tiny_model: Path, tmp_path: Path, golden: Golden, key: str, value: Any
+) -> None:
+    """Not even the tokenizer is read: the model's directory has none, and no weights."""
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tiny_model / "config.json", tmp_path / "bare")
+    with golden.raises("train", message=f"train.{key}"):
+        cogumi.train(config, model__name=str(tmp_path / "bare"), **{f"train__{key}": value})
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_sample_are_taken(config: Config) -> None:
+    for train in (
+        {"top_k": 2},
+        {"min_p": 0.5},
+        {"temperature": 0.1},
+        {"reward_weights": [0.5]},
+        {"generation_kwargs": {}},
+    ):
+        run = load_config(config, **{f"train__{key}": value for key, value in train.items()})
+        refuse_settings(run, building.trl_arguments(run))
+
+
+def test_an_empty_stop_text_is_refused(config: Config, golden: Golden) -> None:
+    with golden.raises("train", key="cogumi.stop.1", message="at least 1 character"):
+        load_config(config, cogumi__stop=["\n", ""])
+
+
+def test_what_a_reward_takes_must_be_there_in_some_row(
+    config: Config, tmp_path: Path, golden: Golden, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{n}", "completion": None}) + "\n" for n in range(16)))
+    with golden.raises("train", key="cogumi.rewards", message="null in 16 of 16 rows", fix="data.columns"):
+        cogumi.train(config)
+    assert not (tmp_path / "run").exists()
+
+    def takes(completions: Any, answer: Any, level: Any = None, **columns: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    rows = Dataset.from_dict(
+        {"prompt": ["a", "b"], "answer": ["x", None], "level": [None, None], "other": [None, None]}
+    )
+    check_prompts([takes], rows)
+    assert [record.getMessage() for record in caplog.records if "null" in record.getMessage()] == [
+        "cogumi.rewards: takes takes `answer`, which is null in 1 of 2 rows"
+    ]
+
+
+def test_prompts_that_do_not_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    check_prompts([], Dataset.from_dict({"prompt": ["a"] * 3}))
+    assert "the 3 prompts do not differ" in caplog.text
+    caplog.clear()
+    check_prompts([], Dataset.from_dict({"prompt": ["a", "b"]}))
+    assert not caplog.text
+
+
+THOUGHTLESS = ["5.", "<think></think>5.", "<think>\n \n</think>\n\n5."]
+THOUGHT = "<think>\ntwo and three\n</think>\n\n5."
+
+
+@pytest.mark.parametrize("learn", [{}, {"completion_only_loss": True}])
+def test_examples_that_teach_to_answer_without_a_thought_are_counted(tmp_path: Path, learn: Config) -> None:
+    """Of those that a run with thinking trains on; an earlier turn does not count, and one too long is no example."""
+    tokenizer = chat_tokenizer("qwen3")
+    answers = [*THOUGHTLESS, THOUGHT, THOUGHT, "word " * 400]
+    talks = [[QUESTION, {"role": "assistant", "content": each}] for each in answers]
+    talks.append([QUESTION, {"role": "assistant", "content": "", "reasoning_content": "hm"} | {"content": "5."}])
+    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    home = tmp_path / "model"
+    tiny_for(tokenizer).save_pretrained(home)
+    tokenizer.save_pretrained(home)
+    config = {
+        "model": {"name": str(home)},
+        "data": {"source": str(tmp_path / "talks.jsonl"), "format": "chat", "eval_rows": 0},
+        "train": {"max_steps": 1, "max_length": 128, "gradient_checkpointing": False, "save_strategy": "no", **learn},
+        "cogumi": {"method": "sft", "thinking": True, "merge": False, "run_dir": str(tmp_path / "run")},
+    }
+    run = load_config(config)
+    examples = prepare_examples(run, tokenizer)
+    assert (examples.train.thoughtless, len(examples.train.dataset)) == (3, 6)
+    assert "in 3 of 6 examples" in describe_empty_thoughts(run, examples)
+    for thinking in (None, False):
+        other = load_config(config, cogumi__thinking=thinking)
+        assert not describe_empty_thoughts(other, prepare_examples(other, tokenizer))
+    if learn:
+        log = (cogumi.train(config).run_dir / "run.log").read_text()
+        assert log.index("in 3 of 6 examples") < log.index("loaded on")
+
+
+def test_no_run_is_left_where_the_reward_is_refused(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="takes `middle`"):
+        cogumi.train(config, cogumi__rewards=["exact_match"])
+    assert not (tmp_path / "run").exists()
