@@ -8,11 +8,11 @@ import pytest
 from datasets import Dataset
 from golden import Golden
 
-from cogumi.data.encoding import FormatOptions
+from cogumi.data.encoding import FormatOptions, keep_end
 from cogumi.data.fim import FAMILIES, FimConfig
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
 from cogumi.data.records import RECORD_COLUMN, decode_rows, encode_record
-from cogumi.data.rows import Chunk
+from cogumi.data.rows import BadRow, Chunk
 from tests.chat_tokenizers import chat_tokenizer, texts
 from tests.fim_examples import prompts_for_rl, tokenize_for_sft
 
@@ -285,6 +285,22 @@ def test_text_that_is_too_long_loses_its_beginning() -> None:
         1,
         {"with an empty prompt": 2},
     )
+
+
+def test_what_the_tokenizer_puts_around_a_text_counts_when_it_is_cut() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer, long = chat_tokenizer("qwen3"), "".join(f"{n} + 😀é\n" for n in range(90))
+    around = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{around[0]} $A", special_tokens=[around])
+    for most in (8, 17, 18, 19, 20):
+        cut = keep_end(tokenizer, long, most)
+        assert long.endswith(cut)
+        ids = tokenizer(cut)["input_ids"]
+        assert ids[0] == tokenizer.eos_token_id
+        assert most - 8 < len(ids) <= most  # a character of several tokens is kept whole, or left out
+    with pytest.raises(BadRow, match="no end fits into 1 tokens"):
+        keep_end(tokenizer, long, 1)
 
 
 def test_messages_are_not_cut(golden: Golden) -> None:

@@ -21,7 +21,7 @@ from cogumi.data.sources import ORIGINALS, batches
 from cogumi.methods.examples import Examples, prepare_examples
 from cogumi.models.loading import load_tokenizer
 from cogumi.rl.memory_plan import repeat_to_rollout
-from tests.chat_tokenizers import chat_tokenizer
+from tests.chat_tokenizers import chat_tokenizer, tiny_for
 
 Config = dict[str, Any]
 
@@ -112,6 +112,34 @@ def test_a_hundred_records_arrive_in_the_reward_as_their_lines_say(tiny_model: P
         assert same(value, wanted.get("value"))
         assert prompt == wanted["prompt"]
     assert any(math.isinf(record["value"]) for _, record, _ in found if isinstance(record.get("value"), float))
+
+
+def test_messages_with_calls_of_tools_go_through_a_run_as_they_are(tiny_model: Path, tmp_path: Path) -> None:
+    """The reward gets the prompts that TRL renders: their messages have the keys and arguments of the row, and no others."""
+    tokenizer, home = chat_tokenizer("qwen3"), tmp_path / "model"
+    tiny_for(tokenizer).save_pretrained(home)
+    tokenizer.save_pretrained(home)
+    arguments = {"a": 2, "b": [0.30000000000000004, 10**20, None], "c": {}}
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    told = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5", "name": "add"}]
+    rows = [
+        {
+            "id": n,
+            "value": n,
+            "prompt": [{"role": "user", "content": f"row {n}"}, *(told if n % 2 else [])],
+            "tools": [call] * (n % 2),
+        }
+        for n in range(16)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "own.py").write_text(REWARD)
+    config = config_of(home, tmp_path / "rows.jsonl", tmp_path, eval_rows=2)
+    result = cogumi.train(config, train__per_device_train_batch_size=14)
+    found = list(unpickled(tmp_path / "own.pickle"))
+    assert {record["id"] % 2 for _, record, _ in found} == {0, 1}
+    assert all(same(prompt, rows[record["id"]]["prompt"]) for prompt, record, _ in found)
+    samples = (result.run_dir / "samples.jsonl").read_text()
+    assert "row" in samples
 
 
 def test_a_record_stays_with_its_prompt_whatever_is_chosen(tiny_model: Path, tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo
     assert (account["rows"], account["examples"]) == (8, 7)
     assert account["dropped"] == {"longer than 504 tokens": 1}
     assert "longer than 504 tokens, the first is row 2" in (result.run_dir / "run.log").read_text()
+    preflight = str(cogumi.preflight(config))
+    assert "left out: 1 longer than 504 tokens" in preflight
+    assert "lower train.max_completion_length to keep them whole" in preflight
     with pytest.raises(UsageError, match=r"train.max_completion_length 512"):
         cogumi.train(config, cogumi__run_dir=str(tmp_path / "other"), train__max_completion_length=512)
     assert not (tmp_path / "other").exists()

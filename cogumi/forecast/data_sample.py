@@ -170,6 +170,8 @@ def describe_data(found: DataSample, run: RunConfig) -> Line:
         said += f"; {found.truncated:,} are truncated"
     long = found.truncated + sum(n for reason, n in found.dropped.items() if reason.startswith("longer than"))
     if long / found.looked_at >= MANY:
+        if run.cogumi.method == "gspo" and run.data.format != "fim":
+            return Line("data", said, "yellow", "lower train.max_completion_length to keep them whole")
         key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"
         return Line("data", said, "yellow", f"raise {key}, if the memory allows, to keep them")
     if sum(found.dropped.values()) / found.looked_at >= MANY:
