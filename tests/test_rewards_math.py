@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 import pytest
+from golden import Golden
 
 from cogumi.rewards import math_answers
 from cogumi.rewards.math_answers import math_answer
+from cogumi.rewards.named_rewards import try_reward
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_an_answer_is_an_expression(completion: str, answer: Any, right: float |
 
 
 def test_what_takes_too_long_is_not_scored_and_the_next_one_is() -> None:
-    """A power that no signal interrupts, outside the main thread, where math-verify's time-outs raise."""
+    """Outside the main thread, where math-verify's own time-outs raise."""
     logged: dict[str, float] = {}
     found: list[Any] = []
     math_answer(["1"], answer=["1"])  # the process is there
@@ -65,6 +67,13 @@ def test_a_process_that_was_killed_is_another_one_next_time() -> None:
     worker.process.wait()
     assert math_answer(["1", "1"], answer=["1", "1"]) == [None, 1.0]
     assert math_answers._workers[0].process.pid != worker.process.pid
+
+
+def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
+    math_answers.close()
+    monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
+    with golden.raises("rewards", key="cogumi.rewards", message="math-verify"):
+        try_reward(math_answer, {"prompt": "2 + 2 = ", "answer": "4"}, 2)
 
 
 def test_the_process_ends_by_itself_where_the_asking_one_is_gone() -> None:

@@ -12,7 +12,14 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, final_number
-from cogumi.rewards.named_rewards import as_annotated, load_reward, refuse_missing_columns, rewards_of, try_reward
+from cogumi.rewards.named_rewards import (
+    BUILTIN_REWARDS,
+    as_annotated,
+    load_reward,
+    refuse_missing_columns,
+    rewards_of,
+    try_reward,
+)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,12 @@ def test_a_reward_of_the_users_own(tmp_path: Path) -> None:
     theirs = load_reward("cogumi.rewards.functions:edit_similarity")
     assert inspect.signature(theirs) == inspect.signature(edit_similarity)
     assert theirs.__name__ == "edit_similarity"
+
+
+def test_the_page_lists_what_comes_with_the_package() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(listed) == sorted(BUILTIN_REWARDS)
 
 
 def test_an_error_in_a_reward_names_it_and_the_line(tmp_path: Path) -> None:

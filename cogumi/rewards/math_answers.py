@@ -1,19 +1,21 @@
 """Maths answers, compared as expressions by the library math-verify in a process of its own.
 
-Completions can hold what takes sympy hours, such as 9^{9^9}. math-verify's own time-outs are signals: they fail outside the
-main thread. They also end no arithmetic on large integers. Here the other process is killed, and the next one continues.
-`trl.rewards.accuracy_reward` is the same library with these signals, and reads answers in LaTeX alone.
+Completions can hold what takes sympy hours and all memory, such as 9^{9^9}. math-verify's own time-outs are signals, which
+fail outside the main thread, and what it did not finish is wrong. Here the other process is killed, and the completion is not
+scored. `trl.rewards.accuracy_reward` is the same library with these signals. It reads answers in LaTeX alone.
 """
 
 import atexit
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from threading import Lock
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from cogumi.core.errors import UsageError
 from cogumi.core.worker import Worker
 from cogumi.rewards.functions import Completion, text_of
 
@@ -52,9 +54,7 @@ def compare_apart(gold: str, text: str, seconds: float) -> bool | str:
     """`compare` in the other process, which is started where there is none; LATE where it had to be ended."""
     with _lock:
         if not _workers:
-            _workers.append(Worker("math-verify", {**os.environ, "CUDA_VISIBLE_DEVICES": ""}))
-            _workers[0].send(prepare)
-            _workers[0].receive(START_SECONDS)
+            _workers.append(start_worker())
         try:
             _workers[0].send(compare, gold, text, seconds)
             answer: bool | str = _workers[0].receive(seconds)
@@ -62,6 +62,17 @@ def compare_apart(gold: str, text: str, seconds: float) -> bool | str:
             close()
             return LATE
         return answer
+
+
+def start_worker() -> Worker:
+    if find_spec("math_verify") is None:
+        raise UsageError(
+            "math_answer needs the package math-verify", key="cogumi.rewards", fix="pip install math-verify"
+        )
+    worker = Worker("math-verify", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    worker.send(prepare)
+    worker.receive(START_SECONDS)
+    return worker
 
 
 @atexit.register
