@@ -161,6 +161,28 @@ def test_token_ids_are_of_the_model(config: Path, tmp_path: Path) -> None:
     assert price.minimum <= -8
 
 
+def test_functions_are_called_as_a_run_calls_them(config: Path, tmp_path: Path) -> None:
+    """Messages where the prompt is messages, text up to a stop, an asynchronous one too, None where it does not score."""
+    (tmp_path / "mine.py").write_text(
+        "async def judged(completions, note, trainer_state, log_metric, **_):\n"
+        "    assert trainer_state.global_step == 0\n"
+        "    return [len(said[0]['content']) if isinstance(said, list) else None for said in completions]\n"
+        "def seen(completions: list[str], prompts: list[str], **_):\n"
+        "    return [float(said == 'ab' and prompt in ('p', '')) for said, prompt in zip(completions, prompts)]\n"
+    )
+    names = [f"{tmp_path}/mine.py:{name}" for name in ("judged", "seen")]
+    rows = [
+        {"prompt": [{"role": "user", "content": "p"}], "completion": "abSTOPc", "note": 1},
+        {"completion": "ab", "note": 2},
+        {"completion": "abc", "note": 3},
+    ]
+    file = write(tmp_path / "said.jsonl", rows)
+    judged, seen = score_file(load_config(config, cogumi__rewards=names), file).rewards
+    assert (judged.not_scored, judged.mean, seen.mean) == (2, 7.0, pytest.approx(1 / 3))
+    judged, seen = score_file(load_config(config, cogumi__rewards=names, cogumi__stop=["STOP"]), file).rewards
+    assert (judged.not_scored, judged.mean, seen.mean) == (2, 2.0, pytest.approx(2 / 3))
+
+
 def test_the_rollouts_of_a_run_are_scored_as_they_were(finished_gspo: FinishedRun, tmp_path: Path) -> None:
     """The four completions that a run keeps of each rollout, with prefix and suffix from its data by the prompt."""
     run_dir = finished_gspo.result.run_dir

@@ -1,6 +1,7 @@
 """Maths answers compared as expressions, in a process of their own."""
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -79,6 +80,8 @@ def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch, gold
 def test_the_process_ends_by_itself_where_the_asking_one_is_gone() -> None:
     math_answer(["1"], answer=["1"])
     (worker,) = math_answers._workers
+    worker.send(resource.getrlimit, resource.RLIMIT_AS)
+    assert worker.receive(60)[0] <= math_answers.MEMORY_BYTES
     worker.send(math_answers.compare, "3", r"\boxed{9^{9^{9}}}", 0.2)
     assert worker.process.wait(timeout=60) == -signal.SIGXCPU
     math_answers.close()

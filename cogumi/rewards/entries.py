@@ -7,7 +7,6 @@
 An argument is bound to the function's own signature and checked against its annotation.
 """
 
-import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
-from cogumi.rewards.functions import Reward, parameters_of
+from cogumi.rewards.functions import Reward, parameters_of, with_columns
 from cogumi.rewards.lengths import THOUGHT_COLUMNS
 
 KEY = "cogumi.rewards"
@@ -143,20 +142,7 @@ def is_column(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> bool:
 
 def with_arguments(reward: Reward, arguments: Mapping[str, Any]) -> Reward:
     """A reward function that is given these arguments, whatever column of the data has the same name."""
-    if inspect.iscoroutinefunction(reward):
-
-        @functools.wraps(reward)
-        async def awaited(**columns: Any) -> Any:
-            return await reward(**{**columns, **arguments})
-
-        bound: Any = awaited
-    else:
-
-        @functools.wraps(reward)
-        def scored(**columns: Any) -> Any:
-            return reward(**{**columns, **arguments})
-
-        bound = scored
+    bound: Any = with_columns(reward, lambda columns: {**columns, **arguments})
     signature = inspect.signature(reward)
     rest = [each for name, each in signature.parameters.items() if name not in arguments]
     bound.__signature__ = signature.replace(parameters=rest)

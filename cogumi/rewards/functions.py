@@ -131,6 +131,23 @@ def parameters_of(reward: Reward) -> Mapping[str, inspect.Parameter]:
     return {name: each for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
 
 
+def with_columns(reward: Reward, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Reward:
+    """The same reward function, under its name, given what `change` makes of its keyword arguments."""
+    if inspect.iscoroutinefunction(reward):
+
+        @functools.wraps(reward)
+        async def awaited(**columns: Any) -> Any:
+            return await reward(**change(columns))
+
+        return awaited  # type: ignore[return-value]
+
+    @functools.wraps(reward)
+    def scored(**columns: Any) -> Any:
+        return reward(**change(columns))
+
+    return scored
+
+
 def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False) -> Reward:
     """The same reward function, under its name, given the visible part of every completion.
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import CLOSE, OPEN
 from cogumi.data.chat_templates import CHANNEL, MESSAGE
-from cogumi.rewards.functions import Completion, Reward, parameters_of, replies_of, text_of
+from cogumi.rewards.functions import Completion, Reward, parameters_of, replies_of, text_of, with_columns
 
 THOUGHT_COLUMNS = ("thought_tokens", "replies")
 """What a run gives a reward that names it: the tokens of each completion's thought, and its whole text with the thought."""
@@ -69,14 +69,11 @@ def with_thoughts(reward: Reward, tokenizer: Any, style: str, opened: bool = Fal
     """
     wanted = parameters_of(reward).keys() & set(THOUGHT_COLUMNS)
 
-    @functools.wraps(reward)
-    def on_thoughts(
-        prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
-    ) -> Sequence[float | None]:
-        columns |= thoughts_of(completions, columns.get("completion_ids"), tokenizer, style, opened, wanted)
-        return reward(prompts=prompts, completions=completions, **columns)
+    def add_thoughts(columns: dict[str, Any]) -> dict[str, Any]:
+        completions, ids = columns["completions"], columns.get("completion_ids")
+        return columns | thoughts_of(completions, ids, tokenizer, style, opened, wanted)
 
-    return on_thoughts
+    return with_columns(reward, add_thoughts)
 
 
 def thoughts_of(

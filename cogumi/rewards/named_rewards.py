@@ -30,6 +30,7 @@ from cogumi.rewards.functions import (
     parameters_of,
     parses,
     text_of,
+    with_columns,
 )
 from cogumi.rewards.lengths import THOUGHT_COLUMNS, overlong, thought_price
 from cogumi.rewards.math_answers import math_answer
@@ -62,19 +63,7 @@ def as_annotated(reward: Any) -> Any:
     def shaped(given: Mapping[str, Any]) -> dict[str, Any]:
         return {**given, **{name: [wanted[name](each) for each in given[name]] for name in wanted if name in given}}
 
-    if inspect.iscoroutinefunction(reward):
-
-        @functools.wraps(reward)
-        async def awaited(**columns: Any) -> Any:
-            return await reward(**shaped(columns))
-
-        return awaited
-
-    @functools.wraps(reward)
-    def scored(**columns: Any) -> Any:
-        return reward(**shaped(columns))
-
-    return scored
+    return with_columns(reward, shaped)
 
 
 def messages_of(completion: Any, role: str) -> Any:

@@ -31,11 +31,10 @@ from cogumi.patches.trl_internals import (
     rollout_mode,
     wrap_method,
 )
+from cogumi.rewards.functions import Reward, with_columns
 from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
-
-Reward = Callable[..., list[float]]
 
 
 def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
@@ -118,13 +117,11 @@ def correct_length_metrics(trainer: Any, strings: Sequence[str]) -> None:
 def strip_stops(reward: Reward, stops: Sequence[str]) -> Reward:
     """The reward function, given completions up to their stop sequence: that is what a user of the model sees."""
 
-    @functools.wraps(reward)
-    def graded(*args: Any, completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        if "replies" in kwargs:  # of `cogumi.rewards.lengths`
-            kwargs["replies"] = [cut_at_stop(reply, stops) for reply in kwargs["replies"]]
-        return reward(*args, completions=[cut_at_stop(completion, stops) for completion in completions], **kwargs)
+    def cut(columns: dict[str, Any]) -> dict[str, Any]:
+        names = [name for name in ("completions", "replies") if name in columns]
+        return columns | {name: [cut_at_stop(each, stops) for each in columns[name]] for name in names}
 
-    return graded
+    return with_columns(reward, cut)
 
 
 # ----------------------------------------------------------------------------------- the sampler's log-probabilities
