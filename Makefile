@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-torch27 lint browser notebooks bench faults lock lock-check elf check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-torch27 lint tools browser bubblewrap notebooks bench faults lock lock-check elf check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -55,11 +55,20 @@ size:
 			END { printf "%-10s %3d files, %6d lines; median %d, longest %d (%s)\n", part, n, all, lines[int(n / 2)], lines[n - 1], name }'; \
 	done
 
+# What tests take from Debian, beside Python.
+tools: browser bubblewrap
+
 # Debian's chromium, for the tests that look at notebooks as a person does. Without it those are skipped, and fail where CI is set.
 browser:
 	@command -v chromium >/dev/null || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; } || \
 		echo "chromium cannot be installed here (it takes Debian or Ubuntu, and root): the browser tests will say so"
+
+# For the tests of the sandbox's strongest level. Without it those are skipped, and fail where CI is set.
+bubblewrap:
+	@command -v bwrap >/dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends bubblewrap; } || \
+		echo "bubblewrap cannot be installed here (it takes Debian or Ubuntu, and root): the sandbox's tests will say so"
 
 # Each .ipynb from its .py, with the outputs of a run on this machine: a quarter of an hour.
 notebooks: .venv/test

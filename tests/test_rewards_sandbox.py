@@ -1,0 +1,433 @@
+"""Programs that attack the sandbox, at every level of isolation: they are contained, and the trainer is unharmed.
+
+This process is the trainer. A level that this machine lacks is skipped, and fails where CI is set.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from golden import Golden
+from processes import until
+from sandbox_attacks import ATTACKS
+
+from cogumi.core.errors import UsageError
+from cogumi.rewards import confinement, isolation, sandbox_worker
+from cogumi.rewards.sandbox import Limits, Sandbox, SandboxResult, default_sandbox
+
+LEVELS = ("bubblewrap", "namespaces", "limits")
+LIMITS = Limits(
+    seconds=20, cpu_seconds=3, memory_bytes=256 << 20, file_bytes=8 << 20, scratch_bytes=32 << 20, processes=16,
+    output_bytes=4096,
+)  # fmt: skip
+SECRET = "hunter2-hunter2"
+USER = 12345
+
+
+def open_sandbox(level: str, workers: int = 2) -> Sandbox:
+    try:
+        return Sandbox(workers, LIMITS, level)
+    except UsageError as error:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"`make bubblewrap` installs it on Debian: {error}")
+
+
+FURTHER = pytest.mark.slow("the same attacks at one more level, whose kernel's side bubblewrap shares")
+PARAMETERS = [pytest.param(each, marks=[FURTHER] if each == "namespaces" else []) for each in LEVELS]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    with open_sandbox(request.param) as opened:
+        opened.run_all(["pass"] * 4)  # both workers have begun
+        yield opened
+
+
+def workers_alive() -> int:
+    """Processes that began as workers do, and their forks, wherever they are now."""
+    found = 0
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = process.info["cmdline"] or []
+        found += isolation.BEGIN in line and process.info["status"] != psutil.STATUS_ZOMBIE
+    return found
+
+
+class Outside:
+    """What a program must not reach: files, an environment, sockets. Whether it did is asked afterwards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.chmod(0o777)
+        for name, mode in (("private", 0o600), ("public", 0o666)):
+            (folder / name).write_text(SECRET)
+            (folder / name).chmod(mode)
+        self.stream, self.datagram = socket.socket(), socket.socket(type=socket.SOCK_DGRAM)
+        self.abstract = socket.socket(socket.AF_UNIX)
+        self.stream.bind(("127.0.0.1", 0))
+        self.stream.listen()
+        self.datagram.bind(self.stream.getsockname())
+        if sys.platform == "linux":
+            self.abstract.bind(f"\0cogumi-test-{os.getpid()}")
+            self.abstract.listen()
+        for each in (self.stream, self.datagram):
+            each.setblocking(False)
+
+    def given(self) -> dict[str, Any]:
+        return {
+            "port": self.stream.getsockname()[1], "abstract": f"\0cogumi-test-{os.getpid()}", "parent": os.getpid(),
+            "private": str(self.folder / "private"), "public": str(self.folder / "public"),
+            "directory": str(self.folder), "home": os.path.expanduser("~"), "secret": SECRET, "user": os.getuid(),
+        }  # fmt: skip
+
+    def untouched(self) -> list[str]:
+        """What is no longer as it was."""
+        changed = [each.name for each in self.folder.iterdir() if each.name not in ("private", "public")]
+        for name, mode in (("private", 0o600), ("public", 0o666)):
+            found = self.folder / name
+            if not found.exists() or found.read_text() != SECRET or found.stat().st_mode & 0o777 != mode:
+                changed.append(name)
+            elif found.stat().st_mtime == 0:
+                changed.append(f"the time of {name}")
+        for name, receive in (("a connection", self.stream.accept), ("a datagram", lambda: self.datagram.recv(9))):
+            try:
+                receive()
+                changed.append(name)
+            except BlockingIOError:
+                pass
+        return changed + [
+            f"/dev/shm or /: {n}" for n in ("/dev/shm", "/") if os.path.exists(f"{n}/written-by-an-attack")
+        ]
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside]:
+    monkeypatch.setenv("COGUMI_TEST_SECRET", SECRET)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # where others may enter, which pytest's own forbids
+        there = Outside(Path(folder))
+        yield there
+        for each in (there.stream, there.datagram, there.abstract):
+            each.close()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_contained(sandbox: Sandbox, outside: Outside, name: str):
+    attack, before = ATTACKS[name], workers_alive()
+    given = {"given.json": json.dumps(outside.given())}
+    beside: list[SandboxResult] = []
+    thread = threading.Thread(target=lambda: beside.append(sandbox.run("print(6 * 7)")))
+    thread.start()
+    attacked = sandbox.run(attack.program, given, limits=replace(LIMITS, seconds=attack.seconds))
+    thread.join()
+    assert attack.contained(attacked), attacked
+    assert [(each.status, each.output) for each in beside] == [("finished", "42\n")]
+    assert outside.untouched() == []
+    after = sandbox.run_all(["import os; print(os.listdir('.'))"] * 4)
+    assert {(each.status, each.output) for each in after} == {("finished", "[]\n")}  # nothing is left of it
+    assert workers_alive() == before
+
+
+def test_a_program_prints_raises_and_leaves_files(sandbox: Sandbox):
+    program = """
+    import sys
+    import helper
+    print(helper.double(21), file=sys.stderr)
+    open("data/out.txt", "a").write("more")
+    raise SystemExit("no")
+    """
+    files = {"helper.py": "def double(x): return 2 * x\n", "data/out.txt": "some, "}
+    result = sandbox.run(textwrap.dedent(program), files, keep=["data/out.txt", "missing"])
+    assert (result.status, result.exit_code, result.output) == ("finished", 1, "42\nno\n")
+    assert result.files == {"data/out.txt": "some, more"}
+    raised = sandbox.run("def f():\n    return 1 / 0\nf()")
+    assert raised.exit_code == 1
+    assert raised.output.startswith('Traceback (most recent call last):\n  File "<program>", line 3, in <module>\n')
+    assert raised.output.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_modules_that_were_not_imported_before_are_there(sandbox: Sandbox):
+    assert sandbox.run("import sqlite3, asyncio, email.message, xml.dom\n'ä'.encode('idna')").exit_code == 0
+
+
+def test_processes_and_threads_of_a_program_work(sandbox: Sandbox):
+    program = """
+    import subprocess, sys, threading, os
+    print(subprocess.run(["echo", "hi"], capture_output=True, text=True).stdout.strip())
+    done = []
+    threads = [threading.Thread(target=done.append, args=(n,)) for n in range(3)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    print(sorted(done), flush=True)
+    if os.fork() == 0:
+        os._exit(3)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    assert sandbox.run(textwrap.dedent(program)).output == "hi\n[0, 1, 2]\n3\n"
+
+
+def test_a_kept_file_is_never_read_through_a_link(sandbox: Sandbox, outside: Outside):
+    private = outside.given()["private"]
+    program = f"""
+    import os
+    os.symlink("/etc/passwd", "link")
+    os.symlink({private!r}, "secret")
+    os.symlink({str(outside.folder)!r}, "folder")
+    os.mkdir("directory")
+    os.mkfifo("pipe")
+    open("real", "w").write("x")
+    os.link("real", "second")
+    open("whole", "w").write("y")
+    """
+    names = ["link", "secret", "folder/private", "directory", "pipe", "real", "whole", "whole/part"]
+    assert sandbox.run(textwrap.dedent(program), keep=names).files == {"whole": "y"}
+
+
+@pytest.mark.slow("every attack at every level once more")
+def test_an_ordinary_user_is_as_safe(outside: Outside):
+    """The same attacks where the trainer is no root, so that a program without namespaces has the trainer's own user."""
+    levels = [each for each in LEVELS if each != "bubblewrap" or any(isolation.launches(each))]
+    failed = as_user(lambda: {level: attacks_that_succeed(level, outside) for level in levels})
+    assert failed == {level: [] for level in levels}
+    assert outside.untouched() == []
+
+
+def attacks_that_succeed(level: str, outside: Outside) -> list[str]:
+    given = {"given.json": json.dumps(outside.given() | {"private": private_file()})}
+    with Sandbox(2, LIMITS, level) as sandbox:
+        if level == "limits":
+            assert sandbox.reaches == []
+        with ThreadPoolExecutor(2) as threads:
+            ask = lambda each: sandbox.run(each.program, given, limits=replace(LIMITS, seconds=each.seconds))  # noqa: E731
+            results = list(threads.map(ask, ATTACKS.values()))
+        unharmed = sandbox.run("print(42)").output == "42\n"
+    failed = [
+        f"{name}: {result}"
+        for (name, attack), result in zip(ATTACKS.items(), results, strict=True)
+        if not attack.contained(result)
+    ]
+    return failed + ([] if unharmed else ["the sandbox"])
+
+
+def private_file() -> str:
+    """A file of this user that only this user may read."""
+    descriptor, path = tempfile.mkstemp()
+    os.write(descriptor, SECRET.encode())
+    os.close(descriptor)
+    return path
+
+
+def as_user(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> Any:
+    """What a function returns in a fork of this process that an ordinary user runs, if this one is root's."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        answer: Any = "it raised"
+        try:
+            if os.geteuid() == 0:
+                of_every_user()
+                confinement.become(USER)
+                confinement.prctl(confinement.PR_SET_DUMPABLE, 1)
+            before()
+            answer = work()
+        except BaseException as error:  # noqa: BLE001 - it is told
+            answer = repr(error)
+        finally:
+            os.write(writing, json.dumps(answer).encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        answer = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(answer)
+
+
+def of_every_user() -> None:
+    """Have workers run a Python that every user may read: this one may lie in root's home."""
+    library = Path(sysconfig.get_path("stdlib"))
+    if all(parent.stat().st_mode & 1 for parent in library.parents):
+        return
+    if not Path("/usr/bin/python3.11").exists():
+        pytest.skip("no Python here that an ordinary user may read")
+    isolation.interpreter = lambda: "/usr/bin/python3.11"
+    isolation.readable_paths = list
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are of Linux")
+def test_where_namespaces_are_refused_limits_hold():
+    """As in a container of RunPod or Vast: the kernel's answer decides, found by trying."""
+
+    def refuse() -> None:
+        confinement.prctl(confinement.PR_SET_NO_NEW_PRIVS, 1)
+        confinement.install_seccomp(confinement.seccomp_filter(separated=True))
+
+    def described() -> list[str]:
+        with Sandbox(1, LIMITS) as sandbox:
+            return [sandbox.isolation, sandbox.run("print(1)").output, sandbox.describe()]
+
+    level, output, described_as = as_user(described, refuse)
+    assert (level, output) == ("limits", "1\n")
+    assert described_as.startswith("sandbox: limits (no namespaces")
+
+
+def test_what_the_trial_reaches_is_told(monkeypatch: pytest.MonkeyPatch, golden: Golden):
+    """A kernel without seccomp and Landlock, such as gVisor's: what limits alone leave open is in the line of the start."""
+    begin = isolation.modules()
+    begin["cogumi.rewards.confinement"] += "\ncan_filter = False\n"
+    monkeypatch.setattr(isolation, "modules", lambda: begin)
+    with Sandbox(1, LIMITS, "limits") as sandbox:
+        assert "the network" in sandbox.reaches
+        assert "leaving its process group" in sandbox.reaches
+        assert sandbox.run(ATTACKS["a daemon"].program, {"given.json": "{}"}).status == "finished"
+        before = workers_alive()
+        until(lambda: workers_alive() <= before)  # without seccomp, daemons are found as children
+        if os.getuid() == 0:
+            golden("rewards", sandbox.describe())
+
+
+def test_a_container_that_covers_proc_is_told(monkeypatch: pytest.MonkeyPatch):
+    """There the kernel refuses a fresh /proc, and the worker cannot see what a program's processes hold together."""
+    open_sandbox("namespaces", 1).close()
+    begin = isolation.modules()
+    source = begin["cogumi.rewards.confinement"]
+    begin["cogumi.rewards.confinement"] = source.replace('libc.mount(b"proc"', 'bool and (b"proc"')
+    assert begin["cogumi.rewards.confinement"] != source
+    monkeypatch.setattr(isolation, "modules", lambda: begin)
+    with Sandbox(1, LIMITS, "namespaces") as sandbox:
+        assert sandbox.reaches == ["memory of many processes together"]
+        assert sandbox.run("import os; print(os.listdir('/proc'))").output == "[]\n"
+        for name in ("fork bomb", "memory bomb", "endless sleep", "environments in /proc"):
+            attack = ATTACKS[name]
+            given = {"given.json": json.dumps({"parent": os.getpid(), "secret": SECRET})}
+            assert attack.contained(sandbox.run(attack.program, given, limits=replace(LIMITS, seconds=attack.seconds)))
+
+
+def test_a_level_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch, golden: Golden):
+    monkeypatch.setattr(isolation, "launches", lambda level: iter(()))
+    with golden.raises("rewards", key="isolation", message="bubblewrap"):
+        Sandbox(1, LIMITS, "bubblewrap")
+
+
+def test_a_worker_that_is_lost_costs_one_result(sandbox: Sandbox):
+    results: list[SandboxResult] = []
+    thread = threading.Thread(target=lambda: results.append(sandbox.run("import time; time.sleep(60)")))
+    thread.start()
+    working = until(lambda: [each for each in started(sandbox) if each not in idle(sandbox)], 5)
+    time.sleep(0.2)
+    os.killpg(working[0], signal.SIGKILL)
+    thread.join()
+    assert [each.status for each in results] == ["crashed"]
+    assert [each.output for each in sandbox.run_all(["print(1)"] * 4)] == ["1\n"] * 4
+
+
+def test_a_worker_that_dies_while_it_waits_costs_nothing(sandbox: Sandbox):
+    sandbox.run_all(["pass"] * 4)
+    for each in idle(sandbox):
+        os.killpg(each, signal.SIGKILL)
+    assert [each.output for each in sandbox.run_all(["print(1)"] * 4)] == ["1\n"] * 4
+
+
+def started(sandbox: Sandbox) -> list[int]:
+    """The workers of this process by PID."""
+    return [each.pid for each in psutil.Process().children() if isolation.BEGIN in each.cmdline()]
+
+
+def idle(sandbox: Sandbox) -> list[int]:
+    return [each.process.pid for each in sandbox._workers.values()]
+
+
+def test_processor_time_is_limited(sandbox: Sandbox):
+    result = sandbox.run("while True: pass", limits=replace(LIMITS, cpu_seconds=1))
+    assert result.status == "timeout"
+    assert result.seconds < 15
+
+
+def test_an_interrupt_ends_the_program_and_not_the_sandbox(sandbox: Sandbox):
+    sandbox.run_all(["pass"] * 4)
+    before = workers_alive()
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        sandbox.run("import time; time.sleep(60)")
+    assert [each.output for each in sandbox.run_all(["print(1)"] * 4)] == ["1\n"] * 4
+    until(lambda: workers_alive() <= before, 10)
+
+
+@pytest.mark.parametrize("level", PARAMETERS)
+def test_a_killed_trainer_leaves_nothing(level: str):
+    open_sandbox(level, 1).close()
+    before, pools = workers_alive(), set(Path(tempfile.gettempdir()).glob("cogumi-sandbox-*"))
+    program = "import os, time\nif os.fork() == 0: os.fork()\nprint(1, flush=True); time.sleep(60)"
+    script = f"""
+    from cogumi.rewards.sandbox import Sandbox
+    sandbox = Sandbox(2, isolation={level!r})
+    print("ready", flush=True)
+    sandbox.run_all([{program!r}] * 2)
+    """
+    trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"ready\n"
+    until(lambda: workers_alive() > before + 4)
+    trainer.kill()
+    trainer.communicate()
+    until(lambda: workers_alive() <= before, 10)
+    until(lambda: set(Path(tempfile.gettempdir()).glob("cogumi-sandbox-*")) <= pools, 10)
+
+
+def test_closing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tmp_path.chmod(0o711)
+    before = workers_alive()
+    with Sandbox(2, LIMITS) as sandbox:
+        sandbox.run_all(["pass"] * 2)
+        assert workers_alive() > before
+    assert workers_alive() == before
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        sandbox.run("pass")
+
+
+ANSWERS = [
+    b"[]", b"{", b"[" * 100_000, b'{"status": "won"}', b"\x80\x04.", b'{"status": "finished"}',
+    b'{"status": "finished", "exit_code": "0", "output": "", "seconds": 0.1, "files": {}}', None,
+]  # fmt: skip
+
+
+def test_what_is_no_answer_is_a_crash():
+    """A worker is not believed either: what it sends is a bounded JSON object of these types, or the program crashed."""
+    with Sandbox(1, LIMITS, "limits") as sandbox:
+        for answer in ANSWERS:
+            ours, theirs = socket.socketpair()
+            (worker,) = sandbox._workers.values()
+            worker.channel.close()
+            worker.channel = ours
+            for each in (b'{"begun": true}', answer):
+                size = len(each) if each is not None else 1 << 60
+                theirs.sendall(sandbox_worker.HEADER.pack(size) + (each or b""))
+            assert sandbox.run("pass").status == "crashed"
+            theirs.close()
+            assert sandbox.run("print(1)").output == "1\n"
+
+
+def test_a_file_outside_of_the_scratch_directory_is_refused():
+    with Sandbox(1, LIMITS) as sandbox:
+        for name in ("/etc/passwd", "../x", "a/../../x", "", "a//b", "a\0b", "."):
+            with pytest.raises(ValueError, match="scratch"):
+                sandbox.run("pass", keep=[name])
+            with pytest.raises(ValueError, match="scratch"):
+                sandbox.run("pass", {name: ""})
+
+
+def test_one_sandbox_for_a_process():
+    assert default_sandbox() is default_sandbox()
+    assert default_sandbox().describe().startswith("sandbox: ")
