@@ -63,10 +63,13 @@ def test_a_distribution_is_that_of_what_was_scored() -> None:
 
 
 def test_the_total_is_trls() -> None:
-    """As `nansum` over the weighted rewards, and nothing where no function scored (TRL 1.15, `_calculate_rewards`)."""
-    total = weighted_total([[1.0, NONE, NONE], [2.0, 3.0, NONE]], [0.5, 2.0])
+    """As `nansum` over the weighted rewards, and nothing where no function scored (TRL 1.15, `_calculate_rewards`).
+
+    NaN, which a function returns for what it should have scored, leaves out the whole completion.
+    """
+    total = weighted_total([[1.0, None, None, math.nan], [2.0, 3.0, None, 1.0]], [0.5, 2.0])
     assert total[:2] == [4.5, 6.0]
-    assert math.isnan(total[2])
+    assert all(map(math.isnan, total[2:]))
 
 
 def test_groups_of_equal_rewards_are_counted() -> None:

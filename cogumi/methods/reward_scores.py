@@ -258,7 +258,7 @@ def load_tokenizer(run: RunConfig) -> Any:
 # ---------------------------------------------------------------------------------------------------------- the rewards
 
 
-def call_rewards(run: RunConfig, rewards: list[Any], rows: list[Scored]) -> list[list[float]]:
+def call_rewards(run: RunConfig, rewards: list[Any], rows: list[Scored]) -> list[list[float | None]]:
     """The scores by reward, NaN where a completion was not scored, from functions called as TRL calls them."""
     taken = {name for reward in rewards for name in parameters_of(reward)}
     given = columns_of(rows)
@@ -294,9 +294,9 @@ def columns_of(rows: list[Scored]) -> dict[str, Any]:
     return given | dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
 
-def call_reward(reward: Any, given: Mapping[str, Any], count: int) -> list[float]:
+def call_reward(reward: Any, given: Mapping[str, Any], count: int) -> list[float | None]:
     found = asyncio.run(reward(**given)) if inspect.iscoroutinefunction(reward) else reward(**given)
-    scores = [math.nan if score is None else float(score) for score in found]
+    scores = [None if score is None else float(score) for score in found]
     if len(scores) != count:
         what = f"{reward.__name__} returned {len(scores)} rewards for {count} completions"
         raise UsageError(what, key="cogumi.rewards", fix="return one for each")

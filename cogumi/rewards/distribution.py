@@ -47,8 +47,8 @@ class Distribution:
         return "\n".join(lines)
 
 
-def describe_rewards(name: str, weight: float | None, scores: Sequence[float]) -> Distribution:
-    """The distribution of some scores, of which NaN is none."""
+def describe_rewards(name: str, weight: float | None, scores: Sequence[float | None]) -> Distribution:
+    """The distribution of some scores, of which None and NaN are none."""
     values = np.array(scores, dtype=float)
     values = values[~np.isnan(values)]
     quartiles = np.percentile(values, (25, 50, 75)).tolist() if len(values) else [math.nan] * 3
@@ -79,11 +79,14 @@ def count_values(values: np.ndarray) -> tuple[tuple[float, float, int], ...]:
     )
 
 
-def weighted_total(scores: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """Of each completion, as TRL adds rewards up: those that are numbers, and NaN where none is. scores: by reward."""
+def weighted_total(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
+    """Of each completion, as a run adds rewards up: None does not apply, and NaN leaves the whole completion unscored.
+
+    scores: by reward. NaN where no reward applies.
+    """
     found = []
     for of_one in zip(*scores, strict=True):
-        scored = [score * weight for score, weight in zip(of_one, weights, strict=True) if not math.isnan(score)]
+        scored = [score * weight for score, weight in zip(of_one, weights, strict=True) if score is not None]
         found.append(math.fsum(scored) if scored else math.nan)
     return found
 

@@ -6,6 +6,7 @@ scored. `trl.rewards.accuracy_reward` is the same library with these signals. It
 """
 
 import atexit
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ BEFORE_ANSWER = "####"  # GSM8K
 MEMORY_BYTES = 4 << 30  # of address space, of the other process
 START_SECONDS = 60.0
 UNREADABLE, LATE = "unreadable", "late"
+NOT_SCORED = {UNREADABLE: None, LATE: math.nan}
 _lock = Lock()
 _workers: list[Worker] = []  # none or one
 
@@ -36,18 +38,18 @@ def math_answer(
     log_metric: Any = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    r"""1.0 where the completion's answer equals `answer` as an expression, else 0.0; None where that is not known.
+    r"""1.0 where the completion's answer equals `answer` as an expression, else 0.0; NaN or None where that is not known.
 
     A completion's answer is its \boxed{}, else its last formula or number. `answer` is an expression (1/2, \frac12), or text
-    with one in \boxed{}, in $...$ or after ####. Not scored: an `answer` that holds no expression, and a comparison that
-    takes longer than `seconds`. The metrics `math_answer/unreadable` and `math_answer/late` are their shares.
+    with one in \boxed{}, in $...$ or after ####. None: `answer` holds no expression. NaN, so that the whole completion is not
+    scored: the comparison takes longer than `seconds`. The metrics `math_answer/unreadable` and `math_answer/late` are their shares.
     """
     pairs = zip(completions, answer, strict=True)
     found = [UNREADABLE if gold is None else compare_apart(str(gold), text_of(each), seconds) for each, gold in pairs]
     if log_metric is not None:
         for why in (UNREADABLE, LATE):
             log_metric(f"math_answer/{why}", found.count(why) / max(len(found), 1))
-    return [float(each) if isinstance(each, bool) else None for each in found]
+    return [float(each) if isinstance(each, bool) else NOT_SCORED[each] for each in found]
 
 
 def compare_apart(gold: str, text: str, seconds: float) -> bool | str:
