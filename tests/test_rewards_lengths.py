@@ -1,12 +1,14 @@
 """Overlong completions, the price of a thought, and formats; on texts and ids of real chat templates."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import Golden
 
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
-from cogumi.methods.gspo import graded_as_seen
+from cogumi.methods.gspo import graded_as_seen, read_rewards
 from cogumi.rewards import rewards_of
 from cogumi.rewards.functions import edit_similarity, format_match
 from cogumi.rewards.lengths import count_thought_tokens, overlong, thought_spans
@@ -110,6 +112,16 @@ def test_in_a_run_the_whole_is_priced_and_the_visible_part_is_graded(flag: bool 
     # The visible part is the answer, and a thought that is open has none.
     assert similarity == ([1.0, 1.0, 0.0] if flag else edit_similarity(completions, ["5."] * 3))
     assert length[2] == -1.0  # 0 would be the most that it gives
+
+
+def test_an_asynchronous_reward_of_the_visible_part_is_refused_before_the_model(tmp_path: Path, golden: Golden) -> None:
+    (tmp_path / "mine.py").write_text(
+        "async def judged(completions, **_):\n    return []\nasync def long(completion_ids, **_):\n    return []\n"
+    )
+    read_rewards(run_of([f"{tmp_path}/mine.py:long"], thinking=True))
+    read_rewards(run_of([f"{tmp_path}/mine.py:judged"]))
+    with golden.raises("rewards", key="cogumi.rewards", message="judged is asynchronous"):
+        read_rewards(run_of([f"{tmp_path}/mine.py:judged"], thinking=False))
 
 
 def test_a_format_is_matched_to_the_end_and_up_to_a_stop() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
 from datasets import Dataset
@@ -197,10 +198,18 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
 
 
 def read_rewards(run: RunConfig) -> list[Any]:
-    """The reward functions of a run, with their arguments: none where its environment alone pays."""
+    """The reward functions of a run, with their arguments: none where its environment alone pays.
+
+    Raises UsageError for one that cannot be given what is visible.
+    """
     task_of(run)
     settings = {key: setting(run, key) for key in RUN_SETTINGS}
-    return rewards_of(run.cogumi.rewards, settings) if run.cogumi.rewards else []
+    rewards = rewards_of(run.cogumi.rewards, settings) if run.cogumi.rewards else []
+    for reward in rewards:
+        if run.cogumi.thinking is not None and scores_visible(reward) and iscoroutinefunction(reward):
+            what = f"{reward.__name__} is asynchronous, and with cogumi.thinking a reward is given the visible part"
+            raise UsageError(what, key="cogumi.rewards", fix="write it as a plain function, or drop cogumi.thinking")
+    return rewards
 
 
 def try_rewards(run: RunConfig, prompts: Dataset) -> None:
@@ -242,10 +251,15 @@ def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: PreTrainedToke
 def graded(reward: Any, flag: bool | None, tokenizer: PreTrainedTokenizerBase, style: str, opened: bool) -> Any:
     if reads_thoughts(reward):
         return with_thoughts(reward, tokenizer, style, opened)
-    taken = parameters_of(reward)
-    if flag is None or ("completion_ids" in taken and "completions" not in taken):
+    if flag is None or not scores_visible(reward):
         return reward
     return on_visible(reward, tokenizer, style, opened)
+
+
+def scores_visible(reward: Any) -> bool:
+    """Whether a reward is about what a reader sees: not one that takes the thought, or token ids without the text."""
+    taken = parameters_of(reward)
+    return not reads_thoughts(reward) and not ("completion_ids" in taken and "completions" not in taken)
 
 
 def apply_thinking(flag: bool, args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
