@@ -42,7 +42,8 @@ def math_answer(
 
     A completion's answer is its \boxed{}, else its last formula or number. `answer` is an expression (1/2, \frac12), or text
     with one in \boxed{}, in $...$ or after ####. None: `answer` holds no expression. NaN, so that the whole completion is not
-    scored: the comparison takes longer than `seconds`. The metrics `math_answer/unreadable` and `math_answer/late` are their shares.
+    scored: the comparison takes longer than `seconds`. Their shares are the metrics `math_answer/unreadable` and
+    `math_answer/late`.
     """
     pairs = zip(completions, answer, strict=True)
     found = [UNREADABLE if gold is None else compare_apart(str(gold), text_of(each), seconds) for each, gold in pairs]
