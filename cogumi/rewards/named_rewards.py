@@ -34,6 +34,7 @@ from cogumi.rewards.functions import (
 )
 from cogumi.rewards.lengths import THOUGHT_COLUMNS, overlong, thought_price
 from cogumi.rewards.math_answers import math_answer
+from cogumi.rewards.unit_tests import unit_tests
 
 # As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
 OF_TEXT = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
@@ -116,7 +117,7 @@ BUILTIN_REWARDS: dict[str, Reward] = {
     each.__name__: each
     for each in (
         *(exact_match, edit_similarity, parses, final_number, exact_answer, answer_similarity),
-        *(math_answer, format_match, overlong, thought_price),
+        *(math_answer, format_match, overlong, thought_price, unit_tests),
     )
 }
 """What a YAML may name, beside `file.py:function` and `package.module:function`."""

@@ -1,0 +1,68 @@
+"""The reward `unit_tests`: whether a completion passes the tests of its row, each in a process of the sandbox."""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cogumi.rewards import unit_test_program
+from cogumi.rewards.functions import Completion, text_of
+from cogumi.rewards.sandbox import SandboxResult, default_sandbox
+
+# The last fence counts, as in open-r1: the ones before are drafts. One that never closes goes to the end.
+FENCE = re.compile(
+    r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
+)
+ANY_FENCE = re.compile(FENCE.pattern.replace("(?:python|py|python3)", ""), re.MULTILINE | re.DOTALL)
+
+
+def unit_tests(
+    completions: Sequence[Completion],
+    tests: Sequence[str | None],
+    prefix: Sequence[str | None] | None = None,
+    suffix: Sequence[str | None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1.0 where every test passes, 0.0 where one fails or the program raises; NaN, not scored, where it was ended.
+
+    `tests`: Python source with asserts, functions named test*, or unittest classes; None does not apply. The program is
+    prefix + completion + suffix where a row has them, else the completion's code. `unit_tests/timed_out` and
+    `unit_tests/crashed` are the shares that took too long, and that a signal, their memory or their files ended.
+    """
+    size = len(completions)
+    columns = zip(completions, tests, prefix or [None] * size, suffix or [None] * size, strict=True)
+    sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
+               for done, each, before, after in columns]  # fmt: skip
+    keys = [secrets.token_hex(16) for _ in sources]
+    asked = [number for number, each in enumerate(sources) if each is not None]
+    files = []
+    for number in asked:
+        code, own_tests = sources[number] or ("", "")
+        files.append({unit_test_program.GIVEN: json.dumps({"code": code, "tests": own_tests, "key": keys[number]})})
+    program = Path(unit_test_program.__file__).read_text()
+    results = default_sandbox().run_all([program] * len(asked), files, keep=[unit_test_program.VERDICT])
+    scores: list[float | None] = [None] * size
+    for number, result in zip(asked, results, strict=True):
+        scores[number] = score(result, keys[number])
+    if log_metric is not None:
+        for status, name in (("timeout", "timed_out"), ("crashed", "crashed")):
+            count = sum(result.status == status for result in results)
+            log_metric(f"unit_tests/{name}", count / max(len(results), 1))
+    return scores
+
+
+def score(result: SandboxResult, key: str) -> float:
+    if result.status != "finished":
+        return float("nan")
+    return float(result.files.get(unit_test_program.VERDICT) == key)
+
+
+def source_of(text: str, prefix: str | None, suffix: str | None) -> str:
+    """The program of a completion: as it stands between prefix and suffix; else its last fenced block, or all of it."""
+    if prefix is not None or suffix is not None:
+        return (prefix or "") + text + (suffix or "")
+    blocks = FENCE.findall(text) or ANY_FENCE.findall(text)
+    return blocks[-1] if blocks else text
