@@ -1,0 +1,81 @@
+"""The sandbox: trivial programs a minute at each level of isolation, the time of one call, and the memory of the pool.
+
+Beside it, what a fresh `python -c` for each program takes, which is what one would do without a pool.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import psutil
+
+from benchmarks.harness import Row, attempt, row
+from cogumi.rewards.sandbox import Sandbox
+from cogumi.rewards.unit_tests import unit_tests
+
+LEVELS: tuple[Any, ...] = ("bubblewrap", "namespaces", "limits")
+PROGRAM = "print(1)"
+WORKERS = 2
+
+
+def run(quick: bool = False) -> Iterator[Row]:
+    """`quick`: a tenth of the programs."""
+    programs = 100 if quick else 1000
+    for level in LEVELS:
+        yield from attempt("sandbox", level, partial(at_level, level, programs))
+    yield from attempt("sandbox", "the reward", partial(rewarded, programs // 5))
+    began = time.perf_counter()
+    for _ in range(programs // 10):
+        subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.DEVNULL, check=True)
+    seconds = (time.perf_counter() - began) / (programs // 10)
+    yield row("sandbox", "python -c, without isolation", "time of one program", 1000 * seconds, "ms")
+
+
+def at_level(level: Any, programs: int) -> Iterator[Row]:
+    began = time.perf_counter()
+    with Sandbox(WORKERS, isolation=level) as sandbox:
+        sandbox.run(PROGRAM)
+        yield row(
+            "sandbox", level, "from nothing to the first result, with the trial", time.perf_counter() - began, "s"
+        )
+        sandbox.run_all([PROGRAM] * 2 * WORKERS)
+        used = sum(proportional_bytes(worker.process) for worker in sandbox._workers.values())
+        began = time.perf_counter()
+        results = sandbox.run_all([PROGRAM] * programs)
+        rate = 60 * programs / (time.perf_counter() - began)
+        whole = all((each.status, each.output) == ("finished", "1\n") for each in results)
+        note = f"{WORKERS} workers, {programs} programs" if whole else "not all programs printed 1"
+        target = ">= 1500"
+        yield row(
+            "sandbox", level, "trivial programs a minute", rate, target=target, ok=rate >= 1500 and whole, note=note
+        )
+        seconds = [one_call(sandbox) for _ in range(programs // 10)]
+        spread = (1000 * min(seconds), 1000 * max(seconds))
+        yield row("sandbox", level, "time of one call", 1000 * median(seconds), "ms", spread=spread)
+        yield row("sandbox", level, f"memory of {WORKERS} workers (PSS)", used / 2**20, "MiB")
+
+
+def one_call(sandbox: Sandbox) -> float:
+    began = time.perf_counter()
+    sandbox.run(PROGRAM)
+    return time.perf_counter() - began
+
+
+def proportional_bytes(process: subprocess.Popen[bytes]) -> int:
+    """Of a worker and of the process outside its namespaces."""
+    whole = psutil.Process(process.pid)
+    return sum(each.memory_full_info().pss for each in (whole, *whole.children(recursive=True)))
+
+
+def rewarded(completions: int) -> Iterator[Row]:
+    code, tests = "def double(x): return 2 * x", "assert double(2) == 4"
+    unit_tests(completions=[code] * 4, tests=[tests] * 4)
+    began = time.perf_counter()
+    scores = unit_tests(completions=[code] * completions, tests=[tests] * completions)
+    milliseconds = 1000 * (time.perf_counter() - began) / completions
+    ok = scores == [1.0] * completions
+    yield row("sandbox", "the reward `unit_tests`", "time of a completion", milliseconds, "ms", ok=ok)
