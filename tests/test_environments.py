@@ -18,9 +18,13 @@ from golden import Golden
 from cogumi.config.schema import load_config
 from cogumi.core.run_directory import read_jsonl
 from cogumi.environments.calculator import Calculator, evaluate
+from cogumi.environments.code_completion import FUNCTIONS, CodeCompletion
 from cogumi.environments.loading import SHIPPED, load_task, own_rows
+from cogumi.environments.repository import Repository
 from cogumi.health.flags import RunHistory
-from cogumi.methods.tasks import task_of, try_task
+from cogumi.methods.gspo import read_rewards
+from cogumi.methods.tasks import describe_sandbox, task_of, try_task
+from cogumi.rewards.sandbox import default_sandbox
 from cogumi.rl.scoring import leave_out_unscored
 
 BOXES = '''
@@ -125,9 +129,10 @@ def test_prompts_and_templates_without_tools(here: Path, golden: Golden) -> None
 
 def test_what_the_shipped_ones_are() -> None:
     tasks = {name: load_task(name, []) for name in SHIPPED}
-    assert [task.takes_turns for task in tasks.values()] == [False]
+    assert [task.takes_turns for task in tasks.values()] == [False, True, False]
     assert all(task.pays and own_rows(task) for task in tasks.values())
-    assert [each["function"]["name"] for each in tasks["calculator"].schemas] == ["calculate"]
+    names = [[each["function"]["name"] for each in task.schemas] for task in tasks.values()]
+    assert names == [["calculate"], [], ["read_file", "replace", "run_tests"]]
 
 
 @pytest.mark.parametrize(("text", "value"), [("2 + 3 * 4", 14), ("-(7 - 10) * 2", 6), (" 12 ", 12)])
@@ -149,6 +154,42 @@ def test_the_calculator_pays_for_the_right_call() -> None:
         problem = row["prompt"][0]["content"].removeprefix("What is ").partition("?")[0]
         assert calculator.calculate(problem) == str(row["answer"])
         assert calculator.get_reward() == 1
+
+
+def test_a_middle_is_tried_again_after_its_tests_have_failed() -> None:
+    environment = CodeCompletion()
+    for row in CodeCompletion.rows():
+        environment.reset(**row)
+        right = next(code for code in FUNCTIONS if code.startswith(row["prefix"])).split("|")[1]
+        assert environment.respond(right) is None
+        assert environment.get_reward() == 1
+    environment.reset(**CodeCompletion.rows()[0])
+    assert "AssertionError" in str(environment.respond("low"))
+    assert "SyntaxError" in str(environment.respond("]"))
+    assert environment.get_reward() == 0
+    assert environment.respond("max(low, min(x, high))") is None
+    assert environment.get_reward() == pytest.approx(1 / 3)
+    environment.reset(**CodeCompletion.rows()[0])
+    assert environment.respond("__import__('os')._exit(0)") is not None  # an exit is no pass
+    assert environment.respond("__import__('os').abort()") is None
+    assert math.isnan(environment.get_reward())  # a crash is not scored
+
+
+def test_a_repository_is_edited_until_its_tests_pass() -> None:
+    environment = Repository()
+    for row in Repository.rows():
+        assert "prices.py, stock.py, tests.py" in environment.reset(**row)
+        assert "All tests pass" not in environment.run_tests()
+        assert environment.get_reward() == 0
+        assert row["wrong"] in environment.read_file(row["file"])
+        environment.replace(row["file"], row["wrong"], row["right"])
+        assert environment.run_tests() == "All tests pass."
+        assert environment.get_reward() == 1
+    environment.reset(**Repository.rows()[0])
+    environment.replace("prices.py", "def total", "import unittest\nunittest.TestCase.assertEqual = print\ndef total")
+    assert "AssertionError" in environment.run_tests()
+    with pytest.raises(KeyError):
+        environment.replace("tests.py", "30", "31")
 
 
 # ------------------------------------------------------------------------------------------------------- not scored
@@ -198,6 +239,20 @@ def test_flags_of_episodes(metrics: dict[str, float], name: str, level: str) -> 
     history = RunHistory(setting=None, first=[], latest=rows)  # type: ignore[arg-type]
     [found] = [flag for rule in EPISODES if (flag := rule(history)) is not None and flag.name == name]
     assert found.level == level
+
+
+def test_the_sandbox_is_described_where_one_is_used(here: Path) -> None:
+    (here / "uses.py").write_text("from cogumi.rewards.unit_tests import run_tests\n" + BOXES)
+    for given, used in (
+        ({"environment": "repository"}, True),
+        ({"environment": "uses.py:Boxes"}, True),
+        ({"environment": "boxes.py:Boxes"}, False),
+        ({"rewards": ["unit_tests"]}, True),
+        ({"rewards": ["exact_match"]}, False),
+    ):
+        run = config(**given)
+        said = describe_sandbox(run, read_rewards(run))
+        assert said == (default_sandbox().describe() if used else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- runs

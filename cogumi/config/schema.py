@@ -209,8 +209,8 @@ class CogumiSection(Section):
     """gspo: what scores a completion: names, or `{name: overlong, weight: 0.5, buffer: 64}` with arguments of the function.
     docs/rewards.md lists them; your own is `file.py:function`."""
     environment: str | None = None
-    """gspo: what the policy acts in, `file.py:Class` or one that comes with the package: `calculator`.
-    Its own reward is added to `rewards`, which then may be empty and is by default."""
+    """gspo: what the policy acts in, `file.py:Class` or `calculator`, `code_completion` or `repository`, which
+    come with the package. Its own reward is added to `rewards`, which then may be empty and is by default."""
     tools: list[str] = []
     """gspo: functions that the policy may call, each as `file.py:function`. With an environment they are added to its own."""
     episode_seconds: float | None = Field(default=None, gt=0)

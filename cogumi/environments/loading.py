@@ -20,6 +20,8 @@ from cogumi.core.run_directory import write_atomic
 
 SHIPPED = {
     "calculator": "cogumi.environments.calculator:Calculator",
+    "code_completion": "cogumi.environments.code_completion:CodeCompletion",
+    "repository": "cogumi.environments.repository:Repository",
 }
 """What a YAML may name, beside `file.py:Class` and `package.module:Class`."""
 ENVIRONMENT, TOOLS = "cogumi.environment", "cogumi.tools"

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -17,6 +17,8 @@ from cogumi.data.records import RECORD_COLUMN
 from cogumi.environments.dialogue import Dialogue
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import ENVIRONMENT, TOOLS, Task, load_task, try_environment
+from cogumi.rewards.sandbox import Sandbox, default_sandbox
+from cogumi.rewards.unit_tests import run_tests, unit_tests
 
 
 def task_of(run: RunConfig) -> Task:
@@ -65,6 +67,18 @@ def refuse_without_tools(task: Task, prompts: Dataset, tokenizer: PreTrainedToke
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """What an environment's `reset` is given of a row: its record as the data file has it, and the prompt."""
     return {**row[RECORD_COLUMN], "prompt": row["prompt"]} if RECORD_COLUMN in row else dict(row)
+
+
+def describe_sandbox(run: RunConfig, rewards: Sequence[Any]) -> str:
+    """What isolates the programs of a model, where the environment's or a reward's module uses the sandbox; else "".
+
+    The sandbox is started for it, and raises UsageError where it cannot be.
+    """
+    environment, own = task_of(run).environment, (Sandbox, default_sandbox, run_tests, unit_tests)
+    functions = [*rewards, *([environment.reset] if environment is not None else [])]
+    modules = [getattr(inspect.unwrap(each), "__globals__", {}) for each in functions]
+    used = any(value in own for module in modules for value in module.values() if callable(value))
+    return default_sandbox().describe() if used else ""
 
 
 def begin_episodes(run: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int | None) -> Episodes | None:

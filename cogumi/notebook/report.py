@@ -174,6 +174,7 @@ def summary(status: Status, config: Mapping[str, Any], came_to: Mapping[str, Any
         "speed": f"{found['tokens_per_second']:,.0f} tokens/s" if found.get("tokens_per_second") else "",
         "MFU": f"{found['mfu']:.1%}" if found.get("mfu") else "",
         "machine": ", ".join(filter(None, [status.host, *machine])),
+        "sandbox": read_section(run / DECISIONS, "sandbox").get("what", "").removeprefix("sandbox: "),
     }
     directory = f"<code>{escape_text(run.absolute())}</code>"
     return facts([("directory", directory), *((name, escape_text(each)) for name, each in rows.items())])

@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +36,34 @@ def unit_tests(
     columns = zip(completions, tests, prefix or [None] * size, suffix or [None] * size, strict=True)
     sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
                for done, each, before, after in columns]  # fmt: skip
-    keys = [secrets.token_hex(16) for _ in sources]
     asked = [number for number, each in enumerate(sources) if each is not None]
-    files = []
-    for number in asked:
-        code, own_tests = sources[number] or ("", "")
-        files.append({unit_test_program.GIVEN: json.dumps({"code": code, "tests": own_tests, "key": keys[number]})})
-    program = Path(unit_test_program.__file__).read_text()
-    results = default_sandbox().run_all([program] * len(asked), files, keep=[unit_test_program.VERDICT])
+    found = run_tests([each for each in sources if each is not None])
     scores: list[float | None] = [None] * size
-    for number, result in zip(asked, results, strict=True):
-        scores[number] = score(result, keys[number])
+    for number, (score, _) in zip(asked, found, strict=True):
+        scores[number] = score
     if log_metric is not None:
         for status, name in (("timeout", "timed_out"), ("crashed", "crashed")):
-            count = sum(result.status == status for result in results)
-            log_metric(f"unit_tests/{name}", count / max(len(results), 1))
+            count = sum(result.status == status for _, result in found)
+            log_metric(f"unit_tests/{name}", count / max(len(found), 1))
     return scores
+
+
+def run_tests(
+    sources: Sequence[tuple[str, str]], files: Sequence[Mapping[str, str]] | None = None
+) -> list[tuple[float, SandboxResult]]:
+    """(1.0 where all tests pass, 0.0, or NaN where the program was ended; what became of it) of each (code, its tests).
+
+    files: what else lies in the scratch directory of each, by name; modules there can be imported.
+    """
+    keys = [secrets.token_hex(16) for _ in sources]
+    given = [
+        {unit_test_program.GIVEN: json.dumps({"code": code, "tests": tests, "key": key})}
+        for (code, tests), key in zip(sources, keys, strict=True)
+    ]
+    beside = [{**own, **more} for own, more in zip(given, files or [{}] * len(given), strict=True)]
+    program = Path(unit_test_program.__file__).read_text()
+    results = default_sandbox().run_all([program] * len(given), beside, keep=[unit_test_program.VERDICT])
+    return [(score(result, key), result) for result, key in zip(results, keys, strict=True)]
 
 
 def score(result: SandboxResult, key: str) -> float:

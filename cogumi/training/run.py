@@ -28,7 +28,7 @@ from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
 from cogumi.methods.prompt_checks import refuse_settings
-from cogumi.methods.tasks import try_task
+from cogumi.methods.tasks import describe_sandbox, try_task
 from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
@@ -117,9 +117,11 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     if run.model.quantization_config is not None or quantization_of(of_base) is not None:
         weights = describe_weights(of_base, resolve_dtype(run.model.dtype), run.model.quantization_config)
     examples = prepare_examples(run, tokenizer, of_base)
+    sandbox = ""
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
         try_task(run, examples.train.dataset, tokenizer)
+        sandbox = describe_sandbox(run, gspo.read_rewards(run))
 
     run_dir = run.run_dir if again else create_run_dir(run.run_dir)
     with (
@@ -148,6 +150,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
                 log.warning(said)
         if original is not None:
             log.info("merge: %s", original)
+        if sandbox:
+            log.info("%s", sandbox)
+            write_section(run_dir / DECISIONS, "sandbox", {"what": sandbox})
         if weights is not None:
             log.log(logging.INFO if weights.state == "green" else logging.WARNING, "weights: %s", weights.figure)
         chosen = auto_settings.apply_choices(run, base)
