@@ -103,6 +103,38 @@ reached()
     "many open files": Attack("held = [open('given.json') for _ in range(1000)]; reached()", "finished", 1),
     "deep directories": Attack("for _ in range(100): os.mkdir('a' * 99); os.chdir('a' * 99)", "finished crashed", None),
     "directories without rights": Attack("os.makedirs('a/b/c', 0o700); open('a/b/c/f', 'w'); os.umask(0o777); os.mkdir('d')"),
+    "its own directory without rights": Attack("os.fchmod(os.open('.', os.O_RDONLY), 0)", "finished", None),
+    "an access list of its own directory": Attack(  # user::---, mask::---, other::---, for files to come
+        """
+acl = bytes.fromhex("02000000" + "01000000ffffffff" + "04000000ffffffff" + "10000000ffffffff" + "20000000ffffffff")
+attempt(os.setxattr, ".", "system.posix_acl_default", acl)
+attempt(os.setxattr, os.open(".", os.O_RDONLY), "system.posix_acl_default", acl)
+"""
+    ),
+    "its own directory gone": Attack("attempt(os.rename, os.getcwd(), os.getcwd() + 'x'); attempt(os.rmdir, os.getcwd())"),
+    "a reaper of its own": Attack(
+        "libc.prctl(36, 1, 0, 0, 0)\nif os.fork() == 0 and os.fork() == 0 and os.fork() == 0: time.sleep(1000)"
+    ),
+    "a child beside it": Attack("libc.syscall(56, 0x8000 | 17, 0, 0, 0, 0) == 0 and time.sleep(1000)"),
+    "descriptors in flight": Attack(
+        """
+held = []
+for number in range(40):
+    pair = socket.socketpair(); held.append(pair[1])
+    with open(str(number), "wb") as f:
+        os.unlink(str(number)); f.write(bytes(1 << 20)); f.flush()
+        attempt(socket.send_fds, pair[0], [b"x"], [f.fileno()])
+    pair[0].close()
+time.sleep(0.2)
+""",
+        "finished crashed",
+        None,
+    ),
+    "signals to the worker": Attack(
+        "end = time.time() + 0.3\nwhile time.time() < end:\n"
+        "    try: os.kill(os.getppid(), signal.SIGCHLD)\n"
+        "    except OSError: pass"
+    ),
     "home": Attack(  # Python itself may lie in there
         """
 for name in attempt(os.listdir, given["home"]) or ():

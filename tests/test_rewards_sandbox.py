@@ -135,7 +135,7 @@ def test_an_attack_is_contained(sandbox: Sandbox, outside: Outside, name: str):
     assert attack.contained(attacked), attacked
     assert [(each.status, each.output) for each in beside] == [("finished", "42\n")]
     assert outside.untouched() == []
-    after = sandbox.run_all(["import os; print(os.listdir('.'))"] * 4)
+    after = sandbox.run_all(["import os; print(os.listdir('.')); open('f', 'w').write('x'); open('f').read()"] * 4)
     assert {(each.status, each.output) for each in after} == {("finished", "[]\n")}  # nothing is left of it
     assert workers_alive() == before
 
@@ -346,6 +346,17 @@ def idle(sandbox: Sandbox) -> list[int]:
     return [each.process.pid for each in sandbox._workers.values()]
 
 
+def test_programs_side_by_side_do_not_meet(sandbox: Sandbox):
+    """Each has its own result, files and scratch directory; some of them are lost on the way."""
+    program = "import os; print(open('n').read(), os.listdir('.')); open('n', 'a').write('!')"
+    ends = ("", "\nos._exit(3)", "\nos.kill(os.getpid(), 9)", "\nos.fork() or os.setsid()", "\nos.abort()")
+    programs = [program + ends[n % len(ends)] for n in range(100)]
+    results = sandbox.run_all(programs, [{"n": str(n)} for n in range(100)], keep=["n"])
+    assert [each.files["n"] for each in results] == [f"{n}!" for n in range(100)]
+    assert all(each.output in ("", f"{n} ['n']\n") for n, each in enumerate(results) if n % len(ends) in (1, 2, 4))
+    assert {each.status for each in results[2::5] + results[4::5]} == {"crashed"}
+
+
 def test_processor_time_is_limited(sandbox: Sandbox):
     result = sandbox.run("while True: pass", limits=replace(LIMITS, cpu_seconds=1))
     assert result.status == "timeout"
@@ -409,6 +420,7 @@ def test_what_is_no_answer_is_a_crash():
         for answer in ANSWERS:
             ours, theirs = socket.socketpair()
             (worker,) = sandbox._workers.values()
+            worker.hang_up()
             worker.channel.close()
             worker.channel = ours
             for each in (b'{"begun": true}', answer):

@@ -26,7 +26,7 @@ AT_FDCWD, AT_RECURSIVE, SET_INTERFACE_FLAGS = -100, 0x8000, 0x8914
 MOUNT_SETATTR, CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 442, 444, 445, 446
 
 # System calls by number, on x86_64 and on aarch64 (None: it has none). Those above 423 are the same everywhere.
-# Other processes, the kernel itself, and memory or objects that outlive a program or that no limit counts.
+# Other processes, the kernel itself, and what outlives a program (access lists of its directory) or no limit counts.
 REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "mount": (165, 40), "umount2": (166, 39),
@@ -40,7 +40,8 @@ REFUSED = {
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
     "personality": (135, 92), "syslog": (103, 116), "quotactl": (179, 60), "acct": (163, 89), "swapon": (167, 224),
     "reboot": (169, 142), "sethostname": (170, 161), "init_module": (175, 105), "finit_module": (313, 273),
-    "kexec_load": (246, 104),
+    "kexec_load": (246, 104), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
 }  # fmt: skip
 # Beside these, where no namespace separates processes and files: signals, and changes to files that Landlock lets pass.
 REFUSED_UNSEPARATED = {
@@ -48,8 +49,8 @@ REFUSED_UNSEPARATED = {
     "pidfd_send_signal": (424, 424), "setsid": (112, 157), "setpgid": (109, 154), "migrate_pages": (256, 238),
     "move_pages": (279, 239), "chmod": (90, None), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "setxattr": (188, 5), "lsetxattr": (189, 6), "removexattr": (197, 14),
-    "lremovexattr": (198, 15), "setxattrat": (463, 463), "removexattrat": (466, 466),
+    "futimesat": (261, None), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "removexattrat": (466, 466),
 }  # fmt: skip
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

@@ -238,7 +238,7 @@ class Sandbox:
             began = time.monotonic()
             answer = worker.receive(limits.seconds + GRACE, most)
             result = read_result(answer)
-            if answer.get("retire") is False:
+            if answer.get("retire") is False and not self._closed:
                 self._workers[slot], worker = worker, None
             return result
         except Lost as lost:

@@ -187,7 +187,8 @@ def has_ended(pid: int) -> bool:
 
 def kill_all(pid: int, place: Place) -> tuple[int, float, bool]:
     """End a program and all that it started: its status, the seconds of CPU that it used, and whether all are gone."""
-    status, used, deadline = 0, 0.0, time.monotonic() + 5
+    status: int = signal.SIGKILL  # of one that could not be ended
+    used, deadline = 0.0, time.monotonic() + 5
     while time.monotonic() < deadline:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(-1, signal.SIGKILL) if place.separated else os.killpg(pid, signal.SIGKILL)

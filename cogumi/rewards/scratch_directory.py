@@ -54,6 +54,8 @@ def empty(directory: int) -> bool:
 
     It goes down and up again by one name at a time, as a path may be too long. No process is left that could move it.
     """
+    with suppress(PermissionError):  # root's, whose rights a program cannot change
+        os.fchmod(directory, 0o700)
     left: list[list[str]] = []  # of each directory from the top to this one: the names still to remove
     try:
         names = os.listdir(".")
