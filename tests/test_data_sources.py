@@ -177,6 +177,17 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path):
     assert refused(path, ["a"]).place == f"{path}:2"
 
 
+def test_a_line_that_is_nested_too_deep_is_named_by_its_number(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for depth in (255, 256, 900):
+        path.write_text('{"a": "x", "b": "' + "[" * 999 + '"}\n{"a": ' + "[" * depth + "]" * depth + "}\n")
+        if depth == 255:
+            assert len(rows_of([path], ["a"])) == 2
+        else:
+            error = refused(path, ["a"])
+            assert (error.place, "256 deep" in error.message) == (f"{path}:2", True)
+
+
 def test_text_that_is_no_unicode_becomes_bytes(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": "fine"}\n{"a": "\xff"}\n{"a": "\\ud800"}\n{"a": {"b": "\\ud800"}}\n')

@@ -27,6 +27,8 @@ BATCH_BYTES = 8 * 2**20
 MOST_ROWS = 16_384
 """Rows of a batch at most: a parquet footer counts a repeated text once, so its size may say too little."""
 BUFFER_BYTES = 2**20
+MOST_NESTED = 256
+"""Lists and objects in each other in a line. What goes through them takes two calls for each, and Python allows 1,000."""
 ORIGINALS = "\0original"
 """The column of a batch that is its rows as text; no file has one of this name."""
 
@@ -159,7 +161,21 @@ def _record(file: Path, number: int, text: str) -> dict[str, Any]:
         record, wrong = None, f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
     if not isinstance(record, dict):
         raise UsageError(wrong, place=f"{file}:{number}", fix="write or download the file again")
+    if text.count("[") + text.count("{") > MOST_NESTED and is_deeper(record, MOST_NESTED):
+        what = f"nested more than {MOST_NESTED} deep"
+        raise UsageError(what, place=f"{file}:{number}", fix="leave the line out, or keep that value as text")
     return record
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested in each other more than `most` times."""
+    level = [value]
+    for _ in range(most + 1):
+        lists = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = list(chain.from_iterable(lists))
+        if not lists:
+            return False
+    return True
 
 
 def _series(name: str, values: list[Any]) -> pl.Series:
