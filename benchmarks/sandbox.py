@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 from benchmarks.harness import Row, attempt, row
-from cogumi.rewards.sandbox import Sandbox
 from cogumi.rewards.unit_tests import unit_tests
+from cogumi.sandbox import Sandbox
 
 LEVELS: tuple[Any, ...] = ("bubblewrap", "namespaces", "limits")
 PROGRAM = "print(1)"

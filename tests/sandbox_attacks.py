@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cogumi.rewards.sandbox import SandboxResult
+from cogumi.sandbox import SandboxResult
 
 PRELUDE = """
 import ctypes, fcntl, json, os, resource, signal, socket, sys, time

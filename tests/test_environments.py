@@ -24,8 +24,8 @@ from cogumi.environments.repository import Repository
 from cogumi.health.flags import RunHistory
 from cogumi.methods.gspo import read_rewards
 from cogumi.methods.tasks import describe_sandbox, task_of, try_task
-from cogumi.rewards.sandbox import default_sandbox
 from cogumi.rl.scoring import leave_out_unscored
+from cogumi.sandbox import default_sandbox
 
 BOXES = '''
 class Boxes:

@@ -7,8 +7,8 @@ import pytest
 
 from cogumi.rewards import rewards_of
 from cogumi.rewards.named_rewards import try_reward
-from cogumi.rewards.sandbox import Limits, Sandbox
 from cogumi.rewards.unit_tests import source_of, unit_tests
+from cogumi.sandbox import Limits, Sandbox
 
 ASSERTS = "assert double(2) == 4\nassert double(-1) == -2\n"
 CLASS = """

@@ -17,8 +17,8 @@ from cogumi.data.records import RECORD_COLUMN
 from cogumi.environments.dialogue import Dialogue
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import ENVIRONMENT, TOOLS, Task, load_task, try_environment
-from cogumi.rewards.sandbox import Sandbox, default_sandbox
 from cogumi.rewards.unit_tests import run_tests, unit_tests
+from cogumi.sandbox import Sandbox, default_sandbox
 
 
 def task_of(run: RunConfig) -> Task:

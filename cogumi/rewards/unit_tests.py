@@ -9,7 +9,7 @@ from typing import Any
 
 from cogumi.rewards import unit_test_program
 from cogumi.rewards.functions import Completion, text_of
-from cogumi.rewards.sandbox import SandboxResult, default_sandbox
+from cogumi.sandbox import SandboxResult, default_sandbox
 
 # The last fence counts, as in open-r1: the ones before are drafts. One that never closes goes to the end.
 FENCE = re.compile(

@@ -19,9 +19,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from cogumi.rewards import confinement
-from cogumi.rewards.program_process import LINUX, Place, confine, end_first
-from cogumi.rewards.scratch_directory import FILES, directory_bytes, empty, read_files, write_files
+from cogumi.sandbox import confinement
+from cogumi.sandbox.program_process import LINUX, Place, confine, end_first
+from cogumi.sandbox.scratch_directory import FILES, directory_bytes, empty, read_files, write_files
 
 HEADER = struct.Struct("!Q")
 LOOK = 0.05  # seconds between two looks at what a program holds

@@ -18,8 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import cogumi.rewards
-
 SCRATCH = "/scratch"
 MODULES = ("confinement", "scratch_directory", "program_process", "sandbox_worker")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
@@ -34,12 +32,12 @@ with channel.makefile("rb", buffering=0) as file:
     while len(data) < size:
         data += file.read(size - len(data)) or sys.exit()
 sent = json.loads(data)
-for name in ("cogumi", "cogumi.rewards", *sent["modules"]):
+for name in ("cogumi", "cogumi.sandbox", *sent["modules"]):
     sys.modules[name] = types.ModuleType(name); sys.modules[name].__path__ = []
 for name, source in sent["modules"].items():
     exec(compile(source, name, "exec"), sys.modules[name].__dict__)
-    setattr(sys.modules["cogumi.rewards"], name.rpartition(".")[2], sys.modules[name])
-worker, process = (sys.modules[f"cogumi.rewards.{name}"] for name in ("sandbox_worker", "program_process"))
+    setattr(sys.modules["cogumi.sandbox"], name.rpartition(".")[2], sys.modules[name])
+worker, process = (sys.modules[f"cogumi.sandbox.{name}"] for name in ("sandbox_worker", "program_process"))
 process.execute(worker.serve(channel, sent["setup"]))
 """
 BECOME = """
@@ -216,8 +214,8 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def modules() -> dict[str, str]:
-    folder = Path(cogumi.rewards.__file__).parent
-    return {f"cogumi.rewards.{name}": (folder / f"{name}.py").read_text() for name in MODULES}
+    folder = Path(__file__).parent
+    return {f"cogumi.sandbox.{name}": (folder / f"{name}.py").read_text() for name in MODULES}
 
 
 def try_out(run: Callable[[str, dict[str, str]], tuple[bool, str]]) -> list[str]:

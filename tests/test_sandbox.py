@@ -27,8 +27,7 @@ from processes import until
 from sandbox_attacks import ATTACKS
 
 from cogumi.core.errors import UsageError
-from cogumi.rewards import confinement, isolation, sandbox_worker
-from cogumi.rewards.sandbox import Limits, Sandbox, SandboxResult, default_sandbox
+from cogumi.sandbox import Limits, Sandbox, SandboxResult, confinement, default_sandbox, isolation, pool, sandbox_worker
 
 LEVELS = ("bubblewrap", "namespaces", "limits")
 LIMITS = Limits(
@@ -57,12 +56,18 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         yield opened
 
 
+# What the workers of this process, and of those that it starts here, are known by: other tests have their own beside it.
+MINE = f"{isolation.BEGIN}# of the tests in process {os.getpid()}"
+isolation.BEGIN = MINE
+pool.NOBODY -= 64 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # the kernel counts the processes of one user
+
+
 def workers_alive() -> int:
-    """Processes that began as workers do, and their forks, wherever they are now."""
+    """Processes that began as the workers of these tests do, and their forks, wherever they are now."""
     found = 0
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []
-        found += isolation.BEGIN in line and process.info["status"] != psutil.STATUS_ZOMBIE
+        found += MINE in line and process.info["status"] != psutil.STATUS_ZOMBIE
     return found
 
 
@@ -283,7 +288,7 @@ def test_where_namespaces_are_refused_limits_hold():
 def test_what_the_trial_reaches_is_told(monkeypatch: pytest.MonkeyPatch, golden: Golden):
     """A kernel without seccomp and Landlock, such as gVisor's: what limits alone leave open is in the line of the start."""
     begin = isolation.modules()
-    begin["cogumi.rewards.confinement"] += "\ncan_filter = False\n"
+    begin["cogumi.sandbox.confinement"] += "\ncan_filter = False\n"
     monkeypatch.setattr(isolation, "modules", lambda: begin)
     with Sandbox(1, LIMITS, "limits") as sandbox:
         assert "the network" in sandbox.reaches
@@ -299,9 +304,9 @@ def test_a_container_that_covers_proc_is_told(monkeypatch: pytest.MonkeyPatch):
     """There the kernel refuses a fresh /proc, and the worker cannot see what a program's processes hold together."""
     open_sandbox("namespaces", 1).close()
     begin = isolation.modules()
-    source = begin["cogumi.rewards.confinement"]
-    begin["cogumi.rewards.confinement"] = source.replace('libc.mount(b"proc"', 'bool and (b"proc"')
-    assert begin["cogumi.rewards.confinement"] != source
+    source = begin["cogumi.sandbox.confinement"]
+    begin["cogumi.sandbox.confinement"] = source.replace('libc.mount(b"proc"', 'bool and (b"proc"')
+    assert begin["cogumi.sandbox.confinement"] != source
     monkeypatch.setattr(isolation, "modules", lambda: begin)
     with Sandbox(1, LIMITS, "namespaces") as sandbox:
         assert sandbox.reaches == ["memory of many processes together"]
@@ -377,22 +382,28 @@ def test_an_interrupt_ends_the_program_and_not_the_sandbox(sandbox: Sandbox):
 @pytest.mark.parametrize("level", PARAMETERS)
 def test_a_killed_trainer_leaves_nothing(level: str):
     open_sandbox(level, 1).close()
-    before, pools = workers_alive(), set(Path(tempfile.gettempdir()).glob("cogumi-sandbox-*"))
+    before = workers_alive()
+    pools = tempfile.TemporaryDirectory()
+    Path(pools.name).chmod(0o711)
     program = "import os, time\nif os.fork() == 0: os.fork()\nprint(1, flush=True); time.sleep(60)"
     script = f"""
-    from cogumi.rewards.sandbox import Sandbox
+    from cogumi.sandbox import Sandbox, isolation
+    isolation.BEGIN = {MINE!r}
     sandbox = Sandbox(2, isolation={level!r})
     print("ready", flush=True)
     sandbox.run_all([{program!r}] * 2)
     """
-    trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
+    environment = os.environ | {"TMPDIR": pools.name}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"ready\n"
     until(lambda: workers_alive() > before + 4)
     trainer.kill()
     trainer.communicate()
     until(lambda: workers_alive() <= before, 10)
-    until(lambda: set(Path(tempfile.gettempdir()).glob("cogumi-sandbox-*")) <= pools, 10)
+    until(lambda: not list(Path(pools.name).glob("cogumi-sandbox-*")), 10)
+    pools.cleanup()
 
 
 def test_closing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from cogumi.rewards import confinement
+from cogumi.sandbox import confinement
 
 LINUX = sys.platform == "linux"
 

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import last_line
-from cogumi.rewards import isolation as levels
-from cogumi.rewards.sandbox_worker import HEADER
+from cogumi.sandbox import isolation as levels
+from cogumi.sandbox.sandbox_worker import HEADER
 
 Status = Literal["finished", "timeout", "crashed"]
 MOST_WORKERS = 32
