@@ -1,6 +1,7 @@
 """What a training shows: metrics.jsonl, one progress bar, a line in run.log every so often; what the model writes; the run's
 log and status."""
 
+import json
 import logging
 import math
 import random
@@ -8,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,14 @@ def spread_by_reward(rewards: list[float]) -> list[int]:
 def text_of(said: Any) -> str:
     if isinstance(said, str):
         return said
-    return "\n".join(f"{each['role']}: {each.get('content') or each.get('tool_calls', '')}" for each in said)
+    return "\n".join(f"{each['role']}: {message_text(each)}" for each in said)
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """What a message says, and each call in it as `name({"argument": 1})`."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    called = [f"{call.get('name')}({json.dumps(call.get('arguments', {}), default=str)})" for call in calls]
+    return " ".join(filter(None, [str(message.get("content") or ""), *called]))
 
 
 class Samples(TrainerCallback):
