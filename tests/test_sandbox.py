@@ -53,6 +53,7 @@ PARAMETERS = [pytest.param(each, marks=[FURTHER] if each == "namespaces" else []
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with open_sandbox(request.param) as opened:
         opened.run_all(["pass"] * 4)  # both workers have begun
+        assert opened.reaches == []
         yield opened
 
 
@@ -164,6 +165,8 @@ def test_a_program_prints_raises_and_leaves_files(sandbox: Sandbox):
 
 
 def test_modules_that_were_not_imported_before_are_there(sandbox: Sandbox):
+    if os.getuid() == 0:
+        assert sandbox.run("import os; print(os.getuid() > 0)").output == "True\n"
     assert sandbox.run("import sqlite3, asyncio, email.message, xml.dom\n'ä'.encode('idna')").exit_code == 0
 
 
@@ -293,9 +296,10 @@ def test_what_the_trial_reaches_is_told(monkeypatch: pytest.MonkeyPatch, golden:
     with Sandbox(1, LIMITS, "limits") as sandbox:
         assert "the network" in sandbox.reaches
         assert "leaving its process group" in sandbox.reaches
-        assert sandbox.run(ATTACKS["a daemon"].program, {"given.json": "{}"}).status == "finished"
         before = workers_alive()
-        until(lambda: workers_alive() <= before)  # without seccomp, daemons are found as children
+        assert sandbox.run(ATTACKS["a daemon"].program, {"given.json": "{}"}).status == "finished"
+        assert sandbox.run("print(1)").output == "1\n"
+        assert workers_alive() == before  # without seccomp, daemons are found as children
         if os.getuid() == 0:
             golden("rewards", sandbox.describe())
 
@@ -321,6 +325,29 @@ def test_a_level_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(isolation, "launches", lambda level: iter(()))
     with golden.raises("rewards", key="isolation", message="bubblewrap"):
         Sandbox(1, LIMITS, "bubblewrap")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="of root on Linux")
+def test_root_that_may_become_no_other_user_runs_programs_without_capabilities(
+    monkeypatch: pytest.MonkeyPatch, outside: Outside
+):
+    monkeypatch.setattr(isolation, "launches", lambda level: iter([isolation.Launch("limits", None)]))
+    program = """
+    import ctypes, os, stat
+    libc, data = ctypes.CDLL(None), (ctypes.c_uint32 * 6)()
+    libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), data)
+    try:
+        os.mknod("disk", 0o600 | stat.S_IFBLK, os.makedev(8, 0))
+    except PermissionError:
+        print(os.getuid(), list(data))
+    """
+    with Sandbox(1, LIMITS) as sandbox:
+        assert ", as root)" in sandbox.describe()
+        assert sandbox.run(textwrap.dedent(program)).output == "0 [0, 0, 0, 0, 0, 0]\n"
+        for name in ("killing the parent", "network", "a private file", "rights of others' files", "a daemon"):
+            given = {"given.json": json.dumps(outside.given())}
+            assert ATTACKS[name].contained(sandbox.run(ATTACKS[name].program, given))
+    assert outside.untouched() == []
 
 
 def test_a_worker_that_is_lost_costs_one_result(sandbox: Sandbox):

@@ -212,7 +212,7 @@ class Sandbox:
     def describe(self) -> str:
         """One line for the start of a run: the level, and what it does not stop."""
         what = "no namespaces" if self.isolation == "limits" else "own processes, files and network"
-        user = ", as another user" if self._launch.drop else ""
+        user = ", as another user" if self._launch.drop else ", as root" if os.geteuid() == 0 else ""
         open_to = ", ".join([*self.reaches, KERNEL])
         return f"sandbox: {self.isolation} ({what}{user}), workers: {self.workers}; not stopped: {open_to}"
 

@@ -61,6 +61,8 @@ def confine(limits: dict[str, Any], place: Place, output: int) -> None:
                 resource.setrlimit(limit, (highest, highest + 1 if limit == resource.RLIMIT_CPU else highest))
         if place.uid is not None:
             confinement.become(place.uid)
+        elif confinement.can_filter and not place.separated and os.geteuid() == 0:
+            confinement.drop_capabilities()
         if LINUX:
             confinement.prctl(confinement.PR_SET_DUMPABLE, 1)  # this process is to be watched, and holds no secret
             confinement.prctl(confinement.PR_SET_PDEATHSIG, signal.SIGKILL)
