@@ -27,7 +27,7 @@ from processes import until
 from sandbox_attacks import ATTACKS
 
 from cogumi.core.errors import UsageError
-from cogumi.sandbox import Limits, Sandbox, SandboxResult, confinement, default_sandbox, isolation, pool, sandbox_worker
+from cogumi.sandbox import Limits, Sandbox, SandboxResult, confinement, default_sandbox, isolation, sandbox_worker
 
 LEVELS = ("bubblewrap", "namespaces", "limits")
 LIMITS = Limits(
@@ -36,6 +36,7 @@ LIMITS = Limits(
 )  # fmt: skip
 SECRET = "hunter2-hunter2"
 USER = 12345
+isolation.BEGIN += f"# of {os.getpid()}\n"  # by which this process finds its own workers, beside those of other tests
 
 
 def open_sandbox(level: str, workers: int = 2) -> Sandbox:
@@ -57,18 +58,12 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         yield opened
 
 
-# What the workers of this process, and of those that it starts here, are known by: other tests have their own beside it.
-MINE = f"{isolation.BEGIN}# of the tests in process {os.getpid()}"
-isolation.BEGIN = MINE
-pool.NOBODY -= 64 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # the kernel counts the processes of one user
-
-
 def workers_alive() -> int:
     """Processes that began as the workers of these tests do, and their forks, wherever they are now."""
     found = 0
     for process in psutil.process_iter(["cmdline", "status"]):
         line = process.info["cmdline"] or []
-        found += MINE in line and process.info["status"] != psutil.STATUS_ZOMBIE
+        found += isolation.BEGIN in line and process.info["status"] != psutil.STATUS_ZOMBIE
     return found
 
 
@@ -415,7 +410,7 @@ def test_a_killed_trainer_leaves_nothing(level: str):
     program = "import os, time\nif os.fork() == 0: os.fork()\nprint(1, flush=True); time.sleep(60)"
     script = f"""
     from cogumi.sandbox import Sandbox, isolation
-    isolation.BEGIN = {MINE!r}
+    isolation.BEGIN = {isolation.BEGIN!r}
     sandbox = Sandbox(2, isolation={level!r})
     print("ready", flush=True)
     sandbox.run_all([{program!r}] * 2)

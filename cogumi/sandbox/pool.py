@@ -266,7 +266,9 @@ class Sandbox:
         raise AssertionError
 
     def _start(self, slot: int) -> Worker:
-        uid, scratch_bytes = NOBODY - slot, self.limits.scratch_bytes
+        # Of its own for each worker, also of other ranks: the kernel counts the processes of a user together.
+        uid = NOBODY - slot % MOST_WORKERS - MOST_WORKERS * (os.getpid() % 64)
+        scratch_bytes = self.limits.scratch_bytes
         setup = self._launch.setup(uid, scratch_bytes, self._pool, slot)
         return Worker(self._launch.command(uid, scratch_bytes), setup)
 
