@@ -2,10 +2,10 @@
 # # Your own reward, your own tools
 # At the end you have a model that was trained on a reward you wrote, and one that was trained to use a tool.
 #
-# A reward is a function in a file. A tool environment is a class, trained by TRL's own trainer; cogumi checks its settings and its loss.
+# A reward is a function in a file, and a tool environment is a class. A config names either.
 # The models here are too small to write text worth reading: look at the rewards. This takes a minute and a half on two CPU cores.
 #
-# For a real model, change the names, lower the learning rate, and drop `bf16=False`. Leave out the cell that teaches the call: such a model can call tools already.
+# For a real model, change the names and lower the learning rate. Leave out the cell that teaches the call: such a model can call tools already.
 
 # %% tags=["parameters"]
 import json
@@ -16,7 +16,7 @@ except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, 
 from cogumi.notebook import figures
 
 CONFIG, BASE = "smoke/gspo", "cogumi:small-base"  # the real ones: "qwen2.5-coder-7b-gspo-fim", "Qwen/Qwen2.5-Coder-7B"
-RUNS, REWARD_STEPS, CALL_STEPS, TOOL_STEPS = "runs/own", 16, 60, 32
+RUNS, REWARD_STEPS, CALL_STEPS, TOOL_STEPS = "runs/own", 16, 120, 32
 CALLER = "runs/own/calls/merged"  # who uses the tool, taught below; a real one: "Qwen/Qwen3-4B-Instruct-2507"
 
 # %% [markdown]
@@ -49,14 +49,14 @@ newest = json.loads(Path(RUNS, "reward", "rollouts.jsonl").read_text().splitline
 print(*((each["reward"], each["completion"]) for each in newest["shown"]), sep="\n")
 
 # %% [markdown]
-# **A tool environment.** `reset` gets a row of the data. Every other public method is a tool; the model is shown its types and docstring.
-# `get_reward` pays. Here one of five boxes holds a prize. The prize is worth half if it was found in the second box.
+# **A tool environment.** `rows` is its data. `reset` gets a row of it. Every other public method is a tool; the model is shown its
+# types and docstring. `get_reward` pays. Here one of five boxes holds a prize. The prize is worth half if it was found in the second box.
 
 # %%
 Path("boxes.py").write_text('''
-ROWS = [{"prompt": [{"role": "user", "content": "Find the prize."}], "prize": 4}] * 16
-
 class Boxes:
+    rows = [{"prompt": [{"role": "user", "content": "Find the prize."}], "prize": 4}] * 16
+
     def reset(self, prize, **row):
         self.prize, self.opened = prize, []
 
@@ -75,13 +75,13 @@ class Boxes:
 # %%
 cogumi.patch()
 import trl
-from boxes import ROWS, Boxes
+from boxes import Boxes
 from transformers.utils import get_json_schema
 
 call = lambda box: {"role": "assistant", "tool_calls": [{"name": "open", "arguments": {"box": box}}]}
 said = lambda text, role="tool": {"role": role, "content": text}
 games = [[call(a), said("empty"), call(b), said("prize")][start:] for a in range(1, 6) for b in range(1, 6) for start in (0, 2)]
-talk = lambda game: {"messages": [*ROWS[0]["prompt"], *game, said("done", "assistant")], "tools": [get_json_schema(Boxes().open)]}
+talk = lambda game: {"messages": [*Boxes.rows[0]["prompt"], *game, said("done", "assistant")], "tools": [get_json_schema(Boxes().open)]}
 Path("calls.jsonl").write_text("\n".join(json.dumps(talk(game)) for game in games))
 template = str(Path(trl.__file__).with_name("chat_templates") / "lfm2_v2.jinja")
 train = {"max_steps": CALL_STEPS, "learning_rate": 1e-2, "save_strategy": "no", "chat_template_path": template}
@@ -89,32 +89,45 @@ data, own = {"source": "calls.jsonl", "format": "chat"}, {"method": "sft", "tuni
 print(cogumi.start({"model": {"name": "cogumi:random-qwen3"}, "data": data, "train": train, "cogumi": own}).wait().state)
 
 # %% [markdown]
-# **Train with the tool.** `cogumi.patch()` comes before TRL. With `loss_type="gspo"` the loss is compared with the formula.
-# `cogumi.protect` makes the checkpoints safe. The model reads what the tool says; the loss leaves it out.
+# **Train with the tool.** The config names the class, and its data and reward come with it.
 
 # %%
-cogumi.patch()
-import trl
-from boxes import ROWS, Boxes
-from datasets import Dataset
+Path("boxes.yaml").write_text(f'''
+model: {{name: {CALLER}}}
+train:
+  max_steps: {TOOL_STEPS}
+  num_generations: 8               # episodes of one prompt
+  per_device_train_batch_size: 16
+  steps_per_generation: 2
+  max_completion_length: 176       # tokens of an episode, with what the tool says
+  max_tool_calling_iterations: 2   # boxes that may be opened
+  learning_rate: 3e-4
+  lr_scheduler_type: constant
+  gradient_checkpointing: false
+cogumi:
+  method: gspo
+  tuning: full
+  environment: boxes.py:Boxes
+  run_dir: {RUNS}/tools''')
+print(cogumi.start("boxes.yaml").wait().state)
 
-args = trl.GRPOConfig(f"{RUNS}/tools", loss_type="gspo", max_steps=TOOL_STEPS, num_generations=8, steps_per_generation=2,
-    per_device_train_batch_size=16, max_completion_length=176, max_tool_calling_iterations=2, learning_rate=3e-4,
-    lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False, logging_steps=1, report_to="none")
-trainer = trl.GRPOTrainer(CALLER, args=args, train_dataset=Dataset.from_list(ROWS), environment_factory=Boxes)
-cogumi.protect(trainer, resume="never").train()  # "auto", the default, would continue from the newest checkpoint
-
-last, decode = trainer._buffered_inputs[-1], trainer.processing_class.decode
-tool, row = last["tool_mask"] == 0, (last["tool_mask"] == 0).any(1).int().argmax()
-assert tool.any() and (~tool * last["completion_mask"]).sum() == trainer.state.log_history[-2]["policy/num_tokens"]
-print(decode(last["completion_ids"][row]), "\nNOT IN THE LOSS", decode(last["completion_ids"][row][tool[row]]))
+# %%
+figures.rewards(f"{RUNS}/tools")
 
 # %% [markdown]
-# **How often it called, what it earned, and the proof**: the gradient was compared at every token. At the tool's tokens it has to be 0.
+# **Read an episode.** This is one of the best of the newest rollout.
 
 # %%
-state = json.loads((cogumi.last_good_checkpoint(f"{RUNS}/tools") / "trainer_state.json").read_text())
-print([(each["tools/call_frequency"], each["reward"]) for each in state["log_history"] if "reward" in each])
+newest = json.loads(Path(RUNS, "tools", "rollouts.jsonl").read_text().splitlines()[-1])
+print(newest["shown"][-1]["completion"])
+
+# %% [markdown]
+# **Was what the tool says left out of the loss?** `masked_share` is its share of the tokens. The loss and its gradient were compared
+# with the formula at every token. At the tool's tokens the gradient has to be 0.
+
+# %%
+rollout = [row for row in map(json.loads, Path(RUNS, "tools", "metrics.jsonl").open()) if "reward" in row][-1]
+print({name: round(rollout[name], 2) for name in ("tools/call_frequency", "episodes/masked_share", "episodes/without_end", "reward")})
 print(json.loads(Path(RUNS, "tools", "loss.json").read_text())["relative_difference"])
 
 # %% [markdown]
