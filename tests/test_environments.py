@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import prepared_process
 import pytest
 import torch
@@ -17,6 +18,8 @@ from golden import Golden
 
 from cogumi.config.schema import load_config
 from cogumi.core.run_directory import read_jsonl
+from cogumi.data.encoding import FormatOptions
+from cogumi.data.formats import tokenize_for
 from cogumi.environments.calculator import Calculator, evaluate
 from cogumi.environments.code_completion import FUNCTIONS, CodeCompletion
 from cogumi.environments.loading import SHIPPED, load_task, own_rows
@@ -125,6 +128,22 @@ def test_prompts_and_templates_without_tools(here: Path, golden: Golden) -> None
     with golden.raises("train", key="cogumi.environment"):
         try_task(run, rows, chat_tokenizer("phi3"))
     try_task(run, rows, chat_tokenizer("qwen2_5"))
+
+
+def test_the_schemas_of_tools_count_in_the_length_of_a_prompt() -> None:
+    """As the trainer renders it: the shortest limit that a prompt fits into is its length with the tools."""
+    tokenizer = chat_tokenizer("qwen2_5")
+    schemas = load_task("calculator", []).schemas
+    prompt = Calculator.rows(1)[0]["prompt"]
+    rows = pl.DataFrame({"prompt": [prompt]})
+    for tools in ((), schemas):
+        length = len(
+            tokenizer.apply_chat_template(prompt, tools=tools or None, add_generation_prompt=True)["input_ids"]
+        )
+        for limit, kept in ((length, 1), (length - 1, 0)):
+            options = FormatOptions(method="gspo", format="prompt_completion", max_length=limit, tools=tools)
+            chunk = tokenize_for(options, tokenizer)(rows, 0)
+            assert (len(chunk.table), sum(each.count for each in chunk.dropped.values())) == (kept, 1 - kept)
 
 
 def test_what_the_shipped_ones_are() -> None:

@@ -21,11 +21,14 @@ from transformers import TrainerCallback
 
 import cogumi
 from cogumi.core.run_directory import read_jsonl
+from cogumi.environments.episodes import Episodes
+from cogumi.environments.loading import Task
+from cogumi.health.flags_episodes import BUDGETS
 from cogumi.rl.loss_check import TOLERANCE
 from cogumi.rl.sampling import use_rollout_logps
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "09_reward_and_tools.py"
-SHORT = {"CALL_STEPS": 60, "TOOL_STEPS": 4}
+SHORT = {"CALL_STEPS": 120, "TOOL_STEPS": 4}
 
 
 def cells() -> list[str]:
@@ -170,6 +173,28 @@ def test_a_run_from_yaml_is_what_trls_own_trainer_makes(
     assert any("tool: " in each["completion"] for each in shown)
 
 
+@pytest.mark.parametrize("budget", ["turns", "tokens", "seconds"])
+def test_what_a_budget_cuts_is_counted(played: tuple[Any, Path], tmp_path: Path, budget: str) -> None:
+    from boxes import Boxes  # type: ignore[import-not-found]
+
+    given: dict[str, Any] = {
+        "turns": {"max_tool_calling_iterations": 1},
+        "tokens": {"max_completion_length": 40, "max_tool_calling_iterations": None},
+        "seconds": {},
+    }[budget]
+    episodes = Episodes(Task("Boxes", Boxes), 1e-9 if budget == "seconds" else None, dict)
+    trainer = trainer_in(tmp_path, played[1], steps=1, logging_steps=1, episodes=episodes, **given)
+    episodes.attach(trainer)
+    trainer.train()
+    row = next(row for row in trainer.state.log_history if "episodes/without_end" in row)
+    assert row[f"episodes/cut_by_{budget}"] > 0
+    assert row["episodes/without_end"] == pytest.approx(sum(row[f"episodes/cut_by_{each}"] for each in BUDGETS))
+    if budget == "seconds":  # every call is refused, which the model reads
+        assert row["tools/failure_frequency"] == 1
+        assert row["reward"] == 0
+        assert any("the seconds of this episode are over (1e-09)" in str(each) for each in trainer._logs["completion"])
+
+
 def opened(box: int) -> str:
     """Open a box.
 
@@ -183,7 +208,9 @@ def found(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
     return [float(any(each.get("content") == "prize" for each in messages)) for messages in completions]
 
 
-def trainer_in(out: Path, place: Path, steps: int = 2, tools: bool = False, **values: Any) -> Any:
+def trainer_in(
+    out: Path, place: Path, steps: int = 2, tools: bool = False, episodes: Episodes | None = None, **values: Any
+) -> Any:
     """Another trainer of the model that was taught the call; with `tools`, of a function without an environment."""
     import trl
     from boxes import Boxes  # type: ignore[import-not-found]
@@ -205,6 +232,7 @@ def trainer_in(out: Path, place: Path, steps: int = 2, tools: bool = False, **va
     }
     opened.__name__ = "open"
     uses = {"tools": [opened], "reward_funcs": found} if tools else {"environment_factory": Boxes}
+    uses = episodes.trainer_arguments() if episodes is not None else uses
     args = trl.GRPOConfig(str(out), max_steps=steps, **common | values)
     model = str(place / "runs/own/calls/merged")
     return trl.GRPOTrainer(model, args=args, train_dataset=Dataset.from_list(Boxes.rows), **uses)

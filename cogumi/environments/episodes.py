@@ -20,6 +20,7 @@ from cogumi.patches.trl_internals import GENERATE, logged_metrics, observe_rollo
 
 PREFIX = "episodes/"
 TURNS, TOKENS, SECONDS = "turns", "tokens", "seconds"  # the budgets that an episode may be cut by
+OVER = "the seconds of this episode are over"  # what the model reads in place of a tool's result
 Ids = Sequence[int]
 
 
@@ -30,7 +31,6 @@ class Episodes:
         self.task, self.budget, self.record_of = task, seconds, record_of
         self.began = 0.0
         self.inside = 0.0  # seconds of this rollout in the user's code
-        self.refused = 0  # calls after the time was up
         self.turns: int | None = None
 
     def trainer_arguments(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Episodes:
         wrap_method(trainer, GENERATE, self.count_generated)
 
     def measure_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
-        self.began, self.inside, self.refused = time.monotonic(), 0.0, 0
+        self.began, self.inside = time.monotonic(), 0.0
         batch = make(inputs)
         logged = logged_metrics(self.trainer, rollout_mode(self.trainer))
         logged[f"{PREFIX}environment_seconds"].append(self.inside)
@@ -65,12 +65,11 @@ class Episodes:
 
     def reason_of(self, ids: Ids, completion: Any) -> str:
         """What cut an episode with tools; "" where it came to its end: an end token behind a message without a call."""
-        ends = self.trainer.eos_token_ids
         calls = sum(1 for message in completion if message.get("tool_calls"))
-        if not completion or not completion[-1].get("tool_calls"):
-            return "" if ids and ids[-1] in ends else TOKENS
-        if self.refused:
+        if any(message["role"] == "tool" and OVER in str(message["content"]) for message in completion):
             return SECONDS
+        if not completion or not completion[-1].get("tool_calls"):
+            return "" if ids and ids[-1] in self.trainer.eos_token_ids else TOKENS
         return TURNS if self.turns is not None and calls > self.turns else TOKENS
 
     def log(self, completion_ids: Sequence[Ids], masks: Sequence[Ids] | None, reasons: Sequence[str]) -> None:
@@ -93,8 +92,7 @@ class Episodes:
         """Count the seconds of the user's code. What it raises names the file and the line; a tool's error goes to the model."""
         before = time.monotonic()
         if tool and self.is_over():
-            self.refused += 1
-            raise TimeoutError(f"the {self.budget:g} seconds of this episode are over")
+            raise TimeoutError(f"{OVER} ({self.budget:g})")
         try:
             yield
         except Exception as error:  # the user's own code, which may raise anything
