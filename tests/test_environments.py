@@ -24,8 +24,11 @@ from cogumi.environments.calculator import Calculator, evaluate
 from cogumi.environments.code_completion import FUNCTIONS, CodeCompletion
 from cogumi.environments.loading import SHIPPED, load_task, own_rows
 from cogumi.environments.repository import Repository
+from cogumi.forecast.data_sample import prompt_lengths
 from cogumi.health.flags import RunHistory
 from cogumi.methods.gspo import read_rewards
+from cogumi.methods.preview import split_example
+from cogumi.methods.reward_scores import score_file
 from cogumi.methods.tasks import describe_sandbox, task_of, try_task
 from cogumi.rl.scoring import leave_out_unscored
 from cogumi.sandbox import default_sandbox
@@ -144,6 +147,15 @@ def test_the_schemas_of_tools_count_in_the_length_of_a_prompt() -> None:
             options = FormatOptions(method="gspo", format="prompt_completion", max_length=limit, tools=tools)
             chunk = tokenize_for(options, tokenizer)(rows, 0)
             assert (len(chunk.table), sum(each.count for each in chunk.dropped.values())) == (kept, 1 - kept)
+    # The forecast and the preview see them, too.
+    assert prompt_lengths(config(environment="calculator"), [prompt], tokenizer) == [length]
+    [(_, shown)] = split_example({"prompt": prompt}, tokenizer, schemas)
+    assert '"calculate"' in shown
+
+
+def test_an_environment_scores_no_completions_of_a_file(here: Path, golden: Golden) -> None:
+    with golden.raises("rewards", key="cogumi.rewards"):
+        score_file(config(environment="boxes.py:Boxes"), here / "said.jsonl")
 
 
 def test_what_the_shipped_ones_are() -> None:

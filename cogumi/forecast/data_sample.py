@@ -20,6 +20,7 @@ from cogumi.data.selection import held_out_rows
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import longest_example, sources_of
 from cogumi.methods.gspo import prompt_ids
+from cogumi.methods.tasks import task_of
 
 ROWS = 1000  # that are read, in all
 MANY = 0.05  # of the rows: then it is worth a note
@@ -91,7 +92,7 @@ def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSamp
         dropped.update({reason: each.count for reason, each in chunk.dropped.items()})
         if run.cogumi.method == "gspo":
             prompts = decode_rows(Dataset(chunk.table), chunk.encoded)["prompt"]
-            lengths += prompt_lengths(list(prompts), tokenizer)
+            lengths += prompt_lengths(run, list(prompts), tokenizer)
         else:
             lengths += token_lengths(chunk.table)
         tables.append(chunk.table)
@@ -111,15 +112,17 @@ def measure_data(run: RunConfig, data: Data, tokenizer: Any) -> DataSample:
     examples, lengths = len(data.dataset), data.lengths
     if run.cogumi.method == "gspo":
         some = data.dataset.select(range(0, examples, max(1, examples // ROWS)))
-        lengths = Lengths(prompt_lengths(list(some["prompt"]), tokenizer))
+        lengths = Lengths(prompt_lengths(run, list(some["prompt"]), tokenizer))
     dropped = {reason: each.count for reason, each in data.dropped.items()}
     first = data.dataset.select(range(min(ROWS, examples)))
     packed = packed_rows(run, first)
     return DataSample(data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed)
 
 
-def prompt_lengths(prompts: list[Any], tokenizer: Any) -> list[int]:
-    return [len(prompt_ids(prompt, tokenizer)) for prompt in prompts]
+def prompt_lengths(run: RunConfig, prompts: list[Any], tokenizer: Any) -> list[int]:
+    """In tokens, with the schemas of the run's tools."""
+    tools = task_of(run).schemas
+    return [len(prompt_ids(prompt, tokenizer, tools)) for prompt in prompts]
 
 
 def first_rows(source: Source, count: int) -> pl.DataFrame:

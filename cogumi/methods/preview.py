@@ -5,7 +5,7 @@ Nothing is trained and no run directory is made; the prepared data stays in its 
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from statistics import fmean
@@ -21,6 +21,7 @@ from cogumi.data.records import RECORD_COLUMN
 from cogumi.data.rows import describe_value
 from cogumi.methods.building import load_run_tokenizer, pin_revision
 from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
+from cogumi.methods.tasks import task_of
 from cogumi.models.completion import complete_with_ends
 from cogumi.models.loading import load_model, load_tokenizer, resolve_model
 from cogumi.rewards.functions import answer_similarity, exact_answer
@@ -78,17 +79,20 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
     note = found.train.note.removesuffix(" chosen")
     dropped = [line for data in found.parts() for line in data.examples_dropped()]
     rows = found.train.dataset.select(range(min(examples, len(found.train.dataset))))
+    tools = task_of(run).schemas if run.cogumi.method == "gspo" else []
     return Preview(
         train=account_for(found.train),
         held_out=None if found.held_out is None else account_for(found.held_out),
         reports=(*found.sources, *([f"{note} kept ({why})"] if note else []), *dropped),
         lengths=tuple(found.train.lengths.buckets(BARS)),
-        examples=tuple(tuple(split_example(row, tokenizer)) for row in rows),
+        examples=tuple(tuple(split_example(row, tokenizer, tools)) for row in rows),
         max_length=found.max_length,
     )
 
 
-def split_example(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str]]:
+def split_example(
+    row: dict[str, Any], tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
+) -> Iterator[tuple[str, str]]:
     """One example in runs of the same kind, each decoded as a whole: a character may be several tokens."""
     if "input_ids" in row:
         marked = zip(row["completion_mask"], row["input_ids"], strict=True)
@@ -100,7 +104,8 @@ def split_example(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, st
     else:
         prompt = row["prompt"]
         if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            shown = list(tools) or None
+            prompt = tokenizer.apply_chat_template(prompt, shown, add_generation_prompt=True, tokenize=False)
         yield "context", prompt
         for name, value in row.items():
             if name not in ("prompt", RECORD_COLUMN):

@@ -82,6 +82,9 @@ def score_file(run: RunConfig, file: Path) -> RewardReport:
     """Score every completion. Raises UsageError for a line that cannot be scored, by its number."""
     if run.cogumi.method != "gspo":
         raise UsageError(f"cogumi.method is {run.cogumi.method}", key="cogumi.rewards", fix="name a config of gspo")
+    if run.cogumi.environment is not None and not run.cogumi.rewards:
+        what = f"it is empty: {run.cogumi.environment} scores its own episodes, and no completions of a file"
+        raise UsageError(what, key="cogumi.rewards", fix="name a reward")
     rewards = read_rewards(run)
     weights = weights_of(run.cogumi.rewards, run.train.get("reward_weights")) or [1.0] * len(rewards)
     if len(weights) != len(rewards):
