@@ -103,12 +103,7 @@ train:
   max_tool_calling_iterations: 2   # boxes that may be opened
   learning_rate: 3e-4
   lr_scheduler_type: constant
-  gradient_checkpointing: false
-cogumi:
-  method: gspo
-  tuning: full
-  environment: boxes.py:Boxes
-  run_dir: {RUNS}/tools''')
+cogumi: {{method: gspo, tuning: full, environment: boxes.py:Boxes, run_dir: {RUNS}/tools}}''')
 print(cogumi.start("boxes.yaml").wait().state)
 
 # %%
@@ -118,8 +113,7 @@ figures.rewards(f"{RUNS}/tools")
 # **Read an episode.** This is one of the best of the newest rollout.
 
 # %%
-newest = json.loads(Path(RUNS, "tools", "rollouts.jsonl").read_text().splitlines()[-1])
-print(newest["shown"][-1]["completion"])
+print(json.loads(Path(RUNS, "tools", "rollouts.jsonl").read_text().splitlines()[-1])["shown"][-1]["completion"])
 
 # %% [markdown]
 # **Was what the tool says left out of the loss?** `masked_share` is its share of the tokens. The loss and its gradient were compared
@@ -127,8 +121,8 @@ print(newest["shown"][-1]["completion"])
 
 # %%
 rollout = [row for row in map(json.loads, Path(RUNS, "tools", "metrics.jsonl").open()) if "reward" in row][-1]
-print({name: round(rollout[name], 2) for name in ("tools/call_frequency", "episodes/masked_share", "episodes/without_end", "reward")})
-print(json.loads(Path(RUNS, "tools", "loss.json").read_text())["relative_difference"])
+print({name: round(rollout[name], 2) for name in ("tools/call_frequency", "episodes/masked_share", "episodes/without_end", "reward")},
+    json.loads(Path(RUNS, "tools", "loss.json").read_text())["relative_difference"])
 
 # %% [markdown]
 # **Next**: use your reward in a config of your own, `cogumi.rewards: [my_rewards.py:right_length]`, and train as in the [quickstart](00_quickstart.ipynb).

@@ -122,9 +122,9 @@ def test_options_are_json_and_every_one_shows() -> None:
         options("sft", "chat", column="x"), options("sft", "chat", learn="all"), options("sft", "chat", max_length=9),
         options("sft", "chat", overlong="truncate"), options("sft", "chat", truncation_mode="keep_end"),
         options("sft", "chat", thinking=False), options("sft", "chat", today="2025-01-01"),
-        options("sft", "chat", fim=FimConfig(seed=3)),
+        options("sft", "chat", fim=FimConfig(seed=3)), options("sft", "chat", tools=[{"type": "function"}]),
     ]  # fmt: skip
-    assert len({json.dumps(each, sort_keys=True) for each in (plain, *(other.as_json() for other in others))}) == 12
+    assert len({json.dumps(each, sort_keys=True) for each in (plain, *(other.as_json() for other in others))}) == 13
     assert len(plain) == len(others)
 
 

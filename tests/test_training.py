@@ -364,7 +364,7 @@ def test_target_modules_that_peft_finds_are_not_refused(tiny_model: Path, wanted
     ("overrides", "says"),
     [
         ({"cogumi__rewards": ["edit_similarty"]}, "edit_similarity"),
-        ({"cogumi__rewards": []}, "cogumi.rewards is empty"),
+        ({"cogumi__rewards": []}, "cogumi.rewards: it is empty"),
         ({"train__epsilon": -1.0}, "train.epsilon is -1.0"),
         ({"train__reward_weights": [1.0]}, "train.reward_weights has 1 and cogumi.rewards 2"),
         ({"train__loss_type": "grop"}, "train.loss_type: 'grop' is not known; did you mean grpo?"),

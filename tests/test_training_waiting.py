@@ -165,9 +165,10 @@ def test_a_completion_that_nobody_scored_has_no_reward() -> None:
     assert str(weighted_sum((nan, nan), [1.0, 1.0])) == "nan"
     assert spread_by_reward([0.3, nan, 0.1]) == [2, 0]
     assert spread_by_reward([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == [5, 3, 4, 0]
-    assert text_of([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [1]}]) == (
-        "user: hi\nassistant: [1]"
-    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so", "tool_calls": [call]}]
+    assert text_of(said) == 'user: hi\nassistant: so add({"a": 1})'
+    assert text_of([*said[1:], {"role": "tool", "content": None}]) == 'assistant: so add({"a": 1})\ntool: '
 
 
 def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> None:
