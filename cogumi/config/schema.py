@@ -419,13 +419,15 @@ def refuse_no_lora(lora: dict[str, Any], origins: Origins) -> None:
 
 
 def fill_for_environment(values: dict[str, Any]) -> None:
-    """Defaults where there is an environment: it brings its own reward, and without `data.source` its own rows."""
+    """Defaults of a run that acts in something: prompts, and of an environment its own reward and, without a source, rows."""
     options, data = values.get("cogumi"), values.get("data")
-    if isinstance(options, dict) and options.get("environment"):
+    if not isinstance(options, dict) or not (options.get("environment") or options.get("tools")):
+        return
+    if options.get("environment"):
         options.setdefault("rewards", [])
         data = values["data"] = {} if data is None else data
-        if isinstance(data, dict) and not data.get("source") and not data.get("mix"):
-            data.setdefault("format", "prompt_completion")
+    if isinstance(data, dict):
+        data.setdefault("format", "prompt_completion")
 
 
 def refuse_two_sources(data: Mapping[str, Any], origins: Origins) -> None:

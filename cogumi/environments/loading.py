@@ -1,5 +1,6 @@
 """From the names in a YAML to an environment's class and to tools. They are examined and tried before a model is loaded."""
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -93,9 +94,7 @@ def load_object(name: str, key: str, accept: Callable[[Any], bool], kind: str) -
         if place.endswith(".py"):
             if not Path(place).is_file():
                 raise FileNotFoundError(f"no such file: {place}")
-            loader = SourceFileLoader(Path(place).stem, place)
-            module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
-            loader.exec_module(module)
+            module = load_file(place, str(Path.cwd()), Path(place).stat().st_mtime_ns)
         else:
             module = importlib.import_module(place)
     except (FileNotFoundError, ModuleNotFoundError) as error:
@@ -109,6 +108,18 @@ def load_object(name: str, key: str, accept: Callable[[Any], bool], kind: str) -
         ]
         raise UsageError(f"{place} has no {kind} {attribute!r}", key=key, fix=f"it has: {', '.join(there) or 'none'}")
     return found
+
+
+@functools.cache
+def load_file(path: str, start: str, written: int) -> Any:
+    """The module that a file is. It is executed once, and again where it was written since.
+
+    start: the directory that the path starts from. written: when, in ns.
+    """
+    loader = SourceFileLoader(Path(path).stem, path)
+    module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
+    loader.exec_module(module)
+    return module
 
 
 def schema_of(function: Any, name: str, key: str, method: bool = False) -> dict[str, Any]:
