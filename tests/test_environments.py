@@ -123,6 +123,22 @@ def test_an_environment_is_tried_before_a_model_is_loaded(here: Path, golden: Go
             try_task(run, Dataset.from_list(own_rows(task_of(run))), chat_tokenizer("qwen2_5"))
 
 
+def test_a_turn_is_tried_before_a_model_is_loaded(here: Path, golden: Golden) -> None:
+    """Its reward is asked after the turn, as in a rollout: what `respond` sets is there."""
+    turns = "class Echo:\n    rows = [{'prompt': 'a'}]\n\n    def reset(self, **record):\n        pass\n\n"
+    turns += "    def respond(self, text):\n        self.heard = text\n        return ANSWER\n\n"
+    turns += "    def get_reward(self):\n        return len(self.heard)\n"
+    for answer in ("None", "5", "1 / 0"):
+        (here / "echo.py").write_text(turns.replace("ANSWER", answer))
+        run = config(environment="echo.py:Echo")
+        rows = Dataset.from_list(own_rows(task_of(run)))
+        if answer == "None":
+            try_task(run, rows, chat_tokenizer("phi3"))
+        else:
+            with golden.raises("train", key="cogumi.environment"):
+                try_task(run, rows, chat_tokenizer("phi3"))
+
+
 def test_prompts_and_templates_without_tools(here: Path, golden: Golden) -> None:
     run = config(environment="boxes.py:Boxes")
     rows = Dataset.from_list(own_rows(task_of(run)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SHIPPED = {
 }
 """What a YAML may name, beside `file.py:Class` and `package.module:Class`."""
 ENVIRONMENT, TOOLS = "cogumi.environment", "cogumi.tools"
+SAMPLE = "The answer is 42."  # what a policy says in the trial
 NO_TOOLS = ("reset", "respond", "get_reward")
 
 
@@ -151,24 +153,33 @@ def own_rows(task: Task) -> list[dict[str, Any]]:
 
 
 def try_environment(task: Task, record: Mapping[str, Any]) -> None:
-    """Begin one episode on a row, and ask for its reward. Raises UsageError for what the user's code raises there.
+    """Begin one episode on a row, take a turn where turns are taken, and ask for the reward. Raises UsageError for what the user's code raises there.
 
     Without it the training would end in its first rollout. An asynchronous reward, such as a paid judge, is not asked.
     """
-    stage = "__init__"
-    try:
-        environment = task.environment()
-        stage = "reset"
-        said = environment.reset(**record)
-        if said is not None and not isinstance(said, str | list):
-            raise TypeError(f"it returned {type(said).__name__}, and text is added to the prompt")
-        if task.pays and not inspect.iscoroutinefunction(environment.get_reward):
-            stage = "get_reward"
-            reward = environment.get_reward()
-            if reward is not None:
-                float(reward)
-    except Exception as error:  # the user's own code, which may raise anything
-        raise UsageError(f"{task.name}: {describe_error(error, stage)} on a trial episode", key=ENVIRONMENT) from error
+
+    def attempt(stage: str, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:  # the user's own code, which may raise anything
+            said = f"{task.name}: {describe_error(error, stage)} on a trial episode"
+            raise UsageError(said, key=ENVIRONMENT) from error
+
+    def refuse(what: str) -> None:
+        raise UsageError(f"{task.name}: {what}", key=ENVIRONMENT, fix="return that, or None")
+
+    environment = attempt("__init__", task.environment)
+    said = attempt("reset", lambda: environment.reset(**record))
+    if not isinstance(said, str | list | None):
+        refuse(f"reset returned {type(said).__name__}, and what it returns is added to the prompt as text")
+    if task.takes_turns:
+        answer = attempt("respond", lambda: environment.respond(SAMPLE))
+        if not isinstance(answer, str | None):
+            refuse(f"respond returned {type(answer).__name__}, and an answer is text")
+    if task.pays and not inspect.iscoroutinefunction(environment.get_reward):
+        reward = attempt("get_reward", environment.get_reward)
+        if not isinstance(reward, Real | None):
+            refuse(f"get_reward returned {type(reward).__name__}, and a reward is a number")
 
 
 def describe_error(error: Exception, stage: str) -> str:
