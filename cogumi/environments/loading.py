@@ -153,9 +153,9 @@ def own_rows(task: Task) -> list[dict[str, Any]]:
 
 
 def try_environment(task: Task, record: Mapping[str, Any]) -> None:
-    """Begin one episode on a row, take a turn where turns are taken, and ask for the reward. Raises UsageError for what the user's code raises there.
+    """Begin one episode on a row, take a turn where turns are taken, and ask for the reward.
 
-    Without it the training would end in its first rollout. An asynchronous reward, such as a paid judge, is not asked.
+    Raises UsageError for what the user's code raises there. Without it the training would end in its first rollout. An asynchronous reward, such as a paid judge, is not asked.
     """
 
     def attempt(stage: str, function: Callable[[], Any]) -> Any:
