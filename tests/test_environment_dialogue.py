@@ -225,6 +225,13 @@ def test_reset_adds_to_the_prompt_and_errors_name_the_line(make_trainer: Callabl
         def respond(self, text: str) -> str | None:
             raise KeyError("boom")
 
+    class Wrong(Again):
+        def respond(self, text: str) -> Any:
+            return {"role": "user", "content": "x"}
+
+    trainer, _ = converse(make_trainer, Wrong, max_steps=1)
+    with pytest.raises(RuntimeError, match="respond returned dict, and an answer is text"):
+        trainer.train()
     trainer, dialogue = converse(make_trainer, Breaks, max_steps=1)
     with pytest.raises(RuntimeError, match=r"respond raised KeyError: 'boom' \(.*test_environment_dialogue.py:\d+\)"):
         trainer.train()

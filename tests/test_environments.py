@@ -4,6 +4,8 @@ import json
 import math
 import shutil
 import signal
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import tokenize_for
 from cogumi.environments.calculator import Calculator, evaluate
 from cogumi.environments.code_completion import FUNCTIONS, CodeCompletion
+from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import SHIPPED, load_task, own_rows
 from cogumi.environments.repository import Repository
 from cogumi.forecast.data_sample import prompt_lengths
@@ -30,7 +33,7 @@ from cogumi.methods.gspo import read_rewards
 from cogumi.methods.preview import split_example
 from cogumi.methods.reward_scores import score_file
 from cogumi.methods.tasks import describe_sandbox, task_of, try_task
-from cogumi.rl.scoring import leave_out_unscored
+from cogumi.rl.scoring import leave_out_unscored, note_unscored
 from cogumi.sandbox import default_sandbox
 
 BOXES = '''
@@ -74,6 +77,8 @@ WRONG = {
     "no tool": BOXES.replace("def open", "def _open"),
     "raises": "import nothing_of_this_name\n",
     "syntax": "class Boxes(:\n",
+    "any arguments": BOXES.replace("box: int", "*boxes: int"),
+    "asynchronous reset": BOXES.replace("def reset", "async def reset"),
 }
 
 
@@ -95,6 +100,44 @@ def test_tools_that_cannot_be_used(here: Path, golden: Golden) -> None:
     for name in ("tools.py:look", "tools.py:see", "tools.py"):
         with golden.raises("train", key="cogumi.tools"):
             load_task(None, [name])
+
+
+def test_two_tools_of_one_name(here: Path, golden: Golden) -> None:
+    source = BOXES[BOXES.index("    def open") : BOXES.index("    def get_reward")]
+    (here / "tools.py").write_text(textwrap.dedent(source).replace("self, ", ""))
+    with golden.raises("train", key="cogumi.environment"):
+        load_task("boxes.py:Boxes", ["tools.py:open"])
+    with golden.raises("train", key="cogumi.tools"):
+        load_task(None, ["tools.py:open", "tools.py:open"])
+
+
+def test_rows_that_are_none(here: Path, golden: Golden) -> None:
+    for rows in ("[]", "['a']", "[{'prompt': {1, 2}}]"):
+        (here / "boxes.py").write_text(BOXES.replace(BOXES.partition("rows = ")[2].partition("\n")[0], rows))
+        with golden.raises("train", key="data.source" if rows == "[]" else "cogumi.environment"):
+            own_rows(load_task("boxes.py:Boxes", []))
+
+
+def test_an_exit_of_the_users_code_is_an_error_with_its_place(here: Path, golden: Golden) -> None:
+    (here / "boxes.py").write_text(BOXES.replace("self.opened = []", "raise SystemExit(0)"))
+    run = config(environment="boxes.py:Boxes")
+    with golden.raises("train", key="cogumi.environment"):
+        try_task(run, Dataset.from_list(own_rows(task_of(run))), chat_tokenizer("qwen2_5"))
+    episodes = Episodes(task_of(run), None, dict)
+    with pytest.raises(RuntimeError, match=r"reset raised SystemExit: 0 \(boxes.py:6\)"):
+        episodes.timed_class(episodes.task.environment)().reset()
+    with pytest.raises(RuntimeError, match="the tool called exit"):
+        episodes.timed(sys.exit, budget=True)(0)
+    with pytest.raises(SystemExit):  # what a handler of SIGTERM raises is no error of the user's code
+        episodes.timed(sys.exit, budget=True)(128 + signal.SIGTERM)
+
+
+def test_what_reset_changes_is_no_change_of_the_data(here: Path) -> None:
+    (here / "boxes.py").write_text(BOXES.replace("self.opened = []", "record['prompt'].clear()"))
+    episodes = Episodes(load_task("boxes.py:Boxes", []), None, dict)
+    row = {"prompt": [{"role": "user", "content": "a"}]}
+    episodes.timed_class(episodes.task.environment)().reset(**row)
+    assert row == {"prompt": [{"role": "user", "content": "a"}]}
 
 
 def test_settings_that_contradict_an_environment(here: Path, golden: Golden) -> None:
@@ -245,7 +288,7 @@ def test_a_repository_is_edited_until_its_tests_pass() -> None:
 def test_a_completion_that_could_not_be_scored_is_in_no_baseline(make_trainer: Any) -> None:
     """NaN of one function takes the whole completion out; None leaves the others, as in TRL."""
     trainer = make_trainer(max_steps=1, logging_steps=1)
-    given = [math.nan, None, 1.0, 0.0, 0.5, 0.25, 1.0, 0.0]
+    given = [math.inf, None, 1.0, 0.0, 0.5, 0.25, 1.0, 0.0]  # what is infinite is no score either
 
     def tests_pass(completions: Any, **_: Any) -> list[Any]:
         return given
@@ -264,6 +307,14 @@ def test_a_completion_that_could_not_be_scored_is_in_no_baseline(make_trainer: A
     found = torch.tensor(list(trainer._logs["advantages"])[:4])
     assert found[0] == 0
     assert torch.allclose(found[1:], expected, atol=1e-5)
+
+
+def test_a_score_that_is_no_number_is_an_error_that_names_the_reward() -> None:
+    def judged(**_: Any) -> list[Any]:
+        return ["1.0"]
+
+    with pytest.raises(RuntimeError, match=r"reward judged returned str '1\.0', and a score"):
+        note_unscored(judged, set())()
 
 
 @pytest.mark.parametrize(

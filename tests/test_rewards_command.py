@@ -17,7 +17,7 @@ from golden import Golden
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_jsonl
-from cogumi.methods.reward_scores import read_completions, score_file
+from cogumi.methods.reward_scores import call_reward, read_completions, score_file
 from cogumi.rewards.distribution import describe_rewards, share_of_equal_groups, weighted_total
 
 PROMPTS = [{"prompt": f"{n} + {n} = ", "completion": str(2 * n)} for n in range(12)]
@@ -72,6 +72,17 @@ def test_the_total_is_trls() -> None:
     assert all(map(math.isnan, total[2:]))
 
 
+def test_a_file_may_begin_with_a_mark_of_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "said.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n')
+    assert [row.completion for row in read_completions(tmp_path / "said.jsonl")] == ["b"]
+
+
+def test_a_reward_that_returns_no_list_is_refused_and_infinity_is_no_score(golden: Golden) -> None:
+    with golden.raises("rewards", key="cogumi.rewards"):
+        call_reward(lambda **_: 1.0, {}, 2)
+    assert str(call_reward(lambda **_: [math.inf, None], {}, 2)) == "[nan, None]"
+
+
 def test_groups_of_equal_rewards_are_counted() -> None:
     assert share_of_equal_groups([0, 0, 1, 1, 2, 3, 3], [1.0, 1.0, 0.0, 1.0, 5.0, NONE, 2.0]) == (2, 1)
 
@@ -114,6 +125,7 @@ def test_columns_stand_in_the_line_and_torch_stays_away(config: Path, tmp_path: 
     ("line", "says"),
     [
         ("{", "not valid JSON"),
+        ("[" * 100_000, "nested too deep"),
         ("[1]", "not a JSON object"),
         ('{"prompt": "a"}', "no `completion`"),
         ('{"completion": 3}', "text or a list of messages"),

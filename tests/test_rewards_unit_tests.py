@@ -81,6 +81,11 @@ def test_a_program_that_was_ended_is_not_scored_and_is_counted():
     assert logged == {"unit_tests/timed_out": 0.25, "unit_tests/crashed": 0.25}
 
 
+def test_tests_may_be_a_list():
+    tests = ["assert double(2) == 4", "assert double(3) == 6"]
+    assert unit_tests(completions=[GOOD, BAD], tests=[tests, tests]) == [1, 0]
+
+
 def test_a_row_without_tests_does_not_apply():
     assert unit_tests(completions=[GOOD, GOOD, GOOD], tests=[None, ASSERTS, "  \n"]) == [None, 1.0, None]
 

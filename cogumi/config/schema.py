@@ -424,7 +424,8 @@ def fill_for_environment(values: dict[str, Any]) -> None:
     if not isinstance(options, dict) or not (options.get("environment") or options.get("tools")):
         return
     if options.get("environment"):
-        options.setdefault("rewards", [])
+        if options.get("method") == "gspo":
+            options.setdefault("rewards", [])
         data = values["data"] = {} if data is None else data
     if isinstance(data, dict):
         data.setdefault("format", "prompt_completion")

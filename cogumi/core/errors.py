@@ -1,5 +1,6 @@
 """What the user can fix, what a merge found wrong, and the findings of `cogumi doctor`."""
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -49,6 +50,11 @@ class RunFailed(Exception):
 
 class MergeError(Exception):
     """A merge produced something that is not W + delta, or a merged directory is not what was written."""
+
+
+def ends_by_signal(error: BaseException) -> bool:
+    """Whether it is what a handler of SIGTERM or SIGHUP raises, and not an exit that the user's own code calls."""
+    return isinstance(error, SystemExit) and error.code in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 # What KeyboardInterrupt says when a training was ended in good order. (A subclass would not give exit status 130.)

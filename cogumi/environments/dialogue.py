@@ -139,7 +139,7 @@ class Dialogue(Episodes):
         episode.append(ids, logps, 1)
         text = trainer.processing_class.decode(ids, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
-        answer = episode.environment.respond(self.visible(text))
+        answer = self.answer_of(episode, text)
         if len(ids) >= room and (not ids or ids[-1] not in trainer.eos_token_ids):
             episode.cut = TOKENS
         elif answer is None:
@@ -149,12 +149,22 @@ class Dialogue(Episodes):
         elif self.is_over():
             episode.cut = SECONDS
         else:
-            said = answer_ids(trainer, str(answer), ids, plain, self.special)
+            said = answer_ids(trainer, answer, ids, plain, self.special)
             if len(said) >= self.room(episode):
                 episode.cut = TOKENS
                 return
             episode.append(said, None, 0)
-            episode.messages.append({"role": "user", "content": str(answer)})
+            episode.messages.append({"role": "user", "content": answer})
+
+    def answer_of(self, episode: Transcript, text: str) -> str | None:
+        """What the environment answers. Raises RuntimeError where that is no text."""
+        answer = episode.environment.respond(self.visible(text))
+        if answer is None:
+            return None
+        if not isinstance(answer, str):
+            what = f"respond returned {type(answer).__name__}, and an answer is text, or None at the end"
+            raise RuntimeError(f"cogumi.environment: {self.task.name}: {what}")
+        return answer.encode(errors="replace").decode()  # half a surrogate pair is no text to a tokenizer
 
 
 def begin_episode(environment: Any, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The budgets of an episode are `train.max_tool_calling_iterations` (turns of the 
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cogumi.core.errors import ends_by_signal
 from cogumi.environments.loading import Task, describe_error, tool_names
 from cogumi.patches.trl_internals import GENERATE, logged_metrics, observe_rollouts, rollout_mode, wrap_method
 
@@ -95,9 +97,11 @@ class Episodes:
             raise TimeoutError(f"{OVER} ({self.budget:g})")
         try:
             yield
-        except Exception as error:  # the user's own code, which may raise anything
-            if tool:
+        except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
+            if ends_by_signal(error) or (tool and isinstance(error, Exception)):
                 raise
+            if tool:  # which TRL would not send to the model
+                raise RuntimeError(f"the tool called exit ({error})") from error
             raise RuntimeError(f"cogumi.environment: {self.task.name}: {describe_error(error, name)}") from error
         finally:
             self.inside += time.monotonic() - before
@@ -132,5 +136,6 @@ class Episodes:
         if self.task.takes_turns:
             members["respond"] = self.timed(environment.respond)
         reset = self.timed(environment.reset)
-        members["reset"] = lambda instance, **row: reset(instance, **self.record_of(row))
+        # A copy: what `reset` changes in its arguments is no change of the data.
+        members["reset"] = lambda instance, **row: reset(instance, **copy.deepcopy(self.record_of(row)))
         return type(environment.__name__, (environment,), members)

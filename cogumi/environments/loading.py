@@ -17,7 +17,7 @@ from typing import Any
 import platformdirs
 
 from cogumi.config.binding import nearest
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import UsageError, ends_by_signal
 from cogumi.core.run_directory import write_atomic
 
 SHIPPED = {
@@ -57,6 +57,9 @@ class Task:
 def load_task(environment: str | None, tools: Sequence[str]) -> Task:
     """The environment and the tools of these names. Raises UsageError for what is none, or what no model could call."""
     functions = [load_object(name, TOOLS, inspect.isroutine, "function") for name in tools]
+    names = [function.__name__ for function in functions]
+    if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
+        raise UsageError(f"two tools are called {twice!r}", key=TOOLS, fix="name each once")
     schemas = [schema_of(function, name, TOOLS) for function, name in zip(functions, tools, strict=True)]
     if environment is None:
         return Task("", None, functions, schemas)
@@ -77,6 +80,13 @@ def load_task(environment: str | None, tools: Sequence[str]) -> Task:
     if not hasattr(found, "respond") and not methods and not tools:
         what = f"{environment} has neither `respond` nor a public method to be called as a tool"
         raise UsageError(what, key=ENVIRONMENT, fix="give it one of them")
+    for name in ("reset", "respond"):
+        if inspect.iscoroutinefunction(getattr(found, name, None)):
+            fix = "write it as a plain function; tools and get_reward may be asynchronous"
+            raise UsageError(f"{environment}: {name} is asynchronous", key=ENVIRONMENT, fix=fix)
+    if twice := next((name for name in methods if name in [each.__name__ for each in functions]), None):
+        fix = "rename the function, or the method"
+        raise UsageError(f"{environment} and cogumi.tools both have a tool {twice!r}", key=ENVIRONMENT, fix=fix)
     of_class = [schema_of(getattr(found, name), f"{environment}.{name}", ENVIRONMENT, method=True) for name in methods]
     return Task(environment, found, functions, [*schemas, *of_class])
 
@@ -130,6 +140,10 @@ def schema_of(function: Any, name: str, key: str, method: bool = False) -> dict[
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     shown = function.__get__(object()) if method else function  # a bound method: without `self`
+    for parameter in inspect.signature(shown).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            what = f"{name} takes `{parameter}`, and a model gives arguments by their names"
+            raise UsageError(what, key=key, fix="name each argument")
     try:
         return dict(get_json_schema(shown))
     except (DocstringParsingException, TypeHintParsingException) as error:
@@ -142,26 +156,33 @@ def own_rows(task: Task) -> list[dict[str, Any]]:
     """The data that the environment brings. Raises UsageError where it brings none."""
     rows = getattr(task.environment, "rows", None)
     try:
-        rows = rows() if callable(rows) else rows
-        text = [json.dumps(row) for row in rows or []]
+        rows = list((rows() if callable(rows) else rows) or [])
     except Exception as error:  # the user's own code, which may raise anything
         raise UsageError(f"{task.name}: {describe_error(error, 'rows')}", key=ENVIRONMENT) from error
-    if not text:
-        what = f"`data.source` is missing, and {task.name or 'no environment'} brings no `rows`"
+    if odd := [row for row in rows if not isinstance(row, dict)]:
+        raise UsageError(f"{task.name}: a row is a dict, and `rows` has {odd[0]!r:.60}", key=ENVIRONMENT)
+    if not rows:
+        what = f"`data.source` is missing, and {task.name or 'no environment'} brings no `rows`, or none in it"
         raise UsageError(what, key="data.source", fix="name a file of prompts, or give the class a list `rows`")
-    return [json.loads(each) for each in text]
+    try:
+        return [json.loads(json.dumps(row)) for row in rows]
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{task.name}: `rows` holds what JSON does not: {error}", key=ENVIRONMENT) from None
 
 
 def try_environment(task: Task, record: Mapping[str, Any]) -> None:
     """Begin one episode on a row, take a turn where turns are taken, and ask for the reward.
 
-    Raises UsageError for what the user's code raises there. Without it the training would end in its first rollout. An asynchronous reward, such as a paid judge, is not asked.
+    Raises UsageError for what the user's code raises there. Without it the training would end in its first rollout.
+    An asynchronous reward, such as a paid judge, is not asked.
     """
 
     def attempt(stage: str, function: Callable[[], Any]) -> Any:
         try:
             return function()
-        except Exception as error:  # the user's own code, which may raise anything
+        except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
+            if ends_by_signal(error):
+                raise
             said = f"{task.name}: {describe_error(error, stage)} on a trial episode"
             raise UsageError(said, key=ENVIRONMENT) from error
 
@@ -182,7 +203,7 @@ def try_environment(task: Task, record: Mapping[str, Any]) -> None:
             refuse(f"get_reward returned {type(reward).__name__}, and a reward is a number")
 
 
-def describe_error(error: Exception, stage: str) -> str:
+def describe_error(error: BaseException, stage: str) -> str:
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"{stage} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
 

@@ -68,7 +68,8 @@ def scored(run: RunHistory) -> Flag | None:
         return None
     part = sum(missing) / len(rows)
     evidence = f"{part:.1%} of the completions of steps {rows[0]['step']} to {rows[-1]['step']} were not scored"
-    why = "their programs crash or run out of time, and such a completion has no advantage", "the sandbox's limits"
+    cause = "a reward returned NaN for them (a program crashed or ran out of time), and they have no advantage"
+    why = cause, "the reward, or the limits of what it runs"
     return Flag("scored", level_above(part, *NOT_SCORED), evidence, *why)
 
 

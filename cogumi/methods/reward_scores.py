@@ -133,7 +133,7 @@ def read_rewards(run: RunConfig) -> list[Any]:
 def read_completions(file: Path) -> Iterator[Scored]:
     """The completions of a file of JSON lines. Raises UsageError, with the number of the line."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None) or f"cannot be read as UTF-8 text: {error}"
         raise UsageError(said, place=file, fix="name a file of JSON lines") from None
@@ -148,6 +148,8 @@ def read_line(line: str, number: int, place: str) -> Iterator[Scored]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"not valid JSON: {error.msg} at column {error.colno}", place=place, fix=form) from None
+    except RecursionError:
+        raise UsageError("it is nested too deep", place=place, fix=form) from None
     if not isinstance(row, dict):
         raise UsageError("not a JSON object", place=place, fix=form)
     if isinstance(row.get("shown"), list):  # rollouts.jsonl of a run
@@ -299,7 +301,11 @@ def columns_of(rows: list[Scored]) -> dict[str, Any]:
 
 def call_reward(reward: Any, given: Mapping[str, Any], count: int) -> list[float | None]:
     found = asyncio.run(reward(**given)) if inspect.iscoroutinefunction(reward) else reward(**given)
+    if not isinstance(found, Iterable):
+        what = f"{reward.__name__} returned {type(found).__name__}, and a reward returns a list"
+        raise UsageError(what, key="cogumi.rewards", fix="return one number for each completion")
     scores = [None if score is None else float(score) for score in found]
+    scores = [score if score is None or math.isfinite(score) else math.nan for score in scores]
     if len(scores) != count:
         what = f"{reward.__name__} returned {len(scores)} rewards for {count} completions"
         raise UsageError(what, key="cogumi.rewards", fix="return one for each")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.config.binding import nearest
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import UsageError, ends_by_signal
 from cogumi.rewards.entries import ALWAYS_THERE, bind_parameters, hints_of, is_column, read_entries, with_names
 from cogumi.rewards.functions import (
     Reward,
@@ -172,7 +172,9 @@ def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
     def scored(*args: Any, **kwargs: Any) -> Any:
         try:
             return reward(*args, **kwargs)
-        except Exception as error:  # the user's own code, which may raise anything
+        except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
+            if ends_by_signal(error):
+                raise
             at = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{type(error).__name__}: {error}"
             raise RewardError(f"cogumi.rewards: {name} raised {what} ({at.filename}:{at.lineno})") from error

@@ -20,7 +20,7 @@ ANY_FENCE = re.compile(FENCE.pattern.replace("(?:python|py|python3)", ""), re.MU
 
 def unit_tests(
     completions: Sequence[Completion],
-    tests: Sequence[str | None],
+    tests: Sequence[str | Sequence[str] | None],
     prefix: Sequence[str | None] | None = None,
     suffix: Sequence[str | None] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
@@ -28,12 +28,14 @@ def unit_tests(
 ) -> list[float | None]:
     """1.0 where every test passes, 0.0 where one fails or the program raises; NaN, not scored, where it was ended.
 
-    `tests`: Python source with asserts, functions named test*, or unittest classes; None does not apply. The program is
+    `tests`: Python source with asserts, functions named test*, or unittest classes, or a list of such sources; None does
+    not apply. The program is
     prefix + completion + suffix where a row has them, else the completion's code. `unit_tests/timed_out` and
     `unit_tests/crashed` are the shares that took too long, and that a signal, their memory or their files ended.
     """
     size = len(completions)
-    columns = zip(completions, tests, prefix or [None] * size, suffix or [None] * size, strict=True)
+    joined = [each if isinstance(each, str | None) else "\n".join(each) for each in tests]
+    columns = zip(completions, joined, prefix or [None] * size, suffix or [None] * size, strict=True)
     sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
                for done, each, before, after in columns]  # fmt: skip
     asked = [number for number, each in enumerate(sources) if each is not None]

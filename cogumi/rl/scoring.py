@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,9 +43,18 @@ def leave_out_unscored(trainer: Any) -> None:
 def note_unscored(reward: Callable[..., Any], unscored: set[int]) -> Callable[..., Any]:
     """The same reward function; the places of NaN in what it returns are added to `unscored`."""
 
-    def note(scores: Sequence[float | None]) -> Sequence[float | None]:
-        unscored.update(n for n, score in enumerate(scores) if score is not None and math.isnan(score))
-        return scores
+    name = getattr(reward, "__name__", type(reward).__name__)
+
+    def note(scores: Any) -> list[float | None]:
+        found: list[float | None] = []
+        for score in scores:
+            if not isinstance(score, Real | None) and not hasattr(score, "item"):
+                raise RuntimeError(
+                    f"reward {name} returned {type(score).__name__} {score!r:.40}, and a score is a number"
+                )
+            found.append(None if score is None else float(score) if math.isfinite(score) else math.nan)
+        unscored.update(n for n, score in enumerate(found) if score is not None and math.isnan(score))
+        return found
 
     if inspect.iscoroutinefunction(reward):
 

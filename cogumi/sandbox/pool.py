@@ -223,9 +223,14 @@ class Sandbox:
         keep: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> SandboxResult:
-        """Run Python source in a scratch directory that holds `files`. Raises ValueError for a name outside of it."""
+        """Run Python source in a scratch directory that holds `files`. Raises ValueError for a name outside of it.
+
+        Raises TypeError for a program that is no text.
+        """
         if self._closed or os.getpid() != self._process:
             raise RuntimeError("this sandbox is closed, or belongs to the process that this one is a fork of")
+        if not isinstance(program, str):
+            raise TypeError(f"a program is text, and this is {type(program).__name__}")
         for name in (*files, *keep):
             check_name(name)
         limits = limits or self.limits
