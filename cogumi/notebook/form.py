@@ -23,6 +23,7 @@ from pydantic_core import PydanticSerializationError, PydanticUndefined, to_json
 
 from cogumi.config import schema
 from cogumi.config.binding import STRATEGIES, bind_mapping, config_class, reject_unknown
+from cogumi.config.limits import FIXED_LORA_KEYS
 from cogumi.config.source import PACKAGE, SECTIONS, Origins, parse_scalar, read_source, set_value
 from cogumi.config.yaml_text import dump_flow, dump_sections, edit_yaml
 from cogumi.core.errors import UsageError
@@ -213,7 +214,7 @@ def fields_of(method: str) -> dict[str, list[Field]]:
     return {
         "model": list(section_fields(schema.ModelSection)),
         "data": list(section_fields(schema.DataSection)),
-        "lora": list(dataclass_fields(config_class("LoraConfig"), schema.FIXED_LORA_KEYS)),
+        "lora": list(dataclass_fields(config_class("LoraConfig"), FIXED_LORA_KEYS)),
         "train": list(dataclass_fields(config_class(schema.TRL_CONFIGS[method]), ("output_dir",))),
         "cogumi": list(section_fields(schema.CogumiSection)),
     }
