@@ -1,11 +1,13 @@
 """Environments and tools by name in a run: what is refused, what is tried first, and a run that is killed in a rollout."""
 
+import asyncio
 import json
 import math
 import shutil
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,14 @@ def test_an_exit_of_the_users_code_is_an_error_with_its_place(here: Path, golden
         episodes.timed(sys.exit, budget=True)(0)
     with pytest.raises(SystemExit):  # what a handler of SIGTERM raises is no error of the user's code
         episodes.timed(sys.exit, budget=True)(128 + signal.SIGTERM)
+
+
+def test_an_asynchronous_tool_ends_with_the_seconds_of_its_episode(here: Path) -> None:
+    episodes = Episodes(load_task("boxes.py:Boxes", []), 0.05, dict)
+    episodes.began = time.monotonic()
+    with pytest.raises(TimeoutError, match="the seconds of this episode are over"):
+        asyncio.run(episodes.timed(asyncio.sleep, budget=True)(30))
+    assert 0.04 < episodes.inside < 25
 
 
 def test_what_reset_changes_is_no_change_of_the_data(here: Path) -> None:

@@ -117,7 +117,12 @@ class Episodes:
             async def awaited(*args: Any, **kwargs: Any) -> Any:
                 with self.clock(function.__name__, budget):
                     left = None if self.budget is None or not budget else self.began + self.budget - time.monotonic()
-                    return await asyncio.wait_for(function(*args, **kwargs), left)
+                    try:
+                        return await asyncio.wait_for(function(*args, **kwargs), left)
+                    except TimeoutError:
+                        if budget and self.is_over():  # else it is the tool's own
+                            raise TimeoutError(f"{OVER} ({self.budget:g})") from None
+                        raise
 
             return awaited
 
