@@ -173,6 +173,7 @@ def test_a_run_from_yaml_is_what_trls_own_trainer_makes(
     assert any("tool: " in each["completion"] for each in shown)
 
 
+@pytest.mark.slow("a training of each; budgets of turns are in the first tier")
 @pytest.mark.parametrize("budget", ["turns", "tokens", "seconds"])
 def test_what_a_budget_cuts_is_counted(played: tuple[Any, Path], tmp_path: Path, budget: str) -> None:
     from boxes import Boxes  # type: ignore[import-not-found]
@@ -238,6 +239,7 @@ def trainer_in(
     return trl.GRPOTrainer(model, args=args, train_dataset=Dataset.from_list(Boxes.rows), **uses)
 
 
+@pytest.mark.slow("a training of each; the proof of a loss with a mask is in the first tier, too")
 @pytest.mark.parametrize("name", ["gspo-token", "sampler's own log-probabilities", "accumulated", "plain tools"])
 def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, Path], tmp_path: Path, name: str) -> None:
     values: dict[str, Any] = {
@@ -258,6 +260,7 @@ def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, Path], tmp_
     assert max(record["relative_difference"][key] for key in ("loss", "gradient")) < TOLERANCE
 
 
+@pytest.mark.slow("three trainings; a run killed inside a rollout is in the first tier")
 def test_a_run_with_tools_goes_on_inside_a_rollout(played: tuple[Any, Path], tmp_path: Path) -> None:
     """With the mask that was saved with the rollout: the weights are those of a run that was not interrupted."""
     ends = []
