@@ -58,9 +58,7 @@ class Dialogue(Episodes):
         return {}  # TRL asks an environment that it makes for a template with tools
 
     def own_reward(self) -> Callable[..., Any]:
-        """A reward function under the environment's name."""
-        if getattr(self.environment, "get_reward", None) is None:
-            raise UsageError(f"{self.task.name} has no get_reward", key="cogumi.rewards", fix="name a reward")
+        """A reward function under the environment's name, which has `get_reward`."""
 
         def get_reward(**_: Any) -> list[float | None]:
             return [each.get_reward() for each in self.environments]

@@ -27,7 +27,7 @@ Ids = Sequence[int]
 
 
 class Episodes:
-    """Follows the episodes of one trainer. `cut`: of the rollout under way, its episode's number and what cut it."""
+    """Follows the episodes of one trainer. seconds: of an episode, or None. record_of: what `reset` is given of a row."""
 
     def __init__(self, task: Task, seconds: float | None, record_of: Callable[[Mapping[str, Any]], dict[str, Any]]):
         self.task, self.budget, self.record_of = task, seconds, record_of

@@ -29,7 +29,7 @@ from cogumi.sandbox.sandbox_worker import HEADER
 
 Status = Literal["finished", "timeout", "crashed"]
 MOST_WORKERS = 32
-NOBODY = 65534
+LAST_UID = 65534  # of users without rights; workers of root run as it and those below
 GRACE = 10.0  # seconds beyond a program's own, after which its worker counts as lost
 BEGINNING = 30.0  # seconds that a worker may take to begin
 KERNEL = "errors of the kernel"
@@ -272,7 +272,7 @@ class Sandbox:
 
     def _start(self, slot: int) -> Worker:
         # Of its own for each worker, also of other ranks: the kernel counts the processes of a user together.
-        uid = NOBODY - slot % MOST_WORKERS - MOST_WORKERS * (os.getpid() % 64)
+        uid = LAST_UID - slot % MOST_WORKERS - MOST_WORKERS * (os.getpid() % 64)
         scratch_bytes = self.limits.scratch_bytes
         setup = self._launch.setup(uid, scratch_bytes, self._pool, slot)
         return Worker(self._launch.command(uid, scratch_bytes), setup)
