@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from cogumi.core.errors import ends_by_signal
-from cogumi.environments.loading import Task, describe_error, tool_names
+from cogumi.core.user_code import describe_error
+from cogumi.environments.loading import Task, tool_names
 from cogumi.patches.trl_internals import GENERATE, logged_metrics, observe_rollouts, rollout_mode, wrap_method
 
 PREFIX = "episodes/"

@@ -1,15 +1,10 @@
 """From the names in a YAML to an environment's class and to tools. They are examined and tried before a model is loaded."""
 
-import functools
 import hashlib
-import importlib
 import inspect
 import json
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -19,6 +14,7 @@ import platformdirs
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError, ends_by_signal
 from cogumi.core.run_directory import write_atomic
+from cogumi.core.user_code import describe_error, load_object
 
 SHIPPED = {
     "calculator": "cogumi.environments.calculator:Calculator",
@@ -97,43 +93,6 @@ def tool_names(environment: Any) -> list[str]:
     return [name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
 
 
-def load_object(name: str, key: str, accept: Callable[[Any], bool], kind: str) -> Any:
-    """What `path/to/file.py:name` or `package.module:name` stands for; its code is executed to get it."""
-    place, _, attribute = name.rpartition(":")
-    if not place:
-        raise UsageError(f"{name!r} names no {kind}", key=key, fix=f"write file.py:{kind}")
-    try:
-        if place.endswith(".py"):
-            if not Path(place).is_file():
-                raise FileNotFoundError(f"no such file: {place}")
-            module = load_file(place, str(Path.cwd()), Path(place).stat().st_mtime_ns)
-        else:
-            module = importlib.import_module(place)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
-        raise UsageError(f"{name}: {error} (looked from {Path.cwd()})", key=key) from None
-    except Exception as error:  # the user's own code, which may raise anything
-        raise UsageError(f"{name}: {place} raises {type(error).__name__}: {error}", key=key) from error
-    found = getattr(module, attribute, None)
-    if not accept(found):
-        there = [
-            known for known, value in vars(module).items() if accept(value) and value.__module__ == module.__name__
-        ]
-        raise UsageError(f"{place} has no {kind} {attribute!r}", key=key, fix=f"it has: {', '.join(there) or 'none'}")
-    return found
-
-
-@functools.cache
-def load_file(path: str, start: str, written: int) -> Any:
-    """The module that a file is. It is executed once, and again where it was written since.
-
-    start: the directory that the path starts from. written: when, in ns.
-    """
-    loader = SourceFileLoader(Path(path).stem, path)
-    module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
-    loader.exec_module(module)
-    return module
-
-
 def schema_of(function: Any, name: str, key: str, method: bool = False) -> dict[str, Any]:
     """A tool's JSON schema, from its types and its docstring. Raises UsageError where those do not say enough."""
     from transformers.utils import get_json_schema
@@ -201,11 +160,6 @@ def try_environment(task: Task, record: Mapping[str, Any]) -> None:
         reward = attempt("get_reward", environment.get_reward)
         if not isinstance(reward, Real | None):
             refuse(f"get_reward returned {type(reward).__name__}, and a reward is a number")
-
-
-def describe_error(error: BaseException, stage: str) -> str:
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{stage} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
 
 
 def write_rows(rows: list[dict[str, Any]], name: str) -> Path:

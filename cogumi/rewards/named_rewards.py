@@ -6,18 +6,15 @@ list[list[dict]]` messages of either. Without such an annotation it gets what TR
 """
 
 import functools
-import importlib
 import inspect
 import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 from typing import Any
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError, ends_by_signal
+from cogumi.core.user_code import load_object
 from cogumi.rewards.entries import ALWAYS_THERE, bind_parameters, hints_of, is_column, read_entries, with_names
 from cogumi.rewards.functions import (
     Reward,
@@ -141,26 +138,7 @@ def rewards_of(rewards: Sequence[str | Mapping[str, Any]], settings: Mapping[str
 
 def load_reward(name: str) -> Reward:
     """The function of `path/to/file.py:function` or `package.module:function`, whose code is executed to get it."""
-    place, _, function = name.rpartition(":")
-    try:
-        if place.endswith(".py"):
-            if not Path(place).is_file():
-                raise FileNotFoundError(f"no such file: {place}")
-            loader = SourceFileLoader(Path(place).stem, place)
-            module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
-            loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except (FileNotFoundError, ModuleNotFoundError) as error:
-        raise UsageError(f"{name}: {error} (looked from {Path.cwd()})", key="cogumi.rewards") from None
-    except Exception as error:  # the user's own code, which may raise anything
-        raise UsageError(f"{name}: {place} raises {type(error).__name__}: {error}", key="cogumi.rewards") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        fix = f"it has: {', '.join(functions) or 'none'}"
-        raise UsageError(f"{place} has no function {function!r}", key="cogumi.rewards", fix=fix)
-    return with_location(name, found)
+    return with_location(name, load_object(name, "cogumi.rewards", callable, "function"))
 
 
 def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
