@@ -22,6 +22,34 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(i % 2 == 0 for i in ids) / len(ids) + 0.01 * len(ids) for ids in completion_ids]
 
 
+def gradient_of_logps(trainer: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(d loss / d log-probability (B, T), which tokens are learned (B, T)) of a rollout's micro-batch with advantages of 1.
+
+    Without old log-probabilities, so that no clip takes a gradient away.
+    """
+    seen: list[torch.Tensor] = []
+    original = trainer._get_per_token_logps_and_entropies
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        result[0].retain_grad()
+        seen.append(result[0])
+        return result
+
+    given = {name: value for name, value in batch.items() if name != "old_per_token_logps"}
+    given["advantages"] = torch.ones_like(batch["advantages"])
+    trainer.model.train()
+    trainer._get_per_token_logps_and_entropies = noted
+    try:
+        trainer._compute_loss(trainer.model, given).backward()
+    finally:
+        del trainer._get_per_token_logps_and_entropies
+        trainer.model.zero_grad()
+    [logps] = seen
+    assert logps.grad is not None
+    return logps.grad, (batch["completion_mask"] * batch["tool_mask"]).bool()
+
+
 def grpo_trainer(
     model_path: Path,
     output_dir: Path,

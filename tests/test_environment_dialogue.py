@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from chat_tokenizers import chat_tokenizer
+from gspo_batches import gradient_of_logps
 
 from cogumi.data.encoding import special_texts
 from cogumi.environments.dialogue import Dialogue, answer_ids
@@ -104,30 +105,16 @@ def split(ids: list[int], mask: list[int]) -> list[tuple[int, list[int]]]:
 def test_no_gradient_reaches_what_the_environment_says(make_trainer: Callable[..., Any]) -> None:
     trainer, _ = converse(make_trainer)
     trainer.train()
-    batch = dict(trainer._buffered_inputs[-1])
-    seen: list[torch.Tensor] = []
-    original = trainer._get_per_token_logps_and_entropies
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        result[0].retain_grad()
-        seen.append(result[0])
-        return result
-
-    batch["advantages"] = torch.ones_like(batch["advantages"])
-    batch.pop("old_per_token_logps", None)
-    trainer._get_per_token_logps_and_entropies = noted
-    trainer.model.train()
-    trainer._compute_loss(trainer.model, batch).backward()
-    learned = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    batch = trainer._buffered_inputs[-1]
+    gradient, learned = gradient_of_logps(trainer, batch)
     environment = batch["completion_mask"].bool() & ~learned
     assert environment.any()
-    assert not seen[0].grad[~learned].any()
-    assert seen[0].grad[learned].all()
+    assert not gradient[~learned].any()
+    assert gradient[learned].all()
     # GSPO's N: the mean over learned tokens alone, so each weighs 1 / (N x documents).
     n = learned.sum(1, keepdim=True)
     expected = (-1.0 / (n * len(n))).expand_as(learned)[learned]
-    assert torch.allclose(seen[0].grad[learned], expected, rtol=1e-5)
+    assert torch.allclose(gradient[learned], expected, rtol=1e-5)
 
 
 def test_the_loss_of_dialogues_is_proven(make_trainer: Callable[..., Any], tmp_path: Path) -> None:

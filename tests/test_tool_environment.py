@@ -17,6 +17,7 @@ import pytest
 import torch
 from filelock import FileLock
 from finished_runs import shared_by_workers
+from gspo_batches import gradient_of_logps
 from transformers import TrainerCallback
 
 import cogumi
@@ -109,30 +110,9 @@ def test_what_a_tool_says_is_outside_of_the_loss(played: tuple[Any, Path]) -> No
 
 def test_no_gradient_reaches_what_a_tool_says(played: tuple[Any, Path]) -> None:
     trainer, _ = played
-    batch = dict(trainer._buffered_inputs[-1])
-    seen: list[torch.Tensor] = []
-    original = trainer._get_per_token_logps_and_entropies
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        result[0].retain_grad()
-        seen.append(result[0])
-        return result
-
-    trainer.model.train()
-    batch["advantages"] = torch.ones_like(batch["advantages"])  # nothing may be 0 for want of an advantage
-    batch.pop("old_per_token_logps")  # nor for the clip
-    trainer._get_per_token_logps_and_entropies = noted
-    try:
-        trainer._compute_loss(trainer.model, batch).backward()
-    finally:
-        del trainer._get_per_token_logps_and_entropies
-        trainer.model.zero_grad()
-    [logps] = seen
-    assert logps.grad is not None
-    learned = (batch["completion_mask"] * batch["tool_mask"]).bool()
-    assert not logps.grad[~learned].any()
-    assert logps.grad[learned].all()
+    gradient, learned = gradient_of_logps(trainer, trainer._buffered_inputs[-1])
+    assert not gradient[~learned].any()
+    assert gradient[learned].all()
 
 
 def test_the_loss_was_proven_with_the_mask_of_several_turns(played: tuple[Any, Path]) -> None:
