@@ -231,14 +231,20 @@ def private_file() -> str:
     return path
 
 
+SYSTEM_PYTHON = "/usr/bin/python3.11"
+
+
 def as_user(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> Any:
     """What a function returns in a fork of this process that an ordinary user runs, if this one is root's."""
+    python = python_of_every_user() if os.geteuid() == 0 else ""  # here, as a skip in the fork would be an answer
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         answer: Any = "it raised"
         try:
+            if python:
+                isolation.interpreter = lambda: python
+                isolation.readable_paths = list
             if os.geteuid() == 0:
-                of_every_user()
                 confinement.become(USER)
                 confinement.prctl(confinement.PR_SET_DUMPABLE, 1)
             before()
@@ -255,15 +261,14 @@ def as_user(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -
     return json.loads(answer)
 
 
-def of_every_user() -> None:
-    """Have workers run a Python that every user may read: this one may lie in root's home."""
+def python_of_every_user() -> str:
+    """A Python that every user may read, where this one lies in root's home; "" where this one will do."""
     library = Path(sysconfig.get_path("stdlib"))
     if all(parent.stat().st_mode & 1 for parent in library.parents):
-        return
-    if not Path("/usr/bin/python3.11").exists():
-        pytest.skip("no Python here that an ordinary user may read")
-    isolation.interpreter = lambda: "/usr/bin/python3.11"
-    isolation.readable_paths = list
+        return ""
+    if not Path(SYSTEM_PYTHON).exists():
+        pytest.skip(f"no Python here that an ordinary user may read: {library} is root's, and no {SYSTEM_PYTHON}")
+    return SYSTEM_PYTHON
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are of Linux")
