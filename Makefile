@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-torch27 lint tools browser bubblewrap notebooks bench faults lock lock-check elf check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm test-torch27 lint tools browser bubblewrap notebooks bench faults lock lock-check elf check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -32,6 +32,10 @@ golden: .venv/test
 # Not part of `make test`: a virtual environment of its own with unsloth, which runs on a CPU there.
 test-unsloth: .venv-unsloth/lane
 	.venv-unsloth/bin/python -m pytest tests/test_unsloth.py
+
+# Nor is this: a virtual environment of its own with vLLM, on a CPU too.
+test-vllm: .venv-vllm/lane
+	.venv-vllm/bin/python -m pytest tests/test_vllm.py
 
 # Not part of `make test` either: a torch whose Dynamo cannot take a 4-bit layer, for the bottom of graph_break's ladder.
 test-torch27: .venv-torch27/lane
@@ -107,6 +111,10 @@ check-urls: .venv/test
 	sh requirements/install.sh unsloth
 	touch $@
 
+.venv-vllm/lane: $(LANES)
+	sh requirements/install.sh vllm
+	touch $@
+
 .venv-torch27/lane: requirements/torch-2.7.in
 	python3 -m venv .venv-torch27
 	echo '*' >.venv-torch27/.gitignore
@@ -114,4 +122,4 @@ check-urls: .venv/test
 	touch $@
 
 clean:
-	rm -rf .venv .venv-unsloth .venv-torch27 runs
+	rm -rf .venv .venv-unsloth .venv-vllm .venv-torch27 runs

@@ -2,15 +2,15 @@
 # Create .venv and install the lane that fits this machine: by the NVIDIA driver that answers, a CPU lane where none does.
 # `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
 # `sh requirements/install.sh peers` adds what `python -m benchmarks merge` compares with, and no lane needs.
-# `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth.
+# `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth; `vllm` makes .venv-vllm.
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv
-[ "${1:-}" != unsloth ] || venv=.venv-unsloth
+case ${1:-} in unsloth | vllm) venv=.venv-$1 ;; esac
 
 # The lane, before anything is made (cogumi.stack.lanes.lane_for says the same).
 lane=cpu
-if [ "${1:-}" != unsloth ] && nvidia-smi -L >/dev/null 2>&1; then
+if [ $venv = .venv ] && nvidia-smi -L >/dev/null 2>&1; then
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
     major=${driver%%.*}
     case $major in
@@ -101,10 +101,10 @@ if [ $venv = .venv ]; then
     $venv/bin/python -m ipykernel install --user --name cogumi --display-name cogumi ||
         echo "other Jupyters will not list the kernel cogumi; sh notebooks/lab.sh starts one that does"
 fi
-if [ "${1:-}" = unsloth ]; then
-    # Without dependencies, and so without `pip check`: requirements/unsloth-cpu-overrides.in says which are left out.
+if [ $venv != .venv ]; then
+    # Without dependencies, and so without `pip check`: requirements/*-cpu-overrides.in say which are left out.
     install -r requirements/test.txt
-    install --no-deps -r requirements/unsloth-cpu.txt
+    install --no-deps -r requirements/$1-cpu.txt
 elif [ -z "$missing" ]; then
     $venv/bin/python -m pip check
 elif $venv/bin/python -m pip check | grep -v "$missing" | grep -v '^No broken'; then

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cogumi.patches import PatchStatus, fused_head, gspo_loss, unsloth_rl
+from cogumi.patches import PatchStatus, fused_head, gspo_loss, unsloth_rl, vllm_engine
 from cogumi.patches import graph_break as four_bit
 
 __all__ = ["PatchReport", "PatchStatus", "patch"]
@@ -36,7 +36,7 @@ def patch(
     runs with `cogumi.backend: trl`; "unsloth" takes it without CUDA too. Raises UsageError where unsloth would come too
     late, for another graph_break and for a name that is no finding.
     """
-    modules = (unsloth_rl, gspo_loss, fused_head)  # unsloth first: it puts classes of its own on trl
+    modules = (unsloth_rl, gspo_loss, fused_head, vllm_engine)  # unsloth first: it puts classes of its own on trl
     of_trl = tuple(
         (module.apply(backend) if module is unsloth_rl else module.apply()) if rl else module.status()
         for module in modules

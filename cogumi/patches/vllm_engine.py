@@ -1,0 +1,181 @@
+"""vLLM as TRL 1.15's VLLMGeneration builds it in this process (`vllm_mode: colocate`): its dtype, its seed, its weights.
+
+Three things are changed. TRL does not hand vLLM the dtype, so that a model trained in float32 is sampled in its
+checkpoint's bfloat16. vLLM seeds the random numbers of the whole process with 0, whatever `train.seed` says. And TRL
+copies weights into vLLM's parameters one by one, which vLLM's CPU backend has packed into other tensors by then; there
+the weights are reloaded, and packed again.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import numpy
+import torch
+
+from cogumi.patches import PatchStatus, replaced
+from cogumi.patches.trl_internals import wrap_method
+
+NAME = "vLLM under TRL"
+WRITTEN_FOR = "vLLM 0.31"
+METHODS = ("_init_vllm", "sync_weights")
+
+_originals: dict[str, Callable[[Any], None]] = {}
+_options: dict[str, Any] = {}
+
+
+@contextmanager
+def engine_options(**options: Any) -> Iterator[None]:
+    """Arguments of `vllm.LLM` for the engines that TRL builds within the block, which come before TRL's."""
+    _options.update(options)
+    try:
+        yield
+    finally:
+        _options.clear()
+
+
+def apply() -> PatchStatus:
+    """Change the two methods of `trl.generation.vllm_generation.VLLMGeneration`, where vLLM is installed."""
+    if find_spec("vllm") is not None and not _originals:
+        generation = generation_class()
+        wrappers = (build_engine, sync_weights)
+        for name, around in zip(METHODS, wrappers, strict=True):
+            _originals[name] = getattr(generation, name)
+            setattr(generation, name, functools.partialmethod(around))
+    return status()
+
+
+def undo() -> PatchStatus:
+    for name, original in _originals.items():
+        setattr(generation_class(), name, original)
+    _originals.clear()
+    return status()
+
+
+def status() -> PatchStatus:
+    if find_spec("vllm") is None:
+        return PatchStatus(NAME, False, "vLLM is not installed")
+    if not _originals:
+        return PatchStatus(NAME, False, "TRL builds it with the checkpoint's dtype and the seed 0")
+    said = f"it has the trainer's dtype and seed (trl {version('trl')}, written for {WRITTEN_FOR})"
+    return PatchStatus(NAME, True, said)
+
+
+def generation_class() -> Any:
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    return VLLMGeneration
+
+
+def build_engine(generation: Any) -> None:
+    """TRL's own `_init_vllm` with the trainer's dtype for vLLM, and the process's random numbers left as they were."""
+    if generation.mode != "colocate":
+        return _originals["_init_vllm"](generation)
+    from trl.generation import vllm_generation
+
+    options = {"dtype": computing_dtype(generation.model, generation.accelerator)} | _options
+
+    def build(**given: Any) -> Any:
+        return llm(**(given | options))
+
+    llm = vllm_generation.LLM
+    with kept_random_state(), replaced(vllm_generation, {"LLM": build}):
+        _originals["_init_vllm"](generation)
+    return None
+
+
+def computing_dtype(model: Any, accelerator: Any) -> torch.dtype:
+    """What the trainer multiplies matrices in: autocast's dtype, else that of the weights."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    dtype: torch.dtype = mixed or model.dtype
+    return dtype
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """The random states of Python, NumPy and torch, on every device, as they were before the block."""
+    python, of_numpy = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    numpy.random.set_state(of_numpy)
+
+
+def sync_weights(generation: Any) -> None:
+    """The trainer's weights into the engine: TRL's own way on a GPU, and vLLM's reload on a CPU."""
+    if generation.mode != "colocate" or not on_cpu():
+        return _originals["sync_weights"](generation)
+    weights = generation._iter_named_params()
+    generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    generation.llm.apply_model(pack_heads)
+    generation.llm.reset_prefix_cache()
+    return None
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def pack_heads(model: torch.nn.Module) -> None:
+    """Pack every LM head again: one that is tied to the embedding is not reloaded, and would stay the old one."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+# ------------------------------------------------------------------------------------------- what an engine says of itself
+
+
+def head_dtype(generation: Any) -> torch.dtype | None:
+    """What the engine multiplies its LM head in; None for a server, which does not tell."""
+    if generation.mode != "colocate":
+        return None
+    dtype: torch.dtype = generation.llm.llm_engine.model_config.head_dtype
+    return dtype
+
+
+def observe_generation(generation: Any, observer: Callable[[list[list[int]]], None]) -> None:
+    """From now on `observer` is given the first completion of each prompt, behind its prompt, while the engine is awake.
+
+    TRL lets an engine in this process sleep, without its weights, as soon as it has its completions.
+    """
+
+    def generate_here(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = generate(*args, **kwargs)
+        observer([[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs])
+        return outputs
+
+    def generate_there(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = generate(*args, **kwargs)
+        completions = output["completion_ids"][:: kwargs.get("n", 1)]
+        observer([[*prompt, *ids] for prompt, ids in zip(output["prompt_ids"], completions, strict=True)])
+        return output
+
+    if generation.mode == "colocate":
+        wrap_method(generation.llm, "generate", generate_here)
+    elif generation.accelerator.is_main_process:
+        wrap_method(generation.vllm_client, "generate", generate_there)
+
+
+def score(generation: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The engine's log-probability of every token but the first of each sequence, in nats, at temperature 1."""
+    if generation.mode != "colocate":
+        found = generation.vllm_client.get_sequence_logprobs([*sequences], [1] * len(sequences), top_logprobs=1)
+        return [[place[0] for place in each] for each in found["actual_logprobs"]]
+    from vllm import LLM, SamplingParams
+
+    prompts = [{"prompt_token_ids": list(each)} for each in sequences]
+    settings = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
+    outputs = LLM.generate(generation.llm, prompts, settings, use_tqdm=False)
+    return [
+        [place[token].logprob for token, place in zip(each.prompt_token_ids[1:], each.prompt_logprobs[1:], strict=True)]
+        for each in outputs
+    ]

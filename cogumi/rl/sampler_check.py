@@ -1,0 +1,154 @@
+"""Does vLLM sample from the weights that are trained? Its log-probabilities are compared with the trainer's.
+
+Two engines never agree exactly, so one comparison cannot tell an old copy of the weights from other arithmetic. Some
+texts of the first rollout are scored by both at each rollout instead. What the trainer's log-probabilities moved by
+since the last agreement, the sampler's must have moved by too. An engine whose weights were not replaced gives the same
+values again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from cogumi.patches.trl_internals import logged_metrics, observe_rollouts, rollout_mode
+from cogumi.patches.vllm_engine import observe_generation, score
+from cogumi.rl.sampling import compute_trainer_logps
+
+TEXTS, LONGEST = 4, 128  # how many texts are scored, and how many tokens of each
+FIRST_ROLLOUTS = 3  # whose tokens are scored by the trainer too where TRL does not do so
+# Mean difference between engines of the same weights, in nats: below it nothing is told before they
+# have agreed once. Measured on the small base: 1e-6 in float32, 0.02 to 0.03 in bfloat16 (docs/rollouts.md).
+USUAL = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
+# Two agreeing engines differ by sqrt(2) times that in how far they moved, so 4 times that leaves less than half.
+TELLING = 4.0
+STIRRED = 0.1  # of it, from which a change of the trainer's would have changed some of the sampler's values too
+PREFIX = "sampling/probe/"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities (N,) of the texts' tokens, in nats, by both."""
+
+    sampler: Tensor
+    trainer: Tensor
+
+    @property
+    def difference(self) -> float:
+        return mean_absolute(self.sampler - self.trainer)
+
+
+def mean_absolute(values: Tensor) -> float:
+    return float(values.abs().mean())  # a few improbable tokens would decide a mean of squares
+
+
+def check_sampler(trainer: Any) -> None:
+    """Compare vLLM with this GRPO trainer at each rollout, and log it. Call it once, before the trainer trains.
+
+    Metrics, in nats: `sampling/sampling_logp_difference/mean` and `/max` over the rollout's own tokens, TRL's own where
+    its correction is on, else of the first three rollouts. Over the tokens of four texts (mean absolute values):
+    `sampling/probe/difference` between both; `sampling/probe/moved`, by which the trainer's moved since both agreed;
+    `sampling/probe/lag`, the share of it that the sampler lacks, where that is more than the difference of arithmetic.
+    """
+    check = SamplerCheck(trainer)
+    observe_generation(trainer.vllm_generation, check.score_texts)
+    observe_rollouts(trainer, check.on_rollout)
+
+
+class SamplerCheck:
+    """What was seen of one trainer and its engine."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.texts: list[list[int]] = []
+        self.sampled: Tensor | None = None  # (N,), of this rollout
+        self.step = -1  # whose rollout was scored last
+        self.agreed: Scores | None = None
+        self.noise = USUAL.get(trainer.model.dtype, 0.05)
+        self.last: Scores | None = None
+        self.rollouts = 0
+
+    def score_texts(self, sequences: list[list[int]]) -> None:
+        """Have the engine score the texts, once a step: a rollout of several turns asks it more often."""
+        if not self.trainer.model.training or self.trainer.state.global_step == self.step:
+            return
+        self.step = self.trainer.state.global_step
+        self.texts = self.texts or pick_texts(sequences)
+        if self.texts:
+            scores = score(self.trainer.vllm_generation, self.texts)
+            self.sampled = torch.tensor([value for each in scores for value in each], dtype=torch.float64)
+
+    def on_rollout(self, make: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
+        batch = make(inputs)
+        if rollout_mode(self.trainer) == "train":
+            logged = logged_metrics(self.trainer, "train")
+            self.rollouts += 1
+            if not self.trainer.vllm_importance_sampling_correction:
+                for name, value in self.compare_rollout(batch).items():
+                    logged[f"sampling/sampling_logp_difference/{name}"].append(value)
+            for name, value in self.compare_texts().items():
+                logged[PREFIX + name].append(value)
+        return batch
+
+    def compare_rollout(self, batch: dict[str, Any]) -> dict[str, float]:
+        """TRL's figures of the rollout's own tokens, which it has only where it corrects for them."""
+        sampled = batch.get("sampling_per_token_logps")
+        if sampled is None or (self.rollouts > FIRST_ROLLOUTS and batch.get("old_per_token_logps") is None):
+            return {}
+        counted = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool() & torch.isfinite(sampled)
+        away = (compute_trainer_logps(self.trainer, batch, "train") - sampled)[counted].abs()
+        return {"mean": float(away.mean()), "max": float(away.max())} if len(away) else {}
+
+    def compare_texts(self) -> dict[str, float]:
+        """The metrics of the texts, and what is remembered of them for the next rollout."""
+        if self.sampled is None:
+            return {}
+        now, self.sampled = Scores(self.sampled, score_by_trainer(self.trainer.model, self.texts)), None
+        if self.agreed is None:
+            base = score_by_base(self.trainer.model, self.texts)
+            # An adapter that is trained from zeros is the base, and so is an engine that was given none of it.
+            self.agreed = Scores(base, base) if base is not None else now
+        moved = now.trainer - self.agreed.trainer
+        far = mean_absolute(moved)
+        found = {"difference": now.difference, "moved": far}
+        if self.last is not None and is_unchanged(self.last, now, STIRRED * self.noise):
+            found["lag"] = 1.0
+        elif far > TELLING * self.noise:
+            found["lag"] = mean_absolute(now.sampler - self.agreed.sampler - moved) / far
+        if found.get("lag", 1.0 if self.last else 0.0) < 0.5:
+            self.agreed, self.noise = now, max(now.difference, 1e-7)
+        self.last = now
+        return found
+
+
+def is_unchanged(before: Scores, now: Scores, least: float) -> bool:
+    """Whether the sampler gave the very same values although the trainer's moved, by at least so many nats."""
+    return torch.equal(now.sampler, before.sampler) and mean_absolute(now.trainer - before.trainer) > least
+
+
+def pick_texts(sequences: list[list[int]]) -> list[list[int]]:
+    """The beginnings of some of a rollout's prompts and completions, each text once; scoring takes two tokens."""
+    different = dict.fromkeys(tuple(each[:LONGEST]) for each in sequences if len(each) > 1)
+    return [list(each) for each in different][:TEXTS]
+
+
+@torch.no_grad()
+def score_by_trainer(model: Any, texts: list[list[int]]) -> Tensor:
+    """(N,) log-probabilities of every token but the first of each text, in nats, at temperature 1; on the CPU."""
+    found = []
+    for each in texts:  # one by one: the logits of a large vocabulary are large
+        ids = torch.tensor([each], device=model.device)
+        logps = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found.append(logps.gather(1, ids[0, 1:, None])[:, 0].double().cpu())
+    return torch.cat(found)
+
+
+def score_by_base(model: Any, texts: list[list[int]]) -> Tensor | None:
+    """The same without the adapter; None for a model that has none."""
+    if not isinstance(model, PeftModel):
+        return None
+    with model.disable_adapter():
+        return score_by_trainer(model, texts)
