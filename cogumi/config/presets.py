@@ -41,6 +41,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }
 
+# What is done about the difference between vLLM's log-probabilities and the trainer's, by `cogumi.sampler_correction`: a weight
+# trainer / sampler on the loss, truncated or masked. Its bounds are `vllm_importance_sampling_clip_min` and `_max`.
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    # Each token's weight, at most C: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    "tis": {"mode": "token_truncate", "clip_min": None, "clip_max": 2.0},
+    # Each token's weight, 0 outside of both bounds: IcePop of Ling Team 2025, arXiv:2510.18855.
+    "icepop": {"mode": "token_mask", "clip_min": 0.5, "clip_max": 5.0},
+    # The whole completion's weight, 0 above C: Liu et al. 2025, "When speed kills stability", with TRL 1.15's own C.
+    "mis": {"mode": "sequence_mask", "clip_min": None, "clip_max": 3.0},
+    "none": {"correction": False},
+}
+CORRECTION = "vllm_importance_sampling_"
+
 # The names TRL does not know; the others mean TRL's own loss in a script and the preset in a run's YAML.
 OURS = ("gspo", "gspo-length", "gspo-token")
 # The loss with the value of the sequence's ratio and each token's own gradient (`cogumi.rl.loss_capture`).

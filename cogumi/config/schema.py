@@ -37,6 +37,7 @@ TRL_CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "gspo": "GRPOConfig"}
 GSPO_ONLY = (
     *("rewards", "environment", "tools", "episode_seconds"),
     *("docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head"),
+    "sampler_correction",
 )
 FIM_ALWAYS = "seed"
 
@@ -187,6 +188,9 @@ class CogumiSection(Section):
     """gspo: the same in prompts, each with `train.num_generations` completions."""
     behaviour_logps: Literal["trainer", "rollout"] = "trainer"
     """gspo: whose log-probabilities the ratio is taken against: the trainer's own, computed again, or the sampler's."""
+    sampler_correction: Literal["tis", "icepop", "mis", "none"] | None = None
+    """gspo with vLLM: what is done about the difference between its log-probabilities and the trainer's (docs/rollouts.md);
+    null is TRL's own, mis."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts at which a completion ends, besides the end of sequence: in rollouts and in samples."""
     fp32_lm_head: bool = False

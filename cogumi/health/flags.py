@@ -163,6 +163,7 @@ FOLLOWS = {
     "prompt and completion": "gradient norm, loss noise, token frequencies",
     "token frequencies": "loss noise",
     "preferences": "gradient norm",
+    "sampler's weights": "sampler and trainer, sampler correction, KL to the sampler, reward trend",
     "scored": "gradient norm, adapter moves, reward trend, reward varies",
     "tool calls": "gradient norm, adapter moves, reward trend, reward varies",
     "episodes end": "completions end",

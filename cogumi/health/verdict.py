@@ -23,9 +23,14 @@ from cogumi.health.flags import (
 from cogumi.health.flags_by_method import DPO, ENOUGH_ROWS, RL, SFT, TREND_STEPS, TREND_Z, rollouts
 from cogumi.health.flags_common import COMMON
 from cogumi.health.flags_episodes import EPISODES
+from cogumi.health.flags_sampler import SAMPLER
 from cogumi.rl.watch import RECORD
 
-RULES: dict[str, tuple[Rule, ...]] = {"sft": (*COMMON, *SFT), "dpo": (*COMMON, *DPO), "gspo": (*COMMON, *RL, *EPISODES)}
+RULES: dict[str, tuple[Rule, ...]] = {
+    "sft": (*COMMON, *SFT),
+    "dpo": (*COMMON, *DPO),
+    "gspo": (*COMMON, *RL, *EPISODES, *SAMPLER),
+}
 # A flag of the machine: a yellow one costs time, and says nothing of what is learned.
 OF_THE_MACHINE = {"waiting for data"}
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from cogumi.config.presets import OURS, PRESETS
+from cogumi.config.presets import CORRECTION, CORRECTIONS, OURS, PRESETS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
@@ -18,6 +18,7 @@ from cogumi.methods.prompt_checks import check_prompts
 from cogumi.methods.tasks import begin_episodes, make_trainer, task_of
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
+from cogumi.patches.vllm_engine import engine_options
 from cogumi.rewards.entries import RUN_SETTINGS, weights_of
 from cogumi.rewards.functions import on_visible, parameters_of
 from cogumi.rewards.lengths import THOUGHT_COLUMNS, reads_thoughts, with_thoughts
@@ -35,6 +36,7 @@ from cogumi.rl.memory_plan import (
     refuse_uneven,
     repeat_to_rollout,
 )
+from cogumi.rl.sampler_check import check_sampler
 from cogumi.rl.sampling import stop_rollouts_at, strip_stops, use_rollout_logps
 from cogumi.rl.scoring import leave_out_unscored
 from cogumi.rl.watch import RECORD, watch
@@ -54,6 +56,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     if given and (weights := weights_of(given, train.get("reward_weights"))) is not None:
         train["reward_weights"] = weights
     name = train["loss_type"]
+    train |= sampler_correction(run)
     values = PRESETS[name]
     for finding in check_clip_numbers(values | train | {"loss_type": values["loss_type"]}):
         raise UsageError(finding.message)
@@ -70,6 +73,20 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     check_groups(train)
     # Metrics are for every step. The names of ours stay in the config, which spells them out by itself.
     return {"logging_steps": 1} | (train if name in OURS else fill_defaults(name, train))
+
+
+def sampler_correction(run: RunConfig) -> dict[str, Any]:
+    """TRL's settings of `cogumi.sampler_correction`, none where it is null. Raises UsageError where they contradict others."""
+    asked, key = run.cogumi.sampler_correction, "cogumi.sampler_correction"
+    if asked is None:
+        return {}
+    if not run.train.get("use_vllm"):
+        what = "it would be ignored: transformers' sampler is the trainer itself"
+        raise UsageError(what, key=key, fix="drop it, or set train.use_vllm: true")
+    values = {"correction": True} | CORRECTIONS[asked]
+    if given := [name for name in run.train if name.startswith(CORRECTION)]:
+        raise UsageError(f"{key}: {asked} and train.{given[0]} say the same", fix="drop one")
+    return {CORRECTION + name: value for name, value in values.items()}
 
 
 def setting(run: RunConfig, key: str) -> Any:
@@ -182,8 +199,12 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
     if run.cogumi.thinking is not None:
         apply_thinking(run.cogumi.thinking, args, common["processing_class"])
     episodes = begin_episodes(run, common["processing_class"], context_of(common["model"].config))
-    trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
+    # vLLM 0.26 reads it from the model's config; a server has its own.
+    of_head = {"hf_overrides": {"head_dtype": "float32"}} if run.cogumi.fp32_lm_head else {}
+    with engine_options(**of_head):
+        trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does
+    check_sampler(trainer)
     if stops:
         stop_rollouts_at(trainer, stops)
     if run.cogumi.fp32_lm_head:

@@ -1,9 +1,8 @@
 """vLLM as TRL 1.15's VLLMGeneration builds it in this process (`vllm_mode: colocate`): its dtype, its seed, its weights.
 
 Three things are changed. TRL does not hand vLLM the dtype, so that a model trained in float32 is sampled in its
-checkpoint's bfloat16. vLLM seeds the random numbers of the whole process with 0, whatever `train.seed` says. And TRL
-copies weights into vLLM's parameters one by one, which vLLM's CPU backend has packed into other tensors by then; there
-the weights are reloaded, and packed again.
+checkpoint's bfloat16. vLLM seeds the random numbers of the whole process with 0, whatever `train.seed` says. On a CPU,
+vLLM has packed its weights into other tensors than those that TRL writes to, so they are reloaded and packed again.
 """
 
 import functools

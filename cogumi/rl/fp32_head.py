@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cogumi.core.errors import UsageError
+from cogumi.patches.vllm_engine import head_dtype
 from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,20 @@ def fp32_lm_head(trainer: Any) -> None:
     for head in heads:
         # On the instance, as TRL does it; a method bound to its module, so that a deep copy is bound to the copy.
         vars(head)["forward"] = MethodType(project_in_fp32, head)
-    if trainer.use_vllm and getattr(policy.config, "head_dtype", None) not in ("float32", torch.float32):
-        log.warning(
-            "cogumi.fp32_lm_head: vLLM's head is not in fp32; write "
-            '"head_dtype": "float32" into the config.json of the base model (vLLM 0.26 or newer)'
-        )
+    if trainer.use_vllm:
+        warn_of_sampler(trainer)
+
+
+def warn_of_sampler(trainer: Any) -> None:
+    """Say where vLLM's head is not in fp32, or cannot be seen."""
+    if (dtype := head_dtype(trainer.vllm_generation)) == torch.float32:
+        return
+    reason = "a server does not tell" if dtype is None else f"it is in {str(dtype).removeprefix('torch.')}"
+    overrides = '{"head_dtype": "float32"}'
+    fix = f"start `vllm serve` with --hf-overrides '{overrides}'"
+    if dtype is not None:
+        fix = f'write "head_dtype": "float32" into the config.json of {trainer.model.config.name_or_path}'
+    log.warning("cogumi.fp32_lm_head: vLLM's head may not be in fp32 (%s); %s (vLLM 0.26 or newer)", reason, fix)
 
 
 def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 
-from cogumi.config.presets import WITH_TOKEN_RATIO
+from cogumi.config.presets import CORRECTION, WITH_TOKEN_RATIO
 from cogumi.core.errors import UsageError
 from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import tokenized_prompts
 from cogumi.rewards.named_rewards import try_reward
 from cogumi.rl.loss_capture import Backend
 from cogumi.rl.loss_check import CLIPPED
+from cogumi.rl.sampling import reshaping_settings
 
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
@@ -29,7 +30,7 @@ OWN_OBJECTIVE = "own-objective"  # the trainer's loss is the user's own, and is 
 # What a script may accept: the names of findings.
 NAMES = (
     *("dropout", "pad-is-eos", "token-aggregation", "two-temperatures", "epsilon", "beta", "delta", "wide-clip"),
-    *("narrow-clip", "kl-correction", "ratio-always-one", "less-than-a-rollout"),
+    *("narrow-clip", "kl-correction", "ratio-always-one", "less-than-a-rollout", "cut-distribution"),
     *("reward", "long-prompts", OWN_OBJECTIVE),
 )
 _accepted: frozenset[str] = frozenset()
@@ -102,6 +103,8 @@ def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False
     found = [*check_dropout(list_dropout(trainer.model), clips_sequences(args)), *check_pad_token(trainer, backend)]
     found += check_loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
+    if corrected or (args.use_vllm and rollout_logps):
+        found += check_distribution(args, rollout_logps)
     if clips_sequences(args) and not rollout_logps and not corrected:
         found += check_ratio(args)
     if not isinstance(dataset, Dataset):
@@ -219,6 +222,22 @@ def check_loss_settings(args: Any, backend: Backend) -> Iterator[GuardFinding]:
             "KL(ref || policy); set train.use_bias_correction_kl: false, or train.loss_type: gspo-token"
         )
         yield GuardFinding("kl-correction", False, message)
+
+
+def check_distribution(args: Any, rollout_logps: bool) -> Iterator[GuardFinding]:
+    """vLLM scores a token among those that top-p and its like leave, and the trainer among all, so their ratio is wrong.
+
+    With top_p 0.8 half of the ratios were outside 0.9 to 1.1 in https://github.com/huggingface/trl/issues/6789.
+    """
+    if not (cut := reshaping_settings(args)):
+        return
+    named = ", ".join(f"train.{name} {value}" for name, value in cut.items())
+    other = "cogumi.behaviour_logps: trainer" if rollout_logps else f"train.{CORRECTION}correction: false"
+    message = (
+        f"{named}: vLLM's log-probabilities are of the distribution that this leaves, and the trainer's of the whole one, "
+        f"so the ratio of both corrects for the cut; remove it, or set {other}"
+    )
+    yield GuardFinding("cut-distribution", True, message)
 
 
 def check_clip_numbers(values: Mapping[str, Any]) -> Iterator[GuardFinding]:

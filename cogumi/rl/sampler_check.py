@@ -46,13 +46,22 @@ def mean_absolute(values: Tensor) -> float:
 
 
 def check_sampler(trainer: Any) -> None:
-    """Compare vLLM with this GRPO trainer at each rollout, and log it. Call it once, before the trainer trains.
+    """Compare vLLM with this GRPO trainer at each rollout, and log it. A trainer without TRL's vLLM has nothing to compare.
 
-    Metrics, in nats: `sampling/sampling_logp_difference/mean` and `/max` over the rollout's own tokens, TRL's own where
-    its correction is on, else of the first three rollouts. Over the tokens of four texts (mean absolute values):
-    `sampling/probe/difference` between both; `sampling/probe/moved`, by which the trainer's moved since both agreed;
-    `sampling/probe/lag`, the share of it that the sampler lacks, where that is more than the difference of arithmetic.
+    Call it before `use_rollout_logps`, which puts the sampler's values in the place of the trainer's.
+
+    The metrics are means of absolute values, in nats:
+
+    - `sampling/sampling_logp_difference/mean` and `/max`: of the rollout's own tokens. TRL logs them where its correction
+      is on; elsewhere they are of the first three rollouts.
+    - `sampling/probe/difference`: of the tokens of four texts.
+    - `sampling/probe/moved`: by how much the trainer's values of these moved since both last agreed.
+    - `sampling/probe/lag`: the share of it that the sampler lacks, where that is more than the difference of arithmetic.
+    - `sampling/corrected_share`: of the weights of TRL's correction, those that were masked or truncated.
     """
+    if getattr(trainer, "vllm_generation", None) is None or getattr(trainer, "cogumi_checks_sampler", False):
+        return
+    trainer.cogumi_checks_sampler = True
     check = SamplerCheck(trainer)
     observe_generation(trainer.vllm_generation, check.score_texts)
     observe_rollouts(trainer, check.on_rollout)
@@ -89,6 +98,8 @@ class SamplerCheck:
             if not self.trainer.vllm_importance_sampling_correction:
                 for name, value in self.compare_rollout(batch).items():
                     logged[f"sampling/sampling_logp_difference/{name}"].append(value)
+            if (part := corrected_share(self.trainer.args, batch)) is not None:
+                logged["sampling/corrected_share"].append(part)
             for name, value in self.compare_texts().items():
                 logged[PREFIX + name].append(value)
         return batch
@@ -122,6 +133,21 @@ class SamplerCheck:
             self.agreed, self.noise = now, max(now.difference, 1e-7)
         self.last = now
         return found
+
+
+def corrected_share(args: Any, batch: dict[str, Any]) -> float | None:
+    """The share of the correction's weights, of tokens or of completions, that a bound of it has changed."""
+    weights = batch.get("importance_sampling_ratio")
+    if weights is None:
+        return None
+    if weights.shape[1] > 1:
+        weights = weights[(batch["completion_mask"] * batch.get("tool_mask", 1)).bool()]
+    bounds = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+    changed = weights == 0
+    for bound in bounds:
+        if bound is not None and args.vllm_importance_sampling_mode.endswith("truncate"):
+            changed |= weights == bound
+    return float(changed.double().mean()) if weights.numel() else None
 
 
 def is_unchanged(before: Scores, now: Scores, least: float) -> bool:

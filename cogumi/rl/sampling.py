@@ -131,6 +131,15 @@ RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, 
 RESHAPING |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": 0.0}
 
 
+def reshaping_settings(args: Any) -> dict[str, Any]:
+    """The settings of a GRPOConfig, generation_kwargs among them, that cut or bend the distribution that is sampled from."""
+    settings = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    settings |= args.generation_kwargs or {}
+    return {
+        name: settings[name] for name, neutral in RESHAPING.items() if settings.get(name) not in (None, -1, neutral)
+    }
+
+
 def use_rollout_logps(trainer: Any) -> None:
     """From the next rollout on, this GRPO trainer's old log-probabilities are the sampler's own.
 
@@ -152,10 +161,8 @@ def use_rollout_logps(trainer: Any) -> None:
     if samples_here and (trainer.generation_config.num_beams or 1) > 1:
         reason = "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search"
         raise UsageError(reason, key=asked, fix="remove num_beams")
-    settings = {name: getattr(trainer, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    settings |= trainer.args.generation_kwargs or {}
-    if reshaped := [name for name, neutral in RESHAPING.items() if settings.get(name) not in (None, -1, neutral)]:
-        named = ", ".join(f"{name} {settings[name]}" for name in reshaped)
+    if not trainer.use_vllm and (reshaped := reshaping_settings(trainer.args)):
+        named = ", ".join(f"{name} {value}" for name, value in reshaped.items())
         log.warning("%s: rollout, and the sampler draws from another distribution than is scored: %s", asked, named)
     if samples_here:
         record_sampled_logps(trainer)

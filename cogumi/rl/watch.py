@@ -32,6 +32,7 @@ from cogumi.rl.loss_capture import (
     sequence_log_ratio,
 )
 from cogumi.rl.loss_check import LossCheck, WrongLossError, list_unchecked_terms
+from cogumi.rl.sampler_check import check_sampler
 from cogumi.rl.sampling import uses_rollout_logps
 
 log = logging.getLogger("cogumi")
@@ -69,6 +70,7 @@ class LossWatch(TrainerCallback):
         self.rollout_step = 0
         trainer.reward_funcs = [as_annotated(each) for each in trainer.reward_funcs]
         self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.compute_watched_loss
+        check_sampler(trainer)
         observe_rollouts(trainer, self.on_rollout)
 
     def guard(self) -> None:

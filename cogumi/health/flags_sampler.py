@@ -1,0 +1,56 @@
+"""Rules of a policy whose completions another engine samples: its weights, its arithmetic, and what corrects for both.
+
+The rows are of cogumi/rl/sampler_check.py. Limits without a source are between the runs of docs/rollouts.md.
+"""
+
+import statistics
+
+from cogumi.health.flags import Flag, Level, RunHistory, level_above
+from cogumi.health.flags_by_method import ROLLOUTS, rollouts
+
+LAG = 0.5  # of what the trainer's log-probabilities moved by, from which the sampler did not follow
+# Yellow and red mean difference of two engines of the same weights, in nats a token: 0.02 in bfloat16 on the small base.
+DIFFERENCE = 0.1, 0.5
+WEIGHTED = 0.1, 0.5  # yellow and red share of tokens whose weight is masked or truncated
+
+
+def sampler_weights(run: RunHistory) -> Flag | None:
+    """Whether the sampler's log-probabilities moved with the trainer's; from `sampling/probe/lag` of the latest rollouts."""
+    steps, lags = run.series("sampling/probe/lag", rollouts(run)[-ROLLOUTS:])
+    if not lags:
+        return None
+    moved = run.series("sampling/probe/moved", rollouts(run)[-ROLLOUTS:])
+    far = dict(zip(*moved, strict=True)).get(steps[-1], 0.0)
+    evidence = f"at step {steps[-1]} it lacks {lags[-1]:.0%} of the {far:.2g} nats a token that the trainer moved by"
+    cause = "the sampler's weights are those of an earlier step, so completions are not the policy's"
+    level: Level = "red" if lags[-1] > LAG else "green"
+    return Flag("sampler's weights", level, evidence, cause, "train.use_vllm: false, which samples with the trainer")
+
+
+def sampler_difference(run: RunHistory) -> Flag | None:
+    """How far the log-probabilities of a rollout's tokens are apart; of the texts of each rollout where TRL has no figure."""
+    rows = rollouts(run)[-ROLLOUTS:]
+    steps, values = run.series("sampling/sampling_logp_difference/mean", rows)
+    if not values:
+        steps, values = run.series("sampling/probe/difference", rows)
+    if not values:
+        return None
+    evidence = f"{statistics.fmean(values):.2g} nats a token between them in steps {steps[0]} to {steps[-1]}"
+    cause = "the two engines compute different log-probabilities from the same weights"
+    level = level_above(statistics.fmean(values), *DIFFERENCE)
+    return Flag("sampler and trainer", level, evidence, cause, "cogumi.fp32_lm_head: true")
+
+
+def sampler_correction(run: RunHistory) -> Flag | None:
+    """The share of what is sampled that the correction for the difference masks or truncates."""
+    rows = rollouts(run)[-ROLLOUTS:]
+    steps, shares = run.series("sampling/corrected_share", rows)
+    if not shares:
+        return None
+    part = statistics.fmean(shares)
+    evidence = f"{part:.1%} of the weights of steps {steps[0]} to {steps[-1]} are masked or truncated"
+    cause = "sampler and trainer are so far apart that the correction decides what is learned"
+    return Flag("sampler correction", level_above(part, *WEIGHTED), evidence, cause, "cogumi.fp32_lm_head: true")
+
+
+SAMPLER = (sampler_weights, sampler_difference, sampler_correction)
