@@ -37,7 +37,7 @@ TRL_CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "gspo": "GRPOConfig"}
 GSPO_ONLY = (
     *("rewards", "environment", "tools", "episode_seconds"),
     *("docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head"),
-    "sampler_correction",
+    *("sampler_weights", "sampler_correction"),
 )
 FIM_ALWAYS = "seed"
 
@@ -188,6 +188,9 @@ class CogumiSection(Section):
     """gspo: the same in prompts, each with `train.num_generations` completions."""
     behaviour_logps: Literal["trainer", "rollout"] = "trainer"
     """gspo: whose log-probabilities the ratio is taken against: the trainer's own, computed again, or the sampler's."""
+    sampler_weights: Literal["merged", "adapter"] = "merged"
+    """gspo with vLLM and LoRA: what is given to the sampler: base and adapter merged, rounded to its dtype, or the adapter
+    alone, which is exact and samples more slowly (docs/rollouts.md)."""
     sampler_correction: Literal["tis", "icepop", "mis", "none"] | None = None
     """gspo with vLLM: what is done about the difference between its log-probabilities and the trainer's (docs/rollouts.md);
     null is TRL's own, mis."""

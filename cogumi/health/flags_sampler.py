@@ -5,10 +5,10 @@ The rows are of cogumi/rl/sampler_check.py. Limits without a source are between 
 
 import statistics
 
-from cogumi.health.flags import Flag, Level, RunHistory, level_above
+from cogumi.health.flags import Flag, RunHistory, level_above
 from cogumi.health.flags_by_method import ROLLOUTS, rollouts
 
-LAG = 0.5  # of what the trainer's log-probabilities moved by, from which the sampler did not follow
+LAG = 0.3, 0.5  # yellow and red share of what the trainer's log-probabilities moved by, that the sampler's did not
 # Yellow and red mean difference of two engines of the same weights, in nats a token: 0.02 in bfloat16 on the small base.
 DIFFERENCE = 0.1, 0.5
 WEIGHTED = 0.1, 0.5  # yellow and red share of tokens whose weight is masked or truncated
@@ -23,8 +23,13 @@ def sampler_weights(run: RunHistory) -> Flag | None:
     far = dict(zip(*moved, strict=True)).get(steps[-1], 0.0)
     evidence = f"at step {steps[-1]} it lacks {lags[-1]:.0%} of the {far:.2g} nats a token that the trainer moved by"
     cause = "the sampler's weights are those of an earlier step, so completions are not the policy's"
-    level: Level = "red" if lags[-1] > LAG else "green"
-    return Flag("sampler's weights", level, evidence, cause, "train.use_vllm: false, which samples with the trainer")
+    return Flag(
+        "sampler's weights",
+        level_above(lags[-1], *LAG),
+        evidence,
+        cause,
+        "train.use_vllm: false, which samples with the trainer",
+    )
 
 
 def sampler_difference(run: RunHistory) -> Flag | None:

@@ -18,7 +18,7 @@ from cogumi.methods.prompt_checks import check_prompts
 from cogumi.methods.tasks import begin_episodes, make_trainer, task_of
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
-from cogumi.patches.vllm_engine import engine_options
+from cogumi.patches.vllm_engine import adapter_options, engine_options
 from cogumi.rewards.entries import RUN_SETTINGS, weights_of
 from cogumi.rewards.functions import on_visible, parameters_of
 from cogumi.rewards.lengths import THOUGHT_COLUMNS, reads_thoughts, with_thoughts
@@ -56,6 +56,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     if given and (weights := weights_of(given, train.get("reward_weights"))) is not None:
         train["reward_weights"] = weights
     name = train["loss_type"]
+    refuse_adapter(run)
     train |= sampler_correction(run)
     values = PRESETS[name]
     for finding in check_clip_numbers(values | train | {"loss_type": values["loss_type"]}):
@@ -87,6 +88,42 @@ def sampler_correction(run: RunConfig) -> dict[str, Any]:
     if given := [name for name in run.train if name.startswith(CORRECTION)]:
         raise UsageError(f"{key}: {asked} and train.{given[0]} say the same", fix="drop one")
     return {CORRECTION + name: value for name, value in values.items()}
+
+
+def refuse_adapter(run: RunConfig) -> None:
+    """Raise UsageError where vLLM cannot be given the run's adapter apart from its base."""
+    if run.cogumi.sampler_weights == "merged":
+        return
+    key, lora = "cogumi.sampler_weights", run.lora
+    if not run.train.get("use_vllm") or run.train.get("vllm_mode", "colocate") != "colocate":
+        fix = "drop it, or set train.use_vllm: true with train.vllm_mode: colocate"
+        raise UsageError("adapter is for vLLM in the trainer's process", key=key, fix=fix)
+    if run.cogumi.tuning == "full":
+        raise UsageError("adapter, and there is none with cogumi.tuning: full", key=key, fix="drop it")
+    if run.train.get("vllm_enable_sleep_mode"):
+        what = "adapter, and an engine that sleeps loses the base's weights"
+        raise UsageError(what, key=key, fix="set merged, or drop train.vllm_enable_sleep_mode")
+    modules = lora.get("target_modules") or ()
+    refused = {
+        "use_dora": lora.get("use_dora"),
+        "modules_to_save": lora.get("modules_to_save"),
+        "bias": lora.get("bias", "none") != "none",
+        "target_parameters": lora.get("target_parameters"),
+        "target_modules": any(name in str(modules) for name in ("lm_head", "embed_tokens")),
+    }
+    if given := [name for name, value in refused.items() if value]:
+        what = f"adapter, and vLLM serves none with lora.{given[0]}: {lora[given[0]]}"
+        raise UsageError(what, key=key, fix="set merged, or drop it")
+
+
+def engine_of(run: RunConfig) -> dict[str, Any]:
+    """Arguments of the vLLM engine that TRL does not give it; a server has its own."""
+    options: dict[str, Any] = {}
+    if run.cogumi.fp32_lm_head:
+        options["hf_overrides"] = {"head_dtype": "float32"}  # vLLM 0.26 and newer read it from the model's config
+    if run.cogumi.sampler_weights == "adapter":
+        options |= adapter_options(max([lora_config(run.lora).r, *(run.lora.get("rank_pattern") or {}).values()]))
+    return options
 
 
 def setting(run: RunConfig, key: str) -> Any:
@@ -199,9 +236,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
     if run.cogumi.thinking is not None:
         apply_thinking(run.cogumi.thinking, args, common["processing_class"])
     episodes = begin_episodes(run, common["processing_class"], context_of(common["model"].config))
-    # vLLM 0.26 reads it from the model's config; a server has its own.
-    of_head = {"hf_overrides": {"head_dtype": "float32"}} if run.cogumi.fp32_lm_head else {}
-    with engine_options(**of_head):
+    with engine_options(**engine_of(run)):
         trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does
     check_sampler(trainer)

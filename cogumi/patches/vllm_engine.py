@@ -6,11 +6,13 @@ vLLM has packed its weights into other tensors than those that TRL writes to, so
 """
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy
 import torch
@@ -21,6 +23,7 @@ from cogumi.patches.trl_internals import wrap_method
 
 NAME = "vLLM under TRL"
 WRITTEN_FOR = "vLLM 0.31"
+MEMORY = Path("/dev/shm")
 METHODS = ("_init_vllm", "sync_weights", "_iter_named_params")
 
 _originals: dict[str, Callable[[Any], Any]] = {}
@@ -83,6 +86,12 @@ def build_engine(generation: Any) -> None:
     llm = vllm_generation.LLM
     with kept_random_state(), replaced(vllm_generation, {"LLM": build}):
         _originals["_init_vllm"](generation)
+    if serves_adapter(generation):
+
+        def generate(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs, lora_request=generation.cogumi_adapter)
+
+        wrap_method(generation.llm, "generate", generate)
     return None
 
 
@@ -104,7 +113,9 @@ def kept_random_state() -> Iterator[None]:
 
 
 def sync_weights(generation: Any) -> None:
-    """The trainer's weights into the engine: TRL's own way on a GPU, and vLLM's reload on a CPU."""
+    """The trainer's weights into the engine: the adapter alone where it serves one, else TRL's own way, and a CPU's."""
+    if serves_adapter(generation):
+        return hand_over_adapter(generation)
     if generation.mode != "colocate" or not on_cpu():
         return _originals["sync_weights"](generation)
     weights = generation._iter_named_params()
@@ -153,19 +164,47 @@ def merged(layer: Any) -> Iterator[torch.nn.Module]:
         inner := wrappers[-1].base_layer, BaseTunerLayer
     ):  # stacked experts have a wrapper for each parameter
         wrappers.append(inner)
-    kept = [(name, each, each.data.clone()) for name, each in inner.named_parameters(recurse=False)]
+    kept = [(name, each, each.data) for name, each in inner.named_parameters(recurse=False)]
     with torch.no_grad():
+        for _, parameter, values in kept:
+            parameter.data = values.clone()  # a new tensor, as the engine may keep it until it has the whole layer
         for wrapper in reversed(wrappers):
             wrapper.merge()
     try:
         yield inner
     finally:
-        with torch.no_grad():
-            for wrapper in wrappers:
-                wrapper.unmerge()
-            for name, parameter, values in kept:
-                parameter.data.copy_(values)
-                inner.register_parameter(name, parameter)
+        for wrapper in wrappers:
+            wrapper.merged_adapters.clear()  # unmerging would subtract the adapter from what was handed out
+        for name, parameter, values in kept:
+            parameter.data = values
+            inner.register_parameter(name, parameter)
+
+
+def adapter_options(rank: int) -> dict[str, Any]:
+    """The arguments for an engine that serves the adapter of the trainer beside its base. rank: the adapter's largest."""
+    from vllm.config.lora import MaxLoRARanks
+
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(n for n in get_args(MaxLoRARanks) if n >= rank)}
+
+
+def serves_adapter(generation: Any) -> bool:
+    """Whether the engine multiplies base and adapter apart, as the trainer does, instead of their sum."""
+    return generation.mode == "colocate" and generation.llm.llm_engine.vllm_config.lora_config is not None
+
+
+def hand_over_adapter(generation: Any) -> None:
+    """Give the engine the adapter as it is now, in the place of the last one; its files are in memory where there is room."""
+    from vllm.lora.request import LoRARequest
+
+    engine, before = generation.llm.llm_engine, getattr(generation, "cogumi_adapter", None)
+    number = 1 if before is None else before.lora_int_id + 1
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+        generation.model.save_pretrained(directory, save_embedding_layers=False)
+        if before is not None:
+            engine.remove_lora(before.lora_int_id)
+        generation.cogumi_adapter = LoRARequest(f"policy-{number}", number, directory)
+        engine.add_lora(generation.cogumi_adapter)
+    generation.llm.reset_prefix_cache()
 
 
 def on_cpu() -> bool:
@@ -224,11 +263,26 @@ def score(generation: Any, sequences: Sequence[Sequence[int]]) -> list[list[floa
         return [[place[0] for place in each] for each in found["actual_logprobs"]]
     from vllm import LLM, SamplingParams
 
+    if serves_adapter(generation) and on_cpu():
+        return score_prefixes(generation, sequences)
     prompts = [{"prompt_token_ids": list(each)} for each in sequences]
     # Greedy, so that what follows is sampled from the same random numbers as without.
     settings = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    outputs = LLM.generate(generation.llm, prompts, settings, use_tqdm=False)
+    adapter = getattr(generation, "cogumi_adapter", None)
+    outputs = LLM.generate(generation.llm, prompts, settings, use_tqdm=False, lora_request=adapter)
     return [
         [place[token].logprob for token, place in zip(each.prompt_token_ids[1:], each.prompt_logprobs[1:], strict=True)]
         for each in outputs
     ]
+
+
+def score_prefixes(generation: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """`score`, a request for each token: on a CPU, vLLM's LoRA kernels cannot give log-probabilities of a prompt."""
+    from vllm import LLM, SamplingParams
+
+    places = [(each[:end], each[end]) for each in sequences for end in range(1, len(each))]
+    prompts = [{"prompt_token_ids": list(before)} for before, _ in places]
+    settings = [SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[token]) for _, token in places]
+    outputs = LLM.generate(generation.llm, prompts, settings, use_tqdm=False, lora_request=generation.cogumi_adapter)
+    logps = iter([out.outputs[0].logprobs[0][token].logprob for out, (_, token) in zip(outputs, places, strict=True)])
+    return [[next(logps) for _ in each[1:]] for each in sequences]

@@ -23,8 +23,9 @@ FIRST_ROLLOUTS = 3  # whose tokens are scored by the trainer too where TRL does 
 # Mean difference between engines of the same weights, in nats: below it nothing is told before they
 # have agreed once. Measured on the small base: 1e-6 in float32, 0.02 to 0.03 in bfloat16 (docs/rollouts.md).
 USUAL = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-# Two agreeing engines differ by sqrt(2) times that in how far they moved, so 4 times that leaves less than half.
-TELLING = 4.0
+# Two agreeing engines differ by sqrt(2) times that in how far they moved: a sixth of a movement 8 times as large.
+TELLING = 8.0
+AGREES = 0.3  # share of a movement that engines which agree may lack
 STIRRED = 0.1  # of it, from which a change of the trainer's would have changed some of the sampler's values too
 PREFIX = "sampling/probe/"
 
@@ -75,7 +76,7 @@ class SamplerCheck:
         self.texts: list[list[int]] = []
         self.sampled: Tensor | None = None  # (N,), of this rollout
         self.step = -1  # whose rollout was scored last
-        self.agreed: Scores | None = None
+        self.since: list[Scores] = []  # of the first rollout, and of the last at which both agreed
         self.noise = USUAL.get(trainer.model.dtype, 0.05)
         self.last: Scores | None = None
         self.rollouts = 0
@@ -118,19 +119,25 @@ class SamplerCheck:
         if self.sampled is None:
             return {}
         now, self.sampled = Scores(self.sampled, score_by_trainer(self.trainer.model, self.texts)), None
-        if self.agreed is None:
+        if self.last is None:
             base = score_by_base(self.trainer.model, self.texts)
-            # An adapter that is trained from zeros is the base, and so is an engine that was given none of it.
-            self.agreed = Scores(base, base) if base is not None else now
-        moved = now.trainer - self.agreed.trainer
-        far = mean_absolute(moved)
-        found = {"difference": now.difference, "moved": far}
+            # An engine that was never given the adapter is at the base, and so is an adapter of zeros.
+            self.since = [now if base is None else Scores(base, base)]
+        moved = [now.trainer - each.trainer for each in self.since]
+        lags = [
+            mean_absolute(now.sampler - each.sampler - change) / mean_absolute(change)
+            for each, change in zip(self.since, moved, strict=True)
+            if mean_absolute(change) > TELLING * self.noise
+        ]
+        found = {"difference": now.difference, "moved": mean_absolute(moved[-1])}
         if self.last is not None and is_unchanged(self.last, now, STIRRED * self.noise):
             found["lag"] = 1.0
-        elif far > TELLING * self.noise:
-            found["lag"] = mean_absolute(now.sampler - self.agreed.sampler - moved) / far
-        if found.get("lag", 1.0 if self.last else 0.0) < 0.5:
-            self.agreed, self.noise = now, max(now.difference, 1e-7)
+        elif lags:
+            found["lag"] = max(lags)
+        if self.last is None and not lags:
+            self.since, self.noise = [now], max(now.difference, 1e-7)
+        elif found.get("lag", 1.0) < AGREES:
+            self.since = [self.since[0], now]
         self.last = now
         return found
 
