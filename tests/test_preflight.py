@@ -28,7 +28,6 @@ from cogumi.forecast.memory_forecast import (
     layer_period,
     planned_work,
     smaller_rollout,
-    vllm_bytes,
     weights_dtype,
 )
 from cogumi.forecast.preflight_report import Line, PreflightReport
@@ -398,18 +397,6 @@ def test_a_rollout_that_does_not_fit_is_made_smaller_under_the_key_that_says_its
     assert smaller_rollout(planned, work, 16) == "train.steps_per_generation: 8"
     less = smaller_rollout(planned, replace(work, rollout=16), 16)
     assert less == "train.steps_per_generation: 4"  # never less than a step
-
-
-def test_vllm_beside_the_step_takes_its_share() -> None:
-    run = load_config(SMOKE / "gspo.yaml")
-    target = find_target("A100 80GB")
-    assert vllm_bytes(run, target) == 0
-    run.train |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.4}
-    assert target.card is not None
-    assert vllm_bytes(run, target) == round(0.4 * target.card.bytes)
-    assert planned_work(run, 64).rollout == 0
-    run.train["vllm_enable_sleep_mode"] = True
-    assert vllm_bytes(run, target) == 0
 
 
 def test_layers_of_two_kinds_are_taken_in_pairs() -> None:

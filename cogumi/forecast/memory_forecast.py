@@ -18,10 +18,12 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.formatting import format_memory
 from cogumi.forecast.fake_tensors import StagePeak
 from cogumi.forecast.preflight_report import Line
-from cogumi.forecast.training_step import ROLLOUT, StepShape, planned_trainer, run_step
+from cogumi.forecast.training_step import LOAD, ROLLOUT, UPDATE, StepShape, planned_trainer, run_step
+from cogumi.forecast.vllm_forecast import rollout_rows
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import Choice, Machine, dtype_of_weights
 from cogumi.models.loading import meta_model, resolve_dtype
+from cogumi.rl.memory_plan import engine_bytes
 from cogumi.stack.gpus import Card, find_card, parse_card
 
 # CUDA's own part of a card, before the first tensor: about 0.5 GiB, kernels being loaded as they are needed.
@@ -29,7 +31,6 @@ CONTEXT = 512 * 2**20
 FRAGMENTS = 0.05  # of activations, logits and gradients
 WORKSPACE, HOPPERS_WORKSPACE = 2 * (4096 * 1024 * 2 + 16 * 8 * 1024), 2 * 4096 * 8 * 1024
 STAYING = ("weights", "adapter", "optimizer")
-VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Target:
     def on_card(self) -> bool:
         return self.machine.capability is not None
 
+    @property
+    def total(self) -> int:
+        """Bytes of the card, in use or not, of which vLLM takes its share; 0 without a card."""
+        return self.machine.total_bytes
+
     def __str__(self) -> str:
         return f"{self.machine.name}, {self.free / 2**30:.1f} GiB free"
 
@@ -60,7 +66,8 @@ def find_target(card: str | None) -> Target:
     known = parse_card(card)
     free = known.bytes - CONTEXT
     # The lane for cards (requirements/stable.in) brings bitsandbytes.
-    return Target(Machine(known.name, known.capability, free, bitsandbytes=True), known, free, named=True)
+    machine = Machine(known.name, known.capability, free, bitsandbytes=True, total_bytes=known.bytes)
+    return Target(machine, known, free, named=True)
 
 
 def weights_dtype(target: Target, wanted: str) -> torch.dtype:
@@ -81,7 +88,7 @@ def autocast_dtype(run: RunConfig, target: Target) -> torch.dtype | None:
 class MemoryForecast:
     """A step on a target, in bytes. moments: the peak of each stage. workspace: of cuBLAS, 0 without a card.
 
-    vllm: what it takes beside the step. rows, length: the largest with which alone a step fits that does not as it is;
+    vllm: what its engine takes beside the step. rows, length: the largest with which alone a step fits that does not as it is;
     length is that of completions, for gspo. None where none does.
     """
 
@@ -96,6 +103,17 @@ class MemoryForecast:
     @property
     def peak_moment(self) -> StagePeak:
         return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def loaded(self) -> int:
+        """The trainer's weights and adapter, before anything is computed with them."""
+        return next(moment.total for moment in self.moments if moment.stage == LOAD)
+
+    @property
+    def resident(self) -> int:
+        """What the trainer holds between two steps."""
+        last = next(moment for moment in self.moments if moment.stage == UPDATE)
+        return sum(last.by_kind.get(kind, 0) for kind in STAYING)
 
     @property
     def breakdown(self) -> dict[str, int]:
@@ -119,7 +137,8 @@ class MemoryForecast:
         full = self.peak_moment
         stages = {each.stage: each.total for each in self.moments}
         figures = {"peak": self.peak, "tensors": full.total, "workspace": self.workspace, "breakdown": self.breakdown}
-        return figures | {"stage": full.stage, "stages": stages, "free": self.free, "work": vars(self.work)}
+        figures |= {"stage": full.stage, "stages": stages, "vllm": self.vllm}
+        return figures | {"free": self.free, "work": vars(self.work)}
 
 
 def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) -> MemoryForecast:
@@ -142,7 +161,7 @@ def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) 
             config.get_text_config().num_hidden_layers,
             period,
         )
-        return MemoryForecast(moments, work, target.free, workspace, vllm_bytes(run, target))
+        return MemoryForecast(moments, work, target.free, workspace, engine_bytes(run.train, target.total))
 
     def largest(candidates: Sequence[int], changed: Callable[[int], StepShape]) -> int | None:
         fitting = bisect.bisect_right(candidates, target.free, key=lambda number: forecast(changed(number)).peak)
@@ -198,16 +217,6 @@ def layer_period(config: Any) -> int | None:
     return next((n for n in range(1, count // 2 + 1) if all(kinds[i] == kinds[i % n] for i in range(count))), None)
 
 
-def vllm_bytes(run: RunConfig, target: Target) -> int:
-    """What vLLM holds beside the step where it shares the card: its share of the whole card, nothing while it sleeps."""
-    train = run.train
-    shares = train.get("use_vllm") and train.get("vllm_mode", "colocate") == "colocate"
-    if not shares or train.get("vllm_enable_sleep_mode"):
-        return 0
-    card = target.card.bytes if target.card is not None else target.free
-    return round(float(train.get("vllm_gpu_memory_utilization") or VLLM_SHARE) * card)
-
-
 def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -> StepShape:
     """What goes through at once. longest: tokens of the longest example, or of gspo's longest prompt."""
     train, method = run.train, run.cogumi.method
@@ -223,12 +232,13 @@ def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -
                     micro_batches=steps)  # fmt: skip
     completion, rollout = int(train.get("max_completion_length") or 256), 0
     if not train.get("use_vllm"):  # TRL's generation batch
-        rollout = int(train.get("generation_batch_size") or rows * int(train.get("steps_per_generation") or steps))
+        rollout = rollout_rows(run)
     return StepShape(method, rows, longest, completion, rollout, padded=not flash, micro_batches=steps)
 
 
-def describe_memory(step: MemoryForecast, run: RunConfig, chosen: Sequence[Choice] = ()) -> Line:
-    """The line on memory, with what would make it fit. chosen: what the run left open, and the machine decides."""
+def describe_memory(step: MemoryForecast, run: RunConfig, chosen: Sequence[Choice] = (), engine_fix: str = "") -> Line:
+    """The line on memory, with what would make it fit. chosen: what the run left open, and the machine decides.
+    engine_fix: the change where the step fits alone, and not beside vLLM."""
     work, stage = step.work, step.peak_moment.stage
     made_of = ", ".join(f"{kind} {format_memory(size)}" for kind, size in step.breakdown.items())
     at_once = work.rollout if stage == ROLLOUT else work.rows
@@ -236,7 +246,10 @@ def describe_memory(step: MemoryForecast, run: RunConfig, chosen: Sequence[Choic
     said += f"{stage} with {at_once} x {work.length} tokens: {made_of}"
     if chosen:
         said += "; with " + ", ".join(f"{each.key}: {each.value}" for each in chosen) + ", which the run chooses"
-    return Line("memory", said) if step.fits else Line("memory", said, "red", suggest_fix(step, run))
+    if step.fits:
+        return Line("memory", said)
+    alone = engine_fix and step.peak - step.vllm <= step.free
+    return Line("memory", said, "red", engine_fix if alone else suggest_fix(step, run))
 
 
 def suggest_fix(step: MemoryForecast, run: RunConfig) -> str:

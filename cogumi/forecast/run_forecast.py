@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.disk_forecast import describe_disks
 from cogumi.forecast.memory_forecast import Target, find_target, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
+from cogumi.forecast.rollout_plan import choose_with_engine, describe_sampler, estimate_rollout, forecast_rollout
 from cogumi.forecast.training_step import StepShape, forecast_weights, planned_trainer
 from cogumi.health.flags_by_method import ENOUGH_ROWS
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.originals import find_original
 from cogumi.methods import gspo
-from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose, load_of, with_values
+from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_segments, with_values
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder
 from cogumi.methods.dpo import REFERENCE
 from cogumi.models.adapters import lora_of, refuse_unmatched
@@ -41,6 +42,7 @@ from cogumi.models.loading import resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 from cogumi.models.unsloth_models import FAMILIES, choose_backend
 from cogumi.patches import unsloth_rl
+from cogumi.rl.memory_plan import engine_bytes
 from cogumi.rl.patching import patch
 from cogumi.stack.lanes import check_lane
 from cogumi.telemetry.throughput import flops_of
@@ -77,6 +79,8 @@ def forecast_run(
     refuse_impossible(run.cogumi)
     if train is not None and card is not None:
         raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
+    if card is None:
+        refuse_segments(run)
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
@@ -142,21 +146,31 @@ def forecast_lines(
     patch(graph_break="off", backend="trl")  # without it TRL takes no gspo, and its losses need a GPU
     lines: list[Line] = []
     figures: dict[str, Any] = {}
-    chosen_run, load, chosen = choose_for_target(asked, base, target)
+    chosen_run, load, chosen = choose_for_target(asked, base, of_base, found.longest, target)
     if asked.model.quantization_config is not None or quantization_of(of_base) is not None:
         dtype = weights_dtype(target, asked.model.dtype)
         lines.append(describe_weights(of_base, dtype, asked.model.quantization_config))
     try:
-        free = target.free - load.weights - MOMENTS * load.trained
+        free = target.free - load.weights - MOMENTS * load.trained - engine_bytes(chosen_run.train, target.total)
         run, work = plan_work(chosen_run, of_base, found, target, free)
         memory = memory_forecast.forecast_step(run, of_base, work, target)
     except UsageError as error:
-        lines.append(Line("memory", str(error), "red"))
+        rollout = estimate_rollout(chosen_run, of_base, load, target, found.longest)
+        alone = rollout is not None and rollout.step <= rollout.free
+        lines.append(Line("memory", str(error), "red", rollout.fix if rollout is not None and alone else ""))
+        lines += describe_sampler(
+            chosen_run, of_base, rollout and replace(rollout, free=target.free), target, found.longest
+        )
     except REFUSALS as error:
         lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
     else:
-        lines.append(memory_forecast.describe_memory(memory, chosen_run, chosen))  # its keys are those of the YAML
+        rollout = forecast_rollout(run, of_base, memory, target, found.longest)
+        fix = rollout.fix if rollout is not None else ""
+        lines.append(memory_forecast.describe_memory(memory, chosen_run, chosen, fix))  # its keys are those of the YAML
+        lines += describe_sampler(run, of_base, rollout, target, found.longest)
         figures["memory"] = memory.as_dict()
+        if rollout is not None:
+            figures["vllm"] = rollout.as_dict()
         if found.looked_at or configured_steps(run):
             time = forecast_time(run, work, found, probe or estimate_pace(run, of_base, work, found, target))
             lines.append(describe_time(time, run, target))
@@ -187,13 +201,15 @@ def describe_weights(of_base: Any, dtype: torch.dtype, quantization: dict[str, A
     return Line("weights", str(count), "yellow" if count.quantized < 0.5 else "green", fix)
 
 
-def choose_for_target(run: RunConfig, base: str, target: Target) -> tuple[RunConfig, Load, list[Choice]]:
+def choose_for_target(
+    run: RunConfig, base: str, of_base: Any, longest: int, target: Target
+) -> tuple[RunConfig, Load, list[Choice]]:
     """The run with what it leaves open decided as it would be there; what it asks; and what was decided."""
     there = run.model_copy(deep=True)
-    if there.model.dtype == "auto":
+    if there.model.dtype == "auto" and there.cogumi.tuning != "full":  # every weight is trained in float32 then
         there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
     load = load_of(there, base)
-    choices = choose(there, target.machine, load)
+    choices = choose_with_engine(there, target.machine, load, of_base, lambda: longest)
     return with_values(run, choices), load, choices
 
 

@@ -7,6 +7,7 @@ of rl/memory_plan.py and have not been compared with a card here.
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.methods.examples import longest_example
@@ -23,12 +24,20 @@ from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.patches.trl_internals import supported_attention
-from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, step_bytes
+from cogumi.rl.memory_plan import (
+    USABLE,
+    ModelShape,
+    free_memory_bytes,
+    samples_beside,
+    step_bytes,
+    total_memory_bytes,
+)
 from cogumi.stack.probes import flash_attention
 
 log = logging.getLogger("cogumi")
 SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR, SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments"
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", ALLOCATOR)
 MARGIN = 0.7  # of what is free beside the weights: what activations may take for layers not to be computed twice
 BATCH, COMPLETION = 8, 256  # transformers' per_device_train_batch_size, TRL's max_completion_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
@@ -37,7 +46,8 @@ NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides. capability: (8, 0) for an A100, None without a GPU. flash: the flash attention that computes right here."""
+    """What decides. capability: (8, 0) for an A100, None without a GPU. flash: the flash attention that computes right here.
+    total_bytes: of the GPU, in use or not; 0 without one."""
 
     name: str
     capability: tuple[int, int] | None
@@ -45,6 +55,7 @@ class Machine:
     bitsandbytes: bool = False
     flash: str | None = None
     why_flash: str = "no flash attention was tried"
+    total_bytes: int = 0
 
     @property
     def bf16(self) -> bool:
@@ -58,7 +69,8 @@ class Machine:
             return cls("CPU", None, free_memory_bytes(), bitsandbytes)
         capability = torch.cuda.get_device_capability()
         flash = flash_attention() if capability >= (8, 0) else (None, NO_FLASH)
-        return cls(torch.cuda.get_device_name(), capability, free_memory_bytes(), bitsandbytes, *flash)
+        name, free = torch.cuda.get_device_name(), free_memory_bytes()
+        return cls(name, capability, free, bitsandbytes, *flash, total_bytes=total_memory_bytes())
 
 
 @dataclass(frozen=True)
@@ -157,19 +169,27 @@ def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Choice:
 # ------------------------------------------------------------------------------------------------------- on this machine
 
 
-def apply_choices(run: RunConfig, base: str) -> RunConfig:
-    """The run with what it left open decided, each decision logged; a resumed run keeps the ones it made."""
+Decide = Callable[[RunConfig, Machine, Load], list[Choice]]
+
+
+def apply_choices(run: RunConfig, base: str, decide: Decide = choose) -> RunConfig:
+    """The run with what it left open decided, each decision logged; a resumed run keeps the ones it made.
+
+    decide: what decides. Raises UsageError where a decision and the environment exclude each other.
+    """
     place = run.run_dir / DECISIONS
     begun = read_section(place, SETTINGS)
     if begun != {}:  # a list, empty where nothing was left open
         choices = [Choice(each["key"], each["value"], "as when the run began") for each in begun]
         choices = [choice for choice in choices if is_open(run, choice.key)]
     else:
-        choices = choose(run, Machine.here(), load_of(run, base))
+        choices = decide(run, Machine.here(), load_of(run, base))
         write_section(place, SETTINGS, [asdict(each) for each in choices])
     for choice in choices:
         log.info("chosen: %s", choice)
-    return with_values(run, choices)
+    decided = with_values(run, choices)
+    refuse_segments(decided)
+    return decided
 
 
 def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
@@ -186,12 +206,29 @@ def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
 
 def set_allocator(run: RunConfig) -> list[Choice]:
     """Set, and return, what must be set before CUDA is initialised; nothing where that is too late or the user has set it."""
-    given = ALLOCATOR in os.environ or "PYTORCH_ALLOC_CONF" in os.environ
-    # vLLM's sleep mode has an allocator of its own, which refuses expandable segments.
-    if given or run.train.get("use_vllm") or not torch.cuda.is_available() or torch.cuda.is_initialized():
+    given = any(name in os.environ for name in ALLOCATORS)
+    # vLLM's sleep mode has a memory pool of its own. Whether the engine will sleep is known later, unless the run says.
+    may_sleep = samples_beside(run.train) and run.train.get("vllm_enable_sleep_mode") is not False
+    if given or may_sleep or not torch.cuda.is_available() or torch.cuda.is_initialized():
         return []
-    os.environ[ALLOCATOR] = "expandable_segments:True"
+    os.environ[ALLOCATOR] = f"{SEGMENTS}:True"
     return [Choice(ALLOCATOR, os.environ[ALLOCATOR], "lengths differ from step to step, and fixed blocks fragment")]
+
+
+def refuse_segments(run: RunConfig) -> None:
+    """Raise UsageError for expandable segments in the environment of a run whose engine sleeps.
+
+    Sleep mode allocates in a memory pool, in which they do not work (pytorch issue 147851). vLLM has asserted that
+    "Expandable segments are not compatible with memory pool". 0.31 disables them while it allocates there.
+    """
+    given = next((name for name in ALLOCATORS if os.environ.get(name)), None)  # the order in which torch reads them
+    if given is None or not samples_beside(run.train) or not run.train.get("vllm_enable_sleep_mode"):
+        return
+    flags = dict(flag.strip().split(":", 1) for flag in os.environ[given].split(",") if ":" in flag)
+    if flags.get(SEGMENTS, "").strip().lower() in ("true", "1"):
+        what = f"{given} sets {SEGMENTS}:True, which the memory pool of vLLM's sleep mode excludes"
+        fix = f"take {SEGMENTS} out of {given}, or set train.vllm_enable_sleep_mode: false"
+        raise RefusedAtSetup(what, key="train.vllm_enable_sleep_mode", fix=fix)
 
 
 def load_of(run: RunConfig, base: str) -> Load:

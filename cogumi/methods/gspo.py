@@ -29,12 +29,14 @@ from cogumi.rl.memory_plan import (
     ModelShape,
     check_groups,
     count_documents,
+    engine_bytes,
     free_memory_bytes,
     nearest_multiples,
     plan_batch,
     refuse_small_group,
     refuse_uneven,
     repeat_to_rollout,
+    total_memory_bytes,
 )
 from cogumi.rl.sampler_check import check_sampler
 from cogumi.rl.sampling import stop_rollouts_at, strip_stops, use_rollout_logps
@@ -174,7 +176,9 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts
     if not planned:
         tools = task_of(run).schemas
         longest = max(len(prompt_ids(prompt, tokenizer, tools)) for prompt in prompts["prompt"])
-        free = free_memory_bytes() - TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
+        # The engine is not started yet, and will be beside every step.
+        free = free_memory_bytes() - engine_bytes(run.train, total_memory_bytes())
+        free -= TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
         planned, line = batch_for(run, model.config, model.dtype.itemsize, longest, free)
         log.info("%s", line)
         write_section(run.run_dir / DECISIONS, BATCH, planned)

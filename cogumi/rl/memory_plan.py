@@ -21,6 +21,9 @@ from cogumi.patches.gspo_loss import trl_defaults
 USABLE = 0.9
 # TRL's fused head (trl/kernels/chunked_logprob.py): tokens x vocabulary entries of one tile of logits, in fp32.
 HEAD_TILE = (4096, 32768)
+VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
+# What vLLM's CUDA graphs and kernels take, and keep while the engine sleeps: an allowance that no card has confirmed here.
+GRAPHS = 2**30
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def plan_batch(
     activations beside weights, gradients and optimizer state. A micro-batch that is given is kept. Raises UsageError
     where none fits.
     """
+    free_bytes = max(0, free_bytes)  # negative where weights and optimizer alone do not fit
     usable, length = int(USABLE * free_bytes), longest_prompt + max_completion_length
     sizes = (n for n in range(documents, 0, -1) if documents % n == 0)
     need = {n: step_bytes(n, shape, length, bytes_per_element, gradient_checkpointing) for n in sizes}
@@ -164,6 +168,29 @@ def free_memory_bytes() -> int:
         free, _ = torch.cuda.mem_get_info()
         return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
     return int(psutil.virtual_memory().available)
+
+
+def total_memory_bytes() -> int:
+    """Of the current GPU, in use or not, as vLLM counts its share; 0 without one."""
+    return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 0
+
+
+def samples_beside(train: Mapping[str, Any]) -> bool:
+    """Whether vLLM's engine shares the card with the training."""
+    return bool(train.get("use_vllm")) and train.get("vllm_mode", "colocate") == "colocate"
+
+
+def engine_bytes(train: Mapping[str, Any], card: int, awake: bool = False) -> int:
+    """What vLLM holds of a card of so many bytes beside a training step, or `awake`, in the rollout.
+
+    train: the section of a config. Asleep it keeps its CUDA graphs: TRL's level 2 discards weights and KV cache.
+    """
+    if not samples_beside(train):
+        return 0
+    if train.get("vllm_enable_sleep_mode") and not awake:
+        return min(GRAPHS, card)
+    share = train.get("vllm_gpu_memory_utilization")
+    return math.ceil(float(VLLM_SHARE if share is None else share) * card)
 
 
 def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:

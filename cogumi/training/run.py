@@ -155,7 +155,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
             write_section(run_dir / DECISIONS, "sandbox", {"what": sandbox})
         if weights is not None:
             log.log(logging.INFO if weights.state == "green" else logging.WARNING, "weights: %s", weights.figure)
-        chosen = auto_settings.apply_choices(run, base)
+        chosen = stages.make_choices(run, base, of_base, examples.train, tokenizer)
         if stages.wants_preflight(run):
             enter("preflight")
             stages.run_preflight(chosen, base, of_base, examples.train, tokenizer)
@@ -208,6 +208,7 @@ def refuse_early(run: RunConfig) -> None:
         Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     if run.cogumi.tuning == "full":
         auto_settings.refuse_adapter_settings(run)
+    auto_settings.refuse_segments(run)
     refuse_unreachable(run.train)
 
 

@@ -37,6 +37,7 @@ from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
 from cogumi.forecast.preflight_report import PreflightReport
+from cogumi.forecast.rollout_plan import choose_with_engine
 from cogumi.forecast.run_forecast import describe_stack, forecast_in_worker
 from cogumi.health.flags import red_flags
 from cogumi.health.verdict import Check, Scale, Verdict, safe_to_scale
@@ -46,6 +47,7 @@ from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.logits import check_directory, difference, forward
 from cogumi.merge.originals import Original
 from cogumi.merge.parameter_map import auto_class, meta_model
+from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.models.unsloth_models import Backend
 from cogumi.patches import unsloth_rl
@@ -133,6 +135,18 @@ def wants_preflight(run: RunConfig) -> bool:
     return run.cogumi.preflight == "on" or (run.cogumi.preflight == "auto" and torch.cuda.is_available())
 
 
+def make_choices(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> RunConfig:
+    """The run with what it left open decided; where vLLM samples, for all its prompts."""
+
+    def decide(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
+        def longest() -> int:
+            return max(data_sample.prompt_lengths(run, list(data.dataset["prompt"]), tokenizer))
+
+        return choose_with_engine(run, machine, load, of_base, longest)
+
+    return apply_choices(run, base, decide)
+
+
 def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> None:
     """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit before anything
     is allowed for (`cogumi.forecast.memory_forecast`); what may not fit is warned of."""
@@ -153,6 +167,10 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
             log.warning("preflight: RED: %s: %s; %s", line.stage, line.figure, line.fix)
         else:
             log.info("preflight: %s: %s", line.stage, line.figure)
+    engine = figures.get("vllm")
+    if engine is not None and engine["cannot_start"]:
+        red = next(line for line in lines if line.stage == "vllm")
+        raise RefusedAtSetup(f"vllm: {red.figure}", fix=f"{red.fix} (or cogumi.preflight: off, which starts it anyway)")
     memory = figures.get("memory")
     if memory is not None and memory["tensors"] > memory["free"]:
         red = next(line for line in lines if line.stage == "memory")
