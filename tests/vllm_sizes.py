@@ -59,8 +59,9 @@ def rows() -> Iterator[str]:
                 found = {line.stage: line for line in report.lines}
                 print(f"{size} {way} {card}\n{report}\n", file=sys.stderr)
                 memory, engine = report.figures.get("memory"), report.figures.get("vllm")
-                if memory is None or engine is None:
-                    yield f"| {size} | {way} | {card} | | | | red: {found['memory'].figure} |"
+                if memory is None or engine is None:  # not one document fits
+                    why = found["vllm"].figure if found["vllm"].state == "red" else "not one document fits"
+                    yield f"| {' | '.join((size, way, card, '', '', '', '', '', '', f'red: {why}'))} |"
                     continue
                 mode = "asleep" if engine["sleeps"] else "awake"
                 gib = [f"{each / 2**30:.1f}" for each in (engine["weights"], memory["peak"], engine["rollout"])]

@@ -164,7 +164,7 @@ def write_summary(heart: Heartbeat) -> None:
         memory |= {"gpu_peak_allocated": peak, "gpu_peak_reserved": torch.cuda.max_memory_reserved()}
     forecast = read_section(heart.run_dir / FORECAST, "preflight").get("figures", {}).get("memory")
     if forecast is not None:
-        planned = memory["gpu_peak_forecast"] = forecast["tensors"] + forecast["workspace"]
+        planned = memory["gpu_peak_forecast"] = forecast["tensors"] + forecast["workspace"] + forecast.get("vllm", 0)
         if peak and planned:
             more, said = 100 * (planned / peak - 1), map(format_bytes, (peak, planned))
             log.info("GPU memory: %s at its peak, %s forecast (%+.1f %%)", *said, more)

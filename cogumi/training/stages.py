@@ -172,7 +172,8 @@ def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer
         red = next(line for line in lines if line.stage == "vllm")
         raise RefusedAtSetup(f"vllm: {red.figure}", fix=f"{red.fix} (or cogumi.preflight: off, which starts it anyway)")
     memory = figures.get("memory")
-    if memory is not None and memory["tensors"] > memory["free"]:
+    awake = engine["engine"] if engine is not None and not engine["sleeps"] else 0
+    if memory is not None and memory["tensors"] + awake > memory["free"]:
         red = next(line for line in lines if line.stage == "memory")
         fix = f"{red.fix} (or cogumi.preflight: off, which starts it anyway)"
         raise RefusedAtSetup(f"memory: {red.figure}", fix=fix)
