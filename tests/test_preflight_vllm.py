@@ -21,7 +21,7 @@ from cogumi.core.errors import UsageError
 from cogumi.forecast.memory_forecast import Target, find_target, planned_work
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.rollout_plan import RolloutPlan, choose_length, choose_with_engine, describe_rollout
-from cogumi.forecast.run_forecast import forecast_run
+from cogumi.forecast.run_forecast import choose_for_target, forecast_run
 from cogumi.forecast.vllm_forecast import (
     Engine,
     cache_layout,
@@ -32,6 +32,7 @@ from cogumi.forecast.vllm_forecast import (
 )
 from cogumi.methods import auto_settings, gspo
 from cogumi.methods.auto_settings import ALLOCATOR, Choice, Load, Machine, apply_choices, refuse_segments, set_allocator
+from cogumi.models.loading import meta_model
 from cogumi.rl.memory_plan import GRAPHS, ModelShape, engine_bytes
 from cogumi.training import stages
 from tests.vllm_sizes import FAMILY, MODELS, config_of, qwen
@@ -293,6 +294,18 @@ def test_a_cache_that_is_not_known_is_said(tmp_path: Path) -> None:
     report = preflight(config_of(str(tmp_path)))
     assert line_of(report).state == "unknown"
     assert report.figures["memory"]["vllm"] == pytest.approx(0.3 * H100, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "bytes_of_a_weight"), [("lora", 2), ("full", 4 + 4)]
+)  # the gradient is counted, too
+def test_every_weight_is_trained_in_float32_on_a_named_card(
+    tiny_model: Path, tuning: str, bytes_of_a_weight: int
+) -> None:
+    run = run_of({"tuning": tuning})
+    config = AutoConfig.from_pretrained(tiny_model)
+    _, load, _ = choose_for_target(run, str(tiny_model), config, 64, find_target("h100 sxm"))
+    assert load.weights == pytest.approx(bytes_of_a_weight * meta_model(config).num_parameters(), rel=0.3)
 
 
 # ---------------------------------------------------------------------------------------------------------- what is chosen

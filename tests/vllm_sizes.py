@@ -61,7 +61,8 @@ def rows() -> Iterator[str]:
                 memory, engine = report.figures.get("memory"), report.figures.get("vllm")
                 if memory is None or engine is None:  # not one document fits
                     why = found["vllm"].figure if found["vllm"].state == "red" else "not one document fits"
-                    yield f"| {' | '.join((size, way, card, '', '', '', '', '', '', f'red: {why}'))} |"
+                    why = why.partition(" (")[0].rpartition("the card is ")[2]
+                    yield f"| {' | '.join((size, way, card, *[''] * 6, f'red: {why}'))} |"
                     continue
                 mode = "asleep" if engine["sleeps"] else "awake"
                 gib = [f"{each / 2**30:.1f}" for each in (engine["weights"], memory["peak"], engine["rollout"])]

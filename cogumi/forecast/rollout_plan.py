@@ -218,11 +218,13 @@ def load_beside(run: RunConfig, load: Load, length: int) -> Load:
 def estimate_plan(run: RunConfig, machine: Machine, load: Load, engine: Engine) -> RolloutPlan:
     """The plan by the estimates of `auto_settings`, before a step has been forecast."""
     moments = MOMENTS_8BIT if "8bit" in str(run.train.get("optim") or "") else MOMENTS
-    resident = load.weights + moments * load.trained
+    # Of every weight the gradient is counted too, and between two steps there is none.
+    loaded = load.weights // 2 if run.cogumi.tuning == "full" else load.weights
+    held = moments * load.trained
     load = load_beside(run, load, engine.length)
-    step = resident + load.step(checkpointing=run.train.get("gradient_checkpointing") is not False)
+    step = load.weights + held + load.step(checkpointing=run.train.get("gradient_checkpointing") is not False)
     free = int(USABLE * machine.free_bytes)
-    return RolloutPlan(engine, *share_of(run), load.weights, resident, step, free)
+    return RolloutPlan(engine, *share_of(run), loaded, loaded + held, step, free)
 
 
 def forecast_rollout(

@@ -156,8 +156,10 @@ def forecast_lines(
         memory = memory_forecast.forecast_step(run, of_base, work, target)
     except UsageError as error:
         rollout = estimate_rollout(chosen_run, of_base, load, target, found.longest)
-        alone = rollout is not None and rollout.step <= rollout.free
-        lines.append(Line("memory", str(error), "red", rollout.fix if rollout is not None and alone else ""))
+        fix = "set cogumi.tuning: lora; LoRA instead of every weight" if asked.cogumi.tuning == "full" else ""
+        if rollout is not None and rollout.step <= rollout.free:  # without the engine it does fit
+            fix = rollout.fix
+        lines.append(Line("memory", str(error), "red", fix))
         lines += describe_sampler(
             chosen_run, of_base, rollout and replace(rollout, free=target.free), target, found.longest
         )

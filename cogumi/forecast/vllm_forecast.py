@@ -1,10 +1,10 @@
 """How large vLLM's engine is, and which share of a card it needs.
 
-share = (weights + KV cache + working memory) / card. vLLM takes `gpu_memory_utilization` of the card's total. What its
-weights and a profile run leave of that becomes the KV cache (vllm 0.31, vllm/v1/worker/gpu_worker.py,
-determine_available_memory). TRL starts it (trl/generation/vllm_generation.py, _init_vllm) with
-`max_num_batched_tokens=4096`, `max_num_seqs` of a whole rollout, no `dtype` and no LoRA: the adapter is merged into the
-weights that are pushed. Weights and KV cache follow from the config and are compared with vLLM's engine on a CPU
+share = (weights + KV cache + working memory + CUDA graphs) / card. vLLM takes `gpu_memory_utilization` of the card's total.
+What its weights and a profile run leave of that becomes the KV cache (vllm 0.31, vllm/v1/worker/gpu_worker.py,
+determine_available_memory). TRL starts it with `max_num_batched_tokens=4096` and with `max_num_seqs` of a whole rollout
+(trl/generation/vllm_generation.py, _init_vllm). It passes no `dtype` and no LoRA: the adapter is merged into the weights
+that are pushed. Weights and KV cache follow from the config and are compared with vLLM's engine on a CPU
 (tests/test_vllm_sizing.py). Working memory and CUDA graphs are estimates that no card has confirmed here.
 """
 
