@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -470,6 +471,16 @@ def test_sleep_and_segments_are_refused_before_the_model_is_looked_for(monkeypat
     config["train"]["vllm_enable_sleep_mode"] = True
     with pytest.raises(UsageError, match="sets expandable_segments:True, which the memory pool of vLLM's sleep mode"):
         preflight(config, None)
+
+
+def test_sleep_that_was_chosen_excludes_them_too(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ALLOCATOR, "expandable_segments:True")
+    run = run_of(use_vllm=True)
+    run.model.name, run.cogumi.run_dir = str(tiny_model), tmp_path
+    with pytest.raises(UsageError, match="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
+        apply_choices(run, str(tiny_model), lambda *_: [Choice(SLEEP, True, "both do not fit awake")])
 
 
 @pytest.mark.parametrize(
