@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import numpy
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cogumi.patches import PatchStatus, replaced
@@ -74,9 +75,15 @@ def generation_class() -> Any:
 
 def build_engine(generation: Any) -> None:
     """TRL's own `_init_vllm` with the trainer's dtype for vLLM, and the process's random numbers left as they were."""
-    if generation.mode != "colocate":
-        return _originals["_init_vllm"](generation)
     from trl.generation import vllm_generation
+
+    if generation.mode != "colocate":
+        client: Any = vllm_generation.VLLMClient
+        if generation.accelerator.device.type == "cpu":
+            # TRL's channel for weights is NCCL's, which a CPU has not; `reload_server` writes a file instead.
+            client = type("Client", (client,), {"init_communicator": lambda self, device: None})
+        with replaced(vllm_generation, {"VLLMClient": client}):
+            return _originals["_init_vllm"](generation)
 
     options = {"dtype": computing_dtype(generation.model, generation.accelerator)} | _options
 
@@ -116,8 +123,10 @@ def sync_weights(generation: Any) -> None:
     """The trainer's weights into the engine: the adapter alone where it serves one, else TRL's own way, and a CPU's."""
     if serves_adapter(generation):
         return hand_over_adapter(generation)
-    if generation.mode != "colocate" or not on_cpu():
+    if generation.accelerator.device.type != "cpu":
         return _originals["sync_weights"](generation)
+    if generation.mode != "colocate":
+        return reload_server(generation)
     weights = generation._iter_named_params()
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     generation.llm.apply_model(pack_heads)
@@ -178,6 +187,27 @@ def merged(layer: Any) -> Iterator[torch.nn.Module]:
         for name, parameter, values in kept:
             parameter.data = values
             inner.register_parameter(name, parameter)
+
+
+def reload_server(generation: Any) -> None:
+    """Have a server on this machine read the weights from a file, in memory where there is room."""
+    client = generation.vllm_client
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+        tensors = {name: value.contiguous() for name, value in generation._iter_named_params()}
+        save_file(tensors, Path(directory) / "model.safetensors")
+        asked = {"method": "reload_from", "args": [directory]}
+        client._post(f"{client.base_url}/collective_rpc", json=asked)
+    client.reset_prefix_cache()
+
+
+class ServerWorker:
+    """For a server on a CPU: `vllm serve --worker-extension-cls cogumi.patches.vllm_engine.ServerWorker`."""
+
+    model_runner: Any
+
+    def reload_from(self, directory: str) -> None:
+        self.model_runner.reload_weights(weights_path=directory)
+        pack_heads(self.model_runner.get_model())
 
 
 def adapter_options(rank: int) -> dict[str, Any]:
