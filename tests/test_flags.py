@@ -520,3 +520,34 @@ def test_thresholds_are_overridden_by_name_and_a_wrong_name_is_told() -> None:
     high = run_of(falling(40), grad_norm=150.0)
     assert levels(high)["gradient norm"] == "red"
     assert levels(replace(high, thresholds=Thresholds(grad_norm_high=200)))["gradient norm"] == "green"
+
+
+def sampled(**figures: Any) -> dict[str, str]:
+    """Levels of a GSPO run of twelve steps that sample, with these figures of the sampler."""
+    keys = {"sampling/" + name.replace("__", "/"): value for name, value in figures.items()}
+    return levels(run_of([0.1] * 12, GSPO, None, reward=0.5, **keys))
+
+
+def test_a_sampler_that_does_not_follow_is_red_and_explains_the_difference() -> None:
+    follows = sampled(probe__lag=0.1, probe__moved=0.2, probe__difference=0.02)
+    assert follows["sampler's weights"] == follows["sampler and trainer"] == "green"
+    stale = run_of([0.1] * 12, GSPO, None, reward=0.5,
+                   **{"sampling/probe/lag": [0.1] * 11 + [1.0], "sampling/probe/moved": 0.2, "sampling/probe/difference": 0.9})  # fmt: skip
+    found = {flag.name: flag for flag in judge(stale)}
+    assert found["sampler's weights"].level == "red"
+    assert "at step 12 it lacks 100% of the 0.2 nats" in found["sampler's weights"].evidence
+    assert found["sampler and trainer"].cause == "follows from sampler's weights"
+    assert sampled(probe__lag=0.4, probe__moved=0.2)["sampler's weights"] == "yellow"
+
+
+def test_a_run_without_another_sampler_has_none_of_its_flags() -> None:
+    found = levels(run_of([0.1] * 12, GSPO, None, reward=0.5))
+    assert not {"sampler's weights", "sampler and trainer", "sampler correction"} & found.keys()
+
+
+def test_the_difference_of_two_engines_and_what_is_corrected_have_limits() -> None:
+    assert sampled(sampling_logp_difference__mean=0.02, probe__difference=9.0)["sampler and trainer"] == "green"
+    assert sampled(sampling_logp_difference__mean=0.2)["sampler and trainer"] == "yellow"
+    assert sampled(sampling_logp_difference__mean=0.6)["sampler and trainer"] == "red"
+    assert sampled(corrected_share=0.05)["sampler correction"] == "green"
+    assert sampled(corrected_share=0.6)["sampler correction"] == "red"

@@ -4,8 +4,10 @@ Attention is "eager" and prompts have one length: the bf16 body is then bitwise 
 that what sampler and trainer differ by is the head.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,17 +325,29 @@ def test_a_head_that_is_not_a_linear_layer_is_refused(build: Callable[..., Any])
     assert "forward" not in vars(head)
 
 
-def test_vllm_that_was_not_told_is_warned_about(build: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def engine_with_head(dtype: torch.dtype) -> Any:
+    """What TRL keeps of an engine in this process, as far as the head's dtype is read from it."""
+    config = SimpleNamespace(head_dtype=dtype)
+    return SimpleNamespace(mode="colocate", llm=SimpleNamespace(llm_engine=SimpleNamespace(model_config=config)))
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        (
+            engine_with_head(torch.bfloat16),
+            r'it is in bfloat16\); write "head_dtype": "float32" into the config.json of ',
+        ),
+        (SimpleNamespace(mode="server"), 'a server does not tell.*--hf-overrides \'{"head_dtype": "float32"}\''),
+        (engine_with_head(torch.float32), None),
+    ],
+)
+def test_a_vllm_that_was_not_told_is_warned_about(
+    generation: Any, said: str | None, build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = build(tied=True, peft=True)
-    trainer.use_vllm = True  # no vLLM on this machine; the switch only reads it
+    trainer.use_vllm, trainer.vllm_generation = True, generation
     with caplog.at_level("WARNING", logger="cogumi.rl.fp32_head"):
         fp32_lm_head(trainer)
-    assert '"head_dtype": "float32"' in caplog.text
-
-    caplog.clear()
-    told = build(tied=True, peft=True)
-    told.use_vllm = True
-    unwrap_peft(told.model).config.head_dtype = "float32"
-    with caplog.at_level("WARNING", logger="cogumi.rl.fp32_head"):
-        fp32_lm_head(told)
-    assert not caplog.records
+    assert bool(caplog.records) == (said is not None)
+    assert re.search(said or "", caplog.text)

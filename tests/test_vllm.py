@@ -78,7 +78,11 @@ def assert_engines_agree(found: dict[str, Any], syncs: int, apart: float) -> Non
 WAYS: dict[str, dict[str, Any]] = {
     "merged": {},
     "adapter": {"cogumi": {"sampler_weights": "adapter"}},
-    "full": {"cogumi": {"tuning": "full"}, "lora": None, "train": {"bf16": True, "use_cpu": True, "learning_rate": 1e-4}},
+    "full": {
+        "cogumi": {"tuning": "full"},
+        "lora": None,
+        "train": {"bf16": True, "use_cpu": True, "learning_rate": 1e-4},
+    },
 }
 
 
@@ -143,7 +147,8 @@ def server(tmp_path: Path) -> Iterator[int]:
     deadline = time.monotonic() + 180
     try:
         while True:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "server.log").read_text()[-3000:]
+            up = process.poll() is None and time.monotonic() < deadline
+            assert up, (tmp_path / "server.log").read_text()[-3000:]
             try:
                 urllib.request.urlopen(f"http://localhost:{PORT}/health", timeout=5).close()
                 break
