@@ -531,8 +531,8 @@ def sampled(**figures: Any) -> dict[str, str]:
 def test_a_sampler_that_does_not_follow_is_red_and_explains_the_difference() -> None:
     follows = sampled(probe__lag=0.1, probe__moved=0.2, probe__difference=0.02)
     assert follows["sampler's weights"] == follows["sampler and trainer"] == "green"
-    stale = run_of([0.1] * 12, GSPO, None, reward=0.5,
-                   **{"sampling/probe/lag": [0.1] * 11 + [1.0], "sampling/probe/moved": 0.2, "sampling/probe/difference": 0.9})  # fmt: skip
+    lags = {"sampling/probe/lag": [0.1] * 11 + [1.0], "sampling/probe/moved": 0.2, "sampling/probe/difference": 0.9}
+    stale = run_of([0.1] * 12, GSPO, None, reward=0.5, **lags)
     found = {flag.name: flag for flag in judge(stale)}
     assert found["sampler's weights"].level == "red"
     assert "at step 12 it lacks 100% of the 0.2 nats" in found["sampler's weights"].evidence

@@ -28,6 +28,8 @@ from cogumi.forecast.vllm_forecast import (
     cache_layout,
     engine_dtype,
     engine_weights,
+    forecast_engine,
+    own_dtype,
     rollout_rows,
     working_memory,
 )
@@ -122,7 +124,41 @@ def test_a_vocabulary_is_padded_to_rows_of_64() -> None:
     ],
 )
 def test_auto_is_16_bits(dtype: str | None, capability: Any, expected: torch.dtype) -> None:
-    assert engine_dtype(LlamaConfig(dtype=dtype), capability) is expected
+    assert own_dtype(LlamaConfig(dtype=dtype), capability) is expected
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "capability", "expected"),
+    [
+        ("auto", {}, (9, 0), torch.bfloat16),
+        ("float32", {}, (9, 0), torch.bfloat16),  # autocast
+        ("float32", {"bf16": False}, (9, 0), torch.float32),
+        ("auto", {"fp16": True}, (7, 5), torch.float16),
+        ("auto", {}, (7, 5), torch.float32),
+        ("bfloat16", {}, None, torch.bfloat16),
+        ("auto", {"vllm_mode": "server"}, (7, 5), torch.float16),  # a server has its own
+    ],
+)
+def test_the_engine_computes_in_the_trainers_dtype(
+    model: str, train: dict[str, Any], capability: Any, expected: torch.dtype
+) -> None:
+    run = run_of(use_vllm=True, **train)
+    run.model.dtype = model
+    assert engine_dtype(run, LlamaConfig(dtype="bfloat16"), capability) is expected
+
+
+def test_an_adapter_that_is_served_apart_has_room_of_its_own() -> None:
+    config = Qwen2Config(**FAMILY | MODELS["7B"])
+    merged, apart = (
+        forecast_engine(run_of({"sampler_weights": way}, use_vllm=True), config, 1024, (9, 0), 80 * 2**30)
+        for way in ("merged", "adapter")
+    )
+    assert merged is not None
+    assert apart is not None
+    hidden, inner, key, layers = config.hidden_size, config.intermediate_size, config.hidden_size // 28 * 4, 28
+    sides = 2 * hidden + 2 * hidden + 2 * (hidden + key) + 3 * (hidden + inner)  # q, o, k, v, and the three of the MLP
+    head = hidden + config.vocab_size  # counted with the others: at most so much
+    assert apart.weights - merged.weights == 2 * 16 * (layers * sides + head)
 
 
 def test_working_memory_is_that_of_a_layer_or_of_many_rows_of_logits() -> None:

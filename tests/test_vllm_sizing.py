@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cogumi.forecast.vllm_forecast import cache_layout, engine_dtype, engine_weights
+from cogumi.forecast.vllm_forecast import cache_layout, engine_weights, own_dtype
 from cogumi.models.loading import resolve_model
 from tests.vllm_engine import RESULT
 
@@ -54,7 +54,7 @@ def ask_engine(directory: Path | str, **settings: Any) -> dict[str, Any]:
 def compare(directory: Path | str, **settings: Any) -> None:
     """Within 5 % of what the engine reports; settings: those of `LLM`. Blocks are as large on a CPU as it says."""
     said, config = ask_engine(directory, **settings), AutoConfig.from_pretrained(directory)
-    dtype = engine_dtype(config, None) if "dtype" not in settings else getattr(torch, settings["dtype"])
+    dtype = own_dtype(config, None) if "dtype" not in settings else getattr(torch, settings["dtype"])
     assert str(dtype) == said["dtype"]
     element = 1 if settings.get("kv_cache_dtype") == "fp8" else dtype.itemsize
     cache = cache_layout(config, element, said["block"], said["in_flight"])

@@ -3,8 +3,8 @@
 share = (weights + KV cache + working memory + CUDA graphs) / card. vLLM takes `gpu_memory_utilization` of the card's total.
 What its weights and a profile run leave of that becomes the KV cache (vllm 0.31, vllm/v1/worker/gpu_worker.py,
 determine_available_memory). TRL starts it with `max_num_batched_tokens=4096` and with `max_num_seqs` of a whole rollout
-(trl/generation/vllm_generation.py, _init_vllm). It passes no `dtype` and no LoRA: the adapter is merged into the weights
-that are pushed. Weights and KV cache follow from the config and are compared with vLLM's engine on a CPU
+(trl/generation/vllm_generation.py, _init_vllm). Its dtype is the trainer's (patches/vllm_engine.py); a server's is vLLM's own
+choice. Weights and KV cache follow from the config and are compared with vLLM's engine on a CPU
 (tests/test_vllm_sizing.py). Working memory and CUDA graphs are estimates that no card has confirmed here.
 """
 
@@ -19,9 +19,9 @@ import transformers
 from cogumi.config.presets import OURS
 from cogumi.config.schema import RunConfig
 from cogumi.methods import gspo
-from cogumi.models.loading import meta_model
+from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
-from cogumi.rl.memory_plan import GRAPHS, ModelShape
+from cogumi.rl.memory_plan import GRAPHS, ModelShape, samples_beside
 
 BLOCK = 16  # tokens of a block of the KV cache on a GPU
 BATCHED_TOKENS = 4096  # TRL's max_num_batched_tokens
@@ -109,7 +109,21 @@ def layer_windows(text: Any) -> list[int | None] | None:
     return [known[kind] for kind in kinds[:own]]
 
 
-def engine_dtype(config: Any, capability: tuple[int, int] | None) -> torch.dtype:
+def engine_dtype(run: RunConfig, config: Any, capability: tuple[int, int] | None) -> torch.dtype:
+    """What the engine of a run computes in: in this process what the trainer multiplies matrices in, as `auto` in a server."""
+    if not samples_beside(run.train):
+        return own_dtype(config, capability)
+    halves = capability is not None and capability >= (8, 0)
+    if run.train.get("fp16"):
+        return torch.float16
+    if halves and run.train.get("bf16") is not False:
+        return torch.bfloat16
+    auto = "bfloat16" if halves else "float32"
+    dtype: torch.dtype = resolve_dtype(auto if run.model.dtype == "auto" else run.model.dtype)
+    return dtype
+
+
+def own_dtype(config: Any, capability: tuple[int, int] | None) -> torch.dtype:
     """What `auto` means to vLLM: the checkpoint's dtype; 16 bits for float32 (config/model.py, _resolve_auto_dtype)."""
     dtype: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     if isinstance(dtype, str):
@@ -188,11 +202,13 @@ def forecast_engine(
     run: RunConfig, config: Any, length: int, capability: tuple[int, int] | None, card: int
 ) -> Engine | None:
     """The engine of a run with the longest sequence of `length` tokens; None where the cache is not known."""
-    dtype = engine_dtype(config, capability)
+    dtype = engine_dtype(run, config, capability)
     cache, rows = cache_layout(config, dtype.itemsize), rollout_rows(run)
     if cache is None:
         return None
     weights = engine_weights(config, dtype, run.model.quantization_config)
+    if run.cogumi.sampler_weights == "adapter":
+        weights += gspo.lora_parameters(meta_model(config), gspo.adapter_rank(run)) * dtype.itemsize
     return Engine(weights, working_memory(config, dtype.itemsize, rows), cache, length, rows, card)
 
 

@@ -124,8 +124,13 @@ def engine_of(run: RunConfig) -> dict[str, Any]:
     if run.cogumi.fp32_lm_head:
         options["hf_overrides"] = {"head_dtype": "float32"}  # vLLM 0.26 and newer read it from the model's config
     if run.cogumi.sampler_weights == "adapter":
-        options |= adapter_options(max([lora_config(run.lora).r, *(run.lora.get("rank_pattern") or {}).values()]))
+        options |= adapter_options(adapter_rank(run))
     return options
+
+
+def adapter_rank(run: RunConfig) -> int:
+    """The largest rank of the run's adapter."""
+    return int(max([lora_config(run.lora).r, *(run.lora.get("rank_pattern") or {}).values()]))
 
 
 def setting(run: RunConfig, key: str) -> Any:
