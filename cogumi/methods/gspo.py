@@ -24,6 +24,7 @@ from cogumi.rewards.functions import on_visible, parameters_of
 from cogumi.rewards.lengths import THOUGHT_COLUMNS, reads_thoughts, with_thoughts
 from cogumi.rewards.named_rewards import SAMPLE, refuse_missing_columns, rewards_of, try_reward
 from cogumi.rl.fp32_head import fp32_lm_head
+from cogumi.rl.generation import skip_needless_rows
 from cogumi.rl.guards import check_clip_numbers, context_of
 from cogumi.rl.memory_plan import (
     ModelShape,
@@ -257,6 +258,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         use_rollout_logps(trainer)
     if episodes is not None:
         episodes.attach(trainer)
+    skip_needless_rows(trainer)
     leave_out_unscored(trainer)
     watch(trainer, record=run.run_dir / RECORD).guard()
     return trainer

@@ -21,6 +21,8 @@ GENERATE_TURN = "_generate_single_turn"
 CALCULATE_REWARDS = "_calculate_rewards"
 TOKEN_LOGPS = "_get_per_token_logps_and_entropies"
 INNER_LOSS = "_compute_loss"
+# The method of transformers' models by which `generate` makes its stopping criteria.
+STOPPING_CRITERIA = "_get_stopping_criteria"
 # The function of TRL's Triton head (trl/kernels/chunked_logprob.py) that multiplies two tiles.
 KERNEL_PRODUCT = "_addmm_fp32"
 

@@ -74,7 +74,7 @@ def stop_generation_at(trainer: Any, strings: Sequence[str]) -> None:
     model = trainer.model
 
     def generate_and_cut(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        generate = functools.partial(type(model).generate, model, tokenizer=trainer.processing_class)
+        generate = functools.partial(model.generate, tokenizer=trainer.processing_class)
         with replaced(model, {"generate": generate}):
             completions, *more = generate_turn(*args, **kwargs)
         return [strip_padding(trainer, ids, strings) for ids in completions], *more

@@ -1,0 +1,174 @@
+"""Rollouts of transformers' own `generate`, without what it computes in vain.
+
+Two things are left out. A prompt runs through the model once, and its copies (`num_generations`) get its key-value cache.
+A completion that has ended leaves the batch of the forward pass.
+
+The loop that decodes stays transformers': cuts, penalties, stop strings and the draw see a batch of the old shape, so the
+stream of random numbers is the same. Tokens are the same as far as a row's logits do not depend on the rows beside it.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerationMode
+
+from cogumi.patches import replaced
+from cogumi.patches.trl_internals import GENERATE_TURN, STOPPING_CRITERIA, wrap_method
+from cogumi.rl.loss_capture import backend_of
+
+log = logging.getLogger(__name__)
+ONE_BY_ONE = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)  # one sequence for each row, a token at a time
+WHOLE_STATE = (DynamicLayer, DynamicSlidingWindowLayer)  # whose state is keys and values, a row for each row of the batch
+BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")  # (B, T) each
+RANDOM = ("attention_dropout", "router_jitter_noise")  # settings of configs by which a forward pass draws without a module
+
+
+def skip_needless_rows(trainer: Any) -> None:
+    """From now on `generate` computes no prompt twice in the rollouts of this `trl.GRPOTrainer`, and no ended completion.
+
+    Call it once, on a built trainer. What cannot be left out without changing the result stays, and the log says so once.
+    """
+    if trainer.use_vllm or trainer.args.use_transformers_continuous_batching or backend_of(trainer) == "unsloth":
+        return  # there another engine decodes
+    said: set[str] = set()
+
+    def generate_turn_without(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if reason := reason_against(trainer, model):
+            if reason not in said:
+                said.add(reason)
+                log.info("rollouts: generate is left as it is, because %s", reason)
+            return generate_turn(*args, **kwargs)
+        rows = RowsInUse(model.forward)
+        prepare = getattr(model, STOPPING_CRITERIA)
+
+        def watched_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
+            return EndedRows(prepare(*args, **kwargs), rows)
+
+        with replaced(model, {"forward": rows.compute, STOPPING_CRITERIA: watched_criteria}):
+            return generate_turn(*args, **kwargs)
+
+    wrap_method(trainer, GENERATE_TURN, generate_turn_without)
+
+
+def reason_against(trainer: Any, model: nn.Module) -> str:
+    """Why the next rollout has to compute all rows; "" where it has not."""
+    config: GenerationConfig = trainer.generation_config
+    if trainer.accelerator.num_processes > 1:
+        return "several processes have to call the model equally often"
+    if config.get_generation_mode() not in ONE_BY_ONE:
+        return f"train.generation_kwargs ask for {config.get_generation_mode().value.replace('_', ' ')}"
+    if config.cache_implementation is not None:
+        return f"train.generation_kwargs.cache_implementation is {config.cache_implementation}"
+    if config.return_dict_in_generate:
+        return "train.generation_kwargs.return_dict_in_generate asks for what each step computed"
+    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model_wrapped), "peft_config", {}).values()
+    if any(getattr(each, "alora_invocation_tokens", None) for each in adapters):
+        return "lora.alora_invocation_tokens has PEFT count positions for each row"
+    if model.config.get_text_config() is not model.config:
+        return f"{type(model).__name__} takes more than text"
+    layers = DynamicCache(config=model.config).layers
+    if other := next((each for each in layers if type(each) not in WHOLE_STATE), None):
+        return f"a {type(other).__name__} of its cache does not give single rows"
+    if drawn := randomness(model):
+        return f"{drawn} draws random numbers for each row"
+    return ""
+
+
+def randomness(model: nn.Module) -> str:
+    """What draws random numbers in a forward pass of the model now, or ""."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+            return name
+    return next((name for name in RANDOM if model.training and getattr(model.config, name, 0.0)), "")
+
+
+class EndedRows(StoppingCriteriaList):
+    """The criteria of a call of `generate`, which tell `rows` what has ended."""
+
+    def __init__(self, criteria: StoppingCriteriaList, rows: "RowsInUse") -> None:
+        super().__init__(criteria)
+        # Without an end token `generate` goes on to draw for a row that a stop string has ended.
+        self.rows = rows if any(hasattr(each, "eos_token_id") for each in criteria) else None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """(B,) bool: which rows end here. `input_ids`: (B, so far)."""
+        done: Tensor = super().__call__(input_ids, scores, **kwargs)
+        if self.rows is not None:
+            self.rows.ended = done if self.rows.ended is None else self.rows.ended | done
+        return done
+
+
+class RowsInUse:
+    """Stands for a model's forward pass during one call of `generate`: computes the rows that matter, has logits for all.
+
+    B: rows of the batch. R: rows of them that are still computed.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.cache: Any = None  # of the call of `generate`, if its rows can be selected
+        self.ended: Tensor | None = None  # (B,) bool
+        self.rows: Tensor | None = None  # (R,) indices: those that the cache still has; None while it has all
+
+    def compute(self, *args: Any, **inputs: Any) -> Any:
+        """The model's output, with the `logits` (B, 1, V) of the last position: zeros for a row that has been left out."""
+        cache = inputs.get("past_key_values")
+        if self.cache is None and can_select_rows(inputs):
+            self.cache = cache
+            return self.prefill(inputs)
+        if cache is not None and cache is self.cache:
+            return self.decode(inputs)
+        return self.forward(*args, **inputs)  # a processor may call the model too (`guidance_scale`), with its own cache
+
+    def prefill(self, inputs: dict[str, Any]) -> Any:
+        """The prompts, each once where equal ones follow each other."""
+        prompts = torch.cat([inputs["input_ids"], inputs["attention_mask"]], dim=1)
+        _, copied, copies = torch.unique_consecutive(prompts, dim=0, return_inverse=True, return_counts=True)
+        if len(copies) == len(prompts):
+            return self.forward(**inputs)
+        outputs = self.forward(**select_rows(inputs, copies.cumsum(0) - copies))
+        self.cache.batch_select_indices(copied)
+        outputs.logits = outputs.logits[:, -1:][copied]
+        return outputs
+
+    def decode(self, inputs: dict[str, Any]) -> Any:
+        """The next position of the completions that go on."""
+        if self.ended is not None:
+            goes_on = ~self.ended if self.rows is None else ~self.ended[self.rows]
+            kept = goes_on.nonzero().squeeze(1)
+            if 0 < len(kept) < len(goes_on):
+                self.cache.batch_select_indices(kept)
+                self.rows = kept if self.rows is None else self.rows[kept]
+        if self.rows is None:
+            return self.forward(**inputs)
+        outputs = self.forward(**select_rows(inputs, self.rows))
+        logits = outputs.logits[:, -1:]
+        every_row = logits.new_zeros(len(inputs["input_ids"]), *logits.shape[1:])
+        outputs.logits = every_row.index_copy_(0, self.rows, logits)
+        return outputs
+
+
+def can_select_rows(inputs: dict[str, Any]) -> bool:
+    """Whether this forward pass begins with an empty cache that gives single rows, and all else has a row for each row."""
+    cache = inputs.get("past_key_values")
+    tensors = {name for name, value in inputs.items() if isinstance(value, Tensor)}
+    return (
+        type(cache) is DynamicCache
+        and cache.get_seq_length() == 0
+        and not cache.offloading
+        and bool(cache.layers)
+        and all(type(layer) in WHOLE_STATE for layer in cache.layers)
+        and {"input_ids", "attention_mask"} <= tensors <= set(BY_ROW)
+        and all(inputs[name].shape == inputs["input_ids"].shape for name in tensors)
+    )
+
+
+def select_rows(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
