@@ -32,8 +32,11 @@ CPU = {
     "smoke": "commands:smoke",
 }
 # Left out of `cpu`: half an hour and 14 GB of disk; a quarter of an hour and 10 GB; ten minutes of an idle machine, twice;
-# twenty minutes and 10 GB; ten minutes; ten minutes.
-ALONE = {name: f"{name}:run" for name in ("merge", "faults", "graph_break", "verdict", "data", "packing", "stages")}
+# twenty minutes and 10 GB; ten minutes; ten minutes; six minutes.
+ALONE = {
+    name: f"{name}:run"
+    for name in ("merge", "faults", "graph_break", "verdict", "data", "packing", "stages", "rollouts")
+}
 # `gpu` runs the others, and gspo_step, under one time budget.
 GPU = {
     "gpu": "gpu:run", "gpu_probes": "gpu:probe_rows", "gpu_head": "gpu:head_rows", "gpu_forecast": "gpu:forecast_rows"

@@ -131,6 +131,7 @@ METHODS = [
     (GRPOTrainer, "_tokenize_prompts", "prompts"),
     (Trainer, "_prepare_inputs", "inputs"),
     (Trainer, "_save_rng_state", "output_dir"),
+    (transformers.GenerationMixin, trl_internals.STOPPING_CRITERIA, "generation_config stopping_criteria tokenizer"),
     (Trainer, "_save_scaler", "output_dir"),
 ]
 
@@ -148,6 +149,7 @@ def test_the_methods_take_what_they_took(owner: type, name: str, parameters: str
         (Trainer._save_checkpoint, "self._push_from_checkpoint("),
         (Trainer.train, "self._load_from_checkpoint("),
         (GRPOTrainer._generate, "self._generate_single_turn("),
+        (transformers.GenerationMixin.generate, "self._get_stopping_criteria("),
         (GRPOTrainer._generate_and_score_completions, "self._generate("),
         (GRPOTrainer._prepare_inputs, "self._generate_and_score_completions("),
         (GRPOTrainer.training_step, "self._step += 1"),

@@ -4,18 +4,34 @@ The weights are float64. A row's logits may depend on the rows beside it by roun
 """
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from datasets import Dataset
+from multimodal_models import gemma3
 from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Gemma3ForConditionalGeneration,
+    LlamaModel,
+    LogitsProcessorList,
+)
+from trl import GRPOConfig, GRPOTrainer
 
+import cogumi
+from cogumi.core.run_directory import read_jsonl
 from cogumi.methods import gspo
-from cogumi.rl.generation import skip_needless_rows
+from cogumi.rl.generation import reason_against, skip_needless_rows
 from cogumi.rl.sampling import stop_rollouts_at, use_rollout_logps
 
 # Of different lengths, so that rows are padded on the left; some are equal to the one before, as TRL repeats prompts.
@@ -50,11 +66,6 @@ def build(tiny_model: Path, tmp_path: Path) -> MakeTrainer:
     """A GRPOTrainer on a random model of a family in float64, whose completions end at different places."""
 
     def built(family: str = "llama", lora: bool = False, settings: Any = None, ends: float = 6.5, **more: Any) -> Any:
-        import peft
-        from datasets import Dataset
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-        from trl import GRPOConfig, GRPOTrainer
-
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         shape = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **special}
@@ -156,16 +167,10 @@ def test_prompts_without_copies_and_a_single_one(build: MakeTrainer) -> None:
 def test_equal_ids_behind_different_padding_are_different_prompts(build: MakeTrainer) -> None:
     """Padding is told by the mask: a prompt may begin with the padding token."""
     trainer = build()
-    pad, ids = trainer.processing_class.pad_token_id, trainer.processing_class(PROMPTS[0])["input_ids"]
-    trainer.model.train()
-
-    def turn() -> Any:
-        torch.manual_seed(3)
-        return trainer._generate_single_turn([[pad, *ids], ids], None, {}, 1)[0]
-
-    before = turn()
-    skip_needless_rows(trainer)
-    assert turn() == before
+    pad = trainer.processing_class.pad_token
+    before, after = both(trainer, [pad + PROMPTS[0], PROMPTS[0]])
+    assert_same(before, after)
+    assert after[2] == needed_rows(after[0], 2)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -192,6 +197,35 @@ def test_a_processor_that_calls_the_model_itself_is_left_alone(build: MakeTraine
     assert_same(before, after)
 
 
+def test_a_processor_may_fill_a_cache_of_its_own(build: MakeTrainer) -> None:
+    """What it computes is not taken for the batch of `generate`."""
+    trainer = build()
+    generate, computed = trainer.model.generate, []
+
+    def look_again(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones_like(ids)
+        found = trainer.model(
+            input_ids=ids, attention_mask=mask, past_key_values=DynamicCache(config=trainer.model.config)
+        )
+        computed.append(found.logits)
+        return scores
+
+    trainer.model.generate = lambda **kwargs: generate(logits_processor=LogitsProcessorList([look_again]), **kwargs)
+    before, after = both(trainer)
+    assert_same(before, after)
+    assert after[2][::2] == needed_rows(after[0])
+    assert {len(each) for each in computed} == set(after[2][1::2]) == {len(PROMPTS) * COPIES}
+
+
+def test_without_an_end_token_rows_that_met_a_stop_string_run_on(build: MakeTrainer) -> None:
+    trainer = build(ends=1.0)
+    stop_rollouts_at(trainer, ["e"])
+    trainer.generation_config.eos_token_id = trainer.model.generation_config.eos_token_id = None
+    before, after = both(trainer)
+    assert_same(before, after)
+    assert after[2] == [len(PROMPTS), *before[2][1:]]
+
+
 @pytest.mark.parametrize("stops", [["e", "\n"], ["e", "<|fim_prefix|>"]], ids=["strings", "a string and a token"])
 def test_completions_leave_at_stop_texts(build: MakeTrainer, stops: list[str]) -> None:
     trainer = build(ends=1.0)
@@ -214,7 +248,9 @@ def test_the_samplers_log_probabilities_are_the_same(build: MakeTrainer, stops: 
     assert after[2] == needed_rows(after[0])
     assert list(map(len, after[1])) == list(map(len, after[0]))
     for one, other in zip(before[1], after[1], strict=True):
-        torch.testing.assert_close(torch.tensor(other), torch.tensor(one), rtol=0, atol=1e-5)  # they are kept in float32
+        torch.testing.assert_close(
+            torch.tensor(other), torch.tensor(one), rtol=0, atol=1e-5
+        )  # they are kept in float32
 
 
 def test_an_evaluation_is_shorter_too(build: MakeTrainer) -> None:
@@ -241,7 +277,7 @@ def test_generate_is_as_it_was_outside_of_a_rollout(build: MakeTrainer) -> None:
 LEFT: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"generation_kwargs": {"num_beams": 2}}, "beam sample"),
     "static cache": ({"generation_kwargs": {"cache_implementation": "static"}}, "cache_implementation is static"),
-    "attention dropout": ({"settings": {"attention_dropout": 0.1}}, "attention_dropout draws random numbers"),
+    "attention dropout": ({"settings": {"attention_dropout": 0.1}}, "attention_dropout 0.1 draws random numbers"),
     "linear attention": ({"family": "qwen3_next"}, "LinearAttentionLayer of its cache does not give single rows"),
 }
 
@@ -274,24 +310,55 @@ def test_lora_dropout_is_drawn_for_each_row(build: MakeTrainer) -> None:
     assert sum(rollout(trainer)[2]) < sum(before[2])
 
 
-def test_a_model_of_more_than_text_is_left_alone(tmp_path: Path, tiny_model: Path) -> None:
-    from multimodal_models import gemma3
-    from transformers import AutoTokenizer, Gemma3ForConditionalGeneration
+def test_settings_that_drop_count_in_training_alone(build: MakeTrainer) -> None:
+    trainer = build(settings={"attention_dropout": 0.1})
+    assert reason_against(trainer, trainer.model.train()) == "attention_dropout 0.1 draws random numbers for each row"
+    assert reason_against(trainer, trainer.model.eval()) == ""
 
-    from cogumi.rl.generation import reason_against
 
-    from types import SimpleNamespace
+def test_several_processes_compute_the_same_number_of_steps(
+    build: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build()
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda _: 2))
+    assert "several processes" in reason_against(trainer, trainer.model)
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    model = Gemma3ForConditionalGeneration(gemma3({**TEXT, "vocab_size": len(tokenizer)}))
-    from transformers import GenerationConfig
 
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(num_processes=1, unwrap_model=lambda each: each),
-        model_wrapped=model,
-        generation_config=GenerationConfig(),
-    )
-    assert reason_against(trainer, model) == "Gemma3ForConditionalGeneration takes more than text"
+def test_continuous_batching_decodes_by_itself(build: MakeTrainer) -> None:
+    trainer = build(use_transformers_continuous_batching=True)
+    skip_needless_rows(trainer)
+    assert "_generate_single_turn" not in vars(trainer)
+
+
+def test_a_model_of_more_than_text_is_left_alone(build: MakeTrainer) -> None:
+    model = Gemma3ForConditionalGeneration(gemma3({**TEXT, "vocab_size": 300}))
+    assert reason_against(build(), model) == "Gemma3ForConditionalGeneration takes more than text"
+
+
+def test_inputs_of_another_shape_are_left_alone(build: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = build()
+    before = rollout(trainer)
+    prepare = trainer.model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def prepare_more(*args: Any, **kwargs: Any) -> Any:
+        return prepare(*args, **kwargs) | {"output_hidden_states": torch.tensor(False)}
+
+    trainer.model.prepare_inputs_for_generation = prepare_more
+    skip_needless_rows(trainer)
+    with caplog.at_level(logging.INFO, logger="cogumi.rl.generation"):
+        after = rollout(trainer)
+    assert_same(before, after)
+    assert after[2] == before[2]
+    assert "LlamaForCausalLM has other inputs than rows of tokens" in caplog.text
+
+
+def test_an_adapter_that_counts_positions_of_each_row_is_left_alone(build: MakeTrainer) -> None:
+    trainer = build(lora=True)
+    model = trainer.model.get_base_model()
+    assert reason_against(trainer, model) == ""
+    trainer.model.peft_config["default"].alora_invocation_tokens = [5]
+    assert "alora_invocation_tokens" in reason_against(trainer, model)
 
 
 # ----------------------------------------------------------------------------------------------------------- a whole run
@@ -300,11 +367,17 @@ def test_a_model_of_more_than_text_is_left_alone(tmp_path: Path, tiny_model: Pat
 def test_a_run_has_the_rollouts_of_plain_generate(
     tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import json
+    """A run from a config, with a stop string and the sampler's log-probabilities, and the same without the module."""
+    computed: list[int] = []
+    forward = LlamaModel.forward
 
-    import cogumi
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            computed.append(len(kwargs["input_ids"]))
+        return forward(self, *args, **kwargs)
 
-    def train(name: str) -> list[dict[str, Any]]:
+    def train(name: str) -> tuple[list[Any], list[Any], int]:
+        computed.clear()
         config = {
             "model": {"name": str(tiny_model), "dtype": "float32"},
             "lora": {"r": 4},
@@ -321,27 +394,14 @@ def test_a_run_has_the_rollouts_of_plain_generate(
                 "run_dir": str(tmp_path / name), "merge": False,
             },
         }  # fmt: skip
-        cogumi.train(config)
-        return [json.loads(line) for line in (tmp_path / name / "rollouts.jsonl").read_text().splitlines()]
-
-    counts: list[int] = []
-    from transformers import LlamaModel
-
-    forward = LlamaModel.forward
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is not None:
-            counts.append(len(kwargs["input_ids"]))
-        return forward(self, *args, **kwargs)
+        result = cogumi.train(config)
+        return read_jsonl(tmp_path / name / "rollouts.jsonl"), result.series("loss"), sum(computed)
 
     monkeypatch.setattr(LlamaModel, "forward", counting)
-    ours = train("ours")
-    fewer, counts[:] = sum(counts), []
+    rollouts, losses, rows = train("ours")
     monkeypatch.setattr(gspo, "skip_needless_rows", lambda trainer: None)
-    plain = train("plain")
-    assert fewer < sum(counts)
-    assert len(ours) == len(plain) == 2
-    for one, other in zip(ours, plain, strict=True):
-        assert one.keys() == other.keys()
-        assert one["shown"] == other["shown"]
-        assert one["rewards"] == other["rewards"] if "rewards" in one else one["reward"] == other["reward"]
+    plain, plain_losses, plain_rows = train("plain")
+    assert rollouts == plain
+    assert len(plain) == 2
+    assert losses == pytest.approx(plain_losses, abs=1e-5)
+    assert rows < 0.7 * plain_rows

@@ -23,9 +23,11 @@ from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
 ONE_BY_ONE = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)  # one sequence for each row, a token at a time
-WHOLE_STATE = (DynamicLayer, DynamicSlidingWindowLayer)  # whose state is keys and values, a row for each row of the batch
-BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")  # (B, T) each
-RANDOM = ("attention_dropout", "router_jitter_noise")  # settings of configs by which a forward pass draws without a module
+WHOLE_STATE = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)  # whose state is keys and values, a row for each row of the batch
+RANDOM = ("drop", "jitter")  # in the names of settings by which a forward pass draws random numbers
 
 
 def skip_needless_rows(trainer: Any) -> None:
@@ -40,19 +42,20 @@ def skip_needless_rows(trainer: Any) -> None:
     def generate_turn_without(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if reason := reason_against(trainer, model):
-            if reason not in said:
-                said.add(reason)
-                log.info("rollouts: generate is left as it is, because %s", reason)
-            return generate_turn(*args, **kwargs)
-        rows = RowsInUse(model.forward)
-        prepare = getattr(model, STOPPING_CRITERIA)
+        prepare, rows = getattr(model, STOPPING_CRITERIA), RowsInUse(model.forward)
+        reason = reason_against(trainer, model)
 
         def watched_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
             return EndedRows(prepare(*args, **kwargs), rows)
 
-        with replaced(model, {"forward": rows.compute, STOPPING_CRITERIA: watched_criteria}):
-            return generate_turn(*args, **kwargs)
+        with replaced(model, {} if reason else {"forward": rows.compute, STOPPING_CRITERIA: watched_criteria}):
+            found = generate_turn(*args, **kwargs)
+        if not reason and rows.cache is None:
+            reason = f"{type(model).__name__} has other inputs than rows of tokens, or another cache"
+        if reason and reason not in said:
+            said.add(reason)
+            log.info("rollouts: generate is left as it is, because %s", reason)
+        return found
 
     wrap_method(trainer, GENERATE_TURN, generate_turn_without)
 
@@ -66,8 +69,6 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
         return f"train.generation_kwargs ask for {config.get_generation_mode().value.replace('_', ' ')}"
     if config.cache_implementation is not None:
         return f"train.generation_kwargs.cache_implementation is {config.cache_implementation}"
-    if config.return_dict_in_generate:
-        return "train.generation_kwargs.return_dict_in_generate asks for what each step computed"
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model_wrapped), "peft_config", {}).values()
     if any(getattr(each, "alora_invocation_tokens", None) for each in adapters):
         return "lora.alora_invocation_tokens has PEFT count positions for each row"
@@ -86,7 +87,11 @@ def randomness(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             return name
-    return next((name for name in RANDOM if model.training and getattr(model.config, name, 0.0)), "")
+    # Some models drop without a module, such as attention weights, or add noise to a router's scores.
+    for name, value in model.config.to_dict().items() if model.training else ():
+        if any(part in name for part in RANDOM) and "classifier" not in name and isinstance(value, float) and value > 0:
+            return f"{name} {value:g}"
+    return ""
 
 
 class EndedRows(StoppingCriteriaList):
@@ -101,7 +106,7 @@ class EndedRows(StoppingCriteriaList):
         """(B,) bool: which rows end here. `input_ids`: (B, so far)."""
         done: Tensor = super().__call__(input_ids, scores, **kwargs)
         if self.rows is not None:
-            self.rows.ended = done if self.rows.ended is None else self.rows.ended | done
+            self.rows.ended = done
         return done
 
 
@@ -114,7 +119,7 @@ class RowsInUse:
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
         self.cache: Any = None  # of the call of `generate`, if its rows can be selected
-        self.ended: Tensor | None = None  # (B,) bool
+        self.ended: Tensor | None = None  # (B,) bool: at the last token; those that ended earlier have left
         self.rows: Tensor | None = None  # (R,) indices: those that the cache still has; None while it has all
 
     def compute(self, *args: Any, **inputs: Any) -> Any:
@@ -125,7 +130,9 @@ class RowsInUse:
             return self.prefill(inputs)
         if cache is not None and cache is self.cache:
             return self.decode(inputs)
-        return self.forward(*args, **inputs)  # a processor may call the model too (`guidance_scale`), with its own cache
+        return self.forward(
+            *args, **inputs
+        )  # a processor may call the model too (`guidance_scale`), with its own cache
 
     def prefill(self, inputs: dict[str, Any]) -> Any:
         """The prompts, each once where equal ones follow each other."""
@@ -156,17 +163,13 @@ class RowsInUse:
 
 
 def can_select_rows(inputs: dict[str, Any]) -> bool:
-    """Whether this forward pass begins with an empty cache that gives single rows, and all else has a row for each row."""
-    cache = inputs.get("past_key_values")
-    tensors = {name for name, value in inputs.items() if isinstance(value, Tensor)}
+    """Whether a prefill has inputs of one row for each prompt, (B, T), no other tensors, and a cache of its own."""
+    ids, tensors = inputs.get("input_ids"), [value for value in inputs.values() if isinstance(value, Tensor)]
     return (
-        type(cache) is DynamicCache
-        and cache.get_seq_length() == 0
-        and not cache.offloading
-        and bool(cache.layers)
-        and all(type(layer) in WHOLE_STATE for layer in cache.layers)
-        and {"input_ids", "attention_mask"} <= tensors <= set(BY_ROW)
-        and all(inputs[name].shape == inputs["input_ids"].shape for name in tensors)
+        type(inputs.get("past_key_values")) is DynamicCache
+        and isinstance(ids, Tensor)
+        and isinstance(inputs.get("attention_mask"), Tensor)
+        and all(each.shape == ids.shape for each in tensors)
     )
 
 
