@@ -35,7 +35,7 @@ from cogumi.rl import generation
 CONFIGS = ROOT / "configs" / "smoke"
 QUICK_STEPS = {"sft": 15, "gspo": 2}
 BFLOAT16_STEPS = 12
-OTHERS, SLOW = 3, 12  # every so many rollouts the candidates that were not chosen are measured, and the slow one
+OTHERS, SLOW = 3, 18  # every so many rollouts the candidates that were not chosen are measured, and the slow one
 Turn = Callable[..., Any]  # prompt ids, images, multimodal fields, copies -> completion ids, log-probabilities
 
 
@@ -160,6 +160,31 @@ class Pairs:
     written: int = 0
 
 
+@dataclass
+class Shares:
+    """Where transformers' own rollouts spend their time: seconds, rows of all forward passes for one token, and tokens."""
+
+    total: float = 0.0
+    prompts: float = 0.0
+    decoding: float = 0.0
+    rows: int = 0
+    tokens: int = 0
+
+    def timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **inputs: Any) -> Any:
+            start = time.perf_counter()
+            found = forward(*args, **inputs)
+            seconds, rows = time.perf_counter() - start, len(inputs["input_ids"])
+            if inputs["input_ids"].shape[1] > 1:
+                self.prompts += seconds
+            else:
+                self.decoding += seconds
+            self.rows += rows  # the pass over the prompts gives a first token to each row
+            return found
+
+        return compute
+
+
 class Comparison:
     """Takes the place of a trainer's sampler, and measures the engines at each rollout."""
 
@@ -168,7 +193,8 @@ class Comparison:
         makers = ENGINES | CANDIDATES | SLOW_CANDIDATES
         self.turns = {name: makers[name](trainer) for name in (BASELINE, *every)}
         self.every, self.rollouts = every, 0
-        self.pairs = {name: Pairs() for name in every}
+        self.pairs, self.shares = {name: Pairs() for name in every}, Shares()
+        self.model = trainer.model.get_base_model()
         self.wait = torch.cuda.synchronize if torch.cuda.is_available() else nullcontext
         setattr(trainer, GENERATE_TURN, self.generate)
 
@@ -189,7 +215,11 @@ class Comparison:
             equal = [list(one) == list(other) for one, other in ids]
             pairs.equal, pairs.written = pairs.equal + sum(equal), pairs.written + len(equal)
         self.rollouts += 1
-        return self.timed(BASELINE, args, state, on_gpu)[0]
+        with replaced(self.model, {"forward": self.shares.timed(self.model.forward)}):
+            written, speed = self.timed(BASELINE, args, state, on_gpu)
+        tokens = sum(map(len, written[0]))
+        self.shares.tokens, self.shares.total = self.shares.tokens + tokens, self.shares.total + tokens / speed
+        return written
 
     def timed(self, name: str, args: Any, state: Tensor, on_gpu: Tensor | None) -> tuple[Any, float]:
         """(what an engine wrote, its tokens/s)"""
@@ -203,7 +233,7 @@ class Comparison:
         return found, sum(map(len, found[0])) / (time.perf_counter() - start)
 
 
-def compare(model: str, run_dir: Path, every: dict[str, int], **overrides: Any) -> dict[str, Pairs]:
+def compare(model: str, run_dir: Path, every: dict[str, int], **overrides: Any) -> Comparison:
     """Train the smoke GSPO run, and measure the engines on the way."""
     made: list[Comparison] = []
 
@@ -213,7 +243,18 @@ def compare(model: str, run_dir: Path, every: dict[str, int], **overrides: Any) 
     with mock.patch.object(gspo, "skip_needless_rows", attach):
         common = {"data__eval_rows": 0, "cogumi__merge": False}
         cogumi.train(CONFIGS / "chat-gspo.yaml", model__name=model, cogumi__run_dir=run_dir, **common, **overrides)
-    return made[0].pairs
+    return made[0]
+
+
+def share_rows(case: str, shares: Shares) -> Iterator[Row]:
+    """What transformers' own rollouts spend their time on. Not for a GPU, where a pass returns before it has computed."""
+    parts = {"forward pass over the prompts": shares.prompts, "forward passes of a token": shares.decoding}
+    if not torch.cuda.is_available():
+        parts["draw, stopping and all else"] = shares.total - shares.prompts - shares.decoding
+        for name, seconds in parts.items():
+            yield row("rollouts", case, f"{BASELINE}: {name}", 100 * seconds / shares.total, "% of the time")
+    ended = 100 * (1 - shares.tokens / shares.rows)
+    yield row("rollouts", case, f"{BASELINE}: computed after the end of a completion", ended, "% of the rows")
 
 
 def pair_rows(case: str, pairs: dict[str, Pairs], target: str = "") -> Iterator[Row]:
@@ -237,13 +278,17 @@ def run(quick: bool = False) -> Iterator[Row]:
         home = Path(folder)
         short = {"train__max_steps": QUICK_STEPS["sft"]} if quick else {}
         sft = cogumi.train(CONFIGS / "chat-sft.yaml", cogumi__run_dir=home / "sft", **short)
-        model, more = str(sft.merged), {"train__max_steps": QUICK_STEPS["gspo"]} if quick else {}
+        model = str(sft.merged)
+        more: dict[str, Any] = {"train__max_steps": QUICK_STEPS["gspo"]} if quick else {}
         every = {name: 1 for name in ENGINES if name != BASELINE} | dict.fromkeys(CANDIDATES, OTHERS)
         if not quick:
             every |= dict.fromkeys(SLOW_CANDIDATES, SLOW)
         case = f"smoke/chat-gspo, {torch.get_num_threads()} threads"
-        yield from pair_rows(case, compare(model, home / "gspo", every, **more), target=">= 1.5")
+        compared = compare(model, home / "gspo", every, **more)
+        yield from share_rows(case, compared.shares)
+        yield from pair_rows(case, compared.pairs, target=">= 1.5")
         if not quick:
             every = {CHOSEN: 1, "adapter merged": 1}
             more = {"model__dtype": "bfloat16", "train__max_steps": BFLOAT16_STEPS}
-            yield from pair_rows(f"{case}, weights in bfloat16", compare(model, home / "bfloat16", every, **more))
+            compared = compare(model, home / "bfloat16", every, **more)
+            yield from pair_rows(f"{case}, weights in bfloat16", compared.pairs)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gspo_learning, gspo_step, harness
+from benchmarks import gspo_learning, gspo_step, harness, rollouts
 from benchmarks.models import Shape
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
@@ -200,3 +200,18 @@ def test_both_methods_really_train_from_one_sft_model(
     assert gspo["reward"]["3"][0] == grpo["reward"]["3"][0]
     # At a ratio of about the same size, 3e-4 clips and 0.2 does not.
     assert gspo[gspo_learning.CLIPPED]["3"][0] > grpo[gspo_learning.CLIPPED]["3"][0]
+
+
+def test_engines_write_the_rollouts_of_one_run(tmp_path: Path) -> None:
+    """Each is measured beside transformers' own, on the same prompts and from the same seed."""
+    every = {rollouts.CHOSEN: 1} | dict.fromkeys(rollouts.CANDIDATES, 2)
+    short = {"train__max_steps": 2, "train__max_completion_length": 6, "data__max_rows": 16}
+    compared = rollouts.compare("cogumi:small-base", tmp_path / "run", every, **short)
+    measured = {name: len(each.own) for name, each in compared.pairs.items()}
+    assert measured == {rollouts.CHOSEN: 2} | dict.fromkeys(rollouts.CANDIDATES, 1)
+    for name in (rollouts.CHOSEN, "prompts once", "ended rows dropped", "inference_mode"):
+        assert compared.pairs[name].equal == compared.pairs[name].written >= 64
+    found = [*rollouts.share_rows("-", compared.shares), *rollouts.pair_rows("-", compared.pairs)]
+    shares = [each["value"] for each in found if each["unit"] == "% of the time"]
+    assert sum(shares) == pytest.approx(100)
+    assert min(shares) > 0

@@ -3,8 +3,8 @@
 Two things are left out. A prompt runs through the model once, and its copies (`num_generations`) get its key-value cache.
 A completion that has ended leaves the batch of the forward pass.
 
-The loop that decodes stays transformers': cuts, penalties, stop strings and the draw see a batch of the old shape, so the
-stream of random numbers is the same. Tokens are the same as far as a row's logits do not depend on the rows beside it.
+The loop that decodes stays transformers'. Cuts, penalties, stop strings and the draw see a batch of the old shape, so as many
+random numbers are drawn. Tokens are the same as far as a row's logits do not depend on the rows beside it.
 """
 
 import logging
@@ -60,7 +60,7 @@ def skip_needless_rows(trainer: Any) -> None:
     wrap_method(trainer, GENERATE_TURN, generate_turn_without)
 
 
-def reason_against(trainer: Any, model: nn.Module) -> str:
+def reason_against(trainer: Any, model: Any) -> str:
     """Why the next rollout has to compute all rows; "" where it has not."""
     config: GenerationConfig = trainer.generation_config
     if trainer.accelerator.num_processes > 1:
@@ -82,7 +82,7 @@ def reason_against(trainer: Any, model: nn.Module) -> str:
     return ""
 
 
-def randomness(model: nn.Module) -> str:
+def randomness(model: Any) -> str:
     """What draws random numbers in a forward pass of the model now, or ""."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
@@ -99,7 +99,7 @@ class EndedRows(StoppingCriteriaList):
 
     def __init__(self, criteria: StoppingCriteriaList, rows: "RowsInUse") -> None:
         super().__init__(criteria)
-        # Without an end token `generate` goes on to draw for a row that a stop string has ended.
+        # Without an end token `generate` still draws for a row that a stop string has ended.
         self.rows = rows if any(hasattr(each, "eos_token_id") for each in criteria) else None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -146,11 +146,11 @@ class RowsInUse:
         return outputs
 
     def decode(self, inputs: dict[str, Any]) -> Any:
-        """The next position of the completions that go on."""
+        """The next position of the completions that have not ended."""
         if self.ended is not None:
-            goes_on = ~self.ended if self.rows is None else ~self.ended[self.rows]
-            kept = goes_on.nonzero().squeeze(1)
-            if 0 < len(kept) < len(goes_on):
+            unfinished = ~self.ended if self.rows is None else ~self.ended[self.rows]
+            kept = unfinished.nonzero().squeeze(1)
+            if 0 < len(kept) < len(unfinished):
                 self.cache.batch_select_indices(kept)
                 self.rows = kept if self.rows is None else self.rows[kept]
         if self.rows is None:
