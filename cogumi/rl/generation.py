@@ -1,4 +1,4 @@
-"""Rollouts of transformers' own `generate`, without what it computes in vain.
+"""Rollouts of transformers' own `generate`, without the rows that it computes for nothing.
 
 Two things are left out. A prompt runs through the model once, and its copies (`num_generations`) get its key-value cache.
 A completion that has ended leaves the batch of the forward pass.
@@ -23,10 +23,8 @@ from cogumi.rl.loss_capture import backend_of
 
 log = logging.getLogger(__name__)
 ONE_BY_ONE = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)  # one sequence for each row, a token at a time
-WHOLE_STATE = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)  # whose state is keys and values, a row for each row of the batch
+# Layers of a cache whose state is keys and values, with a row for each row of the batch.
+WHOLE_STATE = (DynamicLayer, DynamicSlidingWindowLayer)
 RANDOM = ("drop", "jitter")  # in the names of settings by which a forward pass draws random numbers
 
 
@@ -130,9 +128,8 @@ class RowsInUse:
             return self.prefill(inputs)
         if cache is not None and cache is self.cache:
             return self.decode(inputs)
-        return self.forward(
-            *args, **inputs
-        )  # a processor may call the model too (`guidance_scale`), with its own cache
+        # A processor of scores may call the model too (`guidance_scale`), with a cache of its own.
+        return self.forward(*args, **inputs)
 
     def prefill(self, inputs: dict[str, Any]) -> Any:
         """The prompts, each once where equal ones follow each other."""
