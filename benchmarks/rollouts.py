@@ -4,8 +4,8 @@ The run is `configs/smoke/chat-gspo.yaml`, on a model that `configs/smoke/chat-s
 the engines write the same prompts from the same seed with the weights of that step, two at a time and in turns. The run goes on
 with what transformers wrote.
 
-An engine is a function from a trainer to a function that is called as TRL calls its sampler. One that needs a server, such as
-vLLM, starts it there.
+An engine is a function from a trainer to a function that is called as TRL calls its sampler. vLLM is measured where it is
+installed, with the sync of its weights, which each rollout of new weights needs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,8 +137,33 @@ def continuous_batching(trainer: Any) -> Turn:
     return generate
 
 
+def vllm_engine(trainer: Any) -> Turn:
+    """vLLM in this process, with the trainer's own settings; each call gives it the weights first."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    longest = trainer.model.config.max_position_embeddings
+    settings = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
+    engine = VLLMGeneration(
+        trainer.model,
+        trainer.accelerator,
+        trainer.processing_class,
+        gpu_memory_utilization=0.1,
+        max_model_length=longest,
+        max_num_seqs=trainer.args.generation_batch_size,
+        **{name: getattr(trainer, name) for name in settings},
+    )
+
+    def generate(prompt_ids: list[list[int]], *_: Any) -> Any:
+        engine.sync_weights()
+        return engine.generate(prompts=prompt_ids, images=None, num_generations=1)[1], None
+
+    return generate
+
+
 BASELINE, CHOSEN = "transformers", "transformers, needless rows skipped"
 ENGINES: dict[str, Callable[[Any], Turn]] = {BASELINE: transformers_engine, CHOSEN: cogumi_engine}
+if find_spec("vllm") is not None:
+    ENGINES["vLLM, colocate"] = vllm_engine
 CANDIDATES: dict[str, Callable[[Any], Turn]] = {
     "prompts once": partial(cogumi_engine, rows=PromptsOnce),
     "ended rows dropped": partial(cogumi_engine, rows=EndedDropped),
