@@ -549,5 +549,6 @@ def test_the_difference_of_two_engines_and_what_is_corrected_have_limits() -> No
     assert sampled(sampling_logp_difference__mean=0.02, probe__difference=9.0)["sampler and trainer"] == "green"
     assert sampled(sampling_logp_difference__mean=0.2)["sampler and trainer"] == "yellow"
     assert sampled(sampling_logp_difference__mean=0.6)["sampler and trainer"] == "red"
-    assert sampled(corrected_share=0.05)["sampler correction"] == "green"
-    assert sampled(corrected_share=0.6)["sampler correction"] == "red"
+    assert sampled(effective_share=0.9, corrected_share=0.05)["sampler correction"] == "green"
+    assert sampled(effective_share=0.4, corrected_share=0.0)["sampler correction"] == "yellow"
+    assert sampled(effective_share=0.05, corrected_share=0.01)["sampler correction"] == "red"

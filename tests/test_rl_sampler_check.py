@@ -16,7 +16,7 @@ from cogumi.methods import gspo
 from cogumi.patches import vllm_engine
 from cogumi.rl import sampler_check
 from cogumi.rl.guards import find_problems
-from cogumi.rl.sampler_check import LONGEST, SamplerCheck, corrected_share, pick_texts, score_by_trainer
+from cogumi.rl.sampler_check import LONGEST, SamplerCheck, pick_texts, score_by_trainer, weigh_correction
 
 TEXTS = [[5, 9, 14, 20, 33, 41, 7, 3], [8, 8, 15, 16, 23, 42], [4, 11, 2, 60, 61, 9, 9, 10, 12]]
 
@@ -120,6 +120,16 @@ def test_a_stale_sampler_under_noise_is_told_once_the_trainer_is_far_enough(stag
     assert found[-1] > 0.5
 
 
+def test_a_warm_start_under_autocast_is_not_called_stale_for_its_arithmetic(stage: Any) -> None:
+    stage.check.noise = SamplerCheck(
+        SimpleNamespace(model=stage.trainer.model, accelerator=SimpleNamespace(mixed_precision="bf16"))
+    ).noise
+    stage.noise = 0.02
+    stage.train(0.5)
+    stage.sync()
+    assert stage.rollout().get("lag", 0.0) < 0.3
+
+
 def test_what_the_trainer_scores_is_the_log_softmax_in_float64(
     make_trainer: Callable[..., Any], tiny_model: Path
 ) -> None:
@@ -158,8 +168,12 @@ def test_the_share_that_a_correction_changes(
         vllm_importance_sampling_clip_max=high,
     )
     batch = {"importance_sampling_ratio": torch.tensor(weights), "completion_mask": torch.tensor([[1, 1, 0]])}
-    assert corrected_share(args, batch) == share
-    assert corrected_share(args, {}) is None
+    found = weigh_correction(args, batch)
+    counted = [row[0] for row in weights] if len(weights[0]) == 1 else weights[0][:2]  # the third token is padding
+    squares = sum(value**2 for value in counted)
+    assert found["corrected_share"] == share
+    assert found["effective_share"] == pytest.approx(sum(counted) ** 2 / (len(counted) * squares))  # Kish 1965
+    assert weigh_correction(args, {}) == {}
 
 
 # ------------------------------------------------------------------------------------------------- settings of a run

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from cogumi.patches.trl_internals import logged_metrics, observe_rollouts, rollout_mode
-from cogumi.patches.vllm_engine import observe_generation, score
+from cogumi.patches.vllm_engine import computing_dtype, observe_generation, score
 from cogumi.rl.sampling import compute_trainer_logps
 
 TEXTS, LONGEST = 4, 128  # how many texts are scored, and how many tokens of each
@@ -59,6 +59,7 @@ def check_sampler(trainer: Any) -> None:
     - `sampling/probe/moved`: by how much the trainer's values of these moved since both last agreed.
     - `sampling/probe/lag`: the share of it that the sampler lacks, where that is more than the difference of arithmetic.
     - `sampling/corrected_share`: of the weights of TRL's correction, those that were masked or truncated.
+    - `sampling/effective_share`: the share of its weights that is in effect, (sum w)^2 / (n sum w^2), Kish 1965.
     """
     if getattr(trainer, "vllm_generation", None) is None or getattr(trainer, "cogumi_checks_sampler", False):
         return
@@ -77,7 +78,7 @@ class SamplerCheck:
         self.sampled: Tensor | None = None  # (N,), of this rollout
         self.step = -1  # whose rollout was scored last
         self.since: list[Scores] = []  # of the first rollout, and of the last at which both agreed
-        self.noise = USUAL.get(trainer.model.dtype, 0.05)
+        self.noise = USUAL.get(computing_dtype(trainer.model, trainer.accelerator), 0.05)
         self.last: Scores | None = None
         self.rollouts = 0
 
@@ -99,8 +100,8 @@ class SamplerCheck:
             if not self.trainer.vllm_importance_sampling_correction:
                 for name, value in self.compare_rollout(batch).items():
                     logged[f"sampling/sampling_logp_difference/{name}"].append(value)
-            if (part := corrected_share(self.trainer.args, batch)) is not None:
-                logged["sampling/corrected_share"].append(part)
+            for name, value in weigh_correction(self.trainer.args, batch).items():
+                logged[f"sampling/{name}"].append(value)
             for name, value in self.compare_texts().items():
                 logged[PREFIX + name].append(value)
         return batch
@@ -142,19 +143,22 @@ class SamplerCheck:
         return found
 
 
-def corrected_share(args: Any, batch: dict[str, Any]) -> float | None:
-    """The share of the correction's weights, of tokens or of completions, that a bound of it has changed."""
+def weigh_correction(args: Any, batch: dict[str, Any]) -> dict[str, float]:
+    """What the bounds of the correction have changed of its weights, of tokens or of completions; {} where there is none."""
     weights = batch.get("importance_sampling_ratio")
     if weights is None:
-        return None
+        return {}
     if weights.shape[1] > 1:
         weights = weights[(batch["completion_mask"] * batch.get("tool_mask", 1)).bool()]
-    bounds = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
-    changed = weights == 0
-    for bound in bounds:
+    if not weights.numel():
+        return {}
+    weights, changed = weights.double(), weights == 0
+    for bound in (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max):
         if bound is not None and args.vllm_importance_sampling_mode.endswith("truncate"):
             changed |= weights == bound
-    return float(changed.double().mean()) if weights.numel() else None
+    squares = float(weights.square().sum())
+    effective = float(weights.sum()) ** 2 / (weights.numel() * squares) if squares else 0.0
+    return {"corrected_share": float(changed.double().mean()), "effective_share": effective}
 
 
 def is_unchanged(before: Scores, now: Scores, least: float) -> bool:
