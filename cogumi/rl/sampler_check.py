@@ -152,10 +152,11 @@ def weigh_correction(args: Any, batch: dict[str, Any]) -> dict[str, float]:
         weights = weights[(batch["completion_mask"] * batch.get("tool_mask", 1)).bool()]
     if not weights.numel():
         return {}
-    weights, changed = weights.double(), weights == 0
+    changed = weights == 0
     for bound in (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max):
         if bound is not None and args.vllm_importance_sampling_mode.endswith("truncate"):
             changed |= weights == bound
+    weights = weights.double()  # only now: a bound is one of the dtype of the weights
     squares = float(weights.square().sum())
     effective = float(weights.sum()) ** 2 / (weights.numel() * squares) if squares else 0.0
     return {"corrected_share": float(changed.double().mean()), "effective_share": effective}
