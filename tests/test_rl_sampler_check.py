@@ -88,7 +88,7 @@ def test_weights_of_an_earlier_step_are_told_at_once_and_until_they_are_replaced
 
 def test_a_sampler_without_the_adapter_is_told_in_its_first_rollout(stage: Any) -> None:
     stage.train(0.5)  # a warm start: the engine is the base, and the trainer is not
-    assert stage.rollout()["lag"] == pytest.approx(1.0, abs=1e-3)
+    assert stage.rollout()["lag"] > 0.9
 
 
 def test_a_part_of_the_weights_that_stays_old_is_a_share(stage: Any) -> None:
@@ -105,7 +105,7 @@ def test_other_arithmetic_is_no_lag(stage: Any) -> None:
     for size in (1e-4, 1e-4, 1e-4, 0.5, 0.5, 0.5):
         stage.train(size)
         stage.sync()
-        assert stage.rollout().get("lag", 0.0) < 0.3
+        assert stage.rollout().get("lag", 0.0) < 0.05
     assert stage.rollout() == {}  # one comparison a step
 
 
@@ -127,7 +127,7 @@ def test_a_warm_start_under_autocast_is_not_called_stale_for_its_arithmetic(stag
     stage.noise = 0.02
     stage.train(0.5)
     stage.sync()
-    assert stage.rollout().get("lag", 0.0) < 0.3
+    assert stage.rollout().get("lag", 0.0) < 0.05
 
 
 def test_what_the_trainer_scores_is_the_log_softmax_in_float64(

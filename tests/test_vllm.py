@@ -95,7 +95,8 @@ def test_twenty_steps_agree_after_every_sync_and_resume_to_the_bit(way: str, tmp
         asked[section] = asked[section] | values if values else {}
     found = in_a_process(asked)
     assert_engines_agree(found, syncs=20, apart=2e-2)
-    assert levels(found)["sampler's weights"] == "green"
+    # Not told in full fine-tuning: at its small rate the log-probabilities move by less than bfloat16's rounding.
+    assert levels(found).get("sampler's weights") == (None if way == "full" else "green")
     assert levels(found)["sampler and trainer"] == "green"
 
     asked["cogumi"] |= {"run_dir": str(tmp_path / "parts"), "sanity": 10}
@@ -129,7 +130,7 @@ def test_a_head_that_stays_old_is_seen(tmp_path: Path) -> None:
     asked["cogumi"]["tuning"], asked["lora"] = "full", {}
     found = in_a_process(asked, tied_head=False)
     assert found["said"][-1]["apart"] > 0.01
-    assert levels(found)["sampler's weights"] != "green"
+    assert levels(found)["sampler's weights"] == "red"
 
 
 @pytest.fixture

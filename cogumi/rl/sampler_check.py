@@ -23,9 +23,10 @@ FIRST_ROLLOUTS = 3  # whose tokens are scored by the trainer too where TRL does 
 # Mean difference between engines of the same weights, in nats: below it nothing is told before they
 # have agreed once. Measured on the small base: 1e-6 in float32, 0.02 to 0.03 in bfloat16 (docs/rollouts.md).
 USUAL = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-# Two agreeing engines differ by sqrt(2) times that in how far they moved: a sixth of a movement 8 times as large.
-TELLING = 8.0
-AGREES = 0.3  # share of a movement that engines which agree may lack
+# Two agreeing engines differ by sqrt(2) times that in how far they moved. So a movement of 8 times that tells, and what they
+# lack of it is counted from 3 times on.
+TELLING, ALLOWED = 8.0, 3.0
+AGREES = 0.05  # share of a movement that engines which agree may lack
 STIRRED = 0.1  # of it, from which a change of the trainer's would have changed some of the sampler's values too
 PREFIX = "sampling/probe/"
 
@@ -57,7 +58,7 @@ def check_sampler(trainer: Any) -> None:
       is on; elsewhere they are of the first three rollouts.
     - `sampling/probe/difference`: of the tokens of four texts.
     - `sampling/probe/moved`: by how much the trainer's values of these moved since both last agreed.
-    - `sampling/probe/lag`: the share of it that the sampler lacks, where that is more than the difference of arithmetic.
+    - `sampling/probe/lag`: the share of it that the sampler lacks beyond the difference of arithmetic, once it can be told.
     - `sampling/corrected_share`: of the weights of TRL's correction, those that were masked or truncated.
     - `sampling/effective_share`: the share of its weights that is in effect, (sum w)^2 / (n sum w^2), Kish 1965.
     """
@@ -124,13 +125,13 @@ class SamplerCheck:
             base = score_by_base(self.trainer.model, self.texts)
             # An engine that was never given the adapter is at the base, and so is an adapter of zeros.
             self.since = [now if base is None else Scores(base, base)]
-        moved = [now.trainer - each.trainer for each in self.since]
+        changes = [(now.trainer - each.trainer, now.sampler - each.sampler) for each in self.since]
         lags = [
-            mean_absolute(now.sampler - each.sampler - change) / mean_absolute(change)
-            for each, change in zip(self.since, moved, strict=True)
-            if mean_absolute(change) > TELLING * self.noise
+            max(0.0, mean_absolute(sampler - trainer) - ALLOWED * self.noise) / mean_absolute(trainer)
+            for trainer, sampler in changes
+            if mean_absolute(trainer) > TELLING * self.noise
         ]
-        found = {"difference": now.difference, "moved": mean_absolute(moved[-1])}
+        found = {"difference": now.difference, "moved": mean_absolute(changes[-1][0])}
         if self.last is not None and is_unchanged(self.last, now, STIRRED * self.noise):
             found["lag"] = 1.0
         elif lags:
