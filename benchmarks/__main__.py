@@ -32,10 +32,10 @@ CPU = {
     "smoke": "commands:smoke",
 }
 # Left out of `cpu`: half an hour and 14 GB of disk; a quarter of an hour and 10 GB; ten minutes of an idle machine, twice;
-# twenty minutes and 10 GB; ten minutes; ten minutes; six minutes.
+# twenty minutes and 10 GB; ten minutes; ten minutes; six minutes; seven minutes of an environment with vLLM.
 ALONE = {
     name: f"{name}:run"
-    for name in ("merge", "faults", "graph_break", "verdict", "data", "packing", "stages", "rollouts")
+    for name in ("merge", "faults", "graph_break", "verdict", "data", "packing", "stages", "rollouts", "sampler")
 }
 # `gpu` runs the others, and gspo_step, under one time budget.
 GPU = {

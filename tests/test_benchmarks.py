@@ -7,12 +7,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import commands, gpu, harness
+from benchmarks import commands, gpu, harness, sampler
 from benchmarks.harness import Finished, row
 from benchmarks.models import Shape
 from cogumi.stack import probes
@@ -168,3 +169,36 @@ def test_no_case_starts_when_the_time_is_over():
     assert time.monotonic() - start < 1
     assert {each["benchmark"] for each in rows} == {"gpu_probes", "gpu_head", "gpu_forecast", "gspo_step"}
     assert {each["note"] for each in rows} == {"skipped: out of time"}
+
+
+def test_figures_of_a_sampler_are_those_by_hand() -> None:
+    # Two completions, of three tokens and of one; what is padded must not count.
+    away = numpy.array([[0.3, -0.3, 0.003], [-0.1, 9.0, 9.0]])
+    mask = numpy.array([[1, 1, 1], [1, 0, 0]])
+    found = sampler.mismatch(away, mask)
+    assert found["mean |difference|, nats a token"] == pytest.approx((0.3 + 0.3 + 0.003 + 0.1) / 4)
+    assert found["largest |difference|, nats"] == pytest.approx(0.3)
+    assert found["sequence ratios, highest"] == pytest.approx(math.exp(0.001))
+    assert found["sequence ratios, lowest"] == pytest.approx(math.exp(-0.1))
+    assert found["sequences outside GSPO's clip"] == 1.0  # 1.001 > 1.0004, and 0.905 < 0.9997
+    assert found["tokens outside GRPO's clip"] == 0.5  # exp(0.3) and exp(-0.3)
+    assert found["tokens of a completion"] == 2.0
+    assert sampler.mismatch(numpy.full((2, 9), 3.5e-4), numpy.ones((2, 9)))["sequences outside GSPO's clip"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "away", "share", "weights"),
+    [
+        ("tis", [[1.0, 0.1]], 0.5, [2.0, math.exp(0.1)]),  # exp(1) is more than 2
+        ("icepop", [[-1.0, 1.0]], 0.5, [0.0, math.exp(1.0)]),  # exp(-1) is less than 0.5
+        ("mis", [[0.9, 0.9], [0.1, 0.1]], 0.5, [0.0, math.exp(0.2)]),  # exp(1.8) is more than 3
+    ],
+)
+def test_a_correction_masks_or_truncates(
+    name: str, away: list[list[float]], share: float, weights: list[float]
+) -> None:
+    values, mask = numpy.array(away), numpy.ones((len(away), 2))
+    first, second = weights
+    effective = (first + second) ** 2 / (2 * (first**2 + second**2))
+    assert sampler.corrected(values, mask, name)[:2] == pytest.approx((share, effective))
+    assert sampler.effective_share(numpy.ones(7)) == 1.0
