@@ -81,7 +81,7 @@ def planned(engine: Any, adapters: list[Any], quick: bool) -> dict[Any, tuple[An
                 found[case] = (case, adapters, engine.AGES if old else (), with_vllm and not fp32_head)
     if not quick:
         case = engine.Case("vLLM merged", "bfloat16", compiled=True)
-        found[case] = (case, adapters, (), True)
+        found[case] = (case, adapters, (), False)
     return found
 
 
@@ -163,6 +163,7 @@ def case_rows(case: Any, future: Future[Any]) -> Iterator[Row]:
     if "head" in found:
         note = f"vLLM {found['version']}, adapter in {', '.join(sorted(found['adapter']))}"
         yield row(NAME, case.name, "the engine's head", found["head"], note=note)
+    yield row(NAME, case.name, "CPU of the process", found["seconds"], "s")
     if len(rollouts) > 1:
         for age, seeds in rollouts.items():
             yield from age_rows(f"{case.name}, {age} steps old", age, seeds)

@@ -177,7 +177,7 @@ def measure_case(case: Case, adapters: list[dict[int, Adapter]], ages: tuple[int
                 found["probes"].append(probe(trainer, adapter))
         if case.sampler == "vLLM merged" and case.dtype != "float32" and not (case.fp32_head or case.compiled):
             found["drift"] = {who: base_drift(trainer, adapters[0], who == "TRL") for who in ("TRL", "cogumi")}
-    return found
+    return found | {"seconds": time.process_time()}
 
 
 def make_rollout(trainer: Any, new: Adapter, old: Adapter) -> dict[str, Array]:
