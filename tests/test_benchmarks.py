@@ -202,3 +202,9 @@ def test_a_correction_masks_or_truncates(
     effective = (first + second) ** 2 / (2 * (first**2 + second**2))
     assert sampler.corrected(values, mask, name)[:2] == pytest.approx((share, effective))
     assert sampler.effective_share(numpy.ones(7)) == 1.0
+
+
+def test_the_sampler_benchmark_says_in_one_line_that_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "find_spec", lambda name: None)
+    (found,) = well_formed(list(sampler.run()))
+    assert found["note"] == "missing: vllm; .venv-vllm/bin/python -m benchmarks sampler"
