@@ -63,7 +63,7 @@ def levels(found: dict[str, Any]) -> dict[str, str]:
 
 
 def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    (file,) = [*run_dir.glob("adapter/adapter_model.safetensors"), *run_dir.glob("model/model.safetensors")]
+    (file,) = [*run_dir.glob("adapter/adapter_model.safetensors"), *run_dir.glob("merged/model.safetensors")]
     return load_file(file)
 
 
