@@ -40,7 +40,7 @@ from cogumi.rl.memory_plan import (
     total_memory_bytes,
 )
 from cogumi.rl.sampler_check import check_sampler
-from cogumi.rl.sampling import stop_rollouts_at, strip_stops, use_rollout_logps
+from cogumi.rl.sampling import end_at_end_tokens, stop_rollouts_at, strip_stops, use_rollout_logps
 from cogumi.rl.scoring import leave_out_unscored
 from cogumi.rl.watch import RECORD, watch
 
@@ -250,6 +250,8 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does
     check_sampler(trainer)
+    if getattr(trainer, "vllm_generation", None) is not None:
+        end_at_end_tokens(trainer)
     if stops:
         stop_rollouts_at(trainer, stops)
     if run.cogumi.fp32_lm_head:

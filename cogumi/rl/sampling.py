@@ -53,12 +53,9 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
         if key in (trainer.args.generation_kwargs or {}):
             raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
     if trainer.use_vllm:
-        trainer.vllm_generation.generation_kwargs = {
-            **(trainer.vllm_generation.generation_kwargs or {}),
-            "stop": strings,
-            "stop_token_ids": list(tokens.values()),
-            "include_stop_str_in_output": True,
-        }
+        more = {"stop": strings, "include_stop_str_in_output": True} if strings else {}
+        trainer.vllm_generation.generation_kwargs = {**trainer.vllm_generation.generation_kwargs, **more}
+        end_at_end_tokens(trainer)
     else:
         trainer.generation_config.eos_token_id = trainer.eos_token_ids
         trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
@@ -67,6 +64,21 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
             stop_generation_at(trainer, strings)
     if strings:
         correct_length_metrics(trainer, strings)
+
+
+def end_at_end_tokens(trainer: Any) -> None:
+    """Let vLLM end completions at every end token that the trainer knows.
+
+    vLLM reads end tokens from the base's files. The tokenizer of an adapter or of a chat template may name another one,
+    behind which vLLM would write on, and TRL would train on that.
+    """
+    generation = trainer.vllm_generation
+    given = generation.generation_kwargs.get("stop_token_ids") or ()
+    ends = list(dict.fromkeys([*given, *trainer.eos_token_ids]))
+    generation.generation_kwargs = {
+        **generation.generation_kwargs,
+        "stop_token_ids": ends,
+    }  # a new one: it may be the config's
 
 
 def stop_generation_at(trainer: Any, strings: Sequence[str]) -> None:
