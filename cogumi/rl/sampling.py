@@ -53,7 +53,8 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
         if key in (trainer.args.generation_kwargs or {}):
             raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
     if trainer.use_vllm:
-        more = {"stop": strings, "include_stop_str_in_output": True} if strings else {}
+        # vLLM searches its own text, out of which it leaves control tokens otherwise; TRL reads ids alone.
+        more = {"stop": strings, "include_stop_str_in_output": True, "skip_special_tokens": False} if strings else {}
         trainer.vllm_generation.generation_kwargs = {**trainer.vllm_generation.generation_kwargs, **more}
         end_at_end_tokens(trainer)
     else:
