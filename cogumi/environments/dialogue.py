@@ -125,8 +125,10 @@ class Dialogue(Episodes):
         histories = [each.prompt + each.completion for each in going]
         generate = getattr(trainer, GENERATE_TURN)
         if trainer.use_vllm:
-            return generate(histories, None, {}, group)  # type: ignore[no-any-return]
-        with replaced(trainer.generation_config, {"max_new_tokens": longest}):
+            limited = replaced(trainer.vllm_generation, {"max_completion_length": longest})
+        else:
+            limited = replaced(trainer.generation_config, {"max_new_tokens": longest})
+        with limited:
             return generate(histories, None, {}, group)  # type: ignore[no-any-return]
 
     def take_turn(

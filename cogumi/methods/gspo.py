@@ -25,7 +25,7 @@ from cogumi.rewards.lengths import THOUGHT_COLUMNS, reads_thoughts, with_thought
 from cogumi.rewards.named_rewards import SAMPLE, refuse_missing_columns, rewards_of, try_reward
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.generation import skip_needless_rows
-from cogumi.rl.guards import check_clip_numbers, context_of
+from cogumi.rl.guards import check_clip_numbers, rollout_context
 from cogumi.rl.memory_plan import (
     ModelShape,
     check_groups,
@@ -245,7 +245,8 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
     rewards = graded_as_seen(run, rewards, common["processing_class"])
     if run.cogumi.thinking is not None:
         apply_thinking(run.cogumi.thinking, args, common["processing_class"])
-    episodes = begin_episodes(run, common["processing_class"], context_of(common["model"].config))
+    context, _ = rollout_context(common["model"].config, args, args.use_vllm)
+    episodes = begin_episodes(run, common["processing_class"], context)
     with engine_options(**engine_of(run)):
         trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does

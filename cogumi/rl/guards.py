@@ -308,9 +308,7 @@ def try_rewards(trainer: Any) -> Iterator[GuardFinding]:
 def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
     """Prompts that leave less room in the context than a completion may take, as the trainer will render them."""
     completion = trainer.args.max_completion_length or 0
-    limit, setting = context_of(trainer.model.config), POSITIONS
-    if trainer.use_vllm and trainer.args.vllm_max_model_length is not None:
-        limit, setting = trainer.args.vllm_max_model_length, "train.vllm_max_model_length"
+    limit, setting = rollout_context(trainer.model.config, trainer.args, trainer.use_vllm)
     if limit is None:
         return
     prompts = trainer.train_dataset["prompt"]
@@ -325,6 +323,13 @@ def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
             f"train.max_completion_length {completion} that is {longest + completion}, and {setting} is {limit}; {fits}"
         )
         yield GuardFinding("long-prompts", True, message)
+
+
+def rollout_context(config: Any, args: Any, use_vllm: bool) -> tuple[int | None, str]:
+    """(tokens that a prompt and its completion may have together, what says so). `args`: a GRPOConfig."""
+    if use_vllm and args.vllm_max_model_length is not None:
+        return args.vllm_max_model_length, "train.vllm_max_model_length"
+    return context_of(config), POSITIONS
 
 
 def context_of(config: Any) -> int | None:
