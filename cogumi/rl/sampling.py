@@ -70,8 +70,8 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
 def end_at_end_tokens(trainer: Any) -> None:
     """Let vLLM end completions at every end token that the trainer knows.
 
-    vLLM reads end tokens from the base's files. The tokenizer of an adapter or of a chat template may name another one,
-    behind which vLLM would write on, and TRL would train on that.
+    vLLM reads end tokens from the base's files. The run's tokenizer may name another one, as that of an adapter does.
+    vLLM would write on behind it, and TRL would train on that.
     """
     generation = trainer.vllm_generation
     given = generation.generation_kwargs.get("stop_token_ids") or ()
