@@ -19,6 +19,7 @@ from typing import Any
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
+from exact_logps import TEMPERATURE, Exact, before_in_order
 
 from cogumi.core.errors import UsageError
 
@@ -31,7 +32,7 @@ PAD, THOUGHT_ENDS, MARK, ENDS = (
     4,
     (0, 6, 7),
 )  # ENDS: of the tokenizer's files, of generation_config.json, of the run's tokenizer
-TEMPERATURE, LENGTH, CONTEXT = 0.7, 24, 256
+LENGTH, CONTEXT = 24, 256
 ENDING = {6: 14.0, 7: 14.0}  # added to logits; transformers takes no bias of token 0
 COLD = 0.01  # vLLM samples at no lower temperature above 0
 WORDS = ("add", "sub", "mul", "find", "put", "take", "count", "read", "write", "open", "close", "sort")
@@ -206,55 +207,6 @@ def set_adapter(trainer: Any) -> None:
     trainer._last_loaded_step = -1  # TRL hands weights to the engine once a step
 
 
-class Exact:
-    """The trainer's model in float64, and what it says of a rollout."""
-
-    def __init__(self, trainer: Any) -> None:
-        from peft import get_peft_model
-        from transformers import AutoModelForCausalLM
-
-        base = AutoModelForCausalLM.from_pretrained(trainer.model.config.name_or_path, dtype=torch.float64)
-        self.model = get_peft_model(base, trainer.model.peft_config["default"]).double().eval()
-        self.model.load_state_dict(trainer.model.state_dict())
-
-    @torch.no_grad()
-    def logits(
-        self, found: dict[str, Any], bias: dict[int, float] | None = None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(logits (T, V), ids (T,)) of each completion's learned tokens."""
-        for prompt, ids, learned in zip(found["prompts"], found["ids"], found["learned"], strict=True):
-            whole = torch.tensor([prompt + ids])
-            logits = self.model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            for token, value in (bias or {}).items():
-                logits[:, token] += value
-            kept = torch.tensor(learned).bool()
-            yield logits[kept], torch.tensor(ids)[kept]
-
-    def difference(
-        self, found: dict[str, Any], bias: dict[int, float] | None = None, temperature: float = TEMPERATURE
-    ) -> float:
-        """The largest difference of the sampler's log-probabilities from these at a temperature, in nats."""
-        away = 0.0
-        for (logits, ids), given, learned in zip(
-            self.logits(found, bias), found["logps"], found["learned"], strict=True
-        ):
-            logps = (logits / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-            sampled = torch.tensor(given, dtype=torch.float64)[torch.tensor(learned).bool()]
-            away = max(away, float((logps - sampled).abs().max()))
-        return away
-
-    def missed(self, found: dict[str, Any], gap: float) -> int:
-        """Tokens whose logits are more than `gap` below the largest."""
-        rows = ((logits.amax(-1) - logits.gather(1, ids[:, None])[:, 0]) for logits, ids in self.logits(found))
-        return sum(int((below > gap).sum()) for below in rows)
-
-    @torch.no_grad()
-    def outside(self, found: dict[str, Any], cut: Callable[[torch.Tensor], torch.Tensor]) -> int:
-        """Tokens outside of what `cut` leaves of the probabilities (V,) at the temperature: a mask (V,)."""
-        rows = [(row, token) for logits, ids in self.logits(found) for row, token in zip(logits, ids, strict=True)]
-        return sum(not cut((row / TEMPERATURE).softmax(-1))[token] for row, token in rows)
-
-
 # --------------------------------------------------------------------------------------------------------------- roles
 
 
@@ -410,12 +362,6 @@ def play_cuts(engine: str, base: str) -> dict[str, Any]:
         texts = trainer.processing_class.batch_decode(rolled["ids"], skip_special_tokens=True)
         found[f"thinking: {flag}"] = rolled | {"rewarded": rewarded, "texts": texts}
     return found
-
-
-def before_in_order(p: torch.Tensor) -> torch.Tensor:
-    """(V,) the probability of all that is more probable than each entry."""
-    ordered, order = p.sort(descending=True)
-    return torch.zeros_like(p).scatter(0, order, ordered.cumsum(0) - ordered)
 
 
 def play_head(engine: str, base: str, wide: bool) -> dict[str, Any]:
