@@ -35,7 +35,7 @@ test-unsloth: .venv-unsloth/lane
 
 # Nor is this: a virtual environment of its own with vLLM, on a CPU too.
 test-vllm: .venv-vllm/lane
-	.venv-vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_parity.py
+	.venv-vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_parity.py tests/test_vllm_sizing.py
 
 # Not part of `make test` either: a torch whose Dynamo cannot take a 4-bit layer, for the bottom of graph_break's ladder.
 test-torch27: .venv-torch27/lane

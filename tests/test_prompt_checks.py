@@ -148,3 +148,28 @@ def test_no_run_is_left_where_the_reward_is_refused(config: Config, tmp_path: Pa
     with pytest.raises(UsageError, match="takes `middle`"):
         cogumi.train(config, cogumi__rewards=["exact_match"])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("installed", "cogumi", "train", "words"),
+    [
+        (False, {}, {}, r"train\.use_vllm.*not installed.*lane stable\+vllm"),
+        (True, {}, {"top_p": 0.8}, r"train\.top_p 0\.8: .*vllm_importance_sampling_correction: false"),
+        (True, {"behaviour_logps": "rollout"}, {}, r"cogumi\.behaviour_logps.*sampler_correction: none"),
+        (True, {"sampler_correction": "none"}, {"top_p": 0.8}, ""),
+        (True, {"sampler_correction": "none", "behaviour_logps": "rollout"}, {}, ""),
+    ],
+)
+def test_what_vllm_cannot_do_is_said_before_it_is_started(
+    installed: bool, cogumi: dict[str, Any], train: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cogumi.methods.prompt_checks.find_spec", lambda name: object() if installed else None)
+    sections = {"model": {"name": "m"}, "data": {"source": "d", "format": "prompt_completion"}}
+    given = {"method": "gspo", **cogumi}
+    run = load_config(sections | {"cogumi": given, "train": {"use_vllm": True, "use_cpu": True, **train}})
+    args = building.trl_arguments(run)
+    if not words:
+        refuse_settings(run, args)
+        return
+    with pytest.raises(UsageError, match=words):
+        refuse_settings(run, args)

@@ -4,6 +4,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pyarrow.compute as pc
@@ -12,7 +13,8 @@ from datasets import Dataset
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.rewards.named_rewards import ALWAYS_THERE
-from cogumi.rl.guards import check_loss_settings
+from cogumi.rl.guards import check_distribution, check_loss_settings
+from cogumi.rl.sampling import refuse_double_correction
 
 log = logging.getLogger("cogumi")
 ROWS_AT_ONCE = 1000
@@ -37,9 +39,21 @@ def refuse_settings(run: RunConfig, args: Any) -> None:
             )
             raise UsageError(what, key=key, fix="drop the key")
     refuse_reward_weights(args.reward_weights, len(run.cogumi.rewards))
-    for finding in check_loss_settings(args, "trl"):
+    by_rollout = run.cogumi.behaviour_logps == "rollout"
+    if args.use_vllm:
+        refuse_engine(args, by_rollout)
+    for finding in (*check_loss_settings(args, "trl"), *check_distribution(args, by_rollout)):
         if finding.refused:
             raise UsageError(finding.message)
+
+
+def refuse_engine(args: Any, by_rollout: bool) -> None:
+    """Raise UsageError for vLLM where it is not installed, or corrects for what `behaviour_logps: rollout` has already."""
+    if find_spec("vllm") is None:
+        fix = "install the lane stable+vllm (docs/stack.md), or drop the key and sample with transformers"
+        raise UsageError("vLLM is not installed", key="train.use_vllm", fix=fix)
+    if by_rollout and args.vllm_importance_sampling_correction:
+        refuse_double_correction()
 
 
 def refuse_reward_weights(weights: Sequence[float] | None, rewards: int) -> None:

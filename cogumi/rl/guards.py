@@ -103,8 +103,7 @@ def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False
     found = [*check_dropout(list_dropout(trainer.model), clips_sequences(args)), *check_pad_token(trainer, backend)]
     found += check_loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
-    if corrected or (args.use_vllm and rollout_logps):
-        found += check_distribution(args, rollout_logps)
+    found += check_distribution(args, rollout_logps)
     if clips_sequences(args) and not rollout_logps and not corrected:
         found += check_ratio(args)
     if not isinstance(dataset, Dataset):
@@ -229,7 +228,8 @@ def check_distribution(args: Any, rollout_logps: bool) -> Iterator[GuardFinding]
 
     With top_p 0.8 half of the ratios were outside 0.9 to 1.1 in https://github.com/huggingface/trl/issues/6789.
     """
-    if not (cut := reshaping_settings(args)):
+    compares = args.use_vllm and (args.vllm_importance_sampling_correction or rollout_logps)
+    if not compares or not (cut := reshaping_settings(args)):
         return
     named = ", ".join(f"train.{name} {value}" for name, value in cut.items())
     other = "cogumi.behaviour_logps: trainer" if rollout_logps else f"train.{CORRECTION}correction: false"

@@ -13,7 +13,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -165,8 +165,7 @@ def use_rollout_logps(trainer: Any) -> None:
     """
     asked = "cogumi.behaviour_logps"
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        reason = "rollout divides by vLLM's log-probabilities already, and TRL's correction would do so again"
-        raise UsageError(reason, key=asked, fix="set train.vllm_importance_sampling_correction: false")
+        refuse_double_correction()
     samples_here = not trainer.use_vllm and trainer.rollout_func is None
     if samples_here and trainer.args.use_transformers_continuous_batching:
         reason = "rollout needs log-probabilities, which continuous batching does not report"
@@ -181,6 +180,13 @@ def use_rollout_logps(trainer: Any) -> None:
         record_sampled_logps(trainer)
     use_sampled_as_old(trainer)
     trainer.cogumi_behaviour_logps = "rollout"
+
+
+def refuse_double_correction() -> NoReturn:
+    """Raise UsageError for `behaviour_logps: rollout` beside vLLM's correction."""
+    reason = "rollout divides by vLLM's log-probabilities already, and TRL's correction would do so again"
+    fix = "set train.vllm_importance_sampling_correction: false (cogumi.sampler_correction: none)"
+    raise UsageError(reason, key="cogumi.behaviour_logps", fix=fix)
 
 
 def uses_rollout_logps(trainer: Any) -> bool:
