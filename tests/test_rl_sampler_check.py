@@ -147,8 +147,8 @@ def test_what_the_trainer_scores_is_the_log_softmax_in_float64(
 
 
 def test_texts_are_different_and_short() -> None:
-    picked = pick_texts([[1, 2], [1, 2], [3], list(range(500)), [4, 5], [6, 7], [8, 9]])
-    assert picked == [[1, 2], list(range(LONGEST)), [4, 5], [6, 7]]
+    picked = pick_texts([[1, 2, 3], [1, 2, 9], [3, 4], list(range(500)), [4, 5, 6], [6, 7, 8], [8, 9, 10]])
+    assert picked == [[1, 2], list(range(LONGEST)), [4, 5], [6, 7]]  # shorter than what was sampled, so there is room
 
 
 @pytest.mark.parametrize(

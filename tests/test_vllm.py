@@ -173,3 +173,21 @@ def test_a_server_is_given_the_weights_and_agrees(server: int, tmp_path: Path) -
     assert len(lags) == 5
     assert max(lags) < 0.01
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-5 for row in rows if "reward" in row)
+
+
+def test_another_run_may_follow_in_the_same_process(tmp_path: Path) -> None:
+    """TRL describes a launch to vLLM in environment variables, by which the next run would take itself for a part of one."""
+    code = """
+import json, sys
+import cogumi
+first, second = json.loads(sys.argv[1])
+cogumi.train(first)
+assert cogumi.train(second).metrics
+"""
+    first, second = config(tmp_path, "first", max_steps=2), config(tmp_path, "second", max_steps=2)
+    for name in [key for key in second["train"] if key.startswith(("use_vllm", "vllm"))]:
+        del second["train"][name]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    words = [sys.executable, "-c", code, json.dumps([first, second])]
+    done = subprocess.run(words, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,10 +1,11 @@
-"""vLLM as TRL 1.15's VLLMGeneration builds it in this process (`vllm_mode: colocate`): its dtype, its seed, its weights.
+"""vLLM as TRL 1.15's VLLMGeneration builds it and gives it weights: its dtype, its seed, and what is merged on the way.
 
-Three things are changed. TRL does not hand vLLM the dtype, so that a model trained in float32 is sampled in its
-checkpoint's bfloat16. vLLM seeds the random numbers of the whole process with 0, whatever `train.seed` says. On a CPU,
-vLLM has packed its weights into other tensors than those that TRL writes to, so they are reloaded and packed again.
+TRL hands vLLM no dtype, so that a model trained in float32 is sampled in its checkpoint's bfloat16. vLLM seeds the random
+numbers of the whole process with 0, whatever `train.seed` says. TRL merges an adapter into its base in place and subtracts
+it again, which rounds twice. On a CPU, vLLM has packed its weights into other tensors than those that TRL writes to.
 """
 
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,9 @@ from cogumi.patches import PatchStatus, replaced
 from cogumi.patches.trl_internals import wrap_method
 
 NAME = "vLLM under TRL"
-WRITTEN_FOR = "vLLM 0.31"
+WRITTEN_FOR = "vLLM 0.26 to 0.31"
 MEMORY = Path("/dev/shm")
+LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 METHODS = ("_init_vllm", "sync_weights", "_iter_named_params")
 
 _originals: dict[str, Callable[[Any], Any]] = {}
@@ -42,7 +44,7 @@ def engine_options(**options: Any) -> Iterator[None]:
 
 
 def apply() -> PatchStatus:
-    """Change the two methods of `trl.generation.vllm_generation.VLLMGeneration`, where vLLM is installed."""
+    """Change three methods of `trl.generation.vllm_generation.VLLMGeneration`, where vLLM is installed."""
     if find_spec("vllm") is not None and not _originals:
         generation = generation_class()
         for name, own in zip(METHODS, (build_engine, sync_weights, iterate_parameters), strict=True):
@@ -91,7 +93,7 @@ def build_engine(generation: Any) -> None:
         return llm(**(given | options))
 
     llm = vllm_generation.LLM
-    with kept_random_state(), replaced(vllm_generation, {"LLM": build}):
+    with kept_random_state(), kept_environment(), replaced(vllm_generation, {"LLM": build}):
         _originals["_init_vllm"](generation)
     if serves_adapter(generation):
 
@@ -107,6 +109,20 @@ def computing_dtype(model: Any, accelerator: Any) -> torch.dtype:
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     dtype: torch.dtype = mixed or model.dtype
     return dtype
+
+
+@contextmanager
+def kept_environment() -> Iterator[None]:
+    """What TRL tells vLLM of the launch in environment variables, gone after the block: another run would read it as its own."""
+    before = {name: os.environ.get(name) for name in LAUNCH}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -168,11 +184,11 @@ def merged(layer: Any) -> Iterator[torch.nn.Module]:
     """The module that a LoRA layer wraps, with the adapter in its weights; afterwards its parameters are what they were."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    inner: Any = layer.base_layer
     wrappers = [layer]
-    while isinstance(
-        inner := wrappers[-1].base_layer, BaseTunerLayer
-    ):  # stacked experts have a wrapper for each parameter
+    while isinstance(inner, BaseTunerLayer):  # stacked experts have a wrapper for each parameter
         wrappers.append(inner)
+        inner = inner.base_layer
     kept = [(name, each, each.data) for name, each in inner.named_parameters(recurse=False)]
     with torch.no_grad():
         for _, parameter, values in kept:

@@ -169,8 +169,9 @@ def is_unchanged(before: Scores, now: Scores, least: float) -> bool:
 
 
 def pick_texts(sequences: list[list[int]]) -> list[list[int]]:
-    """The beginnings of some of a rollout's prompts and completions, each text once; scoring takes two tokens."""
-    different = dict.fromkeys(tuple(each[:LONGEST]) for each in sequences if len(each) > 1)
+    """The beginnings of some of a rollout's prompts and completions, each once. Without the last token, for which the engine
+    has to have room behind a text; scoring takes two."""
+    different = dict.fromkeys(tuple(each[:-1][:LONGEST]) for each in sequences if len(each) > 2)
     return [list(each) for each in different][:TEXTS]
 
 
