@@ -184,11 +184,10 @@ def merged(layer: Any) -> Iterator[torch.nn.Module]:
     """The module that a LoRA layer wraps, with the adapter in its weights; afterwards its parameters are what they were."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    inner: Any = layer.base_layer
-    wrappers = [layer]
-    while isinstance(inner, BaseTunerLayer):  # stacked experts have a wrapper for each parameter
-        wrappers.append(inner)
-        inner = inner.base_layer
+    wrappers: list[Any] = [layer]
+    while isinstance(wrappers[-1].base_layer, BaseTunerLayer):  # stacked experts have a wrapper for each parameter
+        wrappers.append(wrappers[-1].base_layer)
+    inner = wrappers[-1].base_layer
     kept = [(name, each, each.data) for name, each in inner.named_parameters(recurse=False)]
     with torch.no_grad():
         for _, parameter, values in kept:
