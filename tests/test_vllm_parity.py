@@ -25,6 +25,7 @@ from cogumi.data.chat_templates import visible_text
 from cogumi.models.completion import cut_at_stop
 
 Seen = dict[str, Any]
+pytestmark = pytest.mark.slow("trainers in processes of their own: 25 s for each of two")
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="`make test-vllm` installs it")
 ENGINES = ["transformers", pytest.param("vllm", marks=without_vllm)]
 # In float32. vLLM and transformers multiply in another order; 2e-5 was the most that either was away.
