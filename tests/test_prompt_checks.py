@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +158,9 @@ def test_no_run_is_left_where_the_reward_is_refused(config: Config, tmp_path: Pa
         (False, {}, {}, r"train\.use_vllm.*not installed.*lane stable\+vllm"),
         (True, {}, {"top_p": 0.8}, r"train\.top_p 0\.8: .*vllm_importance_sampling_correction: false"),
         (True, {"behaviour_logps": "rollout"}, {}, r"cogumi\.behaviour_logps.*sampler_correction: none"),
+        (True, {}, {"vllm_structured_outputs_regex": "[a-z]+"}, r"train\.vllm_structured_outputs_regex"),
+        (True, {}, {"generation_kwargs": {"logit_bias": {"5": 50}}}, r"train\.generation_kwargs\.logit_bias"),
+        (True, {}, {"vllm_enable_sleep_mode": True}, r"train\.vllm_enable_sleep_mode.*GPU"),
         (True, {"sampler_correction": "none"}, {"top_p": 0.8}, ""),
         (True, {"sampler_correction": "none", "behaviour_logps": "rollout"}, {}, ""),
     ],
@@ -164,9 +169,34 @@ def test_what_vllm_cannot_do_is_said_before_it_is_started(
     installed: bool, cogumi: dict[str, Any], train: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cogumi.methods.prompt_checks.find_spec", lambda name: object() if installed else None)
+    params = SimpleNamespace(SamplingParams=SimpleNamespace(__struct_fields__=("top_p", "logit_bias")))
+    monkeypatch.setitem(sys.modules, "vllm", params)
     sections = {"model": {"name": "m"}, "data": {"source": "d", "format": "prompt_completion"}}
     given = {"method": "gspo", **cogumi}
     run = load_config(sections | {"cogumi": given, "train": {"use_vllm": True, "use_cpu": True, **train}})
+    args = building.trl_arguments(run)
+    if not words:
+        refuse_settings(run, args)
+        return
+    with pytest.raises(UsageError, match=words):
+        refuse_settings(run, args)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"foo": 5}, r"train\.generation_kwargs\.foo: transformers' GenerationConfig has no such setting"),
+        ({"temprature": 5}, "did you mean temperature"),
+        ({"stop_strings": ["\n"]}, r"set cogumi\.stop"),
+        ({"max_new_tokens": 5}, r"set train\.max_completion_length alone"),
+        ({"num_return_sequences": 2}, r"set train\.num_generations alone"),
+        ({"no_repeat_ngram_size": 3, "cache_implementation": "static"}, ""),
+    ],
+)
+def test_settings_that_the_sampler_does_not_know_are_refused(
+    settings: dict[str, Any], words: str, config: Config
+) -> None:
+    run = load_config(config, train__generation_kwargs=settings)
     args = building.trl_arguments(run)
     if not words:
         refuse_settings(run, args)

@@ -214,7 +214,7 @@ def test_a_correction_is_trls_own_settings(name: str) -> None:
                 "cogumi": {"sampler_correction": "tis"},
                 "train": {"use_vllm": True, "vllm_importance_sampling_clip_max": 4.0},
             },
-            "train.vllm_importance_sampling_clip_max say the same",
+            "train.vllm_importance_sampling_clip_max both decide",
         ),
         ({"cogumi": {"sampler_weights": "adapter"}}, "cogumi.sampler_weights.*train.use_vllm: true"),
         (
@@ -265,7 +265,7 @@ def test_a_cut_distribution_beside_a_correction_is_refused(make_trainer: Callabl
     assert said.endswith("set cogumi.behaviour_logps: trainer")
     assert messages(top_p=1.0, vllm_importance_sampling_correction=True) == []
     (said,) = messages(generation_kwargs={"top_k": 20})
-    assert said.startswith("train.top_k 20: ")
+    assert said.startswith("train.generation_kwargs.top_k 20: ")
 
 
 # -------------------------------------------------------------------------------------------- weights on their way

@@ -59,6 +59,7 @@ NAMED_IN_HELP = (
     "packing_strategy", "truncation_mode", "train_sampling_strategy", "loss_type", "f_divergence_type", "scale_rewards",
     "importance_sampling_level", "multi_objective_aggregation", "vllm_mode", "vllm_model_impl", "vllm_importance_sampling_mode",
 )  # fmt: skip
+OTHER_KEYS = ("use_vllm", "vllm_importance_sampling_correction")
 MORE_NAMES = {("GRPOConfig", "loss_type")}  # cogumi has losses of its own (cogumi.config.presets)
 QUOTED = re.compile(r"""[`'"]([a-z][a-z0-9_]*)[`'"]""")
 # unsloth replaces TRL's config classes with its own, which have more keys; this is where it writes them.
@@ -233,7 +234,10 @@ def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str
 def named_in_help(hint: Any, field: ast.AnnAssign) -> Any:
     """A type of text as a Literal of the words that the field's help quotes; as it is for fewer than two words."""
     texts = (each.value for each in ast.walk(field) if isinstance(each, ast.Constant) and isinstance(each.value, str))
-    words: Any = Literal[tuple(dict.fromkeys(QUOTED.findall(" ".join(texts))))]
+    # A help may quote another key: "when `use_vllm` is set".
+    words: Any = Literal[
+        tuple(word for word in dict.fromkeys(QUOTED.findall(" ".join(texts))) if word not in OTHER_KEYS)
+    ]
     if len(get_args(words)) < 2 or hint not in (str, list[str]):
         return hint
     return words if hint is str else list[words]

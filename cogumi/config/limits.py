@@ -23,8 +23,10 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "must be at least 1": (
         lambda n: n >= 1,
         "train.per_device_train_batch_size train.per_device_eval_batch_size train.gradient_accumulation_steps "
-        "train.save_total_limit train.max_completion_length train.steps_per_generation train.num_iterations lora.r",
+        "train.save_total_limit train.max_completion_length train.steps_per_generation train.num_iterations lora.r "
+        "train.vllm_max_model_length",
     ),
+    "must be 1, as a run is one process; a server may have more": (lambda n: n == 1, "train.vllm_tensor_parallel_size"),
     "must be at least 1, or -1 for train.num_train_epochs": (lambda n: n >= 1 or n == -1, "train.max_steps"),
     "must be at least 1 step, or a share of all steps below 1": (
         lambda n: n > 0,
@@ -35,7 +37,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda n: 0 < n < inf,
         "train.temperature",
     ),
-    "must be more than 0 and at most 1": (lambda n: 0 < n <= 1, "train.top_p"),
+    "must be more than 0 and at most 1": (lambda n: 0 < n <= 1, "train.top_p train.vllm_gpu_memory_utilization"),
     "must be at least 0 and at most 1": (lambda n: 0 <= n <= 1, "train.min_p"),
     "must be at least 1, or 0 for all tokens": (lambda n: n >= 0, "train.top_k"),
     "must be 0 or more": (lambda n: 0 <= n < inf, "train.learning_rate train.weight_decay train.warmup_steps"),

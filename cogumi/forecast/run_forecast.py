@@ -77,6 +77,8 @@ def forecast_run(
     """
     run, target = load_config(config, **overrides), find_target(card)
     refuse_impossible(run.cogumi)
+    if run.cogumi.method == "gspo":
+        gspo.sampler_settings(run)
     if train is not None and card is not None:
         raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
     if card is None:

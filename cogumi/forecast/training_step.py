@@ -67,6 +67,7 @@ def planned_trainer(
     run = run.model_copy(deep=True)
     for key in (*OF_THE_MACHINE, *OF_THE_DATA):
         run.train.pop(key, None)
+    run.cogumi.sampler_weights, run.cogumi.sampler_correction = "merged", None  # of the sampler, as use_vllm is
     run.train |= {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
     method, args = run.cogumi.method, copy.copy(trl_arguments(run))
     disable_progress_bars()  # of two rows that are prepared; this process only forecasts

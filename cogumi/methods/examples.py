@@ -182,7 +182,7 @@ def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | 
     completion = setting(run, "max_completion_length") or 0
     if context is not None and completion >= context:
         reason = f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}"
-        raise UsageError(reason, fix="lower it")
+        raise UsageError(reason, fix="lower the first" + ("" if key == POSITIONS else ", or raise the second"))
     return None if context is None else int(context - completion)
 
 

@@ -46,6 +46,7 @@ from cogumi.rl.watch import RECORD, watch
 
 log = logging.getLogger("cogumi")
 PLANNED = ("gradient_accumulation_steps", "steps_per_generation")  # what a number of documents per step decides
+LARGEST_RANK = 512  # of an adapter in vLLM 0.26 to 0.31 (vllm/config/lora.py, MaxLoRARanks)
 STEPS_PER_ROLLOUT = 4  # arXiv:2507.18071, section 5.1: four mini-batches
 BATCH = "batch"  # of decisions.json: the batch that a run planned, and keeps when it resumes
 TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW moments
@@ -59,8 +60,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     if given and (weights := weights_of(given, train.get("reward_weights"))) is not None:
         train["reward_weights"] = weights
     name = train["loss_type"]
-    refuse_adapter(run)
-    train |= sampler_correction(run)
+    train |= sampler_settings(run)
     values = PRESETS[name]
     for finding in check_clip_numbers(values | train | {"loss_type": values["loss_type"]}):
         raise UsageError(finding.message)
@@ -79,8 +79,12 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     return {"logging_steps": 1} | (train if name in OURS else fill_defaults(name, train))
 
 
-def sampler_correction(run: RunConfig) -> dict[str, Any]:
-    """TRL's settings of `cogumi.sampler_correction`, none where it is null. Raises UsageError where they contradict others."""
+def sampler_settings(run: RunConfig) -> dict[str, Any]:
+    """TRL's settings of `cogumi.sampler_correction`, none where it is null.
+
+    Raises UsageError where this, or `cogumi.sampler_weights`, contradicts others.
+    """
+    refuse_adapter(run)
     asked, key = run.cogumi.sampler_correction, "cogumi.sampler_correction"
     if asked is None:
         return {}
@@ -89,7 +93,7 @@ def sampler_correction(run: RunConfig) -> dict[str, Any]:
         raise UsageError(what, key=key, fix="drop it, or set train.use_vllm: true")
     values = {"correction": True} | CORRECTIONS[asked]
     if given := [name for name in run.train if name.startswith(CORRECTION)]:
-        raise UsageError(f"{key}: {asked} and train.{given[0]} say the same", fix="drop one")
+        raise UsageError(f"{key}: {asked} and train.{given[0]} both decide what is corrected", fix="drop one")
     return {CORRECTION + name: value for name, value in values.items()}
 
 
@@ -106,6 +110,9 @@ def refuse_adapter(run: RunConfig) -> None:
     if run.train.get("vllm_enable_sleep_mode"):
         what = "adapter, and an engine that sleeps loses the base's weights"
         raise UsageError(what, key=key, fix="set merged, or drop train.vllm_enable_sleep_mode")
+    if (rank := adapter_rank(run)) > LARGEST_RANK:
+        what = f"adapter, and vLLM serves ranks up to {LARGEST_RANK}, not {rank}"
+        raise UsageError(what, key=key, fix="set merged, or lower lora.r")
     modules = lora.get("target_modules") or ()
     refused = {
         "use_dora": lora.get("use_dora"),

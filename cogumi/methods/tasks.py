@@ -53,7 +53,7 @@ def refuse_without_tools(task: Task, prompts: Dataset, tokenizer: PreTrainedToke
     if isinstance(prompts[0]["prompt"], str):
         fix = "give prompts that are lists of messages"
         raise UsageError("tools are called in conversations, and the prompts are text", key=key, fix=fix)
-    fix = "set train.chat_template_path to a template that has them, such as one of trl/chat_templates"
+    fix = "take a model whose template has them, or save such a template as chat_template.jinja beside its tokenizer"
     if not tokenizer.chat_template or not supports_tool_calling(tokenizer):
         raise UsageError("this model's chat template has no tool calls", key=key, fix=fix)
     if getattr(tokenizer, "response_template", None) is None and getattr(tokenizer, "response_schema", None) is None:

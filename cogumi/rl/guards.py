@@ -231,7 +231,10 @@ def check_distribution(args: Any, rollout_logps: bool) -> Iterator[GuardFinding]
     compares = args.use_vllm and (args.vllm_importance_sampling_correction or rollout_logps)
     if not compares or not (cut := reshaping_settings(args)):
         return
-    named = ", ".join(f"train.{name} {value}" for name, value in cut.items())
+    inside = args.generation_kwargs or {}
+    named = ", ".join(
+        f"train.{'generation_kwargs.' if name in inside else ''}{name} {value}" for name, value in cut.items()
+    )
     other = "cogumi.behaviour_logps: trainer" if rollout_logps else f"train.{CORRECTION}correction: false"
     message = (
         f"{named}: vLLM's log-probabilities are of the distribution that this leaves, and the trainer's of the whole one, "

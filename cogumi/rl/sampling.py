@@ -144,13 +144,25 @@ RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, 
 RESHAPING |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": 0.0}
 
 
+# The same among vLLM's own, where anything that is set does.
+RESHAPING_VLLM = (
+    *("logit_bias", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty", "min_tokens"),
+    "structured_outputs",
+)
+
+
 def reshaping_settings(args: Any) -> dict[str, Any]:
     """The settings of a GRPOConfig, generation_kwargs among them, that cut or bend the distribution that is sampled from."""
     settings = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     settings |= args.generation_kwargs or {}
-    return {
+    found = {
         name: settings[name] for name, neutral in RESHAPING.items() if settings.get(name) not in (None, -1, neutral)
     }
+    if args.use_vllm:
+        settings["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
+        names = (*RESHAPING_VLLM, "vllm_structured_outputs_regex")
+        found |= {name: settings[name] for name in names if settings.get(name)}
+    return found
 
 
 def use_rollout_logps(trainer: Any) -> None:
@@ -185,7 +197,7 @@ def use_rollout_logps(trainer: Any) -> None:
 def refuse_double_correction() -> NoReturn:
     """Raise UsageError for `behaviour_logps: rollout` beside vLLM's correction."""
     reason = "rollout divides by vLLM's log-probabilities already, and TRL's correction would do so again"
-    fix = "set train.vllm_importance_sampling_correction: false (cogumi.sampler_correction: none)"
+    fix = "set cogumi.sampler_correction: none (in a script vllm_importance_sampling_correction=False)"
     raise UsageError(reason, key="cogumi.behaviour_logps", fix=fix)
 
 
