@@ -280,6 +280,21 @@ def test_the_false_greens_of_before_are_red(fourteen: dict[str, Any], train: dic
     assert found.fix.startswith("set train.vllm_gpu_memory_utilization: 0.")
 
 
+def test_settings_of_the_sampler_are_no_fault_of_the_step() -> None:
+    """The planned step is without vLLM, and so is without what is said of it; a contradiction is told all the same."""
+    config = {
+        "model": {"name": str(Path(cogumi.__file__).parent / "models" / "small-base")},
+        "data": {"source": "cogumi:stdlib-tasks", "format": "prompt_completion"},
+        "cogumi": {"method": "gspo", "rewards": ["parses"], "merge": False},
+        "train": {"use_vllm": True, "max_completion_length": 16},
+    }
+    given = {"cogumi__sampler_weights": "adapter", "cogumi__sampler_correction": "tis"}
+    report = cogumi.preflight(config, card="h100 sxm", **given)
+    assert report.fits, str(report)
+    with pytest.raises(UsageError, match=r"cogumi\.sampler_weights.*ranks up to 512, not 600"):
+        cogumi.preflight(config, card="h100 sxm", lora__r=600, **given)
+
+
 @pytest.mark.slow("forecasts of six runs of 14 billion weights")
 def test_both_moments_are_planned_and_what_is_open_is_chosen(fourteen: dict[str, Any]) -> None:
     report = preflight(fourteen)

@@ -325,7 +325,7 @@ def test_a_rollout_function_without_logprobs_is_refused(build: Callable[..., Any
 def test_vllms_own_correction_beside_it_is_refused(build: Callable[..., Any]) -> None:
     trainer = build()
     trainer.use_vllm = True  # no vLLM on this machine; the check only reads it
-    with pytest.raises(UsageError, match=r"set train\.vllm_importance_sampling_correction: false"):
+    with pytest.raises(UsageError, match=r"set cogumi\.sampler_correction: none"):
         use_rollout_logps(trainer)
     trainer.vllm_importance_sampling_correction = False
     use_rollout_logps(trainer)
