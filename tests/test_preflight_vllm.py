@@ -33,7 +33,7 @@ from cogumi.forecast.vllm_forecast import (
     rollout_rows,
     working_memory,
 )
-from cogumi.methods import auto_settings, gspo
+from cogumi.methods import auto_settings, gspo, prompt_checks
 from cogumi.methods.auto_settings import ALLOCATOR, Choice, Load, Machine, apply_choices, refuse_segments, set_allocator
 from cogumi.models.loading import meta_model
 from cogumi.rl.memory_plan import GRAPHS, ModelShape, engine_bytes
@@ -477,6 +477,7 @@ def test_a_run_whose_engine_cannot_start_is_refused_before_its_download(
     small = 16 * 2**20
     card = Target(Machine("small", (9, 0), small, total_bytes=small), None, small)
     monkeypatch.setattr(stages, "find_target", lambda _: card)
+    monkeypatch.setattr(prompt_checks, "find_spec", lambda _: object())  # vLLM would be imported for the engine alone
     config = sft | {"cogumi": sft["cogumi"] | {"method": "gspo", "rewards": ["parses"], "preflight": "on"}}
     config["train"] = {"max_steps": 1, "max_completion_length": 64, "per_device_train_batch_size": 8}
     config["train"] |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.01}

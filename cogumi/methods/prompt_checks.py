@@ -71,15 +71,17 @@ def refuse_unknown_sampling(args: Any) -> None:
 
     transformers ignores a name that it does not know, and vLLM fails in the first rollout.
     """
+    if not args.generation_kwargs:
+        return
     if args.use_vllm:
-        from vllm import SamplingParams
+        from vllm import SamplingParams  # seconds
 
         known, sampler = set(SamplingParams.__struct_fields__), "vLLM's SamplingParams"
         others = {"max_tokens": "train.max_completion_length", "n": "train.num_generations"}
     else:
         known, sampler = set(vars(GenerationConfig())), "transformers' GenerationConfig"
         others = {"max_new_tokens": "train.max_completion_length", "num_return_sequences": "train.num_generations"}
-    for name in args.generation_kwargs or {}:
+    for name in args.generation_kwargs:
         key = f"train.generation_kwargs.{name}"
         if name in others:
             raise UsageError(f"it contradicts {others[name]}", key=key, fix=f"set {others[name]} alone")
