@@ -33,7 +33,7 @@ from cogumi.forecast.vllm_forecast import (
     rollout_rows,
     working_memory,
 )
-from cogumi.methods import auto_settings, gspo, prompt_checks
+from cogumi.methods import auto_settings, gspo, sampler
 from cogumi.methods.auto_settings import ALLOCATOR, Choice, Load, Machine, apply_choices, refuse_segments, set_allocator
 from cogumi.models.loading import meta_model
 from cogumi.rl.memory_plan import GRAPHS, ModelShape, engine_bytes
@@ -369,10 +369,12 @@ def run_of(cogumi: dict[str, Any] | None = None, **train: Any) -> RunConfig:
     return load_config({"model": {"name": "x"}, "data": {"source": "x"}, "train": train, "cogumi": section})
 
 
-def chosen(free: int = 79 * GIB, micro_batch: int = 4, **train: Any) -> dict[str, Any]:
+def chosen(
+    cogumi: dict[str, Any] | None = None, free: int = 79 * GIB, micro_batch: int = 4, **train: Any
+) -> dict[str, Any]:
     """What a 14B with LoRA of rank 16 chooses on an H100. Its step takes about 8.4 GiB with 4 documents."""
     config = Qwen2Config(**FAMILY | MODELS["14B"])
-    run = run_of(use_vllm=True, max_completion_length=2048, per_device_train_batch_size=micro_batch, **train)
+    run = run_of(cogumi, use_vllm=True, max_completion_length=2048, per_device_train_batch_size=micro_batch, **train)
     machine = Machine("H100", (9, 0), free, True, total_bytes=H100)
     shape = ModelShape.of(config)
     load = Load(shape, 28 * GIB, 69_000_000, 2, micro_batch, 1024, frozenset({"sdpa"}))
@@ -389,6 +391,8 @@ def test_the_engine_sleeps_only_where_both_do_not_fit_awake() -> None:
     assert (awake[SLEEP], asleep[SLEEP], awake[LENGTH]) == (False, True, 2560)
     assert 0.37 <= awake[SHARE] < asleep[SHARE]
     assert chosen(micro_batch=8, vllm_enable_sleep_mode=False)[SHARE] == 0.37  # the smallest: preflight will be red
+    # Asleep the engine would lose the base, and the adapter alone is no model.
+    assert not chosen({"sampler_weights": "adapter"}, micro_batch=8)[SLEEP]
     assert not chosen(free=50 * GIB)[SLEEP]  # where it fits neither way, sleep is no help
 
 
@@ -477,7 +481,7 @@ def test_a_run_whose_engine_cannot_start_is_refused_before_its_download(
     small = 16 * 2**20
     card = Target(Machine("small", (9, 0), small, total_bytes=small), None, small)
     monkeypatch.setattr(stages, "find_target", lambda _: card)
-    monkeypatch.setattr(prompt_checks, "find_spec", lambda _: object())  # vLLM would be imported for the engine alone
+    monkeypatch.setattr(sampler, "find_spec", lambda _: object())  # vLLM would be imported for the engine alone
     config = sft | {"cogumi": sft["cogumi"] | {"method": "gspo", "rewards": ["parses"], "preflight": "on"}}
     config["train"] = {"max_steps": 1, "max_completion_length": 64, "per_device_train_batch_size": 8}
     config["train"] |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.01}

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from datasets import Dataset
 from golden import Golden
 
 import cogumi
-from cogumi.config.schema import load_config
+from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.methods import building
 from cogumi.methods.examples import describe_empty_thoughts, prepare_examples
@@ -168,17 +169,19 @@ def test_no_run_is_left_where_the_reward_is_refused(config: Config, tmp_path: Pa
 def test_what_vllm_cannot_do_is_said_before_it_is_started(
     installed: bool, cogumi: dict[str, Any], train: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cogumi.methods.prompt_checks.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("cogumi.methods.sampler.find_spec", lambda name: object() if installed else None)
     params = SimpleNamespace(SamplingParams=SimpleNamespace(__struct_fields__=("top_p", "logit_bias")))
     monkeypatch.setitem(sys.modules, "vllm", params)
     sections = {"model": {"name": "m"}, "data": {"source": "d", "format": "prompt_completion"}}
     given = {"method": "gspo", **cogumi}
     run = load_config(sections | {"cogumi": given, "train": {"use_vllm": True, "use_cpu": True, **train}})
+    assert_said(run, words)
+
+
+def assert_said(run: RunConfig, words: str) -> None:
+    """The settings are refused with these words, or with "" not at all."""
     args = building.trl_arguments(run)
-    if not words:
-        refuse_settings(run, args)
-        return
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) if words else nullcontext():
         refuse_settings(run, args)
 
 
@@ -196,10 +199,4 @@ def test_what_vllm_cannot_do_is_said_before_it_is_started(
 def test_settings_that_the_sampler_does_not_know_are_refused(
     settings: dict[str, Any], words: str, config: Config
 ) -> None:
-    run = load_config(config, train__generation_kwargs=settings)
-    args = building.trl_arguments(run)
-    if not words:
-        refuse_settings(run, args)
-        return
-    with pytest.raises(UsageError, match=words):
-        refuse_settings(run, args)
+    assert_said(load_config(config, train__generation_kwargs=settings), words)

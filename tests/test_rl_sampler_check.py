@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,14 +231,6 @@ def test_a_correction_is_trls_own_settings(name: str) -> None:
             "lora.use_dora: True",
         ),
         (
-            {
-                "cogumi": {"sampler_weights": "adapter"},
-                "train": {"use_vllm": True},
-                "lora": {"target_modules": ["q_proj", "lm_head"]},
-            },
-            "lora.target_modules",
-        ),
-        (
             {"cogumi": {"sampler_weights": "adapter"}, "train": {"use_vllm": True, "vllm_enable_sleep_mode": True}},
             "vllm_enable_sleep_mode",
         ),
@@ -246,6 +239,27 @@ def test_a_correction_is_trls_own_settings(name: str) -> None:
 def test_settings_of_the_sampler_that_contradict_others_are_refused(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         gspo.arguments(run_of(**sections))
+
+
+@pytest.mark.parametrize(
+    ("lora", "refused"),
+    [
+        ({"use_dora": True}, "use_dora: True"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules: "),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save: "),
+        ({"bias": "all"}, "bias: all"),
+        # vLLM scales all modules by one alpha and one rank, and starts from the base on disk.
+        ({"alpha_pattern": {"down_proj": 64}}, "alpha_pattern: "),
+        ({"rank_pattern": {"down_proj": 2}}, "rank_pattern: "),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices: "),
+        ({"use_rslora": True, "lora_alpha": 64, "target_modules": ["q_proj"], "exclude_modules": ["k_proj"]}, ""),
+    ],
+)
+def test_an_adapter_that_vllm_would_serve_as_another_is_refused(lora: dict[str, Any], refused: str) -> None:
+    run = run_of(cogumi={"sampler_weights": "adapter"}, train={"use_vllm": True}, lora=lora)
+    with pytest.raises(UsageError, match=f"with lora.{refused}") if refused else nullcontext():
+        gspo.arguments(run)
 
 
 def test_a_cut_distribution_beside_a_correction_is_refused(make_trainer: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,28 @@ def test_float32_is_sampled_in_float32(tmp_path: Path) -> None:
     asked = config(tmp_path, max_steps=3)
     asked["model"]["dtype"] = "float32"
     assert_engines_agree(in_a_process(asked), syncs=3, apart=1e-5)
+
+
+def test_an_adapter_has_its_own_scale_in_the_engine(tmp_path: Path) -> None:
+    asked = config(tmp_path, max_steps=3)
+    asked["model"]["dtype"] = "float32"
+    asked["lora"] |= {"use_rslora": True, "lora_alpha": 32}
+    asked["cogumi"]["sampler_weights"] = "adapter"
+    assert_engines_agree(in_a_process(asked), syncs=3, apart=1e-5)
+
+
+def test_names_of_vllms_own_sampling_settings_are_known() -> None:
+    from cogumi.core.errors import UsageError
+    from cogumi.methods.sampler import refuse_unknown_sampling
+
+    def ask(**given: Any) -> None:
+        refuse_unknown_sampling(SimpleNamespace(use_vllm=True, generation_kwargs=given))
+
+    ask(seed=3, frequency_penalty=0.1, stop_token_ids=[5], min_tokens=2)
+    with pytest.raises(UsageError, match="did you mean frequency_penalty"):
+        ask(frequency_penalti=0.1)
+    with pytest.raises(UsageError, match=r"set train\.num_generations alone"):
+        ask(n=3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -21,7 +21,7 @@ from transformers import (
 
 from cogumi.forecast.vllm_forecast import cache_layout, engine_weights, own_dtype
 from cogumi.models.loading import resolve_model
-from tests.vllm_engine import RESULT
+from tests.vllm_report import RESULT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="`make test-vllm` installs it")
 SMALL: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12,
@@ -41,7 +41,7 @@ CONFIGS = {
 
 
 def ask_engine(directory: Path | str, **settings: Any) -> dict[str, Any]:
-    script = Path(__file__).with_name("vllm_engine.py")
+    script = Path(__file__).with_name("vllm_report.py")
     done = subprocess.run(
         [sys.executable, script, directory, json.dumps(settings)], capture_output=True, text=True, timeout=400
     )

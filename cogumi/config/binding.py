@@ -11,7 +11,7 @@ import difflib
 import importlib.util
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from importlib.metadata import version
@@ -59,7 +59,6 @@ NAMED_IN_HELP = (
     "packing_strategy", "truncation_mode", "train_sampling_strategy", "loss_type", "f_divergence_type", "scale_rewards",
     "importance_sampling_level", "multi_objective_aggregation", "vllm_mode", "vllm_model_impl", "vllm_importance_sampling_mode",
 )  # fmt: skip
-OTHER_KEYS = ("use_vllm", "vllm_importance_sampling_correction")
 MORE_NAMES = {("GRPOConfig", "loss_type")}  # cogumi has losses of its own (cogumi.config.presets)
 QUOTED = re.compile(r"""[`'"]([a-z][a-z0-9_]*)[`'"]""")
 # unsloth replaces TRL's config classes with its own, which have more keys; this is where it writes them.
@@ -223,21 +222,25 @@ def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str
         yield from fields_of_class(*found)
     if not any("dataclass" in ast.unparse(each) for each in definition.decorator_list):
         return
+    keys = {
+        each.target.id
+        for each in definition.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
     for each in definition.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and is_argument(each):
             key, hint = each.target.id, type_of(module, each.annotation)
             if key in NAMED_IN_HELP and (definition.name, key) not in MORE_NAMES:
-                hint = named_in_help(hint, each)
+                hint = named_in_help(hint, each, keys)
             yield key, hint
 
 
-def named_in_help(hint: Any, field: ast.AnnAssign) -> Any:
-    """A type of text as a Literal of the words that the field's help quotes; as it is for fewer than two words."""
+def named_in_help(hint: Any, field: ast.AnnAssign, keys: Container[str]) -> Any:
+    """A type of text as a Literal of the words that the field's help quotes; as it is for fewer than two words.
+    keys: of the class, which a help may quote too ("when `use_vllm` is set")."""
     texts = (each.value for each in ast.walk(field) if isinstance(each, ast.Constant) and isinstance(each.value, str))
-    # A help may quote another key: "when `use_vllm` is set".
-    words: Any = Literal[
-        tuple(word for word in dict.fromkeys(QUOTED.findall(" ".join(texts))) if word not in OTHER_KEYS)
-    ]
+    quoted = dict.fromkeys(QUOTED.findall(" ".join(texts)))
+    words: Any = Literal[tuple(word for word in quoted if word not in keys)]
     if len(get_args(words)) < 2 or hint not in (str, list[str]):
         return hint
     return words if hint is str else list[words]

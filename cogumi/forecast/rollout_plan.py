@@ -193,7 +193,9 @@ def choose_share(run: RunConfig, machine: Machine, load: Load, engine: Engine) -
     given, hundredths = not is_open(run, SHARE), round(100 * plan.share)
     rooms = {sleeps: plan.shares(sleeps) for sleeps in (False, True)}
     holds = {each: room.least <= hundredths <= room.most if given else bool(room) for each, room in rooms.items()}
-    sleeps = plan.sleeps if not is_open(run, SLEEP) else holds[True] and not holds[False]
+    # Asleep an engine loses the base, of which an adapter that is handed over alone brings nothing back.
+    may_sleep = is_open(run, SLEEP) and run.cogumi.sampler_weights == "merged"
+    sleeps = holds[True] and not holds[False] if may_sleep else plan.sleeps
     room = rooms[sleeps]
     best = max(room.least, min(round(100 * engine.share_of(engine.useful)), room.most))
     if gspo.is_planned(run) and not sleeps and room:

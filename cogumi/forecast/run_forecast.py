@@ -37,6 +37,7 @@ from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_segments, with_values
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder
 from cogumi.methods.dpo import REFERENCE
+from cogumi.methods.sampler import sampler_settings
 from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
@@ -78,7 +79,7 @@ def forecast_run(
     run, target = load_config(config, **overrides), find_target(card)
     refuse_impossible(run.cogumi)
     if run.cogumi.method == "gspo":
-        gspo.sampler_settings(run)
+        sampler_settings(run)
     if train is not None and card is not None:
         raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
     if card is None:

@@ -19,6 +19,7 @@ import transformers
 from cogumi.config.presets import OURS
 from cogumi.config.schema import RunConfig
 from cogumi.methods import gspo
+from cogumi.methods.sampler import adapter_rank
 from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.rl.memory_plan import GRAPHS, ModelShape, samples_beside
@@ -208,7 +209,7 @@ def forecast_engine(
         return None
     weights = engine_weights(config, dtype, run.model.quantization_config)
     if run.cogumi.sampler_weights == "adapter":
-        weights += gspo.lora_parameters(meta_model(config), gspo.adapter_rank(run)) * dtype.itemsize
+        weights += gspo.lora_parameters(meta_model(config), adapter_rank(run)) * dtype.itemsize
     return Engine(weights, working_memory(config, dtype.itemsize, rows), cache, length, rows, card)
 
 

@@ -9,16 +9,17 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from cogumi.config.presets import CORRECTION, CORRECTIONS, OURS, PRESETS
+from cogumi.config.presets import OURS, PRESETS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat_templates import read_template
 from cogumi.methods.prompt_checks import check_prompts
+from cogumi.methods.sampler import engine_of, sampler_settings
 from cogumi.methods.tasks import begin_episodes, make_trainer, task_of
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
-from cogumi.patches.vllm_engine import adapter_options, engine_options
+from cogumi.patches.vllm_engine import engine_options
 from cogumi.rewards.entries import RUN_SETTINGS, weights_of
 from cogumi.rewards.functions import on_visible, parameters_of
 from cogumi.rewards.lengths import THOUGHT_COLUMNS, reads_thoughts, with_thoughts
@@ -46,7 +47,6 @@ from cogumi.rl.watch import RECORD, watch
 
 log = logging.getLogger("cogumi")
 PLANNED = ("gradient_accumulation_steps", "steps_per_generation")  # what a number of documents per step decides
-LARGEST_RANK = 512  # of an adapter in vLLM 0.26 to 0.31 (vllm/config/lora.py, MaxLoRARanks)
 STEPS_PER_ROLLOUT = 4  # arXiv:2507.18071, section 5.1: four mini-batches
 BATCH = "batch"  # of decisions.json: the batch that a run planned, and keeps when it resumes
 TRAINABLE_BYTES = 16  # per LoRA parameter: fp32 weight, gradient and two AdamW moments
@@ -77,68 +77,6 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     check_groups(train)
     # Metrics are for every step. The names of ours stay in the config, which spells them out by itself.
     return {"logging_steps": 1} | (train if name in OURS else fill_defaults(name, train))
-
-
-def sampler_settings(run: RunConfig) -> dict[str, Any]:
-    """TRL's settings of `cogumi.sampler_correction`, none where it is null.
-
-    Raises UsageError where this, or `cogumi.sampler_weights`, contradicts others.
-    """
-    refuse_adapter(run)
-    asked, key = run.cogumi.sampler_correction, "cogumi.sampler_correction"
-    if asked is None:
-        return {}
-    if not run.train.get("use_vllm"):
-        what = "it would be ignored: transformers' sampler is the trainer itself"
-        raise UsageError(what, key=key, fix="drop it, or set train.use_vllm: true")
-    values = {"correction": True} | CORRECTIONS[asked]
-    if given := [name for name in run.train if name.startswith(CORRECTION)]:
-        raise UsageError(f"{key}: {asked} and train.{given[0]} both decide what is corrected", fix="drop one")
-    return {CORRECTION + name: value for name, value in values.items()}
-
-
-def refuse_adapter(run: RunConfig) -> None:
-    """Raise UsageError where vLLM cannot be given the run's adapter apart from its base."""
-    if run.cogumi.sampler_weights == "merged":
-        return
-    key, lora = "cogumi.sampler_weights", run.lora
-    if not run.train.get("use_vllm") or run.train.get("vllm_mode", "colocate") != "colocate":
-        fix = "drop it, or set train.use_vllm: true with train.vllm_mode: colocate"
-        raise UsageError("adapter is for vLLM in the trainer's process", key=key, fix=fix)
-    if run.cogumi.tuning == "full":
-        raise UsageError("adapter, and there is none with cogumi.tuning: full", key=key, fix="drop it")
-    if run.train.get("vllm_enable_sleep_mode"):
-        what = "adapter, and an engine that sleeps loses the base's weights"
-        raise UsageError(what, key=key, fix="set merged, or drop train.vllm_enable_sleep_mode")
-    if (rank := adapter_rank(run)) > LARGEST_RANK:
-        what = f"adapter, and vLLM serves ranks up to {LARGEST_RANK}, not {rank}"
-        raise UsageError(what, key=key, fix="set merged, or lower lora.r")
-    modules = lora.get("target_modules") or ()
-    refused = {
-        "use_dora": lora.get("use_dora"),
-        "modules_to_save": lora.get("modules_to_save"),
-        "bias": lora.get("bias", "none") != "none",
-        "target_parameters": lora.get("target_parameters"),
-        "target_modules": any(name in str(modules) for name in ("lm_head", "embed_tokens")),
-    }
-    if given := [name for name, value in refused.items() if value]:
-        what = f"adapter, and vLLM serves none with lora.{given[0]}: {lora[given[0]]}"
-        raise UsageError(what, key=key, fix="set merged, or drop it")
-
-
-def engine_of(run: RunConfig) -> dict[str, Any]:
-    """Arguments of the vLLM engine that TRL does not give it; a server has its own."""
-    options: dict[str, Any] = {}
-    if run.cogumi.fp32_lm_head:
-        options["hf_overrides"] = {"head_dtype": "float32"}  # vLLM 0.26 and newer read it from the model's config
-    if run.cogumi.sampler_weights == "adapter":
-        options |= adapter_options(adapter_rank(run))
-    return options
-
-
-def adapter_rank(run: RunConfig) -> int:
-    """The largest rank of the run's adapter."""
-    return int(max([lora_config(run.lora).r, *(run.lora.get("rank_pattern") or {}).values()]))
 
 
 def setting(run: RunConfig, key: str) -> Any:

@@ -3,23 +3,17 @@
 import inspect
 import logging
 import math
-import urllib.request
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import pyarrow.compute as pc
-import torch
 from datasets import Dataset
-from transformers import GenerationConfig
 
-from cogumi.config.binding import nearest
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import one_line
+from cogumi.methods.sampler import refuse_engine, refuse_unknown_sampling
 from cogumi.rewards.named_rewards import ALWAYS_THERE
 from cogumi.rl.guards import check_distribution, check_loss_settings
-from cogumi.rl.sampling import refuse_double_correction
 
 log = logging.getLogger("cogumi")
 ROWS_AT_ONCE = 1000
@@ -51,57 +45,6 @@ def refuse_settings(run: RunConfig, args: Any) -> None:
     for finding in (*check_loss_settings(args, "trl"), *check_distribution(args, by_rollout)):
         if finding.refused:
             raise UsageError(finding.message)
-
-
-def refuse_engine(args: Any, by_rollout: bool) -> None:
-    """Raise UsageError for vLLM where it is not installed, or corrects for what `behaviour_logps: rollout` has already."""
-    if find_spec("vllm") is None:
-        fix = "install the lane stable+vllm (docs/stack.md), or drop the key and sample with transformers"
-        raise UsageError("vLLM is not installed", key="train.use_vllm", fix=fix)
-    if by_rollout and args.vllm_importance_sampling_correction:
-        refuse_double_correction()
-    if args.vllm_mode == "server":
-        warn_of_missing_server(args)
-    elif args.vllm_enable_sleep_mode and not torch.cuda.is_available():
-        raise UsageError("vLLM sleeps on a GPU alone", key="train.vllm_enable_sleep_mode", fix="drop it")
-
-
-def refuse_unknown_sampling(args: Any) -> None:
-    """Raise UsageError for `train.generation_kwargs` that the sampler does not know, or that are another key's to set.
-
-    transformers ignores a name that it does not know, and vLLM fails in the first rollout.
-    """
-    if not args.generation_kwargs:
-        return
-    if args.use_vllm:
-        from vllm import SamplingParams  # seconds
-
-        known, sampler = set(SamplingParams.__struct_fields__), "vLLM's SamplingParams"
-        others = {"max_tokens": "train.max_completion_length", "n": "train.num_generations"}
-    else:
-        known, sampler = set(vars(GenerationConfig())), "transformers' GenerationConfig"
-        others = {"max_new_tokens": "train.max_completion_length", "num_return_sequences": "train.num_generations"}
-    for name in args.generation_kwargs:
-        key = f"train.generation_kwargs.{name}"
-        if name in others:
-            raise UsageError(f"it contradicts {others[name]}", key=key, fix=f"set {others[name]} alone")
-        if name in ("stop", "stop_strings"):
-            raise UsageError("texts at which a completion ends are the run's", key=key, fix="set cogumi.stop instead")
-        if name not in known:
-            near = nearest(name, known)
-            fix = f"did you mean {near}?" if near else "drop it"
-            raise UsageError(f"{sampler} has no such setting", key=key, fix=fix)
-
-
-def warn_of_missing_server(args: Any) -> None:
-    """Say where no server answers yet; TRL waits for it once the model is loaded."""
-    address = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    try:
-        urllib.request.urlopen(f"{address}/health", timeout=3).close()
-    except OSError as error:
-        log.warning("no vLLM server answers at %s (%s): start it as docs/rollouts.md says, or name another with "
-                    "train.vllm_server_base_url; the run waits for %g s (train.vllm_server_timeout)",
-                    address, one_line(error), args.vllm_server_timeout)  # fmt: skip
 
 
 def refuse_reward_weights(weights: Sequence[float] | None, rewards: int) -> None:

@@ -76,10 +76,8 @@ def end_at_end_tokens(trainer: Any) -> None:
     generation = trainer.vllm_generation
     given = generation.generation_kwargs.get("stop_token_ids") or ()
     ends = list(dict.fromkeys([*given, *trainer.eos_token_ids]))
-    generation.generation_kwargs = {
-        **generation.generation_kwargs,
-        "stop_token_ids": ends,
-    }  # a new one: it may be the config's
+    # A new one: it may be the config's.
+    generation.generation_kwargs = {**generation.generation_kwargs, "stop_token_ids": ends}
 
 
 def stop_generation_at(trainer: Any, strings: Sequence[str]) -> None:
@@ -142,8 +140,6 @@ def strip_stops(reward: Reward, stops: Sequence[str]) -> Reward:
 # Settings that change the distribution that is sampled from, and the value at which they do not; nor does None, or -1.
 RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "typical_p": 1.0}
 RESHAPING |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": 0.0}
-
-
 # The same among vLLM's own, where anything that is set does.
 RESHAPING_VLLM = (
     *("logit_bias", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty", "min_tokens"),

@@ -1,6 +1,6 @@
 """vLLM's engine on a CPU, in a process of its own: starts it on a directory and prints what it reports of itself.
 
-`python tests/vllm_engine.py DIRECTORY '{"max_model_len": 2048}'`. On a CPU linear layers are repacked once they are loaded,
+`python tests/vllm_report.py DIRECTORY '{"max_model_len": 2048}'`. On a CPU linear layers are repacked once they are loaded,
 and the packed copies are no parameters, so the weights are counted before that.
 """
 

@@ -1,0 +1,139 @@
+"""What a run says of its sampler: vLLM or transformers, which weights it is given, and what its settings may be."""
+
+import logging
+import urllib.request
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from cogumi.config.binding import nearest
+from cogumi.config.presets import CORRECTION, CORRECTIONS
+from cogumi.config.schema import RunConfig
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import one_line
+from cogumi.merge.adapter_files import PLAIN_INITS
+from cogumi.models.adapters import NOT_OF_THE_LORA, lora_config
+from cogumi.patches.vllm_engine import adapter_options
+from cogumi.rl.sampling import refuse_double_correction
+
+log = logging.getLogger("cogumi")
+LARGEST_RANK = 512  # of an adapter in vLLM 0.26 to 0.31 (vllm/config/lora.py, MaxLoRARanks)
+# Entries of LoraConfig that vLLM serves as PEFT trains them. It reads a rank, an alpha and use_rslora, for all modules alike,
+# and ignores every other entry (vllm/lora/peft_helper.py). These others say where the adapter's pairs are, and not what they do.
+SERVED = (
+    *("r", "lora_alpha", "use_rslora", "lora_dropout", "init_lora_weights", "fan_in_fan_out", "target_modules"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", *NOT_OF_THE_LORA),
+)
+
+
+def sampler_settings(run: RunConfig) -> dict[str, Any]:
+    """TRL's settings of `cogumi.sampler_correction`, none where it is null.
+
+    Raises UsageError where this, or `cogumi.sampler_weights`, contradicts others.
+    """
+    refuse_adapter(run)
+    asked, key = run.cogumi.sampler_correction, "cogumi.sampler_correction"
+    if asked is None:
+        return {}
+    if not run.train.get("use_vllm"):
+        what = "it would be ignored: transformers' sampler is the trainer itself"
+        raise UsageError(what, key=key, fix="drop it, or set train.use_vllm: true")
+    values = {"correction": True} | CORRECTIONS[asked]
+    if given := [name for name in run.train if name.startswith(CORRECTION)]:
+        raise UsageError(f"{key}: {asked} and train.{given[0]} both decide what is corrected", fix="drop one")
+    return {CORRECTION + name: value for name, value in values.items()}
+
+
+def refuse_adapter(run: RunConfig) -> None:
+    """Raise UsageError where vLLM cannot be given the run's adapter apart from its base."""
+    if run.cogumi.sampler_weights == "merged":
+        return
+    key = "cogumi.sampler_weights"
+    if not run.train.get("use_vllm") or run.train.get("vllm_mode", "colocate") != "colocate":
+        fix = "drop it, or set train.use_vllm: true with train.vllm_mode: colocate"
+        raise UsageError("adapter is for vLLM in the trainer's process", key=key, fix=fix)
+    if run.cogumi.tuning == "full":
+        raise UsageError("adapter, and there is none with cogumi.tuning: full", key=key, fix="drop it")
+    if run.train.get("vllm_enable_sleep_mode"):
+        what = "adapter, and an engine that sleeps loses the base's weights"
+        raise UsageError(what, key=key, fix="set merged, or drop train.vllm_enable_sleep_mode")
+    if (rank := adapter_rank(run)) > LARGEST_RANK:
+        what = f"adapter, and vLLM serves ranks up to {LARGEST_RANK}, not {rank}"
+        raise UsageError(what, key=key, fix="set merged, or lower lora.r")
+    asked, plain = vars(lora_config(run.lora)), vars(lora_config({}))
+    given = [name for name, value in asked.items() if name not in SERVED and value != plain[name]]
+    if asked["init_lora_weights"] not in PLAIN_INITS:
+        given.append("init_lora_weights")
+    if any(name in str(asked["target_modules"]) for name in ("lm_head", "embed_tokens")):
+        given.append("target_modules")
+    if given:
+        what = f"adapter, and vLLM would serve another one than is trained with lora.{given[0]}: {asked[given[0]]}"
+        raise UsageError(what, key=key, fix="set merged, or drop it")
+
+
+def engine_of(run: RunConfig) -> dict[str, Any]:
+    """Arguments of the vLLM engine that TRL does not give it; a server has its own."""
+    options: dict[str, Any] = {}
+    if run.cogumi.fp32_lm_head:
+        options["hf_overrides"] = {"head_dtype": "float32"}  # vLLM 0.26 and newer read it from the model's config
+    if run.cogumi.sampler_weights == "adapter":
+        options |= adapter_options(adapter_rank(run))
+    return options
+
+
+def adapter_rank(run: RunConfig) -> int:
+    """The rank of the run's adapter."""
+    return int(lora_config(run.lora).r)
+
+
+def refuse_engine(args: Any, by_rollout: bool) -> None:
+    """Raise UsageError for vLLM where it is not installed, or corrects for what `behaviour_logps: rollout` has already."""
+    if find_spec("vllm") is None:
+        fix = "install the lane stable+vllm (docs/stack.md), or drop the key and sample with transformers"
+        raise UsageError("vLLM is not installed", key="train.use_vllm", fix=fix)
+    if by_rollout and args.vllm_importance_sampling_correction:
+        refuse_double_correction()
+    if args.vllm_mode == "server":
+        warn_of_missing_server(args)
+    elif args.vllm_enable_sleep_mode and not torch.cuda.is_available():
+        raise UsageError("vLLM sleeps on a GPU alone", key="train.vllm_enable_sleep_mode", fix="drop it")
+
+
+def refuse_unknown_sampling(args: Any) -> None:
+    """Raise UsageError for `train.generation_kwargs` that the sampler does not know, or that are another key's to set.
+
+    transformers ignores a name that it does not know, and vLLM fails in the first rollout.
+    """
+    if not args.generation_kwargs:
+        return
+    if args.use_vllm:
+        from vllm import SamplingParams  # seconds
+
+        known, sampler = set(SamplingParams.__struct_fields__), "vLLM's SamplingParams"
+        others = {"max_tokens": "train.max_completion_length", "n": "train.num_generations"}
+    else:
+        known, sampler = set(vars(GenerationConfig())), "transformers' GenerationConfig"
+        others = {"max_new_tokens": "train.max_completion_length", "num_return_sequences": "train.num_generations"}
+    for name in args.generation_kwargs:
+        key = f"train.generation_kwargs.{name}"
+        if name in others:
+            raise UsageError(f"it contradicts {others[name]}", key=key, fix=f"set {others[name]} alone")
+        if name in ("stop", "stop_strings"):
+            raise UsageError("texts at which a completion ends are the run's", key=key, fix="set cogumi.stop instead")
+        if name not in known:
+            near = nearest(name, known)
+            fix = f"did you mean {near}?" if near else "drop it"
+            raise UsageError(f"{sampler} has no such setting", key=key, fix=fix)
+
+
+def warn_of_missing_server(args: Any) -> None:
+    """Say where no server answers yet; TRL waits for it once the model is loaded."""
+    address = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    try:
+        urllib.request.urlopen(f"{address}/health", timeout=3).close()
+    except OSError as error:
+        log.warning("no vLLM server answers at %s (%s): start it as docs/rollouts.md says, or name another with "
+                    "train.vllm_server_base_url; the run waits for %g s (train.vllm_server_timeout)",
+                    address, one_line(error), args.vllm_server_timeout)  # fmt: skip
