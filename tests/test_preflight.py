@@ -154,6 +154,16 @@ def test_a_config_json_alone_is_planned_for(wide: Path, tmp_path: Path) -> None:
     assert line(report, "time").figure.startswith("how many steps are in the data is not known")
 
 
+@pytest.mark.parametrize("of_a_card", [{"tf32": True}, {"bf16": True}, {"fp16": True}], ids=str)
+def test_what_only_a_card_computes_in_is_planned_where_none_is_seen(
+    of_a_card: dict[str, bool], wide: Path, tmp_path: Path
+) -> None:
+    """The process that forecasts sees no GPU, and transformers refuses these there; a run on a card sets TF32 by itself."""
+    report = preflight(config_of(wide, tmp_path, train={"max_length": 512} | of_a_card), "H200")
+    assert line(report, "memory").state == "green"
+    assert line(report, "disk").state == "green"
+
+
 def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None:
     good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
     bad = {"messages": [{"role": "user", "content": "hi"}]}

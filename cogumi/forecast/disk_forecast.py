@@ -35,7 +35,7 @@ from cogumi.core.formatting import one_line
 from cogumi.core.safetensors_file import make_header
 from cogumi.disk import disk_bytes
 from cogumi.forecast.preflight_report import Line
-from cogumi.forecast.training_step import keep_on_meta
+from cogumi.forecast.training_step import keep_on_meta, without_machine
 from cogumi.hub.downloads import find_commit, plan_download
 from cogumi.merge.originals import find_original
 from cogumi.merge.parameter_map import named_class
@@ -294,7 +294,7 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
 def plan_trainer(run: RunConfig) -> tuple[Any, list[str]]:
     """A trainer that writes what the run's will write, without weights, and what is not known of it."""
     gspo_loss.apply()  # without it TRL takes no gspo; unsloth, which must be imported first, is of no use to shapes
-    args = trl_arguments(run)
+    args = trl_arguments(without_machine(run))
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)

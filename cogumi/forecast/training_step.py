@@ -37,8 +37,10 @@ from cogumi.patches.trl_internals import MOVE_MODEL
 TILE = 32768  # columns of logits that TRL's head makes at once (trl/trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE)
 GRADIENTS, OPTIMIZER, CACHE = "gradients", "optimizer", "key-value cache"
 LOAD, ROLLOUT, FORWARD, BACKWARD, UPDATE = "load", "rollout", "forward", "backward", "update"
-# Of `train:`, what the machine that plans may refuse and the step is told apart.
-OF_THE_MACHINE = ("bf16", "fp16", "tf32", "use_vllm", "report_to", "push_to_hub", "resume_from_checkpoint")
+# Of `train:`, what transformers refuses where there is no GPU, as in the process that forecasts.
+OF_THE_MACHINE = ("bf16", "fp16", "tf32")
+# What else the machine that plans may lack, and the step is told apart.
+OF_THE_SERVICES = ("use_vllm", "report_to", "push_to_hub", "resume_from_checkpoint")
 # What makes the data; the rows of a planned step are made of their number and length.
 OF_THE_DATA = (
     "packing", "padding_free", "max_length", "chat_template_path", "eos_token", "eval_strategy", "eval_steps",
@@ -64,11 +66,11 @@ def planned_trainer(
     if attention == "eager":
         model.set_attn_implementation("eager")
     model = place_quantized_weights(model, config, run.model.quantization_config)
-    run = run.model_copy(deep=True)
-    for key in (*OF_THE_MACHINE, *OF_THE_DATA):
+    run = without_machine(run)
+    for key in (*OF_THE_SERVICES, *OF_THE_DATA):
         run.train.pop(key, None)
     run.cogumi.sampler_weights, run.cogumi.sampler_correction = "merged", None  # of the sampler, as use_vllm is
-    run.train |= {"report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    run.train |= {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
     method, args = run.cogumi.method, copy.copy(trl_arguments(run))
     disable_progress_bars()  # of two rows that are prepared; this process only forecasts
     with tempfile.TemporaryDirectory(prefix="cogumi-preflight-") as scratch, warnings.catch_warnings(action="ignore"):
@@ -94,6 +96,13 @@ def planned_trainer(
         trainer.precompute_ref_logps, trainer.ref_model = True, None
     keep_float32(trainer.model)
     return trainer
+
+
+def without_machine(run: RunConfig) -> RunConfig:
+    """The run as a machine without a GPU takes it. What it computes in is told the forecast apart."""
+    run = run.model_copy(deep=True)
+    run.train = {key: value for key, value in run.train.items() if key not in OF_THE_MACHINE} | {"bf16": False}
+    return run
 
 
 def keep_on_meta(trainer: Any) -> Any:
