@@ -493,6 +493,32 @@ def test_it_is_upstreams_bit_for_bit(
     assert len(ran) == 2 * len(inputs)
 
 
+def test_an_operator_that_fails_for_zero_rows_as_on_cuda_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes 0.50.2 launches its CUDA kernel on an empty grid: `CUDA error: invalid argument` on an H200."""
+    asked = []
+
+    class Operator:
+        @staticmethod
+        def default(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            asked.append(x.shape)
+            assert x.numel(), "CUDA error: invalid argument"
+            return upstream(x, *args, **kwargs)
+
+    upstream = torch.ops.bitsandbytes.gemm_4bit.default
+    monkeypatch.setattr(torch.ops.bitsandbytes, "gemm_4bit", Operator)
+    graph_break.apply("branchless")
+    found = graph_break.probe_zero_rows(CPU)
+    assert found.error == ""
+    assert len(asked) == 4  # two experts that have rows, uncompiled and compiled
+    layer = layer_of("nf4", True, torch.float32, True, True)
+    empty = torch.empty(2, 0, 64, requires_grad=True)
+    y = layer(empty)
+    assert y.shape == (2, 0, 128)
+    x_gradient, bias_gradient = torch.autograd.grad(y.sum(), (empty, layer.bias))
+    assert x_gradient.shape == empty.shape
+    assert not bias_gradient.any()
+
+
 def test_what_is_not_training_goes_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layer_of("nf4", True, torch.float32, False, False)
     state, x = layer.weight.quant_state, torch.randn(3, 64)

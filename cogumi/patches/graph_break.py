@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -316,10 +316,10 @@ def qualified_name(function: Any) -> str:
 
 
 class Branchless4bit(torch.autograd.Function):
-    """y = x W^T + b for a 4-bit W that is not trained, with bitsandbytes' operators. x: (..., K), W: (N, K), y: (..., N).
+    """y = x W^T + b for a 4-bit W that is not trained, by `gemm_4bit`. x: (..., K), W: (N, K), y: (..., N).
 
     bitsandbytes 0.50 asks `A.numel() == 0` (autograd/_functions.py). The number of rows that an expert gets is data, so
-    the question ends the graph. Its operators answer for zero rows too.
+    the question ends the graph.
     """
 
     @staticmethod
@@ -327,17 +327,17 @@ class Branchless4bit(torch.autograd.Function):
         ctx.packed, ctx.state = packed, state
         ctx.bias_dtype = None if bias is None else bias.dtype
         doubly = state.nested
-        result: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+        result: torch.Tensor = torch.ops.cogumi.gemm_4bit(
             x,
             packed,
             state.shape,
             state.state2.absmax if doubly else state.absmax,
             state.blocksize,
             state.quant_type,
-            bias=bias,
-            absmax_8bit=state.absmax if doubly else None,
-            absmax_code=state.state2.code if doubly else None,
-            absmax_offset=state.offset if doubly else None,
+            bias,
+            state.absmax if doubly else None,
+            state.state2.code if doubly else None,
+            state.offset if doubly else None,
         )
         return result
 
@@ -349,6 +349,35 @@ class Branchless4bit(torch.autograd.Function):
         of_x = torch.matmul(grad, dequantize_4bit(ctx.packed, ctx.state).to(grad.dtype)) if wants_x else None
         of_bias = grad.flatten(0, -2).sum(0, dtype=ctx.bias_dtype) if wants_bias else None
         return of_x, None, of_bias, None
+
+
+def gemm_4bit(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *settings: Any) -> torch.Tensor:
+    """bitsandbytes' operator of this name, and (..., 0 rows, N) for zero rows, of which its CUDA kernel makes an error.
+
+    An operator of its own, so that Dynamo does not look inside: the question is asked when it runs.
+    """
+    if x.numel() == 0:
+        return result_of_gemm(x, packed, shape)
+    absmax, blocksize, quant_type, bias, *nested = settings
+    names = ("absmax_8bit", "absmax_code", "absmax_offset")
+    result: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+        x, packed, shape, absmax, blocksize, quant_type, bias=bias, **dict(zip(names, nested, strict=True))
+    )
+    return result
+
+
+def result_of_gemm(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], shape[0]))
+
+
+if not hasattr(torch.ops.cogumi, "gemm_4bit"):  # a module may be loaded twice, an operator defined once
+    torch.library.define(
+        "cogumi::gemm_4bit",
+        "(Tensor x, Tensor packed, SymInt[] shape, Tensor absmax, int blocksize, str quant_type, Tensor? bias, "
+        "Tensor? absmax_8bit, Tensor? absmax_code, Tensor? absmax_offset) -> Tensor",
+    )
+    torch.library.impl("cogumi::gemm_4bit", "CompositeExplicitAutograd", gemm_4bit)
+    torch.library.register_fake("cogumi::gemm_4bit", result_of_gemm)
 
 
 def is_training_case(x: torch.Tensor, out: torch.Tensor | None, state: Any) -> bool:
