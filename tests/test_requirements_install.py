@@ -114,7 +114,7 @@ def test_a_driver_that_says_no_version_is_refused(tmp_path: Path) -> None:
     assert "'[N/A]', which is no version" in done.stderr
 
 
-ONLY_XFORMERS = 'echo "unsloth 2026.10.7 requires xformers, which is not installed."; exit 1'
+ONLY_XFORMERS = 'echo "unsloth 2026.10.9 requires xformers, which is not installed."; exit 1'
 
 
 def test_without_pytorchs_index_the_stable_lane_is_installed_but_for_xformers(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def resolve(
     return ask_uv("pip", "compile", str(source), "--python-version", python, "--python-platform", platform, *options)
 
 
-UNSLOTH = "unsloth==2026.10.7"
+UNSLOTH = "unsloth==2026.10.9"
 MUST_FAIL = {
     # 0.21 is the oldest that TRL 1.15 takes. Left open, a resolver finds vllm 0.2.2, of 2023.
     "torch 2.12.1 with vllm": (["torch==2.12.1", "vllm>=0.21"], "vllm"),
