@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cogumi
-from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig
+from cogumi.config.schema import TRL_CONFIGS, CogumiSection, DataSection, ModelSection, RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.models import unsloth_models
 from cogumi.models.unsloth_models import (
@@ -289,6 +289,26 @@ def run_batch(backend: str, config: str, results: str) -> None:
     torch.save(found | {"names": list(trained), "unsloth": unsloth_rl.is_in_place()}, results)
 
 
+def run_defaults(results: str) -> None:
+    """The DPO and GSPO arguments of a run, by the config classes that unsloth puts on `trl` on a GPU."""
+    cogumi.patch(graph_break="off", backend="unsloth")
+    from unsloth.models.rl import PatchFastRL
+
+    PatchFastRL()
+    import trl
+
+    from cogumi.config.schema import load_config
+    from cogumi.methods.building import trl_arguments
+
+    trl.DPOConfig = sys.modules["UnslothDPOTrainer"].UnslothDPOConfig  # which it does on a GPU alone
+    plain = {"dpo": trl.DPOConfig().to_dict()}
+    made = {}
+    for method in ("dpo", "gspo"):
+        run = {"model": {"name": "cogumi:small-base"}, "data": {"source": "x"}, "cogumi": {"method": method}}
+        made[method] = trl_arguments(load_config(run)).to_dict()
+    Path(results).write_text(json.dumps({"unsloths own": plain, **made}, default=str))
+
+
 def run_compiled(results: str) -> None:
     """A 4-bit Llama and a gpt-oss with 4-bit experts, compiled beside unsloth's 4-bit layers, with the patch and without."""
     unsloth_rl.apply("unsloth")
@@ -348,7 +368,7 @@ def run_plain_beside(model_path: str) -> None:
 
 SCRIPTS = {
     "losses": run_losses, "training": run_training, "config": show_config,
-    "batch": run_batch, "compiled": run_compiled, "plain": run_plain_beside,
+    "batch": run_batch, "compiled": run_compiled, "plain": run_plain_beside, "defaults": run_defaults,
 }  # fmt: skip
 
 
@@ -525,6 +545,27 @@ def test_what_unsloth_changes_is_said(tmp_path: Path) -> None:
     assert any("unsloth_zoo" in each for each in compiling["foreign"])
     assert compiling["compiled"].keys() == {"masking_utils.create_causal_mask"}  # of transformers, which unsloth wraps
     assert compiling["failed"] == {}
+
+
+# What unsloth's classes set whatever they are given; the last needs no GPU here.
+SET_BY_UNSLOTH = {"gradient_checkpointing_kwargs", "use_cpu", "dataset_num_proc"}
+
+
+@with_unsloth
+def test_a_run_has_trls_defaults_and_not_those_of_unsloths_classes(tmp_path: Path) -> None:
+    in_a_process(str(HERE), "defaults", "found.json", cwd=tmp_path, UNSLOTH_ON_CPU="0")
+    from cogumi.methods.building import trl_arguments
+    from cogumi.patches import gspo_loss
+
+    gspo_loss.apply()
+    found = json.loads((tmp_path / "found.json").read_text())
+    theirs = found.pop("unsloths own")["dpo"]
+    assert (theirs["seed"], theirs["gradient_accumulation_steps"], theirs["warmup_steps"]) == (3407, 2, 0.1)
+    for method, made in found.items():
+        run = {"model": {"name": "cogumi:small-base"}, "data": {"source": "x"}, "cogumi": {"method": method}}
+        of_trl = json.loads(json.dumps(trl_arguments(load_config(run)).to_dict(), default=str))
+        apart = {key for key in of_trl if of_trl[key] != made[key]}
+        assert apart <= SET_BY_UNSLOTH, {key: (of_trl[key], made[key]) for key in apart}
 
 
 @with_unsloth
@@ -739,6 +780,44 @@ def test_a_full_card_is_told_as_itself_and_a_refusal_with_the_other_backend(
     monkeypatch.setattr(unsloth_models, "loader", lambda: Refusing)
     with pytest.raises(told, match=r"full|unsloth does not load"):
         unsloth_models.load_fast_model(str(tiny_model), ModelSection(name=str(tiny_model)), "float32", 64, False)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_class_with_other_defaults_is_given_trls(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """unsloth 2026.10 gives its SFT class seed 3407, half the examples twice and a warm-up, on a GPU alone."""
+    import trl
+
+    from cogumi.methods.building import trl_arguments
+
+    run = {"model": {"name": "x"}, "data": {"source": "x"}, "train": {"seed": 7}, "cogumi": {"method": method}}
+    plain = trl_arguments(load_config(run)).to_dict()
+    name = TRL_CONFIGS[load_config(run).cogumi.method]
+    original: Any = getattr(trl, name)
+
+    def other(self: Any, **given: Any) -> None:
+        original.__init__(self, **{"seed": 3407, "gradient_accumulation_steps": 2, "warmup_steps": 0.1} | given)
+
+    monkeypatch.setattr(trl, name, type(f"Unsloth{name}", (original,), {"__init__": other, "__module__": "unsloths"}))
+    assert trl_arguments(load_config(run)).warmup_steps == 0.1
+    monkeypatch.setattr(unsloth_rl, "is_in_place", lambda: True)
+    assert trl_arguments(load_config(run)).to_dict() == plain
+    assert plain["seed"] == 7
+
+
+@pytest.mark.parametrize("error", ["ImportError", "NotImplementedError", "ValueError", "AttributeError"])
+def test_what_unsloth_raises_when_it_is_imported_is_told_with_the_fix(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2026.10.7 beside the package `kernels` raises a ValueError on a GPU, and 2026.10.9 does not."""
+    monkeypatch.setitem(sys.modules, "unsloth", None)
+    monkeypatch.delitem(sys.modules, "unsloth")
+    (tmp_path / "unsloth").mkdir()
+    (tmp_path / "unsloth/__init__.py").write_text(f"raise {error}('the function is\\n not decorated')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(unsloth_rl, "version", lambda _: "2026.10.7")
+    said = rf"unsloth 2026.10.7 is installed and does not import here \({error}: the function is not decorated\)"
+    with pytest.raises(UsageError, match=said):
+        unsloth_rl.import_unsloth()
 
 
 def test_the_families_are_those_of_the_models_here() -> None:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from cogumi.config.binding import config_class
+from cogumi.config.presets import PRESETS
 from cogumi.config.schema import TRL_CONFIGS, CogumiSection, RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
@@ -61,9 +62,13 @@ def trl_arguments(run: RunConfig) -> Any:
     if batch is not None and run.cogumi.method != "gspo":
         defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
     given = defaults | METHODS[run.cogumi.method].arguments(run)
+    config = config_class(TRL_CONFIGS[run.cogumi.method])
+    if unsloth_rl.is_in_place():
+        decided = PRESETS.get(given.get("loss_type", ""), {})  # by a preset, which fills them in itself
+        given = {key: value for key, value in unsloth_rl.trl_defaults(config).items() if key not in decided} | given
     given |= {key: RedactedStr(value) for key, value in given.items() if value and key.endswith(SECRETS)}
     try:
-        return config_class(TRL_CONFIGS[run.cogumi.method])(**given)
+        return config(**given)
     except ValueError as error:
         raise UsageError(one_line(error), key="train") from None
 
