@@ -26,8 +26,9 @@ from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.rl.memory_plan import engine_bytes
 from cogumi.stack.gpus import Card, find_card, parse_card
 
-# CUDA's own part of a card, before the first tensor: about 0.5 GiB, kernels being loaded as they are needed.
-CONTEXT = 512 * 2**20
+# Of a card's memory no tensor can have, measured on an H200 (docs/h100.md): 615 MiB that the driver keeps, and 703 MiB of
+# CUDA's context once cuBLAS, attention and bitsandbytes have loaded their kernels.
+CONTEXT = (615 + 703) * 2**20
 FRAGMENTS = 0.05  # of activations, logits and gradients
 WORKSPACE, HOPPERS_WORKSPACE = 2 * (4096 * 1024 * 2 + 16 * 8 * 1024), 2 * 4096 * 8 * 1024
 STAYING = ("weights", "adapter", "optimizer")
