@@ -93,7 +93,7 @@ class Preemption:
             os._exit(128 + number)
 
     def follow_signal(self, number: int) -> None:
-        handler = self.before[number]
+        handler = self.before.get(number)  # of a signal that another process of the training has heard
         if callable(handler) and handler is not signal.default_int_handler:  # a scheduler's may requeue the job
             handler(number, None)
         raise KeyboardInterrupt(FINISHED_AND_SAVED) if number == signal.SIGINT else SystemExit(128 + number)

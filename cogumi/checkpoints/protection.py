@@ -4,7 +4,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cogumi.checkpoints.commit import set_aside
 from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_run_name, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
+from cogumi.checkpoints.ranks import Ranks
 from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
 from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
@@ -64,24 +65,30 @@ def protect(
     ends the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
     `trainer.train()` finish the step and save it. Then they end the process, or interrupt the cell.
 
-    Raises UsageError for a trainer whose checkpoints it does not know (several processes, FSDP, DeepSpeed), and for a
-    mirror that cannot be written to.
+    Of a training in several processes (DDP) each calls this. The first writes, and all of them end and resume together, in
+    as many processes or in another number of them.
+
+    Raises UsageError for a trainer whose checkpoints it does not know: FSDP, DeepSpeed, processes that share no disk. Raises
+    it too for a mirror that cannot be written to.
     """
     check_arguments(trainer, keep, resume, on_full, mirror)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
         raise UsageError("this trainer is protected already", fix="build it again for other settings")
     watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", on_hung)
     preemption = Preemption()
+    ranks = Ranks(trainer.args.process_index, trainer.args.world_size)
     saver = Saver(
         trainer,
         keep or keep_limit(trainer.args.save_total_limit),
         on_full,
-        None if mirror is None else Mirror(mirror),
+        None if mirror is None or not ranks.leads else Mirror(mirror),
         watchdog.excused,
         lambda: preemption.received is not None,
+        ranks,
     )
     trainer.cogumi_protection = Protection(trainer, saver, watchdog, preemption, resume)
-    log_or_print(f"checkpoints: {trainer.cogumi_protection}")
+    if ranks.leads:
+        log_or_print(f"checkpoints: {trainer.cogumi_protection}")
     return trainer
 
 
@@ -103,10 +110,13 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
         raise UsageError(f"resume={resume!r} is not one of auto, never", fix="pass a path to trainer.train()")
     if on_full not in POLICIES:
         raise UsageError(f"on_full={on_full!r} is not one of {', '.join(POLICIES)}")
-    several = trainer.args.world_size > 1 and f"{trainer.args.world_size} processes"
     other = (trainer.is_fsdp_enabled and "FSDP") or (trainer.is_deepspeed_enabled and "DeepSpeed")
-    if several or other:
-        raise UsageError(f"protect knows checkpoints of one process, and this trainer uses {several or other}")
+    if other:
+        raise UsageError(f"protect knows checkpoints that one process writes whole, and this trainer uses {other}")
+    if trainer.args.world_size > 1 and trainer.args.save_on_each_node:
+        raise UsageError(
+            "save_on_each_node: protect has one process write, on a disk that all of them see", fix="drop it"
+        )
 
 
 class Protection:
@@ -114,7 +124,7 @@ class Protection:
 
     def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, preemption: Preemption, resume: str) -> None:
         self.trainer, self.resume = trainer, resume
-        self.saver, self.watchdog, self.preemption = saver, watchdog, preemption
+        self.saver, self.watchdog, self.preemption, self.ranks = saver, watchdog, preemption, saver.ranks
         ours = {
             SAVE_CHECKPOINT: self.saver.save,
             LOAD_BEST_MODEL: self.load_best_model,
@@ -139,22 +149,9 @@ class Protection:
 
     def train_protected(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """In place of `trainer.train`."""
-        output_dir = Path(self.trainer.args.output_dir)
-        output_dir.mkdir(parents=True, exist_ok=True)
-        if error := write_error(output_dir):
-            reason = f"no checkpoint can be written there ({error.strerror})"
-            raise UsageError(reason, place=output_dir, fix="set another output_dir")
-        with lock_directory(output_dir) as ours:
-            if ours is False:
-                fix = "wait for it, or set another output_dir"
-                raise UsageError("another training is writing there", place=output_dir, fix=fix)
-            point = self.resume_point(resume_from_checkpoint)
-            for path in remove_trash(output_dir):
-                log.info("removed %s, left by an interrupted removal", path.name)
-            self.set_later_aside(point)
-            self.saver.begin(point, self.resolve_run_name(point))
-            finished = point if point is not None and self.is_finished(point) else None
-            if point is not None and finished is None:
+        with ExitStack() as held:
+            point, finished = self.ranks.decide(lambda: self.prepare(held, resume_from_checkpoint))
+            if point is not None and not finished:
                 with loading(point, "its rollouts"):
                     load_rollouts(self.trainer, point)
             with (
@@ -164,15 +161,37 @@ class Protection:
                 continue_prompt_order(self.trainer, point),
             ):
                 try:
-                    if finished is not None:
-                        done = self.load_finished(finished)
+                    if point is not None and finished:
+                        done = self.load_finished(point)
                     else:
                         done = self.original["train"](None if point is None else str(point), *args, **kwargs)
                 finally:
-                    self.saver.finish()
-                if self.saver.keep is not None:  # a checkpoint too many was left by a killed process
-                    self.saver.prune(output_dir, self.saver.keep)
+                    if self.ranks.leads:
+                        self.saver.finish()
+                if self.ranks.leads and self.saver.keep is not None:  # one too many was left by a killed process
+                    self.saver.prune(Path(self.trainer.args.output_dir), self.saver.keep)
                 return done
+
+    def prepare(self, held: ExitStack, wanted: str | bool | None) -> tuple[Path | None, bool]:
+        """The checkpoint to resume from, and whether it is the end of the training. The directory is locked and tidy then.
+        held: gets the lock. Of several processes the first does this."""
+        output_dir = Path(self.trainer.args.output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if error := write_error(output_dir):
+            reason = f"no checkpoint can be written there ({error.strerror})"
+            raise UsageError(reason, place=output_dir, fix="set another output_dir")
+        if held.enter_context(lock_directory(output_dir)) is False:
+            fix = "wait for it, or set another output_dir"
+            raise UsageError("another training is writing there", place=output_dir, fix=fix)
+        point = self.resume_point(wanted)
+        for path in remove_trash(output_dir):
+            log.info("removed %s, left by an interrupted removal", path.name)
+        self.set_later_aside(point)
+        self.saver.begin(point, self.resolve_run_name(point))
+        if point is not None and (was := count_ranks(point)) not in (None, self.ranks.count):
+            said = "%s is of %d processes, and these are %d: their random states are new, so that nothing is repeated to the bit"
+            log.warning(said, point, was, self.ranks.count)
+        return point, point is not None and self.is_finished(point)
 
     def resume_point(self, wanted: str | bool | None) -> Path | None:
         """The checkpoint that the training resumes from. Raises UsageError if it was told to resume and cannot."""
@@ -265,8 +284,14 @@ class Protection:
 
     def load_best_model(self) -> None:
         """In place of `trainer._load_best_model`: the best may be the one under way."""
-        self.saver.settle()
+        self.ranks.decide(self.saver.settle)
         self.original[LOAD_BEST_MODEL]()
+
+
+def count_ranks(checkpoint: Path) -> int | None:
+    """How many processes wrote a checkpoint, by its files of random states; None where it has none."""
+    several = len(list(checkpoint.glob("rng_state_*.pth")))
+    return several or (1 if (checkpoint / "rng_state.pth").is_file() else None)
 
 
 @contextmanager
@@ -282,14 +307,16 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
 
 
 class Watch(TrainerCallback):
-    """Between steps: finishes commits, obeys signals."""
+    """Between steps: finishes commits, obeys signals. A signal to one process is one to all of them."""
 
     def __init__(self, saver: Saver, preemption: Preemption) -> None:
         self.saver, self.preemption = saver, preemption
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.saver.poll()
-        if self.preemption.received is not None:
+        if self.saver.ranks.leads:
+            self.saver.poll()
+        if received := self.saver.ranks.largest(self.preemption.received or 0):
+            self.preemption.received = self.preemption.received or received
             control.should_save = control.should_training_stop = True
 
 

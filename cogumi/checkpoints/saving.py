@@ -1,4 +1,8 @@
-"""One trainer's saves: staged, committed beside the training, pruned; and what happens when the disk is full."""
+"""One trainer's saves: staged, committed beside the training, pruned; and what happens when the disk is full.
+
+Of several processes the first does all of it. The others add their random states, and what they have of a rollout, to
+what it stages, each time that it says so.
+"""
 
 import json
 import logging
@@ -22,6 +26,7 @@ from cogumi.checkpoints.commit import (
 )
 from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
+from cogumi.checkpoints.ranks import Ranks
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import format_bytes
@@ -31,9 +36,11 @@ from cogumi.patches.trl_internals import (
     OUTPUT_DIRECTORY,
     PUSH_CHECKPOINT,
     SAVE_CHECKPOINT,
+    SAVE_RNG_STATE,
     TRAIN_SAMPLER,
     keeps_rollouts,
     rollout_position,
+    saving_alone,
     set_rollout_position,
 )
 
@@ -47,7 +54,8 @@ class Saver:
     """Saves one trainer's checkpoints. All of it runs in the training thread, but for the commit of what is staged.
 
     keep: how many of the newest stay, None for all. on_full: "continue", "pause" or "stop". mirror: what copies them
-    elsewhere. excused: in whose block the training may wait. asked_to_end: whether a signal has come.
+    elsewhere. excused: in whose block the training may wait. asked_to_end: whether a signal has come. ranks: the processes
+    of the training.
     """
 
     def __init__(
@@ -58,7 +66,9 @@ class Saver:
         mirror: Mirror | None = None,
         excused: Callable[[], AbstractContextManager[None]] = nullcontext,
         asked_to_end: Callable[[], bool] = lambda: False,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.trainer, self.original = trainer, getattr(trainer, SAVE_CHECKPOINT)
         self.keep, self.on_full, self.mirror = keep, on_full, mirror
         self.excused, self.asked_to_end = excused, asked_to_end
@@ -94,6 +104,38 @@ class Saver:
 
     def save(self, model: Any, trial: Any) -> None:
         """In place of the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
+        if not self.ranks.leads:
+            self.follow()
+            return
+        try:
+            self.save_first(model, trial)
+        finally:
+            ending = self.trainer.control.should_training_stop
+            self.ranks.tell((None, self.trainer.state.best_model_checkpoint, ending))
+
+    def follow(self) -> None:
+        """A save as one of the other processes: add to what the first stages, as often as it tries, until it says None."""
+        while True:
+            staged, best, ending = self.ranks.tell()
+            if staged is None:
+                self.trainer.state.best_model_checkpoint = best
+                self.trainer.control.should_training_stop |= ending
+                return
+            self.trainer.store_flos()  # which all processes sum up
+            error = None
+            try:
+                self.add_own(Path(staged))
+            except OSError as failed:
+                error = failed
+            self.ranks.gather(error)
+
+    def add_own(self, staged: Path) -> None:
+        """What only this process knows of a training: its random states, and its part of a rollout."""
+        if not self.trainer.args.save_only_model:
+            getattr(self.trainer, SAVE_RNG_STATE)(str(staged))
+        save_rollouts(self.trainer, staged)
+
+    def save_first(self, model: Any, trial: Any) -> None:
         self.settle()
         output_dir = Path(getattr(self.trainer, OUTPUT_DIRECTORY)(trial))
         final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
@@ -107,12 +149,13 @@ class Saver:
             if final.exists():
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
             staged = open_staging(final.parent) / final.name
+            self.ranks.tell((str(staged), None, False))
             # Trainer writes there and uploads nothing. It rotates nothing either: `protect` took its save_total_limit.
             with replaced(
                 self.trainer,
                 {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None},
             ):
-                self.original(model, trial)
+                self.write_with_others(lambda: self.original(model, trial))
             self.correct_best(staged, final)
             save_rollouts(self.trainer, staged)
             self.identity.write(staged)
@@ -132,6 +175,18 @@ class Saver:
         if self.trainer.args.push_to_hub and final in self.committed:
             getattr(self.trainer, PUSH_CHECKPOINT)(str(final))
         return True
+
+    def write_with_others(self, write: Callable[[], None]) -> None:
+        """Write, and wait until the other processes have. Raises this one's error, or else the first of theirs."""
+        try:
+            with saving_alone():
+                write()
+        except BaseException:
+            self.ranks.gather(None)
+            raise
+        for error in self.ranks.gather(None):
+            if error is not None:
+                raise error
 
     def correct_best(self, staged: Path, final: Path) -> None:
         """Where this checkpoint is the best, Trainer has noted the place where it was staged."""
@@ -275,7 +330,13 @@ class Saver:
 # GRPOTrainer trains on one batch of completions for steps_per_generation x num_iterations steps (trl/trainer/grpo_trainer.py,
 # `_prepare_inputs`), counted by `_step`; its RepeatSampler draws a new order each epoch from a generator of its own.
 # A resumed one counts from 0, generates anew in the middle of a batch, and repeats the first epoch's order.
-STATE_NAME = "cogumi-rollouts.pt"
+STATE_NAME = "cogumi-rollouts{}.pt"
+
+
+def state_name(trainer: Any) -> str:
+    """Of the file, of which each process has its own, as of its random states."""
+    args = trainer.args
+    return STATE_NAME.format("" if args.world_size == 1 else f"_{args.process_index}")
 
 
 def save_rollouts(trainer: Any, directory: Path) -> None:
@@ -283,12 +344,12 @@ def save_rollouts(trainer: Any, directory: Path) -> None:
     if keeps_rollouts(trainer):
         step, rollouts = rollout_position(trainer)
         used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
-        torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / STATE_NAME)
+        torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / state_name(trainer))
 
 
 def load_rollouts(trainer: Any, directory: Path) -> None:
     """Take it up again, before `trainer.train` begins. A checkpoint of another tool has none: then TRL generates anew."""
-    path = directory / STATE_NAME
+    path = directory / state_name(trainer)
     if keeps_rollouts(trainer) and path.is_file():
         values = torch.load(path, map_location=trainer.args.device, weights_only=True)
         set_rollout_position(trainer, values["step"], values["rollouts"])

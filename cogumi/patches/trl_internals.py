@@ -1,8 +1,13 @@
 """What TRL, transformers and PEFT do not publish of their trainers and models, and cogumi uses: each name once."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch import distributed
+
+from cogumi.patches import replaced
 
 # Methods of transformers' Trainer that cogumi replaces on one trainer.
 SAVE_CHECKPOINT = "_save_checkpoint"
@@ -10,6 +15,7 @@ LOAD_BEST_MODEL = "_load_best_model"
 LOAD_CHECKPOINT = "_load_from_checkpoint"
 LOAD_OPTIMIZER = "_load_optimizer_and_scheduler"
 LOAD_RNG_STATE = "_load_rng_state"
+SAVE_RNG_STATE = "_save_rng_state"
 OUTPUT_DIRECTORY = "_get_output_dir"
 PUSH_CHECKPOINT = "_push_from_checkpoint"
 TRAIN_SAMPLER = "_get_train_sampler"
@@ -25,6 +31,16 @@ INNER_LOSS = "_compute_loss"
 STOPPING_CRITERIA = "_get_stopping_criteria"
 # The function of TRL's Triton head (trl/kernels/chunked_logprob.py) that multiplies two tiles.
 KERNEL_PRODUCT = "_addmm_fp32"
+
+
+@contextmanager
+def saving_alone() -> Iterator[None]:
+    """While in the block a Trainer of several processes saves without the others.
+
+    It waits for them in the middle (transformers 5.17, `_save_checkpoint`). One that failed before would leave them waiting.
+    """
+    with replaced(distributed, {"barrier": lambda *_, **__: None}):
+        yield
 
 
 def wrap_method(trainer: Any, name: str, around: Callable[..., Any]) -> None:

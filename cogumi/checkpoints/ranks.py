@@ -1,0 +1,75 @@
+"""The processes of one training, of which the first decides and all act alike."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from cogumi.core.errors import UsageError
+from cogumi.patches.torch_internals import first_line
+
+Result = TypeVar("Result")
+# A wait for the first process is no fault: it may wait for space on a disk, or for a user who paused the training.
+PATIENCE = timedelta(days=7)
+
+
+class Ranks:
+    """This process among `count` of a training. index: its rank. One process sends nothing.
+
+    What they tell each other goes over gloo, in a group of its own, so that no GPU is waited for. A peer that is gone is a
+    RuntimeError in the others at once. All of them have to make an object of this class, and to call the same methods.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        self.index, self.count = index, count
+        self.group: Any = distributed.new_group(backend="gloo", timeout=PATIENCE) if count > 1 else None
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+    def tell(self, value: Any = None) -> Any:
+        """What the first process gives, on all of them. value: anything that can be pickled; of the others it is not read."""
+        if self.count > 1:
+            box = [value]
+            distributed.broadcast_object_list(box, src=0, group=self.group)
+            (value,) = box
+        return value
+
+    def decide(self, function: Callable[[], Result]) -> Result:
+        """What `function` returns or raises on the first process, on all of them. It is called there alone."""
+        if self.count == 1:
+            return function()
+        if not self.leads:
+            result, refused = self.tell()
+            if refused is not None:
+                raise refused
+            return result  # type: ignore[no-any-return]
+        try:
+            result = function()
+        except BaseException as error:
+            failed = RuntimeError(
+                f"the first of {self.count} processes failed: {type(error).__name__}: {first_line(error)}"
+            )
+            self.tell((None, UsageError.like(error) if isinstance(error, UsageError) else failed))
+            raise
+        self.tell((result, None))
+        return result
+
+    def largest(self, number: int) -> int:
+        """The largest of what the processes give."""
+        if self.count > 1:
+            box = torch.tensor([number])
+            distributed.all_reduce(box, op=distributed.ReduceOp.MAX, group=self.group)
+            number = int(box.item())
+        return number
+
+    def gather(self, value: Result) -> list[Result]:
+        """What each process gives, in the order of ranks, on all of them."""
+        if self.count == 1:
+            return [value]
+        box: list[Any] = [None] * self.count
+        distributed.all_gather_object(box, value, group=self.group)
+        return box

@@ -1,0 +1,179 @@
+"""`cogumi.protect` in two processes over gloo: what they write together, and what is left when one of them is killed."""
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_mounts import mounting
+from processes import until
+from ranks import finish, losses, pid_of, said, start_ranks
+from safetensors.torch import load_file
+
+from cogumi.checkpoints.commit import STAGING_NAME
+from cogumi.checkpoints.verify import inspect
+from cogumi.core.durability import lock_directory
+
+TWO: dict[str, Any] = {"per_device_train_batch_size": 2}  # as many examples a step as one process with 4
+
+
+def run(count: int, directory: Path, **how: Any) -> list[int]:
+    directory.mkdir(exist_ok=True)
+    return finish(start_ranks(count, directory, **(TWO if count == 2 else {}) | how), directory)
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Those of the run, oldest first, each of which verifies."""
+    found = sorted((directory / "run").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    assert [inspect(each).state for each in found] == ["verified"] * len(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes that nothing protects."""
+    directory = tmp_path_factory.mktemp("plain")
+    assert run(2, directory, protected=False) == [0, 0]
+    return directory
+
+
+def test_a_protected_run_is_the_plain_one_and_holds_what_each_process_has(plain: Path, tmp_path: Path) -> None:
+    assert run(2, tmp_path) == [0, 0]
+    assert losses(tmp_path) == losses(plain)
+    older, newest = checkpoints(tmp_path)
+    assert (older.name, newest.name) == ("checkpoint-6", "checkpoint-8")
+    states = {"rng_state_0.pth", "rng_state_1.pth"}
+    assert {path.name for path in newest.glob("rng_state*")} == states
+    (newest / "rng_state_1.pth").unlink()
+    assert "rng_state_1.pth" in inspect(newest).reason
+    assert said(tmp_path, 0).count("is saved and verified") == 4
+    assert "saved" not in said(tmp_path, 1)
+
+
+def test_two_processes_train_what_one_does_on_the_same_examples(tmp_path: Path) -> None:
+    for count in (1, 2):
+        assert run(count, tmp_path / str(count), dropout=0.0) == [0] * count
+    ours, one = losses(tmp_path / "2"), losses(tmp_path / "1")
+    assert ours.keys() == one.keys()
+    assert max(abs(ours[step] - one[step]) for step in one) < 1e-5
+    weights = [load_file(tmp_path / name) for name in ("1/weights-0.safetensors", "2/weights-0.safetensors")]
+    assert max(float((weights[1][name] - each).abs().max()) for name, each in weights[0].items()) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
+def test_each_method_trains_in_two_processes_what_it_does_in_one(method: str, tiny_model: Path, tmp_path: Path) -> None:
+    """The losses, the adapter, and a run of two processes that was stopped: for gspo where a rollout is still in use."""
+    how = {"method": method, "model": str(tiny_model)}
+    for count in (1, 2):
+        assert run(count, tmp_path / str(count), **how) == [0] * count, said(tmp_path / str(count), 0)[-2000:]
+    ours, one = losses(tmp_path / "2"), losses(tmp_path / "1")
+    assert ours.keys() == one.keys() == set(range(1, 9))
+    assert max(abs(ours[step] - one[step]) for step in one) < 1e-5
+    adapters = [load_file(tmp_path / name) for name in ("1/weights-0.safetensors", "2/weights-0.safetensors")]
+    assert max(float(each.abs().max()) for name, each in adapters[0].items() if "lora_B" in name) > 1e-3
+    assert max(float((adapters[1][name] - each).abs().max()) for name, each in adapters[0].items()) < 1e-5
+    assert run(2, tmp_path / "stopped", **how, save_steps=3, fails_at=5) == [1, 1]
+    assert run(2, tmp_path / "stopped", **how, save_steps=3) == [0, 0]
+    assert losses(tmp_path / "stopped") == {step: loss for step, loss in ours.items() if step > 3}
+    stopped = load_file(tmp_path / "stopped/weights-0.safetensors")
+    assert all(stopped[name].equal(each) for name, each in adapters[1].items())
+
+
+def test_a_run_that_stopped_ends_as_if_it_had_not(plain: Path, tmp_path: Path) -> None:
+    assert run(2, tmp_path, fails_at=5) == [1, 1]
+    assert checkpoints(tmp_path)[-1].name == "checkpoint-4"
+    assert run(2, tmp_path) == [0, 0]
+    assert losses(tmp_path) == {step: loss for step, loss in losses(plain).items() if step > 4}
+    ours, theirs = (load_file(each / "weights-1.safetensors") for each in (tmp_path, plain))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on_from_there(before: int, after: int, tmp_path: Path) -> None:
+    assert run(before, tmp_path, dropout=0.0, fails_at=5) == [1] * before
+    assert run(after, tmp_path, dropout=0.0) == [0] * after
+    assert run(1, tmp_path / "one", dropout=0.0) == [0]
+    whole, rest = losses(tmp_path / "one"), losses(tmp_path)
+    assert rest.keys() == {5, 6, 7, 8}
+    assert max(abs(rest[step] - whole[step]) for step in rest) < 1e-5
+    assert f"is of {before} processes, and these are {after}" in said(tmp_path, 0)
+
+
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_a_signal_to_one_process_ends_both_with_a_checkpoint(receiver: int, plain: Path, tmp_path: Path) -> None:
+    status = 128 + signal.SIGTERM
+    assert run(2, tmp_path, signalled_at=(3, receiver, signal.SIGTERM)) == [status, status]
+    assert checkpoints(tmp_path)[-1].name == "checkpoint-3"
+    assert run(2, tmp_path) == [0, 0]
+    assert losses(tmp_path) == {step: loss for step, loss in losses(plain).items() if step > 3}
+
+
+@pytest.mark.parametrize(("size", "on_full", "trained", "left"), [
+    ("150k", "stop", 2, 0), ("150k", "continue", 8, 0), ("700k", "continue", 8, 1),
+])  # fmt: skip
+def test_a_full_disk_is_met_by_both(size: str, on_full: str, trained: int, left: int, tmp_path: Path) -> None:
+    """Where a checkpoint does not fit, both go on without it or both end; what is there makes room for it."""
+    with mounting(tmp_path) as mount:
+        mount(options=f"size={size}", name="run")
+        assert run(2, tmp_path, on_full=on_full) == [0, 0]
+        assert max(losses(tmp_path, 0)) == max(losses(tmp_path, 1)) == trained
+        assert len(checkpoints(tmp_path)) >= left
+        assert not (tmp_path / "run" / STAGING_NAME).exists()
+        assert ("does not fit" in said(tmp_path, 0)) == (left == 0)
+
+
+def test_what_the_first_refuses_all_refuse(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with lock_directory(tmp_path / "run"):
+        assert run(2, tmp_path) == [1, 1]
+    for rank in (0, 1):
+        assert f"UsageError: {tmp_path / 'run'}: another training is writing there" in said(tmp_path, rank)
+
+
+def killed(victims: list[int], moment: float, in_a_save: bool, directory: Path, **how: Any) -> None:
+    """Start two processes and kill some of them: `moment` seconds after they knew of each other, or in a save after that."""
+    ready = [directory / "ready-0", directory / "ready-1"]
+    for each in ready:
+        each.unlink(missing_ok=True)
+    ranks = start_ranks(2, directory, **TWO, **how)
+    until(lambda: all(each.exists() for each in ready))
+    time.sleep(moment)
+    over = time.monotonic() + 5  # where the training has ended by then, nothing is killed
+    while in_a_save and time.monotonic() < over and not (directory / "run" / STAGING_NAME).exists():
+        pass
+    for victim in victims:
+        with suppress(ProcessLookupError):
+            os.kill(pid_of(directory, victim), signal.SIGKILL)
+    began = time.monotonic()
+    finish(ranks, directory, seconds=60)  # the other notices by itself
+    assert time.monotonic() - began < 60
+
+
+LONG = {"max_steps": 40, "save_steps": 2}
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow("40 kills, and a resume after each"))])
+def test_kills_at_random_moments_lose_nothing(kills: int, tmp_path: Path) -> None:
+    """Of one process or both, in a save or not: each time the run goes on from its newest checkpoint, and ends as if
+    nothing had happened."""
+    assert run(2, tmp_path / "whole", **LONG) == [0, 0]
+    whole, draw, newest = losses(tmp_path / "whole"), random.Random(kills), 0
+    for number in range(kills):
+        victims = draw.choice([[0], [1], [0, 1]])
+        killed(victims, draw.uniform(0, 0.8), number % 2 == 1, tmp_path, **LONG)
+        steps = [int(path.name.partition("-")[2]) for path in checkpoints(tmp_path)]
+        assert max(steps, default=0) >= newest, f"kill {number} of {victims} lost checkpoint-{newest}"
+        newest = max(steps, default=0)
+        if newest == LONG["max_steps"]:  # begun anew, so that there is a training to kill
+            assert run(2, tmp_path, **LONG) == [0, 0]
+            (tmp_path / "run").rename(tmp_path / f"ended-{number}")
+            newest = 0
+    assert run(2, tmp_path, **LONG) == [0, 0]
+    rest = losses(tmp_path)
+    assert rest == {step: loss for step, loss in whole.items() if step in rest}
+    ours, theirs = (load_file(each / "weights-0.safetensors") for each in (tmp_path, tmp_path / "whole"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
