@@ -12,7 +12,7 @@ from typing import Any
 
 import prepared_process
 
-from cogumi.patches.trl_internals import GENERATE_TURN
+from cogumi.patches.trl_internals import GENERATE_TURN, SAVE_RNG_STATE
 
 TESTS = Path(__file__).parent
 
@@ -131,12 +131,15 @@ def train_rank(
     on_full: str = "continue",
     dropout: float = 0.1,
     fails_at: int | None = None,
+    cannot_save: int | None = None,
     signalled_at: tuple[int, int, int] | None = None,
     **options: Any,
 ) -> None:
-    """Train the tiny model of the checkpoints' tests, or `model` by TRL's trainer of `method`, and write down the losses and
-    weights. fails_at: the step after which
-    every rank raises. signalled_at: (step, rank, signal) after which that rank has the signal. options: of the arguments."""
+    """Train the tiny model of the checkpoints' tests, or `model` by TRL's trainer of `method`; write down losses and weights.
+
+    fails_at: the step after which every rank raises. cannot_save: the rank whose random states cannot be written.
+    signalled_at: (step, rank, signal) after which that rank has the signal. options: of the arguments.
+    """
     import logging
 
     from safetensors.torch import save_file
@@ -165,6 +168,8 @@ def train_rank(
             trainer.add_callback(each)
     else:
         trainer, seen = make(directory / "run", *callbacks, **options)
+    if rank == str(cannot_save):
+        setattr(trainer, SAVE_RNG_STATE, lambda *_: 1 / 0)
     if protected:
         protect(trainer, on_full=on_full)
     (directory / f"ready-{rank}").touch()

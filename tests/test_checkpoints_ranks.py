@@ -126,6 +126,15 @@ def test_a_full_disk_is_met_by_both(size: str, on_full: str, trained: int, left:
         assert ("does not fit" in said(tmp_path, 0)) == (left == 0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_cannot_save_ends_both(rank: int, tmp_path: Path) -> None:
+    assert run(2, tmp_path, cannot_save=rank) == [1, 1]
+    assert "ZeroDivisionError: division by zero" in said(tmp_path, 0)
+    assert "RuntimeError: the first process of this training could not save" in said(tmp_path, 1)
+    assert checkpoints(tmp_path) == []
+    assert not (tmp_path / "run" / STAGING_NAME).exists()
+
+
 def test_what_the_first_refuses_all_refuse(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with lock_directory(tmp_path / "run"):

@@ -107,27 +107,31 @@ class Saver:
         if not self.ranks.leads:
             self.follow()
             return
+        failed = True
         try:
             self.save_first(model, trial)
+            failed = False
         finally:
             ending = self.trainer.control.should_training_stop
-            self.ranks.tell((None, self.trainer.state.best_model_checkpoint, ending))
+            self.ranks.tell((None, failed, self.trainer.state.best_model_checkpoint, ending))
 
     def follow(self) -> None:
         """A save as one of the other processes: add to what the first stages, as often as it tries, until it says None."""
         while True:
-            staged, best, ending = self.ranks.tell()
+            staged, failed, best, ending = self.ranks.tell()
             if staged is None:
-                self.trainer.state.best_model_checkpoint = best
-                self.trainer.control.should_training_stop |= ending
-                return
+                break
             self.trainer.store_flos()  # which all processes sum up
             error = None
             try:
                 self.add_own(Path(staged))
-            except OSError as failed:
-                error = failed
+            except Exception as raised:  # noqa: BLE001  the first tells whether the disk is full, and raises it where not
+                error = RuntimeError(f"process {self.ranks.index}: {type(raised).__name__}: {first_line(raised)}")
             self.ranks.gather(error)
+        if failed:
+            raise RuntimeError("the first process of this training could not save")
+        self.trainer.state.best_model_checkpoint = best
+        self.trainer.control.should_training_stop |= ending
 
     def add_own(self, staged: Path) -> None:
         """What only this process knows of a training: its random states, and its part of a rollout."""
@@ -149,7 +153,7 @@ class Saver:
             if final.exists():
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
             staged = open_staging(final.parent) / final.name
-            self.ranks.tell((str(staged), None, False))
+            self.ranks.tell((str(staged), False, None, False))
             # Trainer writes there and uploads nothing. It rotates nothing either: `protect` took its save_total_limit.
             with replaced(
                 self.trainer,
