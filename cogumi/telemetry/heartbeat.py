@@ -166,8 +166,10 @@ def write_summary(heart: Heartbeat) -> None:
     if forecast is not None:
         planned = memory["gpu_peak_forecast"] = forecast["tensors"] + forecast["workspace"] + forecast.get("vllm", 0)
         if peak and planned:
-            more, said = 100 * (planned / peak - 1), map(format_bytes, (peak, planned))
-            log.info("GPU memory: %s at its peak, %s forecast (%+.1f %%)", *said, more)
+            work, more = forecast["work"], 100 * (planned / peak - 1)
+            length = work["prompt"] + work["completion"]
+            at_most = f"{format_bytes(planned)} forecast for {work['rows']} x {length} tokens, the most that a step may have"
+            log.info("GPU memory: %s at its peak; %s (%+.1f %%)", format_bytes(peak), at_most, more)
     try:
         write_json(path, found)
     except OSError as error:  # what went wrong first is what the run ends with
