@@ -17,6 +17,14 @@ from cogumi.patches.trl_internals import GENERATE_TURN, SAVE_RNG_STATE
 TESTS = Path(__file__).parent
 
 
+# accelerate's settings of FSDP2 for the tiny Llama, as its launcher gives them.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}  # fmt: skip
+
+
 def start_ranks(count: int, directory: Path, **how: Any) -> list[subprocess.Popen[str]]:
     """A training on each of `count` ranks, with the variables that torchrun gives. how: of `train_rank`."""
     with socket.socket() as free:
@@ -33,6 +41,8 @@ def start_ranks(count: int, directory: Path, **how: Any) -> list[subprocess.Pope
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
         }
+        if how.get("sharded"):
+            launched |= FSDP2
         environment = alone | ({} if count == 1 else launched | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
         words = [*prepared_process.python(environment), "-m", "ranks", str(directory), json.dumps(how)]
         with (directory / f"said-{rank}").open("w") as said:
@@ -128,6 +138,7 @@ def train_rank(
     method: str = "",
     model: str = "",
     protected: bool = True,
+    sharded: bool = False,
     on_full: str = "continue",
     dropout: float = 0.1,
     fails_at: int | None = None,
@@ -160,6 +171,12 @@ def train_rank(
                 os.kill(os.getpid(), number)
 
     SIZES["attention_dropout"] = dropout
+    if sharded:  # accelerate ignores FSDP's settings where it takes a CPU for one; gloo does all that FSDP2 asks for
+        from accelerate import PartialState
+        from accelerate.utils import DistributedType
+
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+        options["use_cpu"] = False
     callbacks: list[Any] = [StopAfter(fails_at)] if fails_at else []
     callbacks += [Signalled()] if signalled_at else []
     if method:
@@ -175,10 +192,20 @@ def train_rank(
     (directory / f"ready-{rank}").touch()
     try:
         trainer.train()
+        if sharded:
+            kinds = {type(each).__name__ for each in trainer.model.parameters()}
+            assert kinds == {"DTensor"}, kinds
     finally:
         (directory / f"losses-{rank}.json").write_text(json.dumps(seen.seen))
-    trained = {name: weight.detach() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    trained = {name: whole(weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     save_file(trained, directory / f"weights-{rank}.safetensors")
+
+
+def whole(weight: Any) -> Any:
+    """Of a sharded parameter all processes ask for it together."""
+    from torch.distributed.tensor import DTensor
+
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().contiguous()
 
 
 if __name__ == "__main__":

@@ -64,12 +64,16 @@ def test_two_processes_train_what_one_does_on_the_same_examples(tmp_path: Path) 
     assert max(float((weights[1][name] - each).abs().max()) for name, each in weights[0].items()) < 1e-5
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 @pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
-def test_each_method_trains_in_two_processes_what_it_does_in_one(method: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_each_method_trains_in_two_processes_what_it_does_in_one(
+    method: str, sharded: bool, tiny_model: Path, tmp_path: Path
+) -> None:
     """The losses, the adapter, and a run of two processes that was stopped: for gspo where a rollout is still in use."""
-    how = {"method": method, "model": str(tiny_model)}
-    for count in (1, 2):
-        assert run(count, tmp_path / str(count), **how) == [0] * count, said(tmp_path / str(count), 0)[-2000:]
+    how: dict[str, Any] = {"method": method, "model": str(tiny_model)}
+    assert run(1, tmp_path / "1", **how) == [0]
+    how["sharded"] = sharded
+    assert run(2, tmp_path / "2", **how) == [0, 0], said(tmp_path / "2", 0)[-2000:]
     ours, one = losses(tmp_path / "2"), losses(tmp_path / "1")
     assert ours.keys() == one.keys() == set(range(1, 9))
     assert max(abs(ours[step] - one[step]) for step in one) < 1e-5

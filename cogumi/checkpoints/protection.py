@@ -65,10 +65,10 @@ def protect(
     ends the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
     `trainer.train()` finish the step and save it. Then they end the process, or interrupt the cell.
 
-    Of a training in several processes (DDP) each calls this. The first writes, and all of them end and resume together, in
+    Of a training in several processes (DDP, FSDP2 with sharded checkpoints) each calls this. The first writes, and all of them end and resume together, in
     as many processes or in another number of them.
 
-    Raises UsageError for a trainer whose checkpoints it does not know: FSDP, DeepSpeed, processes that share no disk. Raises
+    Raises UsageError for a trainer whose checkpoints it does not know: FSDP1, DeepSpeed, processes that share no disk. Raises
     it too for a mirror that cannot be written to.
     """
     check_arguments(trainer, keep, resume, on_full, mirror)
@@ -110,13 +110,21 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
         raise UsageError(f"resume={resume!r} is not one of auto, never", fix="pass a path to trainer.train()")
     if on_full not in POLICIES:
         raise UsageError(f"on_full={on_full!r} is not one of {', '.join(POLICIES)}")
-    other = (trainer.is_fsdp_enabled and "FSDP") or (trainer.is_deepspeed_enabled and "DeepSpeed")
-    if other:
-        raise UsageError(f"protect knows checkpoints that one process writes whole, and this trainer uses {other}")
+    if other := trainer.is_deepspeed_enabled and "DeepSpeed" or trainer.is_fsdp_enabled and unknown_shards(trainer):
+        raise UsageError(f"protect does not know the checkpoints of {other}")
     if trainer.args.world_size > 1 and trainer.args.save_on_each_node:
         raise UsageError(
             "save_on_each_node: protect has one process write, on a disk that all of them see", fix="drop it"
         )
+
+
+def unknown_shards(trainer: Any) -> str:
+    """What of a trainer's FSDP it is whose checkpoints are not known; "" for FSDP2's shards."""
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        return "FSDP1: set fsdp_version to 2"
+    kind = getattr(plugin.state_dict_type, "name", str(plugin.state_dict_type))
+    return "" if kind == "SHARDED_STATE_DICT" else f"FSDP2 with {kind}: set its state dict type to SHARDED_STATE_DICT"
 
 
 class Protection:
@@ -262,7 +270,8 @@ class Protection:
         with loading(checkpoint, "its weights"):
             self.original[LOAD_CHECKPOINT](checkpoint, *args, **kwargs)
             model = self.trainer.model
-            if isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys():
+            several = isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys()
+            if several and not self.trainer.is_fsdp_enabled:  # whose shards are of all adapters
                 model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
 
     def load_named(self, method: str, what: str) -> Callable[[str | None], None]:

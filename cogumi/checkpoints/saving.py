@@ -1,7 +1,7 @@
 """One trainer's saves: staged, committed beside the training, pruned; and what happens when the disk is full.
 
-Of several processes the first does all of it. The others add their random states, and what they have of a rollout, to
-what it stages, each time that it says so.
+Of several processes the first does all of it. The others add their random states, what they have of a rollout, and their
+shards of the model and the optimizer to what it stages, each time that it says so.
 """
 
 import json
@@ -105,7 +105,7 @@ class Saver:
     def save(self, model: Any, trial: Any) -> None:
         """In place of the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
         if not self.ranks.leads:
-            self.follow()
+            self.follow(model, trial)
             return
         failed = True
         try:
@@ -115,16 +115,15 @@ class Saver:
             ending = self.trainer.control.should_training_stop
             self.ranks.tell((None, failed, self.trainer.state.best_model_checkpoint, ending))
 
-    def follow(self) -> None:
+    def follow(self, model: Any, trial: Any) -> None:
         """A save as one of the other processes: add to what the first stages, as often as it tries, until it says None."""
         while True:
             staged, failed, best, ending = self.ranks.tell()
             if staged is None:
                 break
-            self.trainer.store_flos()  # which all processes sum up
             error = None
             try:
-                self.add_own(Path(staged))
+                self.add_own(model, trial, Path(staged))
             except Exception as raised:  # noqa: BLE001  the first tells whether the disk is full, and raises it where not
                 error = RuntimeError(f"process {self.ranks.index}: {type(raised).__name__}: {first_line(raised)}")
             self.ranks.gather(error)
@@ -133,11 +132,22 @@ class Saver:
         self.trainer.state.best_model_checkpoint = best
         self.trainer.control.should_training_stop |= ending
 
-    def add_own(self, staged: Path) -> None:
-        """What only this process knows of a training: its random states, and its part of a rollout."""
-        if not self.trainer.args.save_only_model:
-            getattr(self.trainer, SAVE_RNG_STATE)(str(staged))
+    def add_own(self, model: Any, trial: Any, staged: Path) -> None:
+        """What only this process has of a training. Shards are written by all processes in step."""
+        if self.trainer.is_fsdp_enabled:
+            self.write_into(staged.parent, model, trial)
+        else:
+            self.trainer.store_flos()  # which all processes sum up
+            if not self.trainer.args.save_only_model:
+                getattr(self.trainer, SAVE_RNG_STATE)(str(staged))
         save_rollouts(self.trainer, staged)
+
+    def write_into(self, staging: Path, model: Any, trial: Any) -> None:
+        """The trainer's own save, below another directory. It uploads nothing, and `protect` took the limit by which it would
+        remove checkpoints."""
+        elsewhere = {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None}
+        with replaced(self.trainer, elsewhere), nullcontext() if self.trainer.is_fsdp_enabled else saving_alone():
+            self.original(model, trial)
 
     def save_first(self, model: Any, trial: Any) -> None:
         self.settle()
@@ -154,12 +164,7 @@ class Saver:
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
             staged = open_staging(final.parent) / final.name
             self.ranks.tell((str(staged), False, None, False))
-            # Trainer writes there and uploads nothing. It rotates nothing either: `protect` took its save_total_limit.
-            with replaced(
-                self.trainer,
-                {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None},
-            ):
-                self.write_with_others(lambda: self.original(model, trial))
+            self.write_with_others(lambda: self.write_into(staging, model, trial))
             self.correct_best(staged, final)
             save_rollouts(self.trainer, staged)
             self.identity.write(staged)
@@ -183,8 +188,7 @@ class Saver:
     def write_with_others(self, write: Callable[[], None]) -> None:
         """Write, and wait until the other processes have. Raises this one's error, or else the first of theirs."""
         try:
-            with saving_alone():
-                write()
+            write()
         except BaseException:
             self.ranks.gather(None)
             raise

@@ -1,8 +1,8 @@
 """What a checkpoint is worth: every byte of one that cogumi wrote is checked.
 
 A resume takes the highest number, skips an optimizer that is missing, and torch.load does not compare checksums
-(transformers 5.17, torch 2.13). Neither torch nor transformers is imported here. The checkpoints are those of one process
-or of several with whole copies of the model: FSDP and DeepSpeed have no `optimizer.pt` and are rejected.
+(transformers 5.17, torch 2.13). Neither torch nor transformers is imported here. The checkpoints are those of one process,
+of several with whole copies of the model, or of FSDP2 with shards. DeepSpeed's have no `optimizer.pt` and are rejected.
 """
 
 import json
@@ -27,10 +27,12 @@ from cogumi.core.errors import UsageError
 # The names are transformers' (trainer.py, utils/__init__.py) and PEFT's (utils/constants.py).
 STATE = "trainer_state.json"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+# What FSDP writes in their place, and in that of the weights: a directory of shards each (accelerate/utils/constants.py).
+SHARDED_WEIGHTS, SHARDED_OPTIMIZER = "pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"
 RNG = re.compile(r"rng_state(_\d+)?\.pth")
 WEIGHTS = re.compile(r"(.*/)?(pytorch_|adapter_)?model.*\.(safetensors|bin)")
 # A file with one of these endings that the manifest does not list could be loaded in place of one that it does.
-LOADED_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".index.json")
+LOADED_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".index.json", ".distcp", ".metadata")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def check_step(name: str, found: object, step: int) -> None:
 
 def check_complete(files: dict[str, Path]) -> None:
     """Raise CheckpointDamaged unless there is everything that a resumed run needs to continue as if it had not stopped."""
-    missing = {name for name in (STATE, OPTIMIZER, SCHEDULER) if name not in files}
+    optimizer = SHARDED_OPTIMIZER if SHARDED_OPTIMIZER in files else OPTIMIZER
+    missing = {name for name in (STATE, optimizer, SCHEDULER) if name not in files}
     if not any(RNG.fullmatch(name) for name in files):
         missing.add("rng_state.pth")
     if missing == {OPTIMIZER, SCHEDULER, "rng_state.pth"}:
@@ -118,7 +121,7 @@ def check_complete(files: dict[str, Path]) -> None:
             "it has no optimizer, scheduler and RNG state (save_only_model=True?): a run cannot resume"
         )
     require(missing, " (Trainer writes that last: the save did not finish)" if STATE in missing else "")
-    if not any(WEIGHTS.fullmatch(name) for name in files):
+    if SHARDED_WEIGHTS not in files and not any(WEIGHTS.fullmatch(name) for name in files):
         raise CheckpointDamaged("it has no weights: neither a model's nor an adapter's")
 
 
