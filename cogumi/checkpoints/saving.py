@@ -146,7 +146,7 @@ class Saver:
         """The trainer's own save, below another directory. It uploads nothing, and `protect` took the limit by which it would
         remove checkpoints."""
         elsewhere = {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None}
-        with replaced(self.trainer, elsewhere), nullcontext() if self.trainer.is_fsdp_enabled else saving_alone():
+        with replaced(self.trainer, elsewhere), told_as_errors() if self.trainer.is_fsdp_enabled else saving_alone():
             self.original(model, trial)
 
     def save_first(self, model: Any, trial: Any) -> None:
@@ -333,6 +333,17 @@ class Saver:
             ending = self.asked_to_end()  # by a signal that has been heard: the next one ends the process
             with self.excused():
                 self.mirror.finish(MIRROR_SECONDS, lambda: self.asked_to_end() and not ending)
+
+
+@contextmanager
+def told_as_errors() -> Iterator[None]:
+    """What processes meet when they write shards, as the error of the first of them. torch's own is no Exception."""
+    from torch.distributed.checkpoint import CheckpointException  # half a second, where there are no shards for nothing
+
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 # GRPOTrainer trains on one batch of completions for steps_per_generation x num_iterations steps (trl/trainer/grpo_trainer.py,

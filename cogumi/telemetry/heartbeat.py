@@ -168,7 +168,9 @@ def write_summary(heart: Heartbeat) -> None:
         if peak and planned:
             work, more = forecast["work"], 100 * (planned / peak - 1)
             length = work["prompt"] + work["completion"]
-            at_most = f"{format_bytes(planned)} forecast for {work['rows']} x {length} tokens, the most that a step may have"
+            at_most = (
+                f"{format_bytes(planned)} forecast for {work['rows']} x {length} tokens, the most that a step may have"
+            )
             log.info("GPU memory: %s at its peak; %s (%+.1f %%)", format_bytes(peak), at_most, more)
     try:
         write_json(path, found)
