@@ -13,10 +13,13 @@ from disk_mounts import mounting
 from processes import until
 from ranks import finish, losses, pid_of, said, start_ranks
 from safetensors.torch import load_file
+from test_checkpoints_protect import make
 
+from cogumi import protect
 from cogumi.checkpoints.commit import STAGING_NAME
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.durability import lock_directory
+from cogumi.core.errors import UsageError
 
 TWO: dict[str, Any] = {"per_device_train_batch_size": 2}  # as many examples a step as one process with 4
 
@@ -159,6 +162,31 @@ def test_what_the_first_refuses_all_refuse(tmp_path: Path) -> None:
         assert run(2, tmp_path) == [1, 1]
     for rank in (0, 1):
         assert f"UsageError: {tmp_path / 'run'}: another training is writing there" in said(tmp_path, rank)
+
+
+@pytest.mark.parametrize(("version", "kind", "told"), [
+    (1, "SHARDED_STATE_DICT", "FSDP1: set fsdp_version to 2"),
+    (2, "FULL_STATE_DICT", "FSDP2 with FULL_STATE_DICT: set its state dict type to SHARDED_STATE_DICT"),
+    (2, "SHARDED_STATE_DICT", ""),
+])  # fmt: skip
+def test_other_shards_are_refused_with_the_setting(version: int, kind: str, told: str, tmp_path: Path) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    trainer, _ = make(tmp_path)
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
+    try:
+        if told:
+            with pytest.raises(UsageError, match=f"^protect does not know the checkpoints of {told}$"):
+                protect(trainer)
+        else:
+            protect(trainer)
+    finally:
+        trainer.accelerator.state.fsdp_plugin = None
+    trainer, _ = make(tmp_path)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(UsageError, match="checkpoints of DeepSpeed"):
+        protect(trainer)
 
 
 def killed(victims: list[int], moment: float, in_a_save: bool, directory: Path, **how: Any) -> None:

@@ -1,7 +1,7 @@
 """One trainer's saves: staged, committed beside the training, pruned; and what happens when the disk is full.
 
-Of several processes the first does all of it. The others add their random states, what they have of a rollout, and their
-shards of the model and the optimizer to what it stages, each time that it says so.
+Of several processes the first does all of it. Each time that it says so, the others add to what it stages. They have random
+states, a part of a rollout, and shards of the model and the optimizer.
 """
 
 import json
