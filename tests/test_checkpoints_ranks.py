@@ -21,6 +21,7 @@ from cogumi.checkpoints.verify import inspect
 from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
 
+SEVERAL = pytest.mark.slow("several trainings in two processes, one after the other")
 TWO: dict[str, Any] = {"per_device_train_batch_size": 2}  # as many examples a step as one process with 4
 
 
@@ -68,7 +69,7 @@ def test_two_processes_train_what_one_does_on_the_same_examples(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-@pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=SEVERAL), "gspo"])
 def test_each_method_trains_in_two_processes_what_it_does_in_one(
     method: str, sharded: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -133,7 +134,7 @@ def test_a_signal_to_one_process_ends_both_with_a_checkpoint(receiver: int, plai
 @pytest.mark.parametrize(("size", "on_full", "trained", "left"), [
     ("150k", "stop", 2, 0), ("150k", "continue", 8, 0), ("700k", "continue", 8, 1),
 ])  # fmt: skip
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=SEVERAL)], ids=["DDP", "FSDP2"])
 def test_a_full_disk_is_met_by_both(
     size: str, on_full: str, trained: int, left: int, sharded: bool, tmp_path: Path
 ) -> None:
@@ -211,7 +212,7 @@ def killed(victims: list[int], moment: float, in_a_save: bool, directory: Path, 
 LONG: dict[str, Any] = {"max_steps": 40, "save_steps": 2}
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=SEVERAL), True], ids=["DDP", "FSDP2"])
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow("40 kills, and a resume after each"))])
 def test_kills_at_random_moments_lose_nothing(kills: int, sharded: bool, tmp_path: Path) -> None:
     """Of one process or both, in a save or not: each time the run goes on from its newest checkpoint, and ends as if
