@@ -86,7 +86,7 @@ def trl_trainer(method: str, model: Path, output_dir: Path, **options: Any) -> A
     """TRL's trainer of a method, with an adapter. Its completions, for gspo, depend on the prompt alone."""
     import cogumi
 
-    cogumi.patch()
+    cogumi.patch(accept=["wide-clip"])
     import peft
     import polars as pl
     import torch
@@ -111,7 +111,8 @@ def trl_trainer(method: str, model: Path, output_dir: Path, **options: Any) -> A
     if method == "dpo":
         rows |= {"chosen": [text[20:50] for text in texts], "rejected": [text[50:80][::-1] for text in texts]}
         return trl.DPOTrainer(args=trl.DPOConfig(**settings), train_dataset=Dataset.from_dict(rows), **given)
-    more = {"num_generations": 2, "max_completion_length": 8, "loss_type": "gspo", "num_iterations": 2}
+    # A wide clip, so that the second pass over a rollout has a gradient.
+    more = {"num_generations": 2, "max_completion_length": 8, "loss_type": "gspo", "num_iterations": 2, "epsilon": 0.5}
     trainer = trl.GRPOTrainer(
         args=trl.GRPOConfig(**more | settings),
         train_dataset=Dataset.from_dict(rows),
@@ -140,6 +141,7 @@ def train_rank(
     protected: bool = True,
     sharded: bool = False,
     on_full: str = "continue",
+    mirror: str | None = None,
     dropout: float = 0.1,
     fails_at: int | None = None,
     cannot_save: int | None = None,
@@ -188,7 +190,7 @@ def train_rank(
     if rank == str(cannot_save):
         setattr(trainer, SAVE_RNG_STATE, lambda *_: 1 / 0)
     if protected:
-        protect(trainer, on_full=on_full)
+        protect(trainer, on_full=on_full, mirror=mirror)
     (directory / f"ready-{rank}").touch()
     try:
         trainer.train()

@@ -789,18 +789,23 @@ def test_a_class_with_other_defaults_is_given_trls(method: str, monkeypatch: pyt
 
     from cogumi.methods.building import trl_arguments
 
-    run = {"model": {"name": "x"}, "data": {"source": "x"}, "train": {"seed": 7}, "cogumi": {"method": method}}
+    train: dict[str, Any] = {"seed": 7} | ({"loss_type": ["sigmoid", "sft"]} if method == "dpo" else {})
+    run = {"model": {"name": "x"}, "data": {"source": "x"}, "train": train, "cogumi": {"method": method}}
     plain = trl_arguments(load_config(run)).to_dict()
     name = TRL_CONFIGS[load_config(run).cogumi.method]
     original: Any = getattr(trl, name)
 
+    keys: set[str] = set()
+
     def other(self: Any, **given: Any) -> None:
+        keys.update(given)
         original.__init__(self, **{"seed": 3407, "gradient_accumulation_steps": 2, "warmup_steps": 0.1} | given)
 
     monkeypatch.setattr(trl, name, type(f"Unsloth{name}", (original,), {"__init__": other, "__module__": "unsloths"}))
     assert trl_arguments(load_config(run)).warmup_steps == 0.1
     monkeypatch.setattr(unsloth_rl, "is_in_place", lambda: True)
     assert trl_arguments(load_config(run)).to_dict() == plain
+    assert ("loss_type" in keys) == (method == "dpo")  # unsloth's SFT has a loss of its own
     assert plain["seed"] == 7
 
 

@@ -19,7 +19,7 @@ from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_ru
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.ranks import Ranks
 from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
-from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts
+from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts, told_as_errors
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
 from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
@@ -77,11 +77,14 @@ def protect(
     watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", on_hung)
     preemption = Preemption()
     ranks = Ranks(trainer.args.process_index, trainer.args.world_size)
+    opened: list[Mirror] = []
+    if mirror is not None:
+        ranks.decide(lambda: opened.append(Mirror(mirror)))
     saver = Saver(
         trainer,
         keep or keep_limit(trainer.args.save_total_limit),
         on_full,
-        None if mirror is None or not ranks.leads else Mirror(mirror),
+        opened[0] if opened else None,
         watchdog.excused,
         lambda: preemption.received is not None,
         ranks,
@@ -267,7 +270,7 @@ class Protection:
         PEFT saves "default" in the checkpoint itself. It saves other adapters in directories of their names, such as
         the frozen "ref" of TRL's DPO and GRPO. Where transformers 5.17 finds such a directory, it loads nothing else.
         """
-        with loading(checkpoint, "its weights"):
+        with loading(checkpoint, "its weights"), told_as_errors(self.trainer):
             self.original[LOAD_CHECKPOINT](checkpoint, *args, **kwargs)
             model = self.trainer.model
             several = isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys()
@@ -278,7 +281,7 @@ class Protection:
         """In place of a method of the trainer that loads a part of a checkpoint."""
 
         def load(checkpoint: str | None) -> None:
-            with loading(checkpoint, what):
+            with loading(checkpoint, what), told_as_errors(self.trainer):
                 self.original[method](checkpoint)
 
         return load

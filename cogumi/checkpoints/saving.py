@@ -146,7 +146,9 @@ class Saver:
         """The trainer's own save, below another directory. It uploads nothing, and `protect` took the limit by which it would
         remove checkpoints."""
         elsewhere = {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None}
-        with replaced(self.trainer, elsewhere), told_as_errors() if self.trainer.is_fsdp_enabled else saving_alone():
+        # Shards are written in step; of whole copies only the first process writes, which is not to wait for the others.
+        alone = saving_alone() if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled else nullcontext()
+        with replaced(self.trainer, elsewhere), told_as_errors(self.trainer), alone:
             self.original(model, trial)
 
     def save_first(self, model: Any, trial: Any) -> None:
@@ -336,9 +338,12 @@ class Saver:
 
 
 @contextmanager
-def told_as_errors() -> Iterator[None]:
-    """What processes meet when they write shards, as the error of the first of them. torch's own is no Exception."""
-    from torch.distributed.checkpoint import CheckpointException  # half a second, where there are no shards for nothing
+def told_as_errors(trainer: Any) -> Iterator[None]:
+    """What the processes of a trainer meet with their shards, as the error of the first of them. torch's own is no Exception."""
+    if not trainer.is_fsdp_enabled:
+        yield
+        return
+    from torch.distributed.checkpoint import CheckpointException  # imported here: it takes half a second
 
     try:
         yield

@@ -29,7 +29,7 @@ from cogumi.models.loading import load_model, load_tokenizer, meta_model, use_ch
 from cogumi.models.quantization import count_weights
 from cogumi.models.unsloth_models import add_fast_adapter, compare_arguments, load_fast_model
 from cogumi.patches import unsloth_rl
-from cogumi.patches.trl_internals import commit_of
+from cogumi.patches.trl_internals import commit_of, config_defaults
 from cogumi.telemetry import trackers
 from cogumi.telemetry.status import BUDGET_SPENT
 from cogumi.telemetry.throughput import HEARTBEAT, Meter
@@ -63,9 +63,15 @@ def trl_arguments(run: RunConfig) -> Any:
         defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
     given = defaults | METHODS[run.cogumi.method].arguments(run)
     config = config_class(TRL_CONFIGS[run.cogumi.method])
-    if unsloth_rl.is_in_place():
-        decided = PRESETS.get(given.get("loss_type", ""), {})  # by a preset, which fills them in itself
-        given = {key: value for key, value in unsloth_rl.trl_defaults(config).items() if key not in decided} | given
+    if (
+        unsloth_rl.is_in_place()
+    ):  # its classes have other defaults, such as seed 3407, two micro-batches a step and a warm-up
+        theirs = config_defaults(config)
+        if run.cogumi.method == "sft":
+            del theirs["loss_type"]  # unsloth's trainer computes "nll" alone, whose value is that of TRL's default
+        elif run.cogumi.method == "gspo":  # whose presets fill in their own
+            theirs = {key: value for key, value in theirs.items() if key not in PRESETS.get(given["loss_type"], ())}
+        given = theirs | given
     given |= {key: RedactedStr(value) for key, value in given.items() if value and key.endswith(SECRETS)}
     try:
         return config(**given)

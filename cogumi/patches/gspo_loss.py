@@ -15,6 +15,7 @@ from typing import Any
 from cogumi.config.presets import OURS, PRESETS
 from cogumi.core.errors import UsageError
 from cogumi.patches import PatchStatus
+from cogumi.patches.trl_internals import config_defaults
 
 NAME = "gspo"
 WRITTEN_FOR = "trl 1.15"
@@ -59,9 +60,9 @@ def fill_defaults(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trl_defaults(names: tuple[str, ...]) -> dict[str, Any]:
-    """TRL's own defaults; a subclass that unsloth generates keeps the fields and changes only its `__init__`."""
-    fields = {field.name: field for field in dataclasses.fields(grpo_config())}
-    return {name: fields[name].default for name in names}
+    """TRL's own defaults of GRPOConfig."""
+    defaults = config_defaults(grpo_config())
+    return {name: defaults[name] for name in names}
 
 
 def drop_trl_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What TRL, transformers and PEFT do not publish of their trainers and models, and cogumi uses: each name once."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,18 @@ INNER_LOSS = "_compute_loss"
 STOPPING_CRITERIA = "_get_stopping_criteria"
 # The function of TRL's Triton head (trl/kernels/chunked_logprob.py) that multiplies two tiles.
 KERNEL_PRODUCT = "_addmm_fp32"
+
+
+def config_defaults(config: type) -> dict[str, Any]:
+    """TRL's default of each field of its config class, or of one that unsloth generated, which derives from it."""
+    original = next(base for base in config.__mro__ if base.__module__.startswith("trl."))
+    made = {}
+    for field in filter(lambda field: field.init, dataclasses.fields(original)):
+        if field.default_factory is not dataclasses.MISSING:
+            made[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            made[field.name] = field.default
+    return made
 
 
 @contextmanager

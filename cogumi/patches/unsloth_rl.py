@@ -7,7 +7,6 @@ unsloth and unsloth_zoo are called, never copied (their RL code is AGPL-3.0 and 
 """
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -114,24 +113,6 @@ def import_unsloth() -> Any:
             f"unsloth {found} is installed and does not import here ({type(error).__name__}: {said})",
             fix=f"repair it, or `{pip_command('uninstall unsloth')}` to train with stock TRL, and restart the kernel",
         ) from error
-
-
-def trl_defaults(config: type) -> dict[str, Any]:
-    """TRL's default of each field of its config class, or of the one that unsloth generated in its place.
-
-    unsloth's has others, such as seed 3407, two accumulated micro-batches and a warm-up. Its `loss_type` of SFT stays:
-    its trainer has the loss of TRL's "nll" only, whose value is that of TRL's own default.
-    """
-    original = next(base for base in config.__mro__ if base.__module__.startswith("trl."))
-    values = {}
-    for field in dataclasses.fields(original):
-        if field.init and field.default is not dataclasses.MISSING:
-            values[field.name] = field.default
-        elif field.init and field.default_factory is not dataclasses.MISSING:
-            values[field.name] = field.default_factory()
-    if original.__name__ == "SFTConfig":
-        del values["loss_type"]
-    return values
 
 
 def restore_classes(model_type: str) -> bool:
