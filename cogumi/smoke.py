@@ -60,6 +60,7 @@ class Report:
     seconds: float = 0.0
     machine: str = ""
     on_gpu: bool = False
+    began: float = field(default_factory=time.monotonic, repr=False)
 
     @property
     def passed(self) -> bool:
@@ -69,7 +70,9 @@ class Report:
         self.rows.append(Row(stage, checked, figure, passed))
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self) | {"run_dir": str(self.run_dir), "passed": self.passed}
+        found = asdict(self)
+        del found["began"]  # by a clock of this process
+        found |= {"run_dir": str(self.run_dir), "passed": self.passed}
         return found | {"python": platform.python_version(), "versions": {name: version(name) for name in STACK}}
 
 
@@ -90,7 +93,6 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     base = model or SMALL_BASE
     load_tokenizer(resolve_model(base))
     disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
-    started = time.monotonic()
     report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick)
     status = create_run_dir(report.run_dir) / "status.json"
     report.on_gpu = torch.cuda.is_available()
@@ -104,7 +106,7 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     except BaseException as error:
         write_json(status, {"state": "stopped", "reason": f"{type(error).__name__}: {error}"})
         raise
-    report.seconds = time.monotonic() - started
+    report.seconds = time.monotonic() - report.began
     write_json(report.run_dir / "smoke.json", report.as_dict())
     write_json(status, {"state": "finished" if report.passed else "finished, checks failed"})
     return report
@@ -133,7 +135,7 @@ class StageFailed(Exception):
 @contextmanager
 def stage(report: Report, name: str) -> Iterator[None]:
     """Time a stage; turn what it raises into a failed row. Mistakes of the user pass through."""
-    print(f"── {name}", file=sys.stderr, flush=True)
+    print(f"── {name} ({time.monotonic() - report.began:.0f} s so far)", file=sys.stderr, flush=True)
     first, started = len(report.rows), time.monotonic()
     try:
         yield

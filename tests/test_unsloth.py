@@ -766,6 +766,28 @@ def test_auto_takes_unsloth_for_the_families_it_has_kernels_for(tiny_model: Path
     assert choose_backend(run_of(str(tiny_model), "trl")) == ("trl", "cogumi.backend is trl")
 
 
+@pytest.mark.usefixtures("installed_with_cuda")
+def test_a_clip_that_acts_takes_trl_whose_ratios_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(options: dict[str, Any] | None = None, **train: Any) -> str:
+        section = CogumiSection(method="gspo", **options or {})
+        model = ModelSection(name="cogumi:small-base")
+        return choose_backend(RunConfig(model=model, data=DataSection(), train=train, cogumi=section)).name
+
+    assert chosen() == "trl"  # four steps of each rollout, where nothing else is said
+    assert chosen(loss_type="gspo-token", steps_per_generation=2) == "trl"
+    assert chosen(steps_per_generation=1, num_iterations=2) == "trl"
+    assert chosen(steps_per_generation=2, gradient_accumulation_steps=2) == "unsloth"  # the ratio is 1
+    assert chosen(steps_per_generation=1) == "unsloth"
+    assert chosen(loss_type="dapo") == "unsloth"  # whose clip is 0.2 wide
+    assert chosen({"docs_per_step": 64}, generation_batch_size=128) == "trl"
+    assert chosen({"prompts_per_step": 8}, generation_batch_size=64) == "unsloth"
+    assert chosen({"backend": "unsloth"}) == "unsloth"
+
+    monkeypatch.setattr(unsloth_rl, "_asked", "trl")  # an earlier run of this process
+    monkeypatch.setitem(sys.modules, "trl", sys)
+    assert chosen(steps_per_generation=1) == "trl"
+
+
 @pytest.mark.parametrize(
     ("raised", "told"), [(torch.OutOfMemoryError("full"), torch.OutOfMemoryError), (ValueError("not this"), UsageError)]
 )

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from cogumi.config.presets import OURS
 from cogumi.config.schema import ModelSection, RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
@@ -56,7 +57,30 @@ def choose_backend(run: RunConfig) -> Backend:
     kind = read_model_type(run.model.name, run.model.revision)
     if kind not in FAMILIES:
         return Backend("trl", f"unsloth has no kernels for {kind or run.model.name}: stock TRL trains")
+    if unsloth_rl.was_left_out():
+        return Backend("trl", "stock TRL trained in this process before, and unsloth has to be imported first")
+    if needs_exact_ratios(run) and not unsloth_rl.is_in_place():
+        return Backend(
+            "trl", "a rollout is used for several steps, and unsloth's ratios are too coarse for GSPO's clip"
+        )
     return Backend("unsloth", f"unsloth is installed, and has kernels for {kind}")
+
+
+def needs_exact_ratios(run: RunConfig) -> bool:
+    """Whether the clip of a sequence's ratio acts, which is some 1e-4 wide: each rollout is used for several steps.
+
+    On an H200 unsloth's ratios were up to 0.018 away from 1 before the first step (docs/h100.md), and TRL's were 1 to the bit.
+    """
+    train, options = run.train, run.cogumi
+    if options.method != "gspo" or train.get("loss_type", "gspo") not in OURS:
+        return False
+    group = train.get("num_generations") or 8  # TRL's default
+    documents = options.docs_per_step or (options.prompts_per_step or 0) * group
+    if documents:
+        once = train.get("generation_batch_size") == documents
+    else:
+        once = train.get("steps_per_generation") == (train.get("gradient_accumulation_steps") or 1)
+    return not once or (train.get("num_iterations") or 1) > 1
 
 
 def read_model_type(name: str, revision: str | None) -> str:

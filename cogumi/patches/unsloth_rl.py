@@ -96,6 +96,11 @@ def is_in_place() -> bool:
     return "unsloth" in sys.modules and trl is not None and is_unsloth_trainer(trl.GRPOTrainer)
 
 
+def was_left_out() -> bool:
+    """Whether TRL was chosen in this process and is imported, so that unsloth cannot be any more."""
+    return _asked == "trl" and "trl" in sys.modules and not is_in_place()
+
+
 def is_unsloth_trainer(trainer: type) -> bool:
     """Whether a trainer class is the one unsloth generated, or derives from it."""
     return any(cls.__module__ == "UnslothGRPOTrainer" for cls in trainer.__mro__)

@@ -38,6 +38,8 @@ from cogumi.rl.sampling import uses_rollout_logps
 log = logging.getLogger("cogumi")
 RECORD = "loss.json"
 PREFIX = "policy/"
+FP32_HEAD = "Take an fp32 head on both sides"
+EXACT_TRL = "With cogumi.backend: trl they were 1 to the bit where this was measured (docs/h100.md); take it"
 NOT_THE_USERS = ("trl.", "transformers.", "unsloth", "cogumi.")
 EXTREMES = {f"{PREFIX}max_ratio": max, f"{PREFIX}min_ratio": min}
 
@@ -172,9 +174,10 @@ class LossWatch(TrainerCallback):
         if self.first_step and on_policy and metrics.get(f"{PREFIX}clipped_ratio_fraction", 0.0) > 0:
             log.warning(
                 "step 1: the ratios are up to %.2g away from 1 and %.0f%% of them outside the clip, before anything was "
-                "learned: sampler's and trainer's numerics differ. Take an fp32 head on both sides, or widen the clip",
+                "learned: sampler's and trainer's numerics differ. %s, or widen the clip",
                 max(metrics[f"{PREFIX}max_ratio"] - 1, 1 - metrics[f"{PREFIX}min_ratio"]),
                 100 * metrics[f"{PREFIX}clipped_ratio_fraction"],
+                EXACT_TRL if backend_of(self.trainer) == "unsloth" else FP32_HEAD,
             )
         self.first_step = False
         for name, value in metrics.items():

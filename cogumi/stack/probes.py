@@ -5,6 +5,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from cogumi.core.worker import call
@@ -175,8 +176,9 @@ def probe_unsloth(device: str) -> list[Reading]:
     return [("import", time.perf_counter() - start, "s", f"unsloth {unsloth.__version__}")]
 
 
+@cache
 def flash_attention(device: str = "cuda") -> tuple[str | None, str]:
-    """The flash attention that is right on this GPU, as transformers calls it, and the figures."""
+    """The flash attention that is right on this GPU, as transformers calls it, and the figures. It is looked for once."""
     wrong: list[str] = []
     for name, called in (("flash_attn", "flash_attention_2"), ("hub_flash_attn", HUB_FLASH_ATTN)):
         try:
