@@ -146,12 +146,14 @@ def train_rank(
     fails_at: int | None = None,
     cannot_save: int | None = None,
     signalled_at: tuple[int, int, int] | None = None,
+    evaluates: bool = False,
     **options: Any,
 ) -> None:
     """Train the tiny model of the checkpoints' tests, or `model` by TRL's trainer of `method`; write down losses and weights.
 
     fails_at: the step after which every rank raises. cannot_save: the rank whose random states cannot be written.
-    signalled_at: (step, rank, signal) after which that rank has the signal. options: of the arguments.
+    evaluates: the held-out loss before the training. signalled_at: (step, rank, signal) after which that rank has the
+    signal. options: of the arguments.
     """
     import logging
 
@@ -191,6 +193,8 @@ def train_rank(
         setattr(trainer, SAVE_RNG_STATE, lambda *_: 1 / 0)
     if protected:
         protect(trainer, on_full=on_full, mirror=mirror)
+    if evaluates:
+        trainer.evaluate(trainer.train_dataset)
     (directory / f"ready-{rank}").touch()
     try:
         trainer.train()

@@ -69,6 +69,15 @@ def test_two_processes_train_what_one_does_on_the_same_examples(tmp_path: Path) 
     assert max(float((weights[1][name] - each).abs().max()) for name, each in weights[0].items()) < 1e-5
 
 
+def test_an_evaluation_before_the_training_changes_nothing(tmp_path: Path) -> None:
+    """transformers 5.17 would leave the model without DDP, and each process would take its own gradient."""
+    for name in ("plain", "evaluated"):
+        assert run(2, tmp_path / name, evaluates=name == "evaluated", dropout=0.0) == [0, 0]
+    assert losses(tmp_path / "evaluated") == losses(tmp_path / "plain")
+    weights = [load_file(tmp_path / f"evaluated/weights-{rank}.safetensors") for rank in (0, 1)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 @pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=SEVERAL), "gspo"])
 def test_each_method_trains_in_two_processes_what_it_does_in_one(

@@ -345,9 +345,10 @@ def test_a_run_that_goes_on_keeps_what_it_decided(tiny_model: Path, tmp_path: Pa
     from cogumi.config.schema import load_config
     from cogumi.methods import sft
     from cogumi.methods.building import trl_arguments
+    from cogumi.stack.ranks import Ranks
 
     run = load_config(config_of(tiny_model, tmp_path / "decided", packing=True))
     with caplog.at_level(logging.INFO, logger="cogumi"):
-        made = sft.pack_datasets(run, None, trl_arguments(run), examples([20] * 8), None, None)
+        made = sft.pack_datasets(run, Ranks(), None, trl_arguments(run), examples([20] * 8), None, None)
     assert made["args"].packing is False
     assert "packing: off, as when the run began" in caplog.text

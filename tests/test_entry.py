@@ -116,10 +116,29 @@ def test_every_rank_of_a_launcher_is_refused(
 )
 def test_one_process_is_a_run_and_a_rank_is_not(environment: dict[str, str], fine: bool) -> None:
     if fine:
-        refuse_ranks(environment, "cogumi train x")
+        refuse_ranks(environment, 1, "cogumi train x")
         return
     with pytest.raises(UsageError, match="run: cogumi train x"):
-        refuse_ranks(environment, "cogumi train x")
+        refuse_ranks(environment, 1, "cogumi train x")
+
+
+def test_a_launcher_and_the_config_say_the_same_number(two_gpus: None) -> None:
+    rank = {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}
+    refuse_ranks(rank, 8, "cogumi train x")
+    refuse_ranks(rank, "all", "cogumi train x")
+    with pytest.raises(UsageError, match=r"process 3 of 8 .*cogumi.processes is 2; set cogumi.processes to 8, or run"):
+        refuse_ranks(rank, 2, "cogumi train x")
+    with pytest.raises(UsageError, match="of several"):
+        refuse_ranks({"LOCAL_RANK": "0"}, "all", "cogumi train x")
+    assert gpus.count_processes("all", rank) == 8
+    assert gpus.count_processes("all", {}) == 2  # the GPUs that are there
+    assert gpus.count_processes("all", {"CUDA_VISIBLE_DEVICES": "3"}) == 1
+    assert gpus.count_processes("all", {"CUDA_VISIBLE_DEVICES": ""}) == 1
+    assert gpus.count_processes(4, {}) == 4
+    gpus.refuse_missing_gpus(2, {})
+    gpus.refuse_missing_gpus(4, {"CUDA_VISIBLE_DEVICES": ""})  # on a CPU as many as are asked for
+    with pytest.raises(UsageError, match=r"cogumi\.processes: 4 processes, and 2 GPUs; set it to 2, or to all"):
+        gpus.refuse_missing_gpus(4, {})
 
 
 def test_train_and_start_of_a_script_are_refused_in_a_rank(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:

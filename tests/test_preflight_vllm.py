@@ -466,7 +466,7 @@ def test_the_planned_batch_leaves_the_engine_its_share(
         run = run_of({"docs_per_step": 32}, **train)
         run.cogumi.run_dir = tmp_path / f"{free}-{len(train)}"
         run.run_dir.mkdir()
-        return int(gspo.plan(run, model, tokenizer, prompts).train["per_device_train_batch_size"])
+        return int(gspo.plan(run, model, tokenizer, prompts)["per_device_train_batch_size"])
 
     half = {"use_vllm": True, "vllm_gpu_memory_utilization": 0.5}
     whole = micro_batch(180 * 2**20)

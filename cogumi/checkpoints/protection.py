@@ -17,7 +17,6 @@ from cogumi.checkpoints.commit import set_aside
 from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_run_name, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.checkpoints.ranks import Ranks
 from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
 from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts, told_as_errors
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
@@ -33,7 +32,9 @@ from cogumi.patches.trl_internals import (
     LOAD_OPTIMIZER,
     LOAD_RNG_STATE,
     SAVE_CHECKPOINT,
+    forget_evaluation,
 )
+from cogumi.stack.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +161,8 @@ class Protection:
 
     def train_protected(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """In place of `trainer.train`."""
+        if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled:
+            forget_evaluation(self.trainer)
         with ExitStack() as held:
             point, finished = self.ranks.decide(lambda: self.prepare(held, resume_from_checkpoint))
             if point is not None and not finished:

@@ -26,7 +26,6 @@ from cogumi.checkpoints.commit import (
 )
 from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.checkpoints.ranks import Ranks
 from cogumi.checkpoints.retention import plan_pruning, remove
 from cogumi.checkpoints.verify import CheckpointState, inspect
 from cogumi.core.disk_space import format_bytes
@@ -43,6 +42,7 @@ from cogumi.patches.trl_internals import (
     saving_alone,
     set_rollout_position,
 )
+from cogumi.stack.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,9 @@
 """The command line: a command parses, calls one public function, prints. Exit status 0 good, 1 failed, 2 used wrongly."""
 
+import os
 import sys
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,16 +17,18 @@ from cogumi.cli.disk_commands import disk_app
 from cogumi.cli.run_commands import AsJson, Config, Overrides
 from cogumi.config.source import copy_template, describe_template, list_templates, parse_overrides
 from cogumi.core import __version__
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.output import (
     failures_in_one_line,
     print_json,
     print_report,
+    print_table,
     print_text,
     run_command,
     show_waiting,
     survive_closed_terminal,
 )
+from cogumi.runs.ladder import COLUMNS, STEPS, climb, parse_processes
 from cogumi.telemetry.status import format_sentence, status_of
 
 if TYPE_CHECKING:
@@ -56,10 +60,38 @@ def options(
 def train(config: Config, overrides: Overrides = None) -> None:
     """Run one configuration: data, training, adapter, checks, merge."""
     words = parse_overrides(overrides)
-    with show_waiting("working"), survive_closed_terminal():
+    with show_waiting("working"), survive_closed_terminal(), failures_in_one_line(RunFailed):
         result = runs.train(config, **words)
-        print_text(format_sentence(status_of(result.run_dir)))
+        if os.environ.get("RANK", "0") == "0":  # torchrun starts this command several times
+            print_text(format_sentence(status_of(result.run_dir)))
     raise typer.Exit(0 if result.passed else 1)
+
+
+@app.command()
+def ladder(
+    config: Config,
+    overrides: Overrides = None,
+    processes: Annotated[str, Option(help="How many, in this order.")] = "1,2,8",
+    steps: Annotated[int, Option(min=1, help="Optimizer steps with each number of processes.")] = STEPS,
+    price: Annotated[float | None, Option(help="Dollars for an hour of one card.")] = None,
+    out: Annotated[Path | None, Option(help="A new directory; by default below runs/.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The first steps of a run with 1, 2, 8 processes: speed, cost, losses side by side. Stops where more cards do not pay."""
+    from cogumi.core.run_directory import create_run_dir
+
+    words, counts = parse_overrides(overrides), parse_processes(processes)
+    directory = out or Path("runs") / f"ladder-{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    runs.refuse_mistakes(config, words)
+    create_run_dir(directory)
+    with survive_closed_terminal(), failures_in_one_line(RunFailed):
+        found = climb(config, counts, directory, words, steps, price, lambda said: print_text(said, to_error=True))
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print_table(str(directory), COLUMNS, found.rows())
+        print_text(found.stopped or "each number of processes paid; a run takes the last by cogumi.processes")
+    raise typer.Exit(1 if any(rung.safe == "no" for rung in found.rungs) else 0)
 
 
 @app.command()
@@ -109,7 +141,9 @@ def cp(
         return
     copy = copy_template(name, destination)
     print_text(f"{copy}")
-    if runner := {".yaml": "cogumi train", ".py": "python"}.get(copy.suffix):
+    if name.startswith("accelerate/"):
+        print_text(f"accelerate launch --config_file {copy} --num_processes N train.py")
+    elif runner := {".yaml": "cogumi train", ".py": "python"}.get(copy.suffix):
         print_text(f"{runner} {copy}")
 
 

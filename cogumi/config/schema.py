@@ -169,6 +169,10 @@ class CogumiSection(Section):
     backend: Literal["auto", "unsloth", "trl"] = "auto"
     """Whose model and trainer: unsloth's, or transformers' and TRL's. auto: unsloth where it is installed, with a GPU, for the
     families that it has kernels for."""
+    processes: Annotated[int, Field(gt=0)] | Literal["all"] = 1
+    """How many GPUs of this machine train, each with a process; all: those that are there. A step keeps its examples."""
+    sharding: Literal["none", "fsdp2"] = "none"
+    """With several processes. none: each has the whole model (DDP). fsdp2: each has a share of it (FSDP2)."""
     run_dir: Path | None = None
     """Where the run is written; `runs/<name of the YAML>` by default."""
     rewards: list[str | dict[str, Any]] = ["edit_similarity"]

@@ -13,7 +13,7 @@ from cogumi.core.errors import UsageError
 
 SECTIONS = ("model", "lora", "data", "train", "cogumi")
 PACKAGE = Path(__file__).parents[1]
-FOLDERS = {"configs": "*.yaml", "recipes": "*.py", "templates": "*.md"}
+FOLDERS = {"configs": "*.yaml", "accelerate": "*.yaml", "recipes": "*.py", "templates": "*.md"}
 
 
 class Origins(dict[str, str]):
@@ -133,14 +133,14 @@ def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, or
 
 
 def list_templates() -> dict[str, Path]:
-    """Everything that can be handed out, by name: configs without their ending, recipes and templates with it."""
+    """Everything that can be handed out, by name: configs without their ending, the others with it."""
     found = {}
     for folder, pattern in FOLDERS.items():
         for path in sorted((PACKAGE / folder).rglob(pattern)):
             relative = path.relative_to(PACKAGE / folder)
             if relative.name != "__init__.py":
-                names = {"configs": relative.with_suffix(""), "recipes": Path(folder) / relative, "templates": relative}
-                found[str(names[folder])] = path
+                name = relative.with_suffix("") if path.suffix == ".yaml" else relative
+                found[str(name if folder in ("configs", "templates") else Path(folder) / name)] = path
     return found
 
 

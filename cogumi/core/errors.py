@@ -45,7 +45,7 @@ class DiskFull(UsageError):
 
 
 class RunFailed(Exception):
-    """A run that was to be started in another process ended there before it had begun to train."""
+    """A run that was to be started in another process ended there before it had begun to train, or one of its processes died."""
 
 
 class MergeError(Exception):

@@ -49,11 +49,13 @@ def print_report(report: Any, as_json: bool) -> None:
 
 
 @contextmanager
-def failures_in_one_line() -> Iterator[None]:
-    """A disk or a start that fails, or a merge that is not what it should be, is one line and exit status 1."""
+def failures_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
+    """A disk or a start that fails, or a merge that is not what it should be, is one line and exit status 1. kinds: of these
+    those that are; all by default."""
+    told = kinds or (MergeError, OSError, RunFailed)
     try:
         yield
-    except (MergeError, OSError, RunFailed) as error:
+    except told as error:
         print_text(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
 

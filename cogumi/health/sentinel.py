@@ -22,6 +22,7 @@ from cogumi.health.flags_by_method import TELLS, token_frequencies
 from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
 from cogumi.health.verdict import Check, judge
 from cogumi.patches.trl_internals import wrap_method
+from cogumi.stack.ranks import Ranks, whole_tensor
 from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
 
 log = logging.getLogger("cogumi")
@@ -43,7 +44,10 @@ class EarlyEnd:
 
 class Sentinel(TrainerCallback):
     """Judges a trainer's training while it runs. directory: of flags.json. excused: in whose block the training may be silent.
-    pause: what on_red "pause" does, with the reason. `begin()` checks the data, before `trainer.train()`."""
+    pause: what on_red "pause" does, with the reason. ranks: the processes of the training, of which the first judges.
+
+    `begin()` checks the data, before `trainer.train()`. For a sharded model it is called when the shards are there.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,9 @@ class Sentinel(TrainerCallback):
         sanity: int | None = None,
         excused: Callable[[], AbstractContextManager[None]] = nullcontext,
         pause: Callable[[str], None] = lambda reason: None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.trainer, self.path, self.method = trainer, directory / "flags.json", method
         self.thresholds, self.on_red, self.sanity = thresholds or Thresholds(), on_red, sanity
         self.excused, self.pause = excused, pause
@@ -83,6 +89,8 @@ class Sentinel(TrainerCallback):
         self.look(0)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.trainer.is_fsdp_enabled:
+            self.begin()
         warmup_steps = args.get_warmup_steps(state.max_steps)
         self.setting = replace(self.setting, max_steps=state.max_steps, warmup_steps=warmup_steps)
         if other := other_versions(args.output_dir, state.global_step):
@@ -125,11 +133,14 @@ class Sentinel(TrainerCallback):
             return
         self.judged_at = step
         if not self.moved:
-            row["seen/moved"] = max(changes_since(self.trainer.model, self.start).values(), default=0.0)
+            moved = max(changes_since(self.trainer.model, self.start).values(), default=0.0)
+            row["seen/moved"] = self.ranks.tell(moved)
             self.moved = row["seen/moved"] > 0
-        if self.batches is not None and self.should_measure_pairs(self.batches, step):
+        batches = self.batches
+        # The loss that is asked for is computed by all processes together.
+        if batches is not None and self.ranks.tell(self.should_measure_pairs(batches, step)):
             with self.excused():
-                self.batches = replace(self.batches, pairs_now=measure_pairs(self.trainer))
+                self.batches = replace(batches, pairs_now=measure_pairs(self.trainer))
         self.look(step)
         self.act_on_red(control)
 
@@ -213,7 +224,7 @@ def other_versions(output_dir: str | None, step: int) -> str:
 
 def sample_weights(model: Any) -> dict[str, Tensor]:
     return {
-        name: weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
+        name: whole_tensor(weight.detach()).flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
         for name, weight in model.named_parameters()
         if weight.requires_grad
     }
@@ -223,7 +234,9 @@ def changes_since(model: Any, start: dict[str, Tensor]) -> dict[str, float]:
     now = sample_weights(model)
     if not start:
         return {}
-    apart = torch.stack([(now[name] - start[name]).abs().amax().float() for name in start]).nan_to_num(nan=1.0)
+    apart = torch.stack(
+        [(now[name] - start[name].to(now[name].device)).abs().amax().float() for name in start]
+    ).nan_to_num(nan=1.0)
     return dict(zip(start, apart.tolist(), strict=True))
 
 
@@ -243,6 +256,7 @@ def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
 def find_broken_weight(model: Any) -> str:
     """The first weight that is not finite, "frozen ..." before "trained ...", or "". Reads every weight: asked once."""
     for name, weight in sorted(model.named_parameters(), key=lambda named: named[1].requires_grad):
-        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+        own = weight.to_local() if hasattr(weight, "to_local") else weight
+        if own.is_floating_point() and not bool(own.isfinite().all()):
             return f"{'trained' if weight.requires_grad else 'frozen'} {name}"
     return ""

@@ -108,6 +108,12 @@ class Choice:
         return f"{self.key}: {self.value} ({self.reason})"
 
 
+# bitsandbytes' moments in 8 bits are for whole tensors.
+SHARED_OPTIMIZER = Choice(
+    "train.optim", "adamw_torch_fused", "shards have 32-bit moments, and each GPU a share of them"
+)
+
+
 def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     """The decisions that the config leaves open, in the order in which they take effect."""
     checkpointing = gradient_checkpointing(machine, load)
@@ -117,7 +123,9 @@ def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
         wanted = run.train.get("gradient_checkpointing")
         choices.insert(0, attention(machine, load))
-        choices.append(optimizer(machine, load, checkpointing.value if wanted is None else wanted))
+        computed_twice = checkpointing.value if wanted is None else wanted
+        shared = run.cogumi.sharding != "none"
+        choices.append(SHARED_OPTIMIZER if shared else optimizer(machine, load, computed_twice))
     if machine.bf16 and run.cogumi.method == "gspo":
         choices.append(Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4"))
     elif machine.bf16:

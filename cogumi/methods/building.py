@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -30,11 +31,13 @@ from cogumi.models.quantization import count_weights
 from cogumi.models.unsloth_models import add_fast_adapter, compare_arguments, load_fast_model
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of, config_defaults
+from cogumi.stack.ranks import Ranks
 from cogumi.telemetry import trackers
 from cogumi.telemetry.status import BUDGET_SPENT
 from cogumi.telemetry.throughput import HEARTBEAT, Meter
 
 log = logging.getLogger("cogumi")
+SPARE = 1.3  # of a model's bytes, which it takes on a GPU to be asked for logits and completions
 METHODS: dict[str, Any] = {"sft": sft, "dpo": dpo, "gspo": gspo}
 # What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
 BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
@@ -145,12 +148,18 @@ def refuse_unmergeable(
 
 
 def build_trainer(
-    run: RunConfig, base: str, tokenizer: PreTrainedTokenizerBase, examples: Examples, meter: Meter
+    run: RunConfig,
+    base: str,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Examples,
+    meter: Meter,
+    ranks: Ranks | None = None,
 ) -> Any:
     """The trainer of a run whose choices are made (`cogumi.methods.auto_settings`); a batch that is left open is planned here.
 
-    meter: is told of the stage of dpo's reference.
+    meter: is told of the stage of dpo's reference. ranks: the processes of the training.
     """
+    ranks = ranks or Ranks()
     wanted, whole = run.model, run.cogumi.tuning == "full"
     dtype = dtype_of_weights(run) if whole else wanted.dtype
     if unsloth_rl.is_in_place():
@@ -162,7 +171,8 @@ def build_trainer(
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
                     "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
     if run.cogumi.method == "gspo" and gspo.is_planned(run):
-        run = gspo.plan(run, model, tokenizer, examples.train.dataset)
+        unplanned, prompts = run, examples.train.dataset
+        run = gspo.with_batch(run, ranks.decide(lambda: gspo.plan(unplanned, model, tokenizer, prompts)))
     towers = find_towers(model)
     if towers and (whole or run.lora.get("target_modules", "all-linear") == "all-linear"):
         what = "cogumi.tuning: full" if whole else "lora.target_modules: all-linear"
@@ -174,6 +184,7 @@ def build_trainer(
     if unsloth_rl.is_in_place():
         for said in compare_arguments(run.train, args):
             log.warning("unsloth: %s", said)
+    more: dict[str, dict[str, Any]] = {"dpo": {"meter": meter}, "sft": {"ranks": ranks}, "gspo": {}}
     trainer = METHODS[run.cogumi.method].build_trainer(
         run,
         model=model,
@@ -182,13 +193,33 @@ def build_trainer(
         eval_dataset=examples.held_out.dataset if examples.held_out else None,
         processing_class=tokenizer,
         peft_config=lora,
-        **({"meter": meter} if run.cogumi.method == "dpo" else {}),
+        **more[run.cogumi.method],
     )
     keep_float32(trainer.model)
     if run.model.adapter is not None:
         compares = run.cogumi.method != "sft" and trainer.beta != 0
         load_exact_values(trainer, run.model.adapter, compares=compares)
     return trainer
+
+
+def rebuild_model(run: RunConfig, base: str, trained: dict[str, torch.Tensor]) -> Any:
+    """The model of a training whose shards are gathered, on the GPU where it fits there. trained: the weights by their names.
+
+    Raises RuntimeError where a trained weight finds no place."""
+    wanted, whole = run.model, run.cogumi.tuning == "full"
+    dtype = dtype_of_weights(run) if whole else wanted.dtype
+    model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
+    if not whole:
+        model, lora = with_adapter(run, model)
+        model = model if lora is None else get_peft_model(model, lora)
+        keep_float32(model)
+    places = dict(model.named_parameters())
+    if missing := trained.keys() - places.keys():
+        raise RuntimeError(f"{len(missing)} trained weights find no place in the model, such as {min(missing)}")
+    for name, value in trained.items():
+        places[name].data = value.to(places[name].device)
+    size, on_gpu = sum(each.numel() * each.element_size() for each in model.parameters()), torch.cuda.is_available()
+    return model.cuda() if on_gpu and size * SPARE < torch.cuda.mem_get_info()[0] else model
 
 
 def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:

@@ -91,7 +91,7 @@ def is_planned(run: RunConfig) -> bool:
 
 
 def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
-    """(num_generations, documents of a step, optimizer steps of a rollout, the micro-batch that the config asks for).
+    """(num_generations, a process's documents of a step, optimizer steps of a rollout, the micro-batch that the config asks for).
 
     Raises UsageError where they do not divide each other.
     """
@@ -99,11 +99,18 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
     refuse_small_group(group)
     documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     rollout = run.train.get("generation_batch_size") or STEPS_PER_ROLLOUT * documents
+    processes = run.cogumi.processes if isinstance(run.cogumi.processes, int) else 1
     if rollout % documents:
         what = f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents"
         raise UsageError(what, fix=f"set {nearest_multiples(rollout, documents)}")
     refuse_uneven(documents, run.cogumi.prompts_per_step, group, rollout // documents, fixed)
-    return group, documents, rollout // documents, fixed
+    if processes > 1:
+        if documents % processes:
+            what = f"a step of {documents} completions cannot be shared by {processes} processes"
+            fix = f"take {nearest_multiples(documents, processes)} a step"
+            raise UsageError(what, key="cogumi.processes", fix=fix)
+        refuse_uneven(documents // processes, None, group, rollout // documents, fixed)
+    return group, documents // processes, rollout // documents, fixed
 
 
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
@@ -121,9 +128,9 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> RunConfig:
-    """The run with its batch cut to the loaded model and the memory beside it; a resumed run keeps its batch."""
-    planned = read_section(run.run_dir / DECISIONS, BATCH)
+def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> dict[str, Any]:
+    """The batch of the run, cut to the loaded model and the memory beside it; a resumed run keeps its batch."""
+    planned: dict[str, Any] = read_section(run.run_dir / DECISIONS, BATCH)
     if not planned:
         tools = task_of(run).schemas
         longest = max(len(prompt_ids(prompt, tokenizer, tools)) for prompt in prompts["prompt"])
@@ -133,7 +140,7 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts
         planned, line = batch_for(run, model.config, model.dtype.itemsize, longest, free)
         log.info("%s", line)
         write_section(run.run_dir / DECISIONS, BATCH, planned)
-    return with_batch(run, planned)
+    return planned
 
 
 def batch_for(

@@ -14,6 +14,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.packing import PAIRS, collate_rows_apart, probe_packing, rows_per_step, wants_one_sequence, with_labels
 from cogumi.patches import unsloth_rl
+from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 
 log = logging.getLogger("cogumi")
@@ -42,11 +43,11 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     return {**run.train, **ours, "max_length": length or default}
 
 
-def build_trainer(run: RunConfig, **common: Any) -> Any:
+def build_trainer(run: RunConfig, ranks: Ranks | None = None, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
 
     if run.train.get("packing") or run.train.get("padding_free"):
-        common |= pack_datasets(run, **common)
+        common |= pack_datasets(run, ranks or Ranks(), **common)
     logging.getLogger("trl.trainer.sft_trainer").addFilter(is_no_packing_warning)
     trainer = trl.SFTTrainer(**common)
     end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
@@ -61,33 +62,45 @@ def is_no_packing_warning(record: logging.LogRecord) -> bool:
     return "supported Flash Attention variant" not in record.getMessage()
 
 
-def pack_datasets(
-    run: RunConfig, model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, **_: Any
-) -> dict[str, Any]:
-    """The trainer's `args` and data sets as packing makes them: rows, and as many of them a step as examples were asked for.
-
-    A resumed run keeps what it decided before its first step.
-    """
-    from trl import pack_dataset
-
-    args, place = copy.copy(args), run.run_dir / DECISIONS
+def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, tokenizer: Any) -> dict[str, Any]:
+    """Whether rows may be packed, as it was measured; a resumed run keeps what it decided before its first step."""
     if args.packing and args.packing_strategy == "wrapped":
         log.warning("packing: `wrapped` cuts examples and lets them read each other; `bfd` does neither")
-        decided: dict[str, Any] = {"safe": None}
-    elif decided := read_section(place, PACKING):
+        return {"safe": None}
+    decided: dict[str, Any] = read_section(run.run_dir / DECISIONS, PACKING)
+    if decided:
         log.info("packing: %s, as when the run began", "on" if decided["safe"] else "off")
+        return decided
+    first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
+    with preserve_rng_and_mode(model):
+        documents = first if len(first) > 1 else first * 2
+        distance, bound = probe_packing(model.eval(), documents, tokenizer.pad_token_id)
+    safe = distance <= bound  # NaN is not safe
+    if not safe:
+        log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
+                    "%.1e: examples would read each other", distance, bound)  # fmt: skip
     else:
-        first = [train_dataset[i]["input_ids"] for i in range(min(2 * PAIRS, len(train_dataset)))]
-        with preserve_rng_and_mode(model):
-            documents = first if len(first) > 1 else first * 2
-            distance, bound = probe_packing(model.eval(), documents, processing_class.pad_token_id)
-        decided = {"safe": distance <= bound, "distance": distance, "bound": bound}  # NaN is not safe
-        if not decided["safe"]:
-            log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
-                        "%.1e: examples would read each other", distance, bound)  # fmt: skip
-        else:
-            said = "packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)"
-            log.info(said, distance, bound)
+        said = "packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)"
+        log.info(said, distance, bound)
+    return {"safe": safe, "distance": distance, "bound": bound}
+
+
+def pack_datasets(
+    run: RunConfig,
+    ranks: Ranks,
+    model: Any,
+    args: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    processing_class: Any,
+    **_: Any,
+) -> dict[str, Any]:
+    """The trainer's `args` and data sets as packing makes them: rows, and as many of them a step as examples were asked for.
+    ranks: the processes of the training, of which the first measures whether rows may be packed."""
+    from trl import pack_dataset
+
+    decided = ranks.decide(lambda: decide_packing(run, model, args, train_dataset, processing_class))
+    args, place = copy.copy(args), run.run_dir / DECISIONS
     write_section(place, PACKING, decided)
     if decided["safe"] is False:
         args.packing = args.padding_free = False

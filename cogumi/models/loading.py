@@ -1,6 +1,7 @@
 """Models and tokenizers: where they are, how they are loaded, and models of shapes alone."""
 
 import logging
+import os
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -99,7 +100,7 @@ def load_model(
             name,
             revision=revision,
             dtype=resolve_dtype(dtype),
-            device_map={"": 0} if torch.cuda.is_available() else None,
+            device_map=None if shared_out() or not torch.cuda.is_available() else {"": torch.cuda.current_device()},
             **loading,
         )
     if type(model.config) is not type(config):
@@ -111,6 +112,11 @@ def load_model(
         refuse_misread(model)
         keep_4bit_unpacked(model)
     return model
+
+
+def shared_out() -> bool:
+    """Whether FSDP shares the model out among processes: the first then reads it, in main memory, and sends it to the others."""
+    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:

@@ -56,6 +56,26 @@ def saving_alone() -> Iterator[None]:
         yield
 
 
+def shard_without_gpu() -> None:
+    """Have accelerate shard by FSDP2 over gloo on a CPU, where it ignores an FSDP config without a word (1.15)."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+
+
+def forget_evaluation(trainer: Any) -> None:
+    """Before a training of several processes: have its model wrapped by DDP, though it was evaluated before.
+
+    An evaluation marks the model as prepared (transformers 5.17, `evaluation_loop`; accelerate 1.15, `prepare_model`). `train`
+    then leaves it as it is. Each process would take its own gradient, and nothing would say so.
+    """
+    accelerator, model = trainer.accelerator, trainer.model
+    if trainer.model_wrapped is model and getattr(model, "_is_accelerate_prepared", False):
+        model._is_accelerate_prepared = False
+        accelerator._models = [each for each in accelerator._models if each is not model]
+
+
 def wrap_method(trainer: Any, name: str, around: Callable[..., Any]) -> None:
     """From now on `around(original, *args, **kwargs)` answers the calls of one trainer's method."""
     original = getattr(trainer, name)

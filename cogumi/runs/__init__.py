@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import show_import
-from cogumi.stack.gpus import refuse_ranks, use_one_gpu
+from cogumi.stack.gpus import count_launched, count_processes, refuse_missing_gpus, refuse_ranks, use_one_gpu
 
 if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig
@@ -28,10 +28,17 @@ def train(config: Config, **overrides: Any) -> "RunResult":
 
     `config` is a YAML path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`). A
     run directory that holds this run, unfinished, is resumed from its last good checkpoint. Where the machine has
-    several GPUs, the one with the most free memory is used. Raises UsageError, before anything is written, for a
-    mistake in the configuration, the data or the run directory. Raises it too in a process of torchrun or accelerate.
+    several GPUs, the one with the most free memory is used. With `cogumi.processes` the run has as many processes, each
+    with a GPU, unless torchrun or accelerate started them. Raises UsageError, before anything is written, for a mistake in
+    the configuration, the data or the run directory. Raises RunFailed where one of several processes died.
     """
-    with libraries(refuse_mistakes(config, overrides, trains=True)):
+    run = refuse_mistakes(config, overrides, trains=True)
+    if not count_launched(os.environ) and (count := count_processes(run.cogumi.processes, os.environ)) > 1:
+        from cogumi.runs.rank_launcher import train_in_processes
+
+        refuse_missing_gpus(count, os.environ)
+        return train_in_processes(config, overrides, run.run_dir, count)
+    with libraries(run):
         from cogumi.training import train as train_here
 
     return train_here(config, **overrides)
@@ -83,9 +90,9 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
     from cogumi.config.schema import read_config
     from cogumi.data.source_files import refuse_missing
 
-    if trains:
-        refuse_ranks(os.environ, format_command(sys.argv))
     run, origins = read_config(config, overrides)
+    if trains:
+        refuse_ranks(os.environ, run.cogumi.processes, format_command(sys.argv))
     if (name := run.model.name) and not NO_PATH.fullmatch(name) and not Path(name).is_dir():
         near = nearest(Path(name).name, (each.name for each in Path(name).parent.glob("*/")))
         hint = f"; there is {Path(name).parent / near}" if near else ""

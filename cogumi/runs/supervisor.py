@@ -83,10 +83,9 @@ def run_training(words: int, run_dir: Path, config: Any, overrides: Mapping[str,
         from cogumi.config.schema import load_config, read_config
         from cogumi.runs import libraries
 
-        with libraries(
-            read_config(config, overrides)[0]
-        ):  # where there is unsloth, it comes before what load_config imports
-            from cogumi.training import train
+        # Where there is unsloth, it comes before what load_config imports.
+        with libraries(read_config(config, overrides)[0]):
+            from cogumi.runs import train
 
         run = load_config(config, **overrides)
         if already := describe_existing(run):

@@ -105,8 +105,7 @@ def choose_gpu(text: str) -> tuple[str, str] | None:
 
     text: what `nvidia-smi` with QUERY printed.
     """
-    rows = [[cell.strip() for cell in line.split(",", 3)] for line in text.splitlines()]
-    listed = [row for row in rows if len(row) == 4 and row[0].isdigit()]
+    listed = list_gpus(text)
     if len(listed) < 2:
         return None
     # Of a GPU whose driver does not say what is free (MiB), nothing is taken to be.
@@ -116,17 +115,29 @@ def choose_gpu(text: str) -> tuple[str, str] | None:
     return uuid, reason
 
 
+def list_gpus(text: str) -> list[list[str]]:
+    """(index, uuid, free MiB, name) of each GPU, from what `nvidia-smi` with QUERY printed."""
+    rows = [[cell.strip() for cell in line.split(",", 3)] for line in text.splitlines()]
+    return [row for row in rows if len(row) == 4 and row[0].isdigit()]
+
+
+def ask_driver() -> str:
+    """What `nvidia-smi` with QUERY prints; "" where there is none, or where the driver is broken, of which the doctor tells."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    try:
+        return subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=LIMIT, check=False).stdout
+    except (subprocess.TimeoutExpired, OSError):
+        return ""
+
+
 @cache
 def use_one_gpu() -> tuple[str, str] | None:
     """Choose one of several GPUs for this process, once, unless the user has. Call it before CUDA starts."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None or VARIABLE in os.environ or cuda_has_started():
+    if VARIABLE in os.environ or count_launched(os.environ) > 1 or cuda_has_started():
         return None
-    try:
-        said = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=LIMIT, check=False).stdout
-    except (subprocess.TimeoutExpired, OSError):
-        return None  # a broken driver, of which torch and the doctor tell
-    chosen = choose_gpu(said)
+    chosen = choose_gpu(ask_driver())
     if chosen is not None:
         os.environ[VARIABLE], _ = chosen
     return chosen
@@ -156,10 +167,42 @@ def refuse_several_gpus(count: int) -> None:
         raise UsageError(f"torch sees {count} GPUs, and a run trains on one", fix=choose)
 
 
-def refuse_ranks(environment: Mapping[str, str], command: str) -> None:
-    """Raise UsageError in one of several processes of a launcher. command: what starts the same without it."""
+def count_launched(environment: Mapping[str, str]) -> int:
+    """How many processes a launcher (cogumi's, torchrun, accelerate) has started, of which this is one; 0 where none has."""
+    count = environment.get("WORLD_SIZE", "")
+    return int(count) if count.isdigit() and environment.get("LOCAL_RANK", "-1") != "-1" else 0
+
+
+def count_processes(wanted: int | str, environment: Mapping[str, str]) -> int:
+    """How many processes a run of `cogumi.processes: wanted` has. all: those of the launcher, or else one for each GPU."""
+    if wanted != "all":
+        return int(wanted)
+    return count_launched(environment) or max(1, count_gpus(environment))
+
+
+def count_gpus(environment: Mapping[str, str]) -> int:
+    """The GPUs that a process with these variables would see, without starting CUDA."""
+    if (chosen := environment.get(VARIABLE)) is not None:
+        return len([each for each in chosen.split(",") if each.strip() not in ("", "-1")])
+    return len(list_gpus(ask_driver()))
+
+
+def refuse_ranks(environment: Mapping[str, str], processes: int | str, command: str) -> None:
+    """Raise UsageError in a process of a launcher that started another number of them than `cogumi.processes` says.
+    command: what starts the same without a launcher."""
     ranks, local = environment.get("WORLD_SIZE", ""), environment.get("LOCAL_RANK", "-1")
-    if (ranks.isdigit() and int(ranks) > 1) or local != "-1":
+    if not (ranks.isdigit() and int(ranks) > 1) and local == "-1":
+        return
+    if count_launched(environment) != count_processes(processes, environment):
         which = f"process {environment.get('RANK', local)} of {ranks or 'several'}"
         started = f"{which} that torchrun or accelerate started (WORLD_SIZE, LOCAL_RANK)"
-        raise UsageError(f"this is {started}, and a run is one process on one GPU", fix=f"run: {command}")
+        what = f"this is {started}, and cogumi.processes is {processes}"
+        raise UsageError(what, fix=f"set cogumi.processes to {ranks or 'their number'}, or run: {command}")
+
+
+def refuse_missing_gpus(processes: int, environment: Mapping[str, str]) -> None:
+    """Raise UsageError where there are GPUs, and fewer than processes."""
+    there = count_gpus(environment)
+    if 0 < there < processes:
+        what = f"{processes} processes, and {there} GPU{'s' if there > 1 else ''}"
+        raise UsageError(what, key="cogumi.processes", fix=f"set it to {there}, or to all")

@@ -38,6 +38,7 @@ from cogumi.core.run_directory import (
 )
 from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
+from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import read_json_or_empty
 from cogumi.telemetry.throughput import PAUSED_STAGE, Meter, Throughput
@@ -86,14 +87,16 @@ class StepTimer:
 
 class Telemetry(TrainerCallback):
     """Follows one trainer: adds perf/... to its rows with a loss, writes them into the run directory, and shows them.
-    perf/tokens_per_second counts no padding, perf/mfu is a share, perf/gpu_memory_gb the peak of reserved memory."""
+    perf/tokens_per_second counts no padding, perf/mfu is a share, perf/gpu_memory_gb the peak of reserved memory. ranks: the
+    processes of the training, over which tokens are summed up."""
 
-    def __init__(self, trainer: Any, heart: Heartbeat, name: str) -> None:
+    def __init__(self, trainer: Any, heart: Heartbeat, name: str, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
         self.bar: tqdm | None = None
         self.pace = StepTimer(self.meter)
-        self.throughput = heart.throughput = Throughput(trainer, heart.meter)
-        if self.throughput.no_mfu:
+        self.throughput = heart.throughput = Throughput(trainer, heart.meter, self.ranks)
+        if self.throughput.no_mfu and self.ranks.leads:
             log.info("no MFU: %s", self.throughput.no_mfu)
         self.last_line = 0.0
         self.unwritten: list[dict[str, Any]] = []
@@ -117,7 +120,14 @@ class Telemetry(TrainerCallback):
             drop_later_rows(self.run_dir / name, state.global_step)
         self.heart.progress.step, self.heart.progress.steps = state.global_step, state.max_steps
         self.pace.begin_step()
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, unit="step", mininterval=0.5)
+        self.bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            desc=self.name,
+            unit="step",
+            mininterval=0.5,
+            disable=None if self.ranks.leads else True,
+        )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.throughput.total.step_seconds += self.pace.end_step()
@@ -126,6 +136,9 @@ class Telemetry(TrainerCallback):
         progress.eta_seconds = self.pace.eta(state.max_steps - state.global_step)
         assert self.bar is not None
         self.bar.update(state.global_step - self.bar.n)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.throughput.read()
 
     def on_save(self, *_: Any, **__: Any) -> None:
         self.pace.begin_step()
@@ -139,7 +152,7 @@ class Telemetry(TrainerCallback):
         if self.bar is not None:
             self.bar.set_postfix_str(said, refresh=False)
         now, left = time.monotonic(), state.max_steps - state.global_step
-        if "loss" in logs and (now - self.last_line >= LINE_SECONDS or left <= 0):
+        if self.ranks.leads and "loss" in logs and (now - self.last_line >= LINE_SECONDS or left <= 0):
             seconds = self.heart.progress.eta_seconds
             to_go = f", {format_duration(seconds)} to go" if seconds and left > 0 else ""
             log.info("step %d/%d, %s%s", state.global_step, state.max_steps, said, to_go)
@@ -154,7 +167,7 @@ class Telemetry(TrainerCallback):
         if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run resumes
             found["num_tokens"] = int(self.throughput.total.tokens)
         if torch.cuda.is_available():
-            found["perf/gpu_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
+            found["perf/gpu_memory_gb"] = self.ranks.largest(torch.cuda.max_memory_reserved()) / 1e9
         return {key: value for key, value in found.items() if value is not None}
 
     def write_rows(self) -> None:
@@ -245,25 +258,40 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 class Samples(TrainerCallback):
     """Writes samples after every `every` steps. None: after each tenth of the steps, at least FEWEST apart, while this takes
-    at most SHARE of the time."""
+    at most SHARE of the time. first: those before the first step, too."""
 
     def __init__(
-        self, telemetry: Telemetry, tokenizer: Any, prompts: Dataset, every: int | None, stops: Sequence[str]
+        self,
+        telemetry: Telemetry,
+        tokenizer: Any,
+        prompts: Dataset,
+        every: int | None,
+        stops: Sequence[str],
+        first: bool = False,
     ) -> None:
+        self.first = first
         self.telemetry, self.tokenizer, self.prompts, self.stops = telemetry, tokenizer, prompts, stops
         self.every, self.limited = every or 0, every is None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        if self.first and state.global_step == 0:
+            with self.telemetry.stage_beside("samples"):
+                write_samples(self.telemetry.run_dir, model, self.tokenizer, self.prompts, 0, self.stops)
         if self.limited:
             self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
         on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
         when = f"before the first step, {on_the_way}and at the end (cogumi.samples_every)"
-        log.info("samples: %d held-out prompts %s", min(SAMPLES, len(self.prompts)), when)
+        if self.telemetry.ranks.leads:
+            log.info("samples: %d held-out prompts %s", min(SAMPLES, len(self.prompts)), when)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
         run_dir, step, spent = self.telemetry.run_dir, state.global_step, self.telemetry.meter.seconds()
+        if not self.every or step % self.every or step >= state.max_steps:
+            return
         too_much = self.limited and spent.get("samples", 0.0) > SHARE * spent.get("train", 0.0)
-        if step % self.every == 0 and step < state.max_steps and not too_much:
+        if not self.telemetry.ranks.tell(too_much):
             with self.telemetry.stage_beside("samples"):
                 write_samples(run_dir, model, self.tokenizer, self.prompts, step, self.stops)
 

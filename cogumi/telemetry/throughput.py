@@ -29,6 +29,7 @@ from cogumi.data.packing import padding_mask
 from cogumi.models.adapters import find_towers
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts, wrap_method
 from cogumi.stack.gpus import find_card
+from cogumi.stack.ranks import Ranks
 
 HEARTBEAT = "heartbeat.json"
 ROLLOUT, PAUSED_STAGE = "rollout", "paused"
@@ -179,10 +180,11 @@ class TokenCounts:
 
 class Throughput:
     """Counts what one trainer's loss is computed on, by looking at the batches that its `compute_loss` is given.
-    Sums stay on the device until `read`, which waits for it: call it where the trainer has just waited for a loss."""
+    Sums stay on the device until `read`, which waits for it: call it where the trainer has just waited for a loss.
+    ranks: the processes of the training, which add up what each has, and read together."""
 
-    def __init__(self, trainer: Any, meter: Meter) -> None:
-        self.trainer, self.meter = trainer, meter
+    def __init__(self, trainer: Any, meter: Meter, ranks: Ranks | None = None) -> None:
+        self.trainer, self.meter, self.ranks = trainer, meter, ranks or Ranks()
         self.total, self.last = TokenCounts(**meter.counts), TokenCounts(**meter.counts)
         self.on_device: Tensor | None = None
         self.work, self.peak, self.no_mfu = flops_and_peak(trainer.model)
@@ -209,7 +211,7 @@ class Throughput:
     def read(self) -> None:
         """Take what is on the device into the totals, and leave them where the heartbeat finds them."""
         if self.on_device is not None:
-            squared, tokens = self.on_device.tolist()
+            squared, tokens = self.ranks.total(self.on_device.tolist())
             self.total.tokens += tokens
             self.total.squared += squared
             self.on_device = None
@@ -229,7 +231,7 @@ class Throughput:
         seconds = done.step_seconds - done.rollout_seconds
         if not self.work or not self.peak or not done.tokens or seconds <= 0:
             return None
-        return done.tokens * self.work.model(done.squared / done.tokens) / seconds / self.peak
+        return done.tokens * self.work.model(done.squared / done.tokens) / seconds / (self.peak * self.ranks.count)
 
 
 def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | None]:

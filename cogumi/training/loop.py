@@ -6,7 +6,9 @@ checkpoint and a wait between two steps, until the file PAUSED is removed. A red
 
 import logging
 import math
+import os
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,16 @@ from cogumi.compile.layers import compile_trainer
 from cogumi.config.schema import CogumiSection, RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import CHECKPOINT, DECISIONS, FORECAST, PAUSE, PAUSED, read_jsonl, write_section
+from cogumi.core.run_directory import (
+    CHECKPOINT,
+    DECISIONS,
+    FORECAST,
+    PAUSE,
+    PAUSED,
+    SAMPLES_FILE,
+    read_jsonl,
+    write_section,
+)
 from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.forecast.disk_forecast import forecast_trainer
 from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved
@@ -28,6 +39,7 @@ from cogumi.health.verdict import Check, judge_gspo, judge_training
 from cogumi.methods import dpo
 from cogumi.methods.building import budget_reached
 from cogumi.methods.examples import Examples
+from cogumi.stack.ranks import Ranks
 from cogumi.telemetry import recorder, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import BUDGET_SPENT
@@ -39,6 +51,19 @@ SHARE = 0.02  # of the computing of the training, at most, for what is measured 
 PASSES = 3  # of a training step: forward, and backward at twice its cost
 LOOK_SECONDS = 1.0  # between two looks at the directory, which may be on a slow disk
 PAUSE_SECONDS = 0.5
+
+
+class Agreement(TrainerCallback):
+    """What the first process decides is done by all: to save, to evaluate, to stop. The last of the callbacks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        said = control.should_save, control.should_evaluate, control.should_training_stop
+        control.should_save, control.should_evaluate, control.should_training_stop = self.ranks.tell(said)
+
+    on_log = on_step_end
 
 
 class ControlCallback(TrainerCallback):
@@ -61,7 +86,8 @@ class ControlCallback(TrainerCallback):
             self.every = max(math.ceil(state.max_steps / TIMES), math.ceil(self.rows / step / SHARE))
             on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
             when = f"before the first step, {on_the_way}and at the end (data.eval_rows)"
-            log.info("held-out loss: %d rows %s", self.rows, when)
+            if self.telemetry.ranks.leads:
+                log.info("held-out loss: %d rows %s", self.rows, when)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         forget_requests(self.telemetry.run_dir)  # what came too late
@@ -91,6 +117,9 @@ class ControlCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end."""
         if self.reason is None:
+            return
+        if not self.telemetry.ranks.leads:  # which waits for the first at its next exchange
+            self.reason = None
             return
         directory, protection, step = self.telemetry.run_dir, self.trainer.cogumi_protection, state.global_step
         path, reason = directory / PAUSED, f"step {step}: {self.reason}"
@@ -130,14 +159,24 @@ class TrainingOutcome:
 
 
 def fit(
-    run: RunConfig, trainer: Any, tokenizer: PreTrainedTokenizerBase, examples: Examples, heart: Heartbeat
+    run: RunConfig,
+    trainer: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Examples,
+    heart: Heartbeat,
+    ranks: Ranks | None = None,
 ) -> TrainingOutcome:
-    """Train, with the held-out loss before and after where the method has one, and judge what was logged."""
+    """Train, with the held-out loss before and after where the method has one, and judge what was logged.
+
+    ranks: the processes of the training. Each calls this, and what the first one decides is done by all.
+    """
+    ranks = ranks or Ranks()
     run_dir, options, rl = run.run_dir, run.cogumi, run.cogumi.method == "gspo"
-    telemetry = recorder.Telemetry(trainer, heart, options.method)
+    telemetry = recorder.Telemetry(trainer, heart, options.method, ranks)
     trackers.set_tensorboard_directory(run_dir, trainer)
     trackers.begin_wandb(trainer)
-    trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
+    if is_first_of_node(os.environ):
+        trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
     protect(
         trainer,
         keep=keep_limit(trainer.args.save_total_limit) or DEFAULT_KEEP,
@@ -151,30 +190,43 @@ def fit(
     if protection.saver.mirror is not None:
         heart.stalled = protection.saver.mirror.stalled
     samples_every = 0 if rl and options.samples_every is None else options.samples_every
-    if samples_every != 0 and examples.prompts is not None:
-        trainer.add_callback(recorder.Samples(telemetry, tokenizer, examples.prompts, samples_every, options.stop))
+    first = trainer.is_fsdp_enabled and ranks.tell(not (run_dir / SAMPLES_FILE).exists())  # by all processes together
+    if (samples_every != 0 or first) and examples.prompts is not None:
+        trainer.add_callback(
+            recorder.Samples(telemetry, tokenizer, examples.prompts, samples_every, options.stop, first)
+        )
     if rl:
         recorder.record_rollouts(trainer, telemetry)
     measure_loss = examples.held_out is not None and not rl
     if measure_loss:
+        trainer.args.per_device_eval_batch_size = even_batch(
+            len(trainer.eval_dataset), trainer.args.per_device_eval_batch_size, ranks.count
+        )
         trainer.evaluate = recorder.preserve_rng_and_mode(trainer.model)(trainer.evaluate)
     on_the_way = measure_loss and run.train.get("eval_strategy") is None
     control = ControlCallback(trainer, options, telemetry, len(trainer.eval_dataset) if on_the_way else 0)
     sentinel = Sentinel(
-        trainer, run_dir, options.method, options.flags, options.on_red, options.sanity, excused, control.pause
+        trainer, run_dir, options.method, options.flags, options.on_red, options.sanity, excused, control.pause, ranks
     )
     trainer.add_callback(control)
     trainer.add_callback(sentinel)
-    sentinel.begin()  # before layers are compiled, which its shapes would cost time
+    if ranks.count > 1:
+        trainer.add_callback(Agreement(ranks))
+    if not trainer.is_fsdp_enabled:
+        sentinel.begin()  # before layers are compiled, which its shapes would cost time
     try:
         compile_trainer(trainer, options.compile, run_dir / DECISIONS, telemetry.write_unless_full)
     except UsageError as error:
         raise RefusedAtSetup.like(error) from error
-    if measure_loss and not was_evaluated(run_dir, 0):
-        trainer.evaluate()
+    if measure_loss and not ranks.tell(was_evaluated(run_dir, 0)):
+        if ranks.count == 1:
+            trainer.evaluate()
+        else:  # once the model is wrapped (`cogumi.patches.trl_internals.forget_evaluation`)
+            trainer.args.eval_on_start = True
     with closing(telemetry), logging_redirect_tqdm(recorder.terminal_loggers()):  # lines above the bar, not in it
         try:
-            log_disk_forecast(run, trainer)
+            if ranks.leads:
+                log_disk_forecast(run, trainer)
             trainer.train()
         except (ValueError, ImportError, UsageError) as error:
             if trainer.state.global_step > 0:
@@ -184,9 +236,9 @@ def fit(
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
             raise RefusedAtSetup(f"refused before the first step: {one_line(error)}", key="train") from error
     state = trainer.state
-    ended = sentinel.ended or control.ended
+    ended = ranks.tell(sentinel.ended or control.ended)
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
-    if measure_loss and ended is None and not was_evaluated(run_dir, state.global_step):
+    if measure_loss and not ranks.tell(ended is not None or was_evaluated(run_dir, state.global_step)):
         trainer.evaluate()
     trackers.close_tensorboard(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
@@ -200,6 +252,17 @@ def fit(
     if rl:
         checks += judge_gspo(metrics, run_dir)
     return TrainingOutcome(checks, sentinel, ended)
+
+
+def even_batch(rows: int, batch: int, count: int) -> int:
+    """The largest batch, at most `batch`, in which `count` processes have all rows once. Where there is none, accelerate fills
+    the last batches up with the first rows."""
+    return next((size for size in range(batch, 0, -1) if rows % (size * count) == 0), batch) if count > 1 else batch
+
+
+def is_first_of_node(environment: Mapping[str, str]) -> bool:
+    """Whether this is the first process on its machine, whose disks one process watches."""
+    return environment.get("LOCAL_RANK", "0") in ("0", "-1")
 
 
 def log_disk_forecast(run: RunConfig, trainer: Any) -> None:

@@ -32,10 +32,11 @@ from cogumi.methods.tasks import describe_sandbox, try_task
 from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
-from cogumi.models.unsloth_models import choose_backend
+from cogumi.models.unsloth_models import Backend, choose_backend
 from cogumi.notebook.report import write_report
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
+from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import measure_run
 from cogumi.telemetry.recorder import record_run, set_status, write_samples
 from cogumi.telemetry.status import SANITY_CHECKED
@@ -43,6 +44,15 @@ from cogumi.telemetry.throughput import Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import stages
 from cogumi.training.loop import fit, forget_requests
+from cogumi.training.parallel import (
+    Others,
+    collect_trained,
+    describe_split,
+    follow,
+    processes_here,
+    set_accelerate,
+    split_step,
+)
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -77,22 +87,42 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     """`cogumi.train`, where torch may be imported (`cogumi.runs`)."""
     run = load_config(config, **overrides)
     meter = Meter(run.cogumi.price_per_hour)
+    count = processes_here()
     one_gpu = use_one_gpu()
-    refuse_several_gpus(torch.cuda.device_count())
+    if count == 1:
+        refuse_several_gpus(torch.cuda.device_count())
+    os.environ |= set_accelerate(run, os.environ)
     before_start = [auto_settings.Choice(VARIABLE, *one_gpu)] if one_gpu else []
     before_start += auto_settings.set_allocator(run)
     backend = choose_backend(run)
     patches = patch(graph_break="off", backend=backend.name)  # 4-bit layers are seen to when the model is there
-    arguments = building.trl_arguments(run)  # refuses what TRL would
+    own = split_step(run, count)
+    arguments = building.trl_arguments(own)  # refuses what TRL would, and joins the other processes
     if run.cogumi.method == "gspo":
-        refuse_settings(run, arguments)
+        refuse_settings(own, arguments)
+    if arguments.world_size != count:
+        raise RuntimeError(f"transformers trains in {arguments.world_size} processes here, and {count} were started")
+    ranks = Ranks(arguments.process_index, count)
+    if not ranks.leads:
+        return follow(ranks)
+    said = [*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start)]
+    with Others(ranks) as others:
+        return others.end(train_first(run, meter, backend, said, others))
+
+
+def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str], others: Others) -> RunResult:
+    """A run as its only process, or the first. said: of the patches, and what was chosen before CUDA started."""
     refuse_early(run)
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
     again = stages.is_resuming(run)
     if again:
         building.refuse_spent(run.run_dir, run.cogumi)
-    written, asked = dump_config(run), run.model.revision
+    written, asked, ranks = dump_config(run), run.model.revision, others.ranks
+    if ranks.count > 1:
+        own = split_step(run, ranks.count)
+        said.append(describe_split(run, own, ranks.count))
+        run = own
     run = building.pin_revision(run)  # from here on a model of the hub is one commit, whatever happens to its branch
     base = resolve_model(run.model.name, run.model.revision)
     of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
@@ -143,11 +173,11 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         if again:
             log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
         stages.record_backend(run_dir, backend)
-        for line in (*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start), *examples.reports()):
+        for line in (*said, *examples.reports()):
             log.info(line)
-        for said in (describe_overlong(run, examples, of_base), describe_empty_thoughts(run, examples)):
-            if said:
-                log.warning(said)
+        for warning in (describe_overlong(run, examples, of_base), describe_empty_thoughts(run, examples)):
+            if warning:
+                log.warning(warning)
         if original is not None:
             log.info("merge: %s", original)
         if sandbox:
@@ -167,33 +197,40 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         if original is not None:
             prove_original(base, run.model.revision, original)
         enter("load")
+        others.begin(chosen, base, run_dir)
         try:
-            trainer = building.build_trainer(chosen, base, tokenizer, examples, meter)
+            trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
         except UsageError as error:
             raise RefusedAtSetup.like(error) from error
         except building.BUILD_REFUSALS as error:
             raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
-        if examples.prompts is not None and not (run_dir / SAMPLES_FILE).exists():
+        shared = trainer.is_fsdp_enabled
+        if examples.prompts is not None and not shared and not (run_dir / SAMPLES_FILE).exists():
             enter("samples")  # to be read beside those at the end
             write_samples(run_dir, trainer.model, tokenizer, examples.prompts, 0, run.cogumi.stop)
         enter("train")
-        fitted = fit(run, trainer, tokenizer, examples, heart)
+        fitted = fit(run, trainer, tokenizer, examples, heart, ranks)
+        model = trainer.model
+        if shared:
+            enter("save")
+            model = building.rebuild_model(chosen, base, collect_trained(trainer.model))
+        others.wait()
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora":
-            adapter = stages.retry_when_full(run, "save", stages.save_adapter, trainer.model, tokenizer, run_dir, asked)
+            adapter = stages.retry_when_full(run, "save", stages.save_adapter, model, tokenizer, run_dir, asked)
         elif fitted.ended is None:
             dtype = of_base.dtype or torch.float32
-            merged = stages.retry_when_full(run, "save", stages.save_model, trainer.model, tokenizer, run_dir, dtype)
-            checks.append(stages.judge_saved(trainer.model, merged))
+            merged = stages.retry_when_full(run, "save", stages.save_model, model, tokenizer, run_dir, dtype)
+            checks.append(stages.judge_saved(model, merged))
         if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
             enter("samples")
             step = trainer.state.global_step
-            write_samples(run_dir, trainer.model, tokenizer, examples.prompts, step, run.cogumi.stop)
+            write_samples(run_dir, model, tokenizer, examples.prompts, step, run.cogumi.stop)
             fitted.sentinel.on_train_end()
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
-            merged, of_merge = stages.try_merge(run, adapter, base, trainer.model, tokens, original)
+            merged, of_merge = stages.try_merge(run, adapter, base, model, tokens, original)
             checks += of_merge
         verdict = stages.conclude(run_dir, fitted)
     del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory

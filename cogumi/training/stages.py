@@ -71,7 +71,7 @@ UNFINISHED = (*AT_WORK, *BROKEN_OFF, *RESUME_HINTS)
 COGUMI = "run_dir resume merge compile preflight mirror sanity on_red on_full on_hung price_per_hour max_hours max_cost"
 TRAIN = "save_steps save_strategy save_total_limit report_to run_name"
 MUTABLE_KEYS = {
-    *(f"cogumi.{key}" for key in (*COGUMI.split(), "samples_every")),
+    *(f"cogumi.{key}" for key in (*COGUMI.split(), "samples_every", "processes", "sharding")),
     *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
     *(f"train.{key}" for key in TRAIN.split()),
 }

@@ -8,11 +8,17 @@ import torch
 from torch import distributed
 
 from cogumi.core.errors import UsageError
-from cogumi.patches.torch_internals import first_line
+from cogumi.core.formatting import one_line
 
 Result = TypeVar("Result")
 # A wait for the first process is no fault: it may wait for space on a disk, or for a user who paused the training.
 PATIENCE = timedelta(days=7)
+
+
+def whole_tensor(weight: torch.Tensor) -> torch.Tensor:
+    """The whole of a weight that FSDP2 shares out, for which all processes ask together; another one as it is."""
+    gather = getattr(weight, "full_tensor", None)
+    return weight if gather is None else gather()
 
 
 class Ranks:
@@ -40,23 +46,34 @@ class Ranks:
 
     def decide(self, function: Callable[[], Result]) -> Result:
         """What `function` returns or raises on the first process, on all of them. It is called there alone."""
-        if self.count == 1:
-            return function()
         if not self.leads:
-            result, refused = self.tell()
-            if refused is not None:
-                raise refused
-            return result  # type: ignore[no-any-return]
+            return self.hear()  # type: ignore[no-any-return]
         try:
             result = function()
         except BaseException as error:
-            failed = RuntimeError(
-                f"the first of {self.count} processes failed: {type(error).__name__}: {first_line(error)}"
-            )
-            self.tell((None, UsageError.like(error) if isinstance(error, UsageError) else failed))
+            self.refuse(error)
             raise
-        self.tell((result, None))
+        self.answer(result)
         return result
+
+    def hear(self) -> Any:
+        """On the others: what the first one answers. Raises what it refuses."""
+        result, refused = self.tell()
+        if refused is not None:
+            raise refused
+        return result
+
+    def answer(self, result: Any) -> None:
+        """On the first: what the others hear."""
+        self.tell((result, None))
+
+    def refuse(self, error: BaseException) -> None:
+        """On the first: what the others, which wait to hear, raise as well."""
+        if isinstance(error, UsageError):
+            self.tell((None, UsageError.like(error)))
+        else:
+            said = f"the first of {self.count} processes failed: {type(error).__name__}: {one_line(error)}"
+            self.tell((None, RuntimeError(said)))
 
     def largest(self, number: int) -> int:
         """The largest of what the processes give."""
@@ -73,3 +90,11 @@ class Ranks:
         box: list[Any] = [None] * self.count
         distributed.all_gather_object(box, value, group=self.group)
         return box
+
+    def total(self, numbers: list[float]) -> list[float]:
+        """The sums of what the processes give."""
+        if self.count > 1:
+            box = torch.tensor(numbers, dtype=torch.float64)
+            distributed.all_reduce(box, group=self.group)
+            numbers = box.tolist()
+        return numbers

@@ -1,0 +1,195 @@
+"""A run in several processes of this machine: starts them, hands on signals, and says which one died.
+
+Each is `python -m cogumi.runs.rank_launcher OUTCOME` with the variables of torchrun, in a session of its own. What to train
+comes on standard input, as in `cogumi.runs.supervisor`. The first process has this one's output, and writes what came of the
+run into the file OUTCOME. The output of each other process goes to a file, which is kept in the run directory where it died.
+"""
+
+import logging
+import math
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from cogumi.core.errors import RunFailed, UsageError
+from cogumi.core.formatting import last_line
+from cogumi.core.run_directory import this_process, write_json
+from cogumi.core.worker import kill_with_children
+from cogumi.stack.gpus import without_chosen_gpu
+
+if TYPE_CHECKING:
+    from cogumi.training import RunResult
+
+Rank = subprocess.Popen[bytes]
+OUTCOME = "outcome.pickle"
+POLL_SECONDS = 0.05
+# That the others have to end by themselves when one has died. With NCCL they would wait for it.
+GRACE_SECONDS = 15.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The exit status of a process that a signal asked to end. Python ends itself by SIGINT after a KeyboardInterrupt.
+ASKED = {*(128 + number for number in SIGNALS), *(-number for number in SIGNALS)}
+
+
+def train_in_processes(
+    config: Any, overrides: Mapping[str, Any], run_dir: Path, count: int, quiet: bool = False
+) -> "RunResult":
+    """`cogumi.train` in `count` processes: returns or raises what it does in the first of them.
+
+    quiet: the first one prints nothing here. Raises RunFailed, with the number of the process, where one died.
+    """
+    what = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))
+    with TemporaryDirectory(prefix="cogumi-ranks-") as directory:
+        place, ranks = Path(directory), list[Rank]()
+        try:
+            with handing_on_signals(ranks):
+                start_ranks(ranks, count, what, place, quiet)
+                first = wait_for_all(ranks)
+        finally:
+            for each in ranks:
+                if each.poll() is None:
+                    kill_with_children(each.pid)
+                each.wait()
+        outcome = place / OUTCOME
+        result, error = pickle.loads(outcome.read_bytes()) if outcome.exists() else (None, None)
+        # The first process may only have met the end of another one.
+        if first is not None and not isinstance(error, UsageError) and (first > 0 or error is None):
+            raise RunFailed(tell_death(ranks, first, place, run_dir))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+
+def start_ranks(ranks: list[Rank], count: int, what: bytes, place: Path, quiet: bool) -> None:
+    """Add the processes to `ranks`, one by one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    shared = {
+        "OMP_NUM_THREADS": threads,
+        **without_chosen_gpu(os.environ),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    for rank in range(count):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count} if count > 1 else {}
+        own_output = rank > 0 or quiet
+        with (place / f"rank-{rank}.log").open("wb") as log_file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cogumi.runs.rank_launcher", str(place / OUTCOME)],
+                stdin=subprocess.PIPE,
+                stdout=log_file if own_output else None,
+                stderr=log_file if own_output else None,
+                env=shared | {name: str(value) for name, value in own.items()},
+                start_new_session=True,  # a signal of the terminal comes once, from this process
+            )
+        ranks.append(process)
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            pipe.write(what)
+
+
+@contextmanager
+def handing_on_signals(ranks: list[Rank]) -> Iterator[None]:
+    """In the block, a signal that asks this process to end goes to the others instead, which save first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for each in ranks:
+            if each.poll() is None:
+                each.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def wait_for_all(ranks: list[Rank]) -> int | None:
+    """Wait until all have ended. Returns the first that died, and then waits no longer than GRACE_SECONDS for the others."""
+    first, until = None, math.inf
+    while True:
+        codes = [each.poll() for each in ranks]
+        died = [rank for rank, code in enumerate(codes) if code not in (None, 0, *ASKED)]
+        if first is None and died:  # one that a signal killed before one that met its end
+            first, until = min(died, key=lambda rank: ((codes[rank] or 0) > 0, rank)), time.monotonic() + GRACE_SECONDS
+        if None not in codes or time.monotonic() > until:
+            return first
+        time.sleep(POLL_SECONDS)
+
+
+def tell_death(ranks: list[Rank], rank: int, place: Path, run_dir: Path) -> str:
+    """Which process died, and of what; into the run's status too, and its output into the run directory."""
+    code, output = ranks[rank].returncode, place / f"rank-{rank}.log"
+    if code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+        how += " (the kernel does so where main memory is short)" if -code == signal.SIGKILL else ""
+    else:
+        said = last_line(output.read_text(encoding="utf-8", errors="replace"))
+        how = f"ended with status {code}: {said}"
+    died, status = f"process {rank} of {len(ranks)} {how}", run_dir / "status.json"
+    if status.exists():
+        if rank > 0:  # the output of the first is this one's
+            kept = run_dir / output.name
+            shutil.copyfile(output, kept)
+            died += f"; its output is {kept}"
+        write_json(status, {"state": "failed", "time": time.time(), **this_process(), "reason": died})
+    return f"{died}; the others were ended. The same command resumes from the last good checkpoint"
+
+
+def main() -> None:
+    """One of the processes."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("cogumi").setLevel(logging.INFO)
+    config, overrides = pickle.load(sys.stdin.buffer)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    from cogumi.runs import train
+
+    leads = os.environ.get("RANK", "0") == "0"
+    result, error, status = None, None, 0
+    try:
+        result = train(config, **overrides)
+    except BaseException as raised:
+        if not leads and not isinstance(raised, UsageError):
+            raise
+        error, status = raised, exit_status(raised)
+        if status == 1:  # the process that started this one raises it, and has no frames of this one
+            error.add_note(traceback.format_exc())
+    if leads:
+        Path(sys.argv[1]).write_bytes(dump_outcome(result, error))
+    sys.exit(status)
+
+
+def exit_status(error: BaseException) -> int:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return {UsageError: 2, KeyboardInterrupt: 128 + signal.SIGINT}.get(type(error), 1)
+
+
+def dump_outcome(result: Any, error: BaseException | None) -> bytes:
+    """What came of a run, pickled; of an error that cannot be, what it says."""
+    try:
+        return pickle.dumps((result, error))
+    except Exception:  # noqa: BLE001  whatever the error of a library holds
+        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+if __name__ == "__main__":
+    main()

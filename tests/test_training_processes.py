@@ -1,0 +1,272 @@
+"""`cogumi train` in two processes over gloo: the training of one process, and what is left where one of them dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from processes import until
+from safetensors.torch import load_file
+
+from cogumi.core.run_directory import read_jsonl
+
+pytestmark = pytest.mark.slow("runs in two processes, which each import torch and TRL")
+REPOSITORY = Path(__file__).parents[1]
+COMMON: dict[str, Any] = {
+    "max_steps": 6, "learning_rate": 1e-4, "gradient_checkpointing": False, "logging_steps": 1, "save_steps": 3,
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "sft": {
+        "data": {"source": "cogumi:stdlib-chat-noisy", "format": "chat", "eval_rows": 20, "max_rows": 200},
+        "train": {"max_length": 256, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "cogumi": {"method": "sft"},
+    },
+    "dpo": {
+        "data": {"source": "cogumi:stdlib-pairs", "format": "preference", "eval_rows": 8, "max_rows": 200},
+        "train": {
+            "max_length": 256, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3,
+        },
+        "cogumi": {"method": "dpo"},
+    },
+    "gspo": {
+        "data": {"source": "cogumi:stdlib-tasks", "format": "chat", "eval_rows": 8},
+        "train": {
+            "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "temperature": 0.7,
+            "max_completion_length": 12, "learning_rate": 1e-3,
+        },
+        "cogumi": {"method": "gspo", "rewards": ["exact_answer", "answer_similarity"], "samples_every": 2},
+    },
+}  # fmt: skip
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def config(method: str, run_dir: Path, **cogumi: Any) -> dict[str, Any]:
+    found = METHODS[method]
+    model = {"name": "cogumi:small-base", "dtype": "float32"}
+    train, options = COMMON | found["train"], found["cogumi"] | cogumi
+    return {
+        "model": model, "lora": {"r": 4}, "data": found["data"], "train": train,
+        "cogumi": options | {"run_dir": str(run_dir)},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Starts `cogumi COMMAND` on a config, with its output in a file."""
+
+    def begin(values: dict[str, Any], *words: str, command: str = "train", name: str = "run") -> subprocess.Popen[str]:
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        with (tmp_path / f"{name}.said").open("w") as said:
+            return subprocess.Popen(
+                [sys.executable, "-m", "cogumi", command, str(path), *words],
+                cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+                stdout=said, stderr=said, text=True,
+            )  # fmt: skip
+
+    return begin
+
+
+@pytest.fixture
+def run(start: Start, tmp_path: Path) -> Callable[..., Path]:
+    """Runs `cogumi train` to its end; the run's directory."""
+
+    def train(method: str, name: str, status: int = 0, train: dict[str, Any] | None = None, **cogumi: Any) -> Path:
+        values = config(method, tmp_path / name, **cogumi)
+        values["train"] |= train or {}
+        if cogumi.get("tuning") == "full":
+            del values["lora"]
+        done = start(values, name=name).wait(timeout=300)
+        assert done == status, (tmp_path / f"{name}.said").read_text()[-4000:]
+        return tmp_path / name
+
+    return train
+
+
+def losses(run_dir: Path, key: str = "loss") -> dict[int, float]:
+    return {row["step"]: row[key] for row in read_jsonl(run_dir / "metrics.jsonl") if key in row}
+
+
+def apart(one: Path, other: Path) -> float:
+    """The largest difference of a step's loss."""
+    ours, theirs = losses(one), losses(other)
+    assert ours.keys() == theirs.keys()
+    return max(abs(ours[step] - theirs[step]) for step in ours)
+
+
+def weights_apart(one: Path, other: Path, name: str = "adapter/adapter_model.safetensors") -> float:
+    ours, theirs = load_file(one / name), load_file(other / name)
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[key] - theirs[key]).abs().max()) for key in ours)
+
+
+def test_sft_of_two_processes_is_that_of_one_up_to_the_merged_model(run: Callable[..., Path]) -> None:
+    one = run("sft", "one")
+    two = run("sft", "two", processes=2)
+    shared = run("sft", "shared", processes=2, sharding="fsdp2")
+    for other in (two, shared):
+        assert apart(one, other) < 1e-5
+        assert weights_apart(one, other) < 1e-5
+        assert (other / "DONE").exists()
+        summaries = [json.loads((each / "metrics.json").read_text()) for each in (one, other)]
+        assert summaries[0]["tokens"] == summaries[1]["tokens"]  # of both processes
+        assert losses(other, "eval_loss").keys() == {0, 6}
+        assert [row["step"] for row in read_jsonl(other / "samples.jsonl")] == [0] * 4 + [6] * 4
+        flags = [json.loads((each / "flags.json").read_text())["flags"] for each in (one, other)]
+        assert [each["level"] for each in flags[0]] == [each["level"] for each in flags[1]]
+        assert "2 processes share each step of 8 examples: 2 x 4 x 1 accumulated" in (other / "run.log").read_text()
+    samples = [read_jsonl(each / "samples.jsonl") for each in (one, two, shared)]
+    assert samples[0][:4] == samples[1][:4] == samples[2][:4]
+    checkpoints = [{path.name for path in each.glob("checkpoints/checkpoint-6/*")} for each in (two, shared)]
+    assert all("rng_state_1.pth" in names for names in checkpoints)
+    assert "pytorch_model_fsdp_0" in checkpoints[1]
+
+
+@pytest.mark.parametrize("method", ["dpo", "gspo"])
+def test_sharded_and_whole_the_same_is_learned(method: str, run: Callable[..., Path]) -> None:
+    two = run(method, "two", processes=2)
+    shared = run(method, "shared", processes=2, sharding="fsdp2")
+    assert apart(two, shared) < 1e-5
+    for each in (two, shared):
+        assert json.loads((each / "verdict.json").read_text())["passed"]
+    if method == "dpo":  # gspo samples other completions in two processes
+        assert apart(run(method, "one"), two) < 1e-5
+    else:
+        proof = json.loads((two / "verdict.json").read_text())["checks"]
+        assert any(check["name"] == "loss that ran" and check["passed"] for check in proof)
+        said = [row["completion"] for row in read_jsonl(two / "samples.jsonl")]
+        assert said == [row["completion"] for row in read_jsonl(shared / "samples.jsonl")]
+
+
+def test_every_weight_is_trained_and_saved_from_shards(run: Callable[..., Path]) -> None:
+    one = run("sft", "one", tuning="full")
+    shared = run("sft", "shared", tuning="full", processes=2, sharding="fsdp2")
+    assert apart(one, shared) < 1e-5
+    assert weights_apart(one, shared, "merged/model.safetensors") <= 2**-8  # a unit of bfloat16, which is saved
+
+
+def test_packed_rows_and_the_planner_of_gspo(run: Callable[..., Path]) -> None:
+    packed = run("sft", "packed", processes=2, merge=False, train={"packing": True, "per_device_train_batch_size": 8})
+    decided = json.loads((packed / "decisions.json").read_text())["packing"]
+    assert decided["safe"] is True
+    planned: dict[str, Any] = {"per_device_train_batch_size": None, "steps_per_generation": None}
+    plan = run("gspo", "planned", processes=2, merge=False, docs_per_step=16, train=planned)
+    batch = json.loads((plan / "decisions.json").read_text())["batch"]
+    assert batch["per_device_train_batch_size"] * batch["gradient_accumulation_steps"] == 8  # of each process
+    assert [row["policy/staleness"] for row in read_jsonl(plan / "metrics.jsonl")[:3] if "loss" in row] == [0, 16, 32]
+
+
+def test_a_run_that_is_asked_to_end_resumes_with_two_processes_and_with_one(
+    run: Callable[..., Path], start: Start, tmp_path: Path
+) -> None:
+    whole = run("sft", "whole", processes=2, train={"max_steps": 40})
+    for name, then in (("two", 2), ("one", 1)):
+        values = config("sft", tmp_path / name, processes=2)
+        values["train"]["max_steps"] = 40
+        asked = start(values, name=name)
+        until(lambda: (tmp_path / name / "checkpoints/checkpoint-6").exists())  # noqa: B023
+        asked.send_signal(signal.SIGTERM)
+        assert asked.wait(timeout=60) == 128 + signal.SIGTERM
+        status = json.loads((tmp_path / name / "status.json").read_text())
+        assert status["state"] == "stopped"
+        assert run("sft", name, processes=then, train={"max_steps": 40}) == tmp_path / name
+        assert apart(whole, tmp_path / name) < (1e-7 if then == 2 else 1e-5)
+    assert weights_apart(whole, tmp_path / "two") == 0
+
+
+def pid_of_rank(launcher: int, rank: int) -> int:
+    """The process of a rank that a launcher has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            environment = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == launcher and b"RANK=%d" % rank in environment:
+            return int(path.name)
+    raise AssertionError(f"no process {rank}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_dies_ends_the_run_and_is_named(
+    rank: int, run: Callable[..., Path], start: Start, tmp_path: Path
+) -> None:
+    values = config("sft", tmp_path / "run", processes=2)
+    values["train"]["max_steps"] = 40
+    launcher = start(values)
+    until(lambda: (tmp_path / "run/checkpoints/checkpoint-6").exists())
+    os.kill(pid_of_rank(launcher.pid, rank), signal.SIGKILL)
+    began = time.monotonic()
+    assert launcher.wait(timeout=60) == 1
+    assert time.monotonic() - began < 60
+    said = (tmp_path / "run.said").read_text().splitlines()
+    assert said[-1].startswith(f"cogumi: process {rank} of 2 was ended by SIGKILL")
+    assert "resumes from the last good checkpoint" in said[-1]
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "failed"
+    assert f"process {rank} of 2 was ended by SIGKILL" in status["reason"]
+    assert (tmp_path / "run/rank-1.log").exists() == (rank == 1)
+    resumed = run("sft", "run", processes=2, train={"max_steps": 40})
+    whole = run("sft", "whole", processes=2, train={"max_steps": 40})
+    assert weights_apart(whole, resumed) == 0
+
+
+def test_a_pause_holds_both_and_a_file_asks_for_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    values = config("sft", run_dir, processes=2)
+    values["train"] |= {"max_steps": 60, "save_steps": 1000}
+    launcher = start(values)
+    until(lambda: losses(run_dir) if (run_dir / "metrics.jsonl").exists() else None)
+    (run_dir / "PAUSE").touch()
+    until(lambda: (run_dir / "PAUSED").exists())
+    steps = len(losses(run_dir))
+    time.sleep(2)
+    assert len(losses(run_dir)) == steps
+    assert list(run_dir.glob("checkpoints/checkpoint-*"))
+    (run_dir / "PAUSED").unlink()
+    assert launcher.wait(timeout=120) == 0
+    assert len(losses(run_dir)) == 60
+
+
+def test_the_users_own_launcher(tmp_path: Path) -> None:
+    values = config("sft", tmp_path / "run", processes="all")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cogumi", "train", "run.yaml"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("run: finished, step 6/6") == 1
+    assert (tmp_path / "run/DONE").exists()
+
+
+def test_a_refusal_comes_from_one_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    values = config("sft", tmp_path / "run", processes=2)
+    values["lora"]["target_modules"] = ["nix"]
+    assert start(values).wait(timeout=120) == 2
+    (said,) = [line for line in (tmp_path / "run.said").read_text().splitlines() if line.startswith("cogumi:")]
+    assert "no module of LlamaForCausalLM matches" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_ladder_measures_each_number_and_stops(start: Start, tmp_path: Path) -> None:
+    values = config("sft", tmp_path / "unused")
+    values["train"]["max_steps"] = 50
+    words = ["--processes", "1,2,4", "--steps", "12", "--price", "2.5", "--out", str(tmp_path / "ladder")]
+    status = start(values, *words, command="ladder").wait(timeout=300)
+    said = (tmp_path / "run.said").read_text()
+    found = json.loads((tmp_path / "ladder/ladder.json").read_text())
+    assert status in (0, 1), said
+    assert [rung["processes"] for rung in found["rungs"]] in ([1, 2], [1, 2, 4])
+    assert all(rung["apart"] < 1e-5 for rung in found["rungs"])
+    assert all(rung["cost"] == pytest.approx(rung["hours"] * rung["processes"] * 2.5) for rung in found["rungs"])
+    assert found["stopped"] == "" or found["stopped"] in said  # two cores for four processes do not pay
+    assert not (tmp_path / "unused").exists()
