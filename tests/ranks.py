@@ -23,6 +23,14 @@ FSDP2 = {
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
 }  # fmt: skip
+# DeepSpeed's. Of a model of this size it would keep every weight whole, but for the last setting.
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {
+        "stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0,
+    },
+}  # fmt: skip
 
 
 def start_ranks(count: int, directory: Path, **how: Any) -> list[subprocess.Popen[str]]:
@@ -30,7 +38,8 @@ def start_ranks(count: int, directory: Path, **how: Any) -> list[subprocess.Pope
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    alone = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+    places = filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")])
+    alone = os.environ | {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     # accelerate calls the device of several processes "cpu:0", onto which torch loads no optimizer.
     alone["ACCELERATE_TORCH_DEVICE"] = "cpu"
     ranks = []
@@ -43,6 +52,8 @@ def start_ranks(count: int, directory: Path, **how: Any) -> list[subprocess.Pope
         }
         if how.get("sharded"):
             launched |= FSDP2
+        if how.get("zero3"):
+            launched["DS_ACCELERATOR"] = "cpu"
         environment = alone | ({} if count == 1 else launched | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
         words = [*prepared_process.python(environment), "-m", "ranks", str(directory), json.dumps(how)]
         with (directory / f"said-{rank}").open("w") as said:
@@ -140,6 +151,7 @@ def train_rank(
     model: str = "",
     protected: bool = True,
     sharded: bool = False,
+    zero3: bool = False,
     on_full: str = "continue",
     mirror: str | None = None,
     dropout: float = 0.1,
@@ -147,13 +159,14 @@ def train_rank(
     cannot_save: int | None = None,
     signalled_at: tuple[int, int, int] | None = None,
     evaluates: bool = False,
+    resume: str | None = None,
     **options: Any,
 ) -> None:
     """Train the tiny model of the checkpoints' tests, or `model` by TRL's trainer of `method`; write down losses and weights.
 
     fails_at: the step after which every rank raises. cannot_save: the rank whose random states cannot be written.
     evaluates: the held-out loss before the training. signalled_at: (step, rank, signal) after which that rank has the
-    signal. options: of the arguments.
+    signal. resume: from that checkpoint, with nothing that protects. options: of the arguments.
     """
     import logging
 
@@ -175,12 +188,14 @@ def train_rank(
                 os.kill(os.getpid(), number)
 
     SIZES["attention_dropout"] = dropout
-    if sharded:  # accelerate ignores FSDP's settings where it takes a CPU for one; gloo does all that FSDP2 asks for
+    if sharded or zero3:  # which accelerate ignores where it takes a CPU for one; gloo does all that they ask for
         from accelerate import PartialState
         from accelerate.utils import DistributedType
 
         PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
         options["use_cpu"] = False
+    if zero3:
+        options["deepspeed"] = ZERO3
     callbacks: list[Any] = [StopAfter(fails_at)] if fails_at else []
     callbacks += [Signalled()] if signalled_at else []
     if method:
@@ -197,10 +212,12 @@ def train_rank(
         trainer.evaluate(trainer.train_dataset)
     (directory / f"ready-{rank}").touch()
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         if sharded and seen.seen:  # and not the end of a training, which is loaded as it is
             kinds = {type(each).__name__ for each in trainer.model.parameters()}
             assert kinds == {"DTensor"}, kinds
+        if zero3:
+            assert all(each.numel() < each.ds_numel for each in trainer.model.parameters())
     finally:
         (directory / f"losses-{rank}.json").write_text(json.dumps(seen.seen))
     trained = {name: whole(weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad}
@@ -211,6 +228,11 @@ def whole(weight: Any) -> Any:
     """Of a sharded parameter all processes ask for it together."""
     from torch.distributed.tensor import DTensor
 
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(weight):
+            return weight.detach().clone()
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().contiguous()
 
 

@@ -141,7 +141,7 @@ def test_a_twin_runs(trained: Any, name: str) -> None:
 def test_everything_can_be_handed_out(tmp_path: Path) -> None:
     known = list_templates()
     of_accelerate = {path for name, path in known.items() if name.startswith("accelerate/")}
-    assert {path.name for path in of_accelerate} == {"ddp.yaml", "fsdp2.yaml"}
+    assert {path.name for path in of_accelerate} == {"ddp.yaml", "fsdp2.yaml", "zero3.yaml"}
     assert {path for path in known.values() if path.suffix == ".yaml"} - of_accelerate == set(ALL)
     assert {path.name for path in known.values() if path.suffix == ".py"} == {"sft.py", "dpo.py", "gspo.py"}
     for name, source in known.items():

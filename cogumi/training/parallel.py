@@ -118,6 +118,10 @@ def set_accelerate(run: RunConfig, environment: Mapping[str, str]) -> dict[str, 
     """The variables that this process needs before transformers looks for them.
 
     Raises UsageError where those of a launcher say otherwise."""
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" or run.train.get("deepspeed"):
+        # Under ZeRO-3 each model that is made is made by all processes together, and here the first looks ahead alone.
+        what = "a run does not train by DeepSpeed, whose checkpoints are not verified"
+        raise UsageError(what, key="train.deepspeed", fix="share the model out by cogumi.sharding: fsdp2")
     if processes_here() == 1:
         return {}
     given = "fsdp2" if environment.get("ACCELERATE_USE_FSDP") == "true" else "none"
