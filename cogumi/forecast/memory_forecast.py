@@ -262,12 +262,12 @@ def suggest_fix(step: MemoryForecast, run: RunConfig) -> str:
     if step.peak_moment.stage == ROLLOUT and work.rollout > documents:
         return f"set {smaller_rollout(run, work, documents)}; fewer completions are sampled at once"
     if step.rows:
-        return f"set {split_step(run, documents, step.rows)}; the same step in smaller pieces"
+        return f"set {smaller_micro_batch(run, documents, step.rows)}; the same step in smaller pieces"
     if run.cogumi.tuning == "full":
         return "set cogumi.tuning: lora; LoRA instead of every weight"
     if run.model.quantization_config is None:
         quantized = 'model.quantization_config: {"load_in_4bit": true}'
-        return f"set {quantized} and {split_step(run, documents, 1)}; QLoRA"
+        return f"set {quantized} and {smaller_micro_batch(run, documents, 1)}; QLoRA"
     if step.length:
         key = "train.max_completion_length" if work.completion else "train.max_length"
         return f"set {key}: {step.length}; longer examples are dropped, and counted"
@@ -282,7 +282,7 @@ def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> str:
     return f"train.steps_per_generation: {steps * work.micro_batches}"
 
 
-def split_step(run: RunConfig, documents: int, rows: int) -> str:
+def smaller_micro_batch(run: RunConfig, documents: int, rows: int) -> str:
     """The same step in micro-batches of so many; what GSPO's planner decides by itself is left to it."""
     smaller = f"train.per_device_train_batch_size: {rows}"
     if gspo.is_planned(run):

@@ -28,6 +28,7 @@ from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
 from cogumi.methods.prompt_checks import refuse_settings
+from cogumi.methods.step_split import describe_split, split_step
 from cogumi.methods.tasks import describe_sandbox, try_task
 from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
@@ -47,11 +48,9 @@ from cogumi.training.loop import fit, forget_requests
 from cogumi.training.parallel import (
     Others,
     collect_trained,
-    describe_split,
     follow,
     processes_here,
     set_accelerate,
-    split_step,
 )
 
 log = logging.getLogger("cogumi")
