@@ -173,6 +173,12 @@ class CogumiSection(Section):
     """How many GPUs of this machine train, each with a process; all: those that are there. A step keeps its examples."""
     sharding: Literal["none", "fsdp2"] = "none"
     """With several processes. none: each has the whole model (DDP). fsdp2: each has a share of it (FSDP2)."""
+
+    @property
+    def process_count(self) -> int:
+        """`processes` as a number; 1 for `all`, which is resolved before a step is split."""
+        return self.processes if isinstance(self.processes, int) else 1
+
     run_dir: Path | None = None
     """Where the run is written; `runs/<name of the YAML>` by default."""
     rewards: list[str | dict[str, Any]] = ["edit_similarity"]

@@ -8,8 +8,8 @@ adapter and optimizer. None of the three has been compared with a card here.
 
 import bisect
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.formatting import format_memory
 from cogumi.forecast.fake_tensors import StagePeak
 from cogumi.forecast.preflight_report import Line
+from cogumi.forecast.shared_model import BUCKETS, GATHERED, SharedModel, computed_in, share_model
 from cogumi.forecast.training_step import LOAD, ROLLOUT, UPDATE, StepShape, planned_trainer, run_step
 from cogumi.forecast.vllm_forecast import rollout_rows
 from cogumi.methods import gspo
@@ -31,7 +32,7 @@ from cogumi.stack.gpus import Card, find_card, parse_card
 CONTEXT = (615 + 703) * 2**20
 FRAGMENTS = 0.05  # of activations, logits and gradients
 WORKSPACE, HOPPERS_WORKSPACE = 2 * (4096 * 1024 * 2 + 16 * 8 * 1024), 2 * 4096 * 8 * 1024
-STAYING = ("weights", "adapter", "optimizer")
+STAYING = ("weights", "adapter", "optimizer", BUCKETS)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class MemoryForecast:
     """A step on a target, in bytes. moments: the peak of each stage. workspace: of cuBLAS, 0 without a card.
 
     vllm: what its engine takes beside the step. rows, length: the largest with which alone a step fits that does not as it is;
-    length is that of completions, for gspo. None where none does.
+    length is that of completions, for gspo. None where none does. Of a run on several cards, `moments` are those of each card;
+    alone: those of a process that shares nothing, by `cogumi.sharding`; shared: how the cards share the model.
     """
 
     moments: tuple[StagePeak, ...]
@@ -100,6 +102,22 @@ class MemoryForecast:
     vllm: int = 0
     rows: int | None = None
     length: int | None = None
+    alone: Mapping[str, tuple[StagePeak, ...]] = field(default_factory=dict)
+    shared: SharedModel | None = None
+
+    def under(self, sharding: str) -> "MemoryForecast":
+        """The same step with another `cogumi.sharding`."""
+        assert self.shared is not None
+        return replace(self, moments=self.shared.moments(sharding, self.alone[sharding], self.work.micro_batches > 1))
+
+    @property
+    def zero3(self) -> int:
+        """The peak of a card by ZeRO's arithmetic: FSDP2's with nothing gathered."""
+        kept = [
+            replace(each, by_kind={kind: size for kind, size in each.by_kind.items() if kind != GATHERED})
+            for each in self.under("fsdp2").moments
+        ]
+        return replace(self, moments=tuple(replace(each, total=sum(each.by_kind.values())) for each in kept)).peak
 
     @property
     def peak_moment(self) -> StagePeak:
@@ -143,7 +161,10 @@ class MemoryForecast:
 
 
 def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) -> MemoryForecast:
-    """Run the step of a run on fake tensors. `run` has its choices made; config: the base's."""
+    """Run the step of a run on fake tensors. `run` has its choices made; config: the base's.
+
+    With several processes it is the step of one of them, on its card.
+    """
     whole = run.cogumi.tuning == "full"
     dtype = weights_dtype(target, dtype_of_weights(run) if whole else run.model.dtype)
     autocast = autocast_dtype(run, target)
@@ -153,16 +174,32 @@ def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) 
         workspace = HOPPERS_WORKSPACE if target.machine.capability == (9, 0) else WORKSPACE
 
     @functools.cache
-    def trainer_of(layers: int | None) -> Any:
+    def trainer_of(layers: int | None, dtype: torch.dtype) -> Any:
         return planned_trainer(run, config, dtype, run.model.attn_implementation, layers)
 
-    def forecast(work: StepShape) -> MemoryForecast:
-        moments = peaks_of_depth(
-            lambda layers: run_step(trainer_of(layers), work, autocast, target.on_card),
+    def measure(work: StepShape, dtype: torch.dtype) -> tuple[StagePeak, ...]:
+        return peaks_of_depth(
+            lambda layers: run_step(trainer_of(layers, dtype), work, autocast, target.on_card),
             config.get_text_config().num_hidden_layers,
             period,
         )
-        return MemoryForecast(moments, work, target.free, workspace, engine_bytes(run.train, target.total))
+
+    shared = None
+    if run.cogumi.process_count > 1:
+        trainer = planned_trainer(run, config, dtype, run.model.attn_implementation)
+        models = [trainer.model, getattr(trainer, "ref_model", None)]
+        shared = share_model(filter(None, models), run.cogumi.process_count, autocast)
+
+    def forecast(work: StepShape) -> MemoryForecast:
+        moments, engine = measure(work, dtype), engine_bytes(run.train, target.total)
+        found = MemoryForecast(moments, work, target.free, workspace, engine)
+        if shared is None:
+            return found
+        gathered = moments
+        if whole and autocast not in (None, dtype):  # FSDP2 gathers in that dtype what DDP keeps and copies
+            gathered = computed_in(measure(work, autocast), moments)
+        found = replace(found, alone={"none": moments, "fsdp2": gathered}, shared=shared)
+        return found.under(run.cogumi.sharding)
 
     def largest(candidates: Sequence[int], changed: Callable[[int], StepShape]) -> int | None:
         fitting = bisect.bisect_right(candidates, target.free, key=lambda number: forecast(changed(number)).peak)
@@ -257,6 +294,8 @@ def suggest_fix(step: MemoryForecast, run: RunConfig) -> str:
     """The change that makes a step fit, the mildest first: layers computed twice, a smaller micro-batch, 4 bits."""
     work = step.work
     documents = work.rows * work.micro_batches
+    if step.shared is not None and run.cogumi.sharding == "none" and step.under("fsdp2").peak <= step.free:
+        return "set cogumi.sharding: fsdp2; each card keeps a share of the model"
     if run.train.get("gradient_checkpointing") is False:  # TRL's default is on
         return "set train.gradient_checkpointing: true; layers are computed twice instead of kept"
     if step.peak_moment.stage == ROLLOUT and work.rollout > documents:
@@ -277,8 +316,11 @@ def suggest_fix(step: MemoryForecast, run: RunConfig) -> str:
 def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> str:
     """Half of a rollout's completions, in whole steps, under the key that says how many they are."""
     steps = max(1, work.rollout // documents // 2)
+    whole = f"train.generation_batch_size: {steps * documents * run.cogumi.process_count}"
     if gspo.is_planned(run) or run.train.get("generation_batch_size"):
-        return f"train.generation_batch_size: {steps * documents}"
+        return whole
+    if run.cogumi.process_count > 1:  # the other key counts micro-batches, of which a process has others than the YAML
+        return f"{whole} in the place of train.steps_per_generation"
     return f"train.steps_per_generation: {steps * work.micro_batches}"
 
 
@@ -287,4 +329,5 @@ def smaller_micro_batch(run: RunConfig, documents: int, rows: int) -> str:
     smaller = f"train.per_device_train_batch_size: {rows}"
     if gspo.is_planned(run):
         return smaller
-    return f"{smaller} and train.gradient_accumulation_steps: {documents // rows}"
+    accumulated = run.cogumi.process_count * documents // rows  # the YAML's step is that of all processes
+    return f"{smaller} and train.gradient_accumulation_steps: {accumulated}"

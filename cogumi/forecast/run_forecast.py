@@ -28,6 +28,7 @@ from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.disk_forecast import describe_disks
 from cogumi.forecast.memory_forecast import Target, find_target, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
+from cogumi.forecast.process_plan import describe_processes, plan_processes
 from cogumi.forecast.rollout_plan import choose_with_engine, describe_sampler, estimate_rollout, forecast_rollout
 from cogumi.forecast.training_step import StepShape, forecast_weights, planned_trainer
 from cogumi.health.flags_by_method import ENOUGH_ROWS
@@ -38,6 +39,7 @@ from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder
 from cogumi.methods.dpo import REFERENCE
 from cogumi.methods.sampler import sampler_settings
+from cogumi.methods.step_split import split_step
 from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
@@ -45,6 +47,7 @@ from cogumi.models.unsloth_models import FAMILIES, choose_backend
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import engine_bytes
 from cogumi.rl.patching import patch
+from cogumi.stack.gpus import count_processes, refuse_missing_gpus
 from cogumi.stack.lanes import check_lane
 from cogumi.telemetry.throughput import flops_of
 
@@ -76,7 +79,7 @@ def forecast_run(
 
     apart: False in a process that does nothing else, whose trainers and settings may then stay if it sees no GPU.
     """
-    run, target = load_config(config, **overrides), find_target(card)
+    run, target = split_processes(load_config(config, **overrides), card), find_target(card)
     refuse_impossible(run.cogumi)
     if run.cogumi.method == "gspo":
         sampler_settings(run)
@@ -108,6 +111,18 @@ def forecast_run(
     return PreflightReport(str(target), tuple(lines), {"data": found.as_dict(), **figures})
 
 
+def split_processes(run: RunConfig, card: str | None) -> RunConfig:
+    """The run as each of its processes trains it. Raises UsageError where their number cannot be known."""
+    if card is not None and run.cogumi.processes == "all":
+        what = "all are the GPUs of the machine that trains, and --card names a card of another one"
+        raise UsageError(what, key="cogumi.processes", fix="say how many, as in cogumi.processes=8")
+    count = count_processes(run.cogumi.processes, os.environ)
+    if card is None:
+        refuse_missing_gpus(count, os.environ)
+    run.cogumi.processes = count
+    return split_step(run, count)
+
+
 def describe_stack() -> Line:
     """Is what is installed what was tried together? The doctor's finding on the lane."""
     found = check_lane()
@@ -120,6 +135,11 @@ def describe_backend(run: RunConfig, of_base: Any, elsewhere: bool) -> Line:
     if not elsewhere:
         return Line("backend", "{}: {}".format(*choose_backend(run)))
     asked = run.cogumi.backend
+    if run.cogumi.process_count > 1 and asked == "unsloth":
+        fix = "set cogumi.backend: trl, or cogumi.processes: 1"
+        return Line("backend", "unsloth trains in one process", "red", fix)
+    if run.cogumi.process_count > 1:
+        return Line("backend", "trl: several processes train by stock TRL")
     if asked == "auto":
         found = of_base.model_type in FAMILIES
         return Line(
@@ -144,9 +164,12 @@ def forecast_lines(
 ) -> ForecastLines:
     """Builds trainers in this process, whose settings are the process's; `forecast_in_worker` has one for it.
 
+    asked: of several processes the run of one of them (`split_processes`).
     base, of_base: a directory or hub id, and its config. probe: what was measured.
     """
     patch(graph_break="off", backend="trl")  # without it TRL takes no gspo, and its losses need a GPU
+    if not target.on_card:  # main memory, which the processes share
+        target = replace(target, free=target.free // asked.cogumi.process_count)
     lines: list[Line] = []
     figures: dict[str, Any] = {}
     chosen_run, load, chosen = choose_for_target(asked, base, of_base, found.longest, target)
@@ -174,6 +197,11 @@ def forecast_lines(
         lines.append(memory_forecast.describe_memory(memory, chosen_run, chosen, fix))  # its keys are those of the YAML
         lines += describe_sampler(run, of_base, rollout, target, found.longest)
         figures["memory"] = memory.as_dict()
+        if memory.shared is not None:
+            lines.append(
+                describe_processes(chosen_run, memory, target, memory_forecast.suggest_fix(memory, chosen_run))
+            )
+            figures["processes"] = plan_processes(run, memory, target)
         if rollout is not None:
             figures["vllm"] = rollout.as_dict()
         if found.looked_at or configured_steps(run):
@@ -263,7 +291,7 @@ def steps_of(run: RunConfig, work: StepShape, found: DataSample) -> int:
     rows = found.trained / (found.packed.examples_per_row if found.packed else 1)
     if run.cogumi.method == "gspo":
         rows *= int(run.train.get("num_generations") or 8)
-    return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches)))
+    return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches * run.cogumi.process_count)))
 
 
 def forecast_time(run: RunConfig, work: StepShape, found: DataSample, pace: Pace | None) -> TimeForecast:
@@ -278,8 +306,8 @@ def forecast_time(run: RunConfig, work: StepShape, found: DataSample, pace: Pace
 
 
 def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> float:
-    """Of the mean example; of a rollout with completions as long as they may be."""
-    rows = work.rows * work.micro_batches
+    """Of all processes, by the mean example; of a rollout with completions as long as they may be."""
+    rows = work.rows * work.micro_batches * run.cogumi.process_count
     if run.cogumi.method == "gspo":
         return rows * (found.mean + work.completion)
     examples = found.packed.examples_per_row if found.packed else 2 if run.cogumi.method == "dpo" else 1
@@ -287,7 +315,10 @@ def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> floa
 
 
 def estimate_pace(run: RunConfig, config: Any, work: StepShape, found: DataSample, target: Target) -> Pace | None:
-    """By the arithmetic of the model; None for a card whose speed is not known. config: the base's."""
+    """By the arithmetic of the model; None for a card whose speed is not known. config: the base's.
+
+    Of several cards each computes its part of a step. What they send each other is not counted.
+    """
     card = target.card
     if card is None or card.peak is None:
         return None
@@ -297,7 +328,8 @@ def estimate_pace(run: RunConfig, config: Any, work: StepShape, found: DataSampl
     passes = arithmetic.hardware(context, recomputed=run.train.get("gradient_checkpointing") is not False)
     if run.cogumi.method == "dpo":
         passes += arithmetic.forward(context)
-    seconds = tokens_of_a_step(run, work, found) * passes / (REACHED * card.peak)
+    tokens = tokens_of_a_step(run, work, found) / run.cogumi.process_count
+    seconds = tokens * passes / (REACHED * card.peak)
     if work.rollout:
         documents = work.rows * work.micro_batches
         weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize

@@ -214,12 +214,12 @@ def forecast_engine(
 
 
 def rollout_rows(run: RunConfig) -> int:
-    """Completions of a rollout, which TRL gives vLLM as `max_num_seqs`."""
+    """Completions of a rollout, of which each of several processes has a part, and which TRL gives vLLM as `max_num_seqs`."""
     if gspo.is_planned(run):
         _, documents, mini_batches, _ = gspo.step_sizes(run)
         return documents * mini_batches
     if given := run.train.get("generation_batch_size"):
-        return int(given)
+        return int(given) // run.cogumi.process_count
     steps = run.train.get("steps_per_generation")
     if steps is None:
         steps = gspo.setting(run, "gradient_accumulation_steps")

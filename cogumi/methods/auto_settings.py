@@ -256,6 +256,8 @@ def load_of(run: RunConfig, base: str) -> Load:
             model.to(resolve_dtype(run.model.dtype)), config, run.model.quantization_config
         )
         weights = count_meta_bytes(placed) + ADAPTER_BYTES * trained
+    if run.cogumi.sharding == "fsdp2":  # what a card gathers for a while is the preflight's to count
+        weights, trained = (-(-size // run.cogumi.process_count) for size in (weights, trained))
     at_once = (run.train.get("per_device_train_batch_size") or BATCH) * (2 if dpo else 1)
     shape = ModelShape.of(config)
     return Load(shape, weights, trained, element, at_once, longest_sequence(run), *supported_attention(model))

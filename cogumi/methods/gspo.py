@@ -99,7 +99,7 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
     refuse_small_group(group)
     documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     rollout = run.train.get("generation_batch_size") or STEPS_PER_ROLLOUT * documents
-    processes = run.cogumi.processes if isinstance(run.cogumi.processes, int) else 1
+    processes = run.cogumi.process_count
     if rollout % documents:
         what = f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents"
         raise UsageError(what, fix=f"set {nearest_multiples(rollout, documents)}")
