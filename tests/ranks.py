@@ -93,8 +93,12 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def trl_trainer(method: str, model: Path, output_dir: Path, **options: Any) -> Any:
-    """TRL's trainer of a method, with an adapter. Its completions, for gspo, depend on the prompt alone."""
+def trl_trainer(
+    method: str, model: Path, output_dir: Path, whole: bool = False, tokens: int = 0, **options: Any
+) -> Any:
+    """TRL's trainer of a method, with an adapter. Its completions, for gspo, depend on the prompt alone.
+
+    For sft: whole, every weight is trained; tokens, of each row, where all are as long."""
     import cogumi
 
     cogumi.patch(accept=["wide-clip"])
@@ -109,7 +113,7 @@ def trl_trainer(method: str, model: Path, output_dir: Path, **options: Any) -> A
 
     torch.manual_seed(1)
     texts = [text[:90] for text in pl.read_parquet(sample_path())["source"].head(64)]
-    rows: dict[str, list[str]] = {"prompt": [text[:20] for text in texts]}
+    rows: dict[str, list[Any]] = {"prompt": [text[:20] for text in texts]}
     settings = SHARED | {"output_dir": str(output_dir)} | options
     given: dict[str, Any] = {
         "model": AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
@@ -118,6 +122,9 @@ def trl_trainer(method: str, model: Path, output_dir: Path, **options: Any) -> A
     }
     if method == "sft":
         rows = {"text": [text[: 40 + i % 50] for i, text in enumerate(texts)]}
+        if tokens:
+            rows = {"input_ids": [[5] * tokens] * len(texts), "completion_mask": [[1] * tokens] * len(texts)}
+        given["peft_config"] = None if whole else given["peft_config"]
         return trl.SFTTrainer(args=trl.SFTConfig(**settings), train_dataset=Dataset.from_dict(rows), **given)
     if method == "dpo":
         rows |= {"chosen": [text[20:50] for text in texts], "rejected": [text[50:80][::-1] for text in texts]}
@@ -153,6 +160,7 @@ def train_rank(
     sharded: bool = False,
     zero3: bool = False,
     counted: bool = False,
+    measured: bool = False,
     on_full: str = "continue",
     mirror: str | None = None,
     dropout: float = 0.1,
@@ -165,7 +173,8 @@ def train_rank(
 ) -> None:
     """Train the tiny model of the checkpoints' tests, or `model` by TRL's trainer of `method`; write down losses and weights.
 
-    counted: what this process holds is written down (`held_bytes`). fails_at: the step after which every rank raises.
+    counted: what this process holds is written down (`held_bytes`). measured: so is the peak of its second step.
+    fails_at: the step after which every rank raises.
     cannot_save: the rank whose random states cannot be written. evaluates: the held-out loss before the training.
     signalled_at: (step, rank, signal) after which that rank has the signal. resume: from that checkpoint, with nothing that
     protects. options: of the arguments.
@@ -200,6 +209,8 @@ def train_rank(
         options["deepspeed"] = ZERO3
     callbacks: list[Any] = [StopAfter(fails_at)] if fails_at else []
     callbacks += [Signalled()] if signalled_at else []
+    peak = PeakOfStep()
+    callbacks += [peak] if measured else []
     if method:
         trainer, seen = trl_trainer(method, Path(model), directory / "run", **options), Losses()
         for each in (seen, *callbacks):
@@ -221,11 +232,38 @@ def train_rank(
         if zero3:
             assert all(each.numel() < each.ds_numel for each in trainer.model.parameters())
         if counted:
-            (directory / f"held-{rank}.json").write_text(json.dumps(held_bytes(trainer, sharded)))
+            (directory / f"held-{rank}.json").write_text(json.dumps(held_bytes(trainer, sharded) | {"step": peak.most}))
     finally:
         (directory / f"losses-{rank}.json").write_text(json.dumps(seen.seen))
     trained = {name: whole(weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     save_file(trained, directory / f"weights-{rank}.safetensors")
+
+
+class PeakOfStep:
+    """Most bytes that PyTorch's allocator held in the second step, beyond those before it."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_"):  # the other events of a training
+            return lambda *_, **__: None
+        raise AttributeError(name)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            from torch.profiler import ProfilerActivity, profile
+
+            self.seen = profile(activities=[ProfilerActivity.CPU], profile_memory=True).__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.seen.__exit__(None, None, None)
+            events = self.seen.profiler.kineto_results.events()
+            held = 0
+            for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+                held += event.nbytes()
+                self.most = max(self.most, held)
 
 
 def held_bytes(trainer: Any, sharded: bool) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from ranks import LORA, finish, said, start_ranks
 from test_checkpoints_protect import SIZES
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from test_memory import config_of, llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
@@ -22,9 +23,10 @@ from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.process_plan import choose_way, describe_processes, plan_processes
 from cogumi.forecast.run_forecast import forecast_run
 from cogumi.forecast.shared_model import SharedModel, computed_in, groups_of, share_model
-from cogumi.forecast.training_step import StepShape
+from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
 from cogumi.methods.building import trl_arguments
 from cogumi.methods.step_split import split_step
+from cogumi.rl.patching import patch
 from cogumi.stack.gpus import CARDS, parse_card
 from cogumi.training.parallel import read_accelerate
 
@@ -234,9 +236,10 @@ def adapted(model: Any) -> Any:
 
 
 def held(tmp_path: Path, **how: Any) -> list[dict[str, Any]]:
-    assert finish(start_ranks(2, tmp_path, protected=False, counted=True, max_steps=1, **how), tmp_path) == [0, 0], (
-        said(tmp_path, 0)
-    )
+    assert finish(start_ranks(2, tmp_path, protected=False, counted=True, **{"max_steps": 1} | how), tmp_path) == [
+        0,
+        0,
+    ], said(tmp_path, 0)
     return [json.loads((tmp_path / f"held-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -274,3 +277,26 @@ def test_two_processes_under_ddp_hold_everything_and_buckets(tiny_model: Path, t
     for each in found:
         assert (each["frozen"], each["trained"], each["optimizer"]) == (plan.weights, plan.trained, 2 * plan.trained)
         assert (each["buckets"], each["as_view"]) == (plan.trained, False)
+
+
+@pytest.mark.slow("a forecast, and a training in two processes under PyTorch's profiler")
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_the_peak_of_a_process_under_fsdp2_is_what_is_allocated(tuning: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Six layers, recomputed, two micro-batches a step. On a CPU torch gathers as on a card, one group after the other."""
+    patch(graph_break="off")
+    base, shape = tmp_path / "base", llama(6)
+    LlamaForCausalLM(shape).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(base)
+    step = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    step |= {"optim": "adamw_torch"}
+    run = config_of("sft", cogumi__tuning=tuning, **{f"train__{key}": value for key, value in step.items()})
+    if tuning == "lora":
+        run.lora = dict(LORA)
+    trainer = planned_trainer(run, shape, torch.float32, "sdpa")
+    plan = share_model([trainer.model], 2, None)
+    alone = run_step(trainer, StepShape("sft", 4, 128, padded=False, micro_batches=2), None, on_card=False)
+    planned = max(moment.total for moment in plan.moments("fsdp2", alone, accumulating=True))
+    step |= {"max_steps": 2, "method": "sft", "model": str(base), "whole": tuning == "full", "tokens": 128}
+    (found, _) = held(tmp_path, sharded=True, measured=True, **step)
+    real = found["frozen"] + found["trained"] + found["optimizer"] + found["step"]
+    assert planned == pytest.approx(real, rel=0.1)

@@ -368,7 +368,8 @@ def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
         unjudged = "".join(f", nor what {key} allows" for key in budgets)
         said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
         return Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")
-    said += f": {format_duration(pace.seconds)} of training"
+    cards = f" on {run.cogumi.process_count} cards" if run.cogumi.process_count > 1 else ""
+    said += f": {format_duration(pace.seconds)} of training{cards}"
     if price is not None:
         cost = pace.seconds / 3600 * price
         said += f", {f'${cost:,.2f}' if cost >= 0.01 else 'less than a cent'} at ${price:g} an hour"
