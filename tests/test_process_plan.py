@@ -299,4 +299,4 @@ def test_the_peak_of_a_process_under_fsdp2_is_what_is_allocated(tuning: str, tin
     step |= {"max_steps": 2, "method": "sft", "model": str(base), "whole": tuning == "full", "tokens": 128}
     (found, _) = held(tmp_path, sharded=True, measured=True, **step)
     real = found["frozen"] + found["trained"] + found["optimizer"] + found["step"]
-    assert planned == pytest.approx(real, rel=0.1)
+    assert 0.97 < planned / real < 1.1

@@ -91,8 +91,8 @@ class MemoryForecast:
     """A step on a target, in bytes. moments: the peak of each stage. workspace: of cuBLAS, 0 without a card.
 
     vllm: what its engine takes beside the step. rows, length: the largest with which alone a step fits that does not as it is;
-    length is that of completions, for gspo. None where none does. Of a run on several cards, `moments` are those of each card;
-    alone: those of a process that shares nothing, by `cogumi.sharding`; shared: how the cards share the model.
+    length is that of completions, for gspo. None where none does. Of a run on several cards, `moments` are those of each.
+    alone: those of a process that shares nothing, by `cogumi.sharding`. shared: how the cards share the model.
     """
 
     moments: tuple[StagePeak, ...]

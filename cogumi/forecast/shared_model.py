@@ -34,10 +34,10 @@ KEPT = (WEIGHTS, ADAPTER, OPTIMIZER, GRADIENTS)
 class SharedModel:
     """A model that `count` cards train, in bytes.
 
-    weights: what FSDP2 shares out of the weights. trained: the gradients, in the dtype of what is trained. As they are
-    gathered: passes, all groups once; again, those that are gathered for the backward pass too; staying, those that stay
-    between the two; largest, the largest that does not. reduced: the gradients as they are sent; group_reduced: of the
-    group with most of them.
+    weights: what FSDP2 shares out of the weights. trained: the gradients, in the dtype of what is trained. passes: all
+    groups, as they are gathered for a forward pass. again: those that are gathered for the backward pass too. staying:
+    those that stay between the two. largest: of the groups that do not stay. reduced: the gradients as they are sent.
+    group_reduced: of the group with most of them.
     """
 
     count: int

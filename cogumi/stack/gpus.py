@@ -7,8 +7,8 @@ is what nvidia-smi calls the total, in MiB, of which the driver and the CUDA con
 
 The link is half of what the sheets print, which is the sum of both ways. NVLink: B200 1,800 GB/s, H100 SXM and H200
 900, A100 SXM 600, A800 400. The rest are taken to be connected by PCIe x16: generation 5 has 128 GB/s, generation 4
-has 64, and generation 3 has 32. H200 NVL, H100 NVL, A40, A30 and RTX A6000 have bridges between two or four of them,
-and a box of eight is as slow as PCIe. Torch's name does not always tell SXM from PCIe: for A100 40GB and A800 the link
+has 64, and generation 3 has 32. H200 NVL, H100 NVL, A40, A30 and RTX A6000 have bridges between two or four of them.
+A box of eight is as slow as PCIe. Torch's name does not always tell SXM from PCIe: for A100 40GB and A800 the link
 is SXM's, for V100 it is PCIe's. None of these was measured here.
 
 Where torch sees several GPUs, transformers' Trainer would spread a batch over all of them (`nn.DataParallel`). That is
