@@ -19,6 +19,7 @@ from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import Target, find_target
 from cogumi.forecast.run_forecast import forecast_in_worker, forecast_lines, forecast_run
 from cogumi.methods.examples import prepare_examples
+from cogumi.methods.step_split import split_step
 from cogumi.models.loading import load_tokenizer
 from cogumi.training import stages
 
@@ -125,6 +126,21 @@ def test_another_process_says_the_same(asked: Asked, forked: None) -> None:
     assert there[1] == here[1]
     assert [line.stage for line in there[0]] == [line.stage for line in here[0]] == ["memory", "time", "disk"]
     assert there[0][0] == here[0][0]
+
+
+def test_the_first_of_several_processes_forecasts_alone(
+    asked: Asked, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that forecasts joins no training: it took the port of the one that it was made for."""
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (launched | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}).items():
+        monkeypatch.setenv(name, value)
+    run, *rest, target = asked
+    run.cogumi.sharding = "fsdp2"
+    (memory, processes, *_), figures = forecast_in_worker(split_step(run, 2), *rest, target)
+    assert (memory.stage, processes.stage) == ("memory", "processes")
+    assert figures["processes"]["count"] == 2
+    assert figures["memory"]["free"] == target.free // 2  # the main memory of this machine is that of both
 
 
 def test_what_another_process_refuses_is_refused_here(asked: Asked, forked: None) -> None:

@@ -155,7 +155,7 @@ def test_an_8b_on_eight_cards(shapes: Path, tmp_path: Path) -> None:
         assert report.fits, str(report)
         found = line(report, "processes")
         assert found.figure.startswith(
-            "8 cards share each step, each 8 x 4096 tokens x 2 accumulated; of each card's 78.4 GiB"
+            "8 processes share each step, each 8 x 4096 tokens x 2 accumulated; of each one's 78.4 GiB"
         )
         assert found.fix == (
             "" if way == "none" else "set cogumi.sharding: none; each card has room for the whole, and less is sent"

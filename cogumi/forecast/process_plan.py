@@ -43,9 +43,9 @@ def describe_processes(run: RunConfig, memory: MemoryForecast, target: Target, f
     """Red where the run's own way does not fit, yellow where the other is to be taken. fix: where neither fits."""
     plan, work = plan_processes(run, memory, target), memory.work
     own, best, peaks = plan["sharding"], plan["take"], plan["peaks"]
-    said = f"{plan['count']} cards share each step, each {work.rows} x {work.length} tokens"
+    said = f"{plan['count']} processes share each step, each {work.rows} x {work.length} tokens"
     said += f" x {work.micro_batches} accumulated; " if work.micro_batches > 1 else "; "
-    said += "of each card's " + format_memory(memory.free)
+    said += "of each one's " + format_memory(memory.free)
     takes = (
         f" {name} takes {format_memory(peaks[way])} and sends {describe_sent(plan, way)}" for way, name in WAYS.items()
     )
@@ -59,7 +59,11 @@ def describe_processes(run: RunConfig, memory: MemoryForecast, target: Target, f
 
 def describe_sent(plan: dict[str, Any], way: str) -> str:
     seconds, said = plan["seconds"][way], format_bytes(plan["sent"][way])
-    return said if seconds is None else f"{said} ({seconds:.2g} s)"
+    if seconds is None:
+        return said
+    return (
+        f"{said} ({seconds:.1f} s)" if seconds >= 1 else f"{said} ({1000 * seconds:.{0 if seconds >= 0.01 else 2}f} ms)"
+    )
 
 
 def describe_way(way: str) -> str:

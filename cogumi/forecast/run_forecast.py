@@ -47,7 +47,7 @@ from cogumi.models.unsloth_models import FAMILIES, choose_backend
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import engine_bytes
 from cogumi.rl.patching import patch
-from cogumi.stack.gpus import count_processes, refuse_missing_gpus
+from cogumi.stack.gpus import count_processes, refuse_missing_gpus, without_launcher
 from cogumi.stack.lanes import check_lane
 from cogumi.telemetry.throughput import flops_of
 
@@ -152,9 +152,10 @@ def forecast_in_worker(*asked: Any) -> ForecastLines:
     """`forecast_lines` in another process, which sees no GPU and leaves nothing behind in this one.
 
     Libraries cache tensors, which would be fake ones, and accelerate keeps settings for the whole process. Beside a GPU
-    the trainer would be unsloth's. Raises RuntimeError for a process that broke or took too long.
+    the trainer would be unsloth's. In a training of several processes it would wait for the others. Raises RuntimeError
+    for a process that broke or took too long.
     """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment = without_launcher(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     found: ForecastLines = worker.call("the forecast", forecast_lines, *asked, environment=environment, timeout=LIMIT)
     return found
 
@@ -368,8 +369,8 @@ def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
         unjudged = "".join(f", nor what {key} allows" for key in budgets)
         said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
         return Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")
-    cards = f" on {run.cogumi.process_count} cards" if run.cogumi.process_count > 1 else ""
-    said += f": {format_duration(pace.seconds)} of training{cards}"
+    several = f" in {run.cogumi.process_count} processes" if run.cogumi.process_count > 1 else ""
+    said += f": {format_duration(pace.seconds)} of training{several}"
     if price is not None:
         cost = pace.seconds / 3600 * price
         said += f", {f'${cost:,.2f}' if cost >= 0.01 else 'less than a cent'} at ${price:g} an hour"

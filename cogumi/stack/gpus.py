@@ -181,6 +181,17 @@ def count_launched(environment: Mapping[str, str]) -> int:
     return int(count) if count.isdigit() and environment.get("LOCAL_RANK", "-1") != "-1" else 0
 
 
+# What torchrun, accelerate's launcher and cogumi's set for each process of a training.
+OF_LAUNCHERS = re.compile(
+    r"(RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|(ACCELERATE|FSDP|TORCHELASTIC)_\w+)"
+)
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a process that belongs to no training of several."""
+    return {name: value for name, value in environment.items() if not OF_LAUNCHERS.fullmatch(name)}
+
+
 def count_processes(wanted: int | str, environment: Mapping[str, str]) -> int:
     """How many processes a run of `cogumi.processes: wanted` has. all: those of the launcher, or else one for each GPU."""
     if wanted != "all":
