@@ -68,8 +68,8 @@ class Ladder:
                 f"{rung.tokens_per_second / first.tokens_per_second:.2f}",
                 "" if rung.efficiency is None else f"{rung.efficiency:.0%}",
                 f"{rung.seconds:.3g}",
-                f"{rung.hours:.2f}",
-                "-" if rung.cost is None else f"{rung.cost:.2f}",
+                f"{rung.hours:.3g}",
+                "-" if rung.cost is None else f"{rung.cost:.3g}",
                 f"{rung.apart:.0e}",
                 rung.safe,
             )

@@ -5,11 +5,11 @@ these; dense are those of A100, A800, A40, A30, A10, L40S and L40. GeForce is fr
 ("FP16 Tensor TFLOPS with FP32 Accumulate", dense). T4 and V100 have no bf16. Bandwidth is from the same sheets. Memory
 is what nvidia-smi calls the total, in MiB, of which the driver and the CUDA context keep some.
 
-The link is half of what the sheets print, which is the sum of both ways. NVLink: B200 1,800 GB/s, H100 SXM and H200
-900, A100 SXM 600, A800 400. The rest are taken to be connected by PCIe x16: generation 5 has 128 GB/s, generation 4
-has 64, and generation 3 has 32. H200 NVL, H100 NVL, A40, A30 and RTX A6000 have bridges between two or four of them.
-A box of eight is as slow as PCIe. Torch's name does not always tell SXM from PCIe: for A100 40GB and A800 the link
-is SXM's, for V100 it is PCIe's. None of these was measured here.
+The link is half of the published figure, which is the sum of both ways. It was read where NVIDIA's sheets are quoted.
+NVLink: B200 1,800 GB/s, H100 SXM and H200 900, A100 SXM 600, A800 400. The rest are taken to be connected by PCIe x16:
+generation 5 has 128 GB/s, generation 4 has 64, and generation 3 has 32. H200 NVL, H100 NVL, A40, A30 and RTX A6000 have
+bridges between two or four of them. A box of eight is as slow as PCIe. Torch's name does not always tell SXM from PCIe:
+for A100 40GB and A800 the link is SXM's, for V100 it is PCIe's. None of these was measured here.
 
 Where torch sees several GPUs, transformers' Trainer would spread a batch over all of them (`nn.DataParallel`). That is
 another batch than the one that was asked for.
