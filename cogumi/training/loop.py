@@ -199,8 +199,12 @@ def fit(
         recorder.record_rollouts(trainer, telemetry)
     measure_loss = examples.held_out is not None and not rl
     if measure_loss:
+        rows = len(trainer.eval_dataset)
+        shared = rows - rows % ranks.count or rows
+        if shared < rows:
+            trainer.eval_dataset = trainer.eval_dataset.select(range(shared))
         trainer.args.per_device_eval_batch_size = even_batch(
-            len(trainer.eval_dataset), trainer.args.per_device_eval_batch_size, ranks.count
+            shared, trainer.args.per_device_eval_batch_size, ranks.count
         )
         trainer.evaluate = recorder.preserve_rng_and_mode(trainer.model)(trainer.evaluate)
     on_the_way = measure_loss and run.train.get("eval_strategy") is None
@@ -255,8 +259,8 @@ def fit(
 
 
 def even_batch(rows: int, batch: int, count: int) -> int:
-    """The largest batch, at most `batch`, in which `count` processes have all rows once. Where there is none, accelerate fills
-    the last batches up with the first rows."""
+    """The largest batch, at most `batch`, in which `count` processes have all rows once. Where there is none, which are fewer
+    rows than processes, accelerate fills the last batches up with the first rows."""
     return next((size for size in range(batch, 0, -1) if rows % (size * count) == 0), batch) if count > 1 else batch
 
 
