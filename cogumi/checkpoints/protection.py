@@ -19,7 +19,7 @@ from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_ru
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
 from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts, told_as_errors
-from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, inspect
+from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, SHARDED_WEIGHTS, inspect
 from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.output import survive_closed_terminal
@@ -198,6 +198,8 @@ class Protection:
             fix = "wait for it, or set another output_dir"
             raise UsageError("another training is writing there", place=output_dir, fix=fix)
         point = self.resume_point(wanted)
+        if point is not None:
+            refuse_other_sharding(point, self.trainer.is_fsdp_enabled)
         for path in remove_trash(output_dir):
             log.info("removed %s, left by an interrupted removal", path.name)
         self.set_later_aside(point)
@@ -301,6 +303,16 @@ class Protection:
         """In place of `trainer._load_best_model`: the best may be the one under way."""
         self.ranks.decide(self.saver.settle)
         self.original[LOAD_BEST_MODEL]()
+
+
+def refuse_other_sharding(checkpoint: Path, sharded: bool) -> None:
+    """Raise UsageError for a checkpoint of FSDP2's shards in a training without them, and the other way round."""
+    if (checkpoint / SHARDED_WEIGHTS).exists() != sharded:
+        what = (
+            "is whole, and this training is sharded" if sharded else "is of FSDP2's shards, and this training has none"
+        )
+        fix = f"train {'without' if sharded else 'with'} FSDP2 again, or set another output_dir"
+        raise UsageError(f"this checkpoint {what}", place=checkpoint, fix=fix)
 
 
 def count_ranks(checkpoint: Path) -> int | None:

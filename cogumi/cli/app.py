@@ -78,12 +78,8 @@ def ladder(
     as_json: AsJson = False,
 ) -> None:
     """The first steps of a run with 1, 2, 8 processes: speed, cost, losses side by side. Stops where more cards do not pay."""
-    from cogumi.core.run_directory import create_run_dir
-
     words, counts = parse_overrides(overrides), parse_processes(processes)
     directory = out or Path("runs") / f"ladder-{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    runs.refuse_mistakes(config, words)
-    create_run_dir(directory)
     with survive_closed_terminal(), failures_in_one_line(RunFailed):
         found = climb(config, counts, directory, words, steps, price, lambda said: print_text(said, to_error=True))
     if as_json:

@@ -144,6 +144,12 @@ def on_or_off(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+def number_or_all(value: Any) -> Any:
+    if value != "all" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError("a whole number above 0, or all")
+    return value
+
+
 class Thresholds(Section):
     """The limits of flags that a run may move. The others are constants beside their rules, in cogumi/health."""
 
@@ -169,7 +175,7 @@ class CogumiSection(Section):
     backend: Literal["auto", "unsloth", "trl"] = "auto"
     """Whose model and trainer: unsloth's, or transformers' and TRL's. auto: unsloth where it is installed, with a GPU, for the
     families that it has kernels for."""
-    processes: Annotated[int, Field(gt=0)] | Literal["all"] = 1
+    processes: Annotated[int | Literal["all"], BeforeValidator(number_or_all)] = 1
     """How many GPUs of this machine train, each with a process; all: those that are there. A step keeps its examples."""
     sharding: Literal["none", "fsdp2"] = "none"
     """With several processes. none: each has the whole model (DDP). fsdp2: each has a share of it (FSDP2)."""
@@ -296,6 +302,9 @@ def read_config(
         refuse_two_sources(values["data"], origins)
     run = validate_sections(values, origins)
     refuse_ignored(run, origins)
+    if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
+        what = f"{run.cogumi.sharding} shares the model among several processes, and there is one"
+        raise origins.error(f"cogumi.sharding: {what}", "cogumi.sharding", "set cogumi.processes as well, or drop it")
     if "output_dir" in run.train:
         raise origins.error("train.output_dir is the run's own", "train.output_dir", "set cogumi.run_dir")
     for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):

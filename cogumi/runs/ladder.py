@@ -9,12 +9,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl, write_json
 from cogumi.runs import refuse_mistakes
 from cogumi.runs.rank_launcher import train_in_processes
+
+if TYPE_CHECKING:
+    from cogumi.config.schema import RunConfig
 
 STEPS = 20  # of each number of processes
 WARM_UP = 3  # of them, whose speed is left out
@@ -68,8 +71,8 @@ class Ladder:
                 f"{rung.tokens_per_second / first.tokens_per_second:.2f}",
                 "" if rung.efficiency is None else f"{rung.efficiency:.0%}",
                 f"{rung.seconds:.3g}",
-                f"{rung.hours:.3g}",
-                "-" if rung.cost is None else f"{rung.cost:.3g}",
+                f"{rung.hours:.2g}",
+                "-" if rung.cost is None else f"{rung.cost:.2g}",
                 f"{rung.apart:.0e}",
                 rung.safe,
             )
@@ -100,6 +103,12 @@ def climb(
     if not processes or list(processes) != sorted(set(processes)) or min(processes) < 1:
         said = ",".join(map(str, processes))
         raise UsageError(f"{said} is no ladder", key="--processes", fix="name rising numbers, as in 1,2,8")
+    asked = refuse_mistakes(config, dict(overrides))
+    for count in processes:
+        refuse_uneven(asked, count)
+    if directory.exists():
+        raise UsageError(f"{directory} is there already", key="--out", fix="name a new directory")
+    directory.mkdir(parents=True)
     rungs: list[Rung] = []
     losses: dict[int, float] = {}
     stopped = ""
@@ -107,8 +116,8 @@ def climb(
         run_dir = directory / f"processes-{count}"
         own = dict(overrides) | OVERRIDES
         own |= {"cogumi.processes": count, "cogumi.run_dir": str(run_dir), "cogumi.sanity": steps}
+        own |= {"cogumi.sharding": asked.cogumi.sharding if count > 1 else "none"}
         tell(f"{count} process{'es' if count > 1 else ''}: {steps} steps, in {run_dir}")
-        refuse_mistakes(config, own)
         train_in_processes(config, own, run_dir, count, quiet=True)
         rung, own_losses = read_rung(run_dir, count, price)
         losses = losses or own_losses
@@ -128,6 +137,18 @@ def climb(
     found = Ladder(tuple(rungs), stopped, directory)
     write_json(directory / "ladder.json", found.as_dict())
     return found
+
+
+def refuse_uneven(run: "RunConfig", count: int) -> None:
+    """Raise UsageError where a step cannot be shared by so many processes, before one of them has begun."""
+    train, options = run.train, run.cogumi
+    batch, accumulated = train.get("per_device_train_batch_size") or 8, train.get("gradient_accumulation_steps") or 1
+    group = train.get("num_generations") or 8  # these are TRL's defaults
+    step = options.docs_per_step or (options.prompts_per_step or 0) * group or batch * accumulated
+    if step % count:
+        near = " or ".join(str(each) for each in (step // count * count, (step // count + 1) * count) if each)
+        what = f"a step of {step} examples cannot be shared by {count} processes"
+        raise UsageError(what, key="--processes", fix=f"leave {count} out, or let a step have {near}")
 
 
 def reason_to_stop(rung: Rung, rungs: Sequence[Rung]) -> str:

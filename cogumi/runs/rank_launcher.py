@@ -151,7 +151,9 @@ def tell_death(ranks: list[Rank], rank: int, place: Path, run_dir: Path) -> str:
             shutil.copyfile(output, kept)
             died += f"; its output is {kept}"
         write_json(status, {"state": "failed", "time": time.time(), **this_process(), "reason": died})
-    return f"{died}; the others were ended. The same command resumes from the last good checkpoint"
+    saved = any(run_dir.glob("checkpoints/checkpoint-*"))
+    then = "The same command resumes from the last good checkpoint" if saved else "Nothing was saved yet"
+    return f"{died}; the others were ended. {then}"
 
 
 def main() -> None:
@@ -160,6 +162,8 @@ def main() -> None:
     logging.getLogger("cogumi").setLevel(logging.INFO)
     config, overrides = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    from torch import distributed
+
     from cogumi.runs import train
 
     leads = os.environ.get("RANK", "0") == "0"
@@ -174,6 +178,8 @@ def main() -> None:
             error.add_note(traceback.format_exc())
     if leads:
         Path(sys.argv[1]).write_bytes(dump_outcome(result, error))
+    if status in (0, 2) and distributed.is_initialized():  # else torch's threads abort the process at its end
+        distributed.destroy_process_group()
     sys.exit(status)
 
 

@@ -59,6 +59,9 @@ def set_accelerate(run: RunConfig, environment: Mapping[str, str]) -> dict[str, 
         what = "a run does not train by DeepSpeed, whose checkpoints are not verified"
         raise UsageError(what, key="train.deepspeed", fix="share the model out by cogumi.sharding: fsdp2")
     if processes_here() == 1:
+        if run.cogumi.sharding != "none":
+            what = f"{run.cogumi.sharding} shares the model among several processes, and there is one GPU"
+            raise UsageError(what, key="cogumi.sharding", fix="drop it")
         return {}
     given = "fsdp2" if environment.get("ACCELERATE_USE_FSDP") == "true" else "none"
     if given != run.cogumi.sharding and given != "none":
@@ -68,7 +71,9 @@ def set_accelerate(run: RunConfig, environment: Mapping[str, str]) -> dict[str, 
     wanted = read_accelerate(run.cogumi.sharding) if shared else {}
     if shared and on_cpu:
         shard_without_gpu()
-    return {name: value for name, value in wanted.items() if name not in environment} | (ON_CPU if on_cpu else {})
+    found = {name: value for name, value in wanted.items() if name not in environment}
+    # A launcher's config does not change the arithmetic of a run: TRL's arguments set it where the run has bf16.
+    return found | {"ACCELERATE_MIXED_PRECISION": "no"} | (ON_CPU if on_cpu else {})
 
 
 class Others:

@@ -41,7 +41,7 @@ from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import measure_run
 from cogumi.telemetry.recorder import record_run, set_status, write_samples
 from cogumi.telemetry.status import SANITY_CHECKED
-from cogumi.telemetry.throughput import Meter
+from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import stages
 from cogumi.training.loop import fit, forget_requests
@@ -196,6 +196,10 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
         if original is not None:
             prove_original(base, run.model.revision, original)
         enter("load")
+        if ranks.count > 1:
+            # A weight without a gradient in a step is an expert that no token came to. To look for one costs time.
+            mixture = any(getattr(of_base, key, None) for key in EXPERTS)
+            chosen.train.setdefault("ddp_find_unused_parameters", mixture)
         others.begin(chosen, base, run_dir)
         try:
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)

@@ -71,7 +71,7 @@ UNFINISHED = (*AT_WORK, *BROKEN_OFF, *RESUME_HINTS)
 COGUMI = "run_dir resume merge compile preflight mirror sanity on_red on_full on_hung price_per_hour max_hours max_cost"
 TRAIN = "save_steps save_strategy save_total_limit report_to run_name"
 MUTABLE_KEYS = {
-    *(f"cogumi.{key}" for key in (*COGUMI.split(), "samples_every", "processes", "sharding")),
+    *(f"cogumi.{key}" for key in (*COGUMI.split(), "samples_every", "processes")),
     *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
     *(f"train.{key}" for key in TRAIN.split()),
 }
@@ -119,7 +119,7 @@ def describe_differences(run: RunConfig) -> str:
     """What of the run in the directory is not as it was asked for, in words; "" where only MUTABLE_KEYS is."""
     before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
     there, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
-    there.setdefault("cogumi.backend", "auto")  # of runs that are older than the key
+    there = {"cogumi.backend": "auto", "cogumi.sharding": "none"} | there  # of runs that are older than these keys
     return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
 
 
