@@ -61,6 +61,13 @@ NOT_RUN = {
     ".venv/bin/cogumi wait runs/NAME; vastai stop instance $CONTAINER_ID": BOX,
     'cogumi preflight configs/llama-3.1-8b-sft.yaml --card "h100 sxm"': HUB,
 }
+NOT_RUN |= {
+    "cogumi ladder my.yaml --processes 1,2,8 --price 2.50": "two steps prove nothing; tests/test_training_processes.py runs it",
+    "accelerate launch --config_file fsdp2.yaml --num_processes 8 train.py": BOX,
+    "srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 8 sh -c 'torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
+    '--rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):29500" -m cogumi train my.yaml '
+    "cogumi.processes=all cogumi.run_dir=/shared/runs/my'": BOX,
+}
 # Typed with one page only, of those that say it: one that is slow.
 WITH = {"cogumi doctor": "docs/doctor.md"}
 
@@ -75,6 +82,7 @@ BEFORE = {
     "docs/merging.md": [MINE],
     "docs/preflight.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml"],
     "docs/reliability.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml", MINE],
+    "docs/scale.md": ["rm -f my.yaml; cogumi cp smoke/sft my.yaml"],
 }
 TRAINER = """
 import torch, cogumi
@@ -112,6 +120,7 @@ LONGER = {
         "COGUMI_TRAIN__MAX_STEPS": "6"
     },
     "cogumi start configs/smoke/llama-3.1-8b-dpo.yaml": {"COGUMI_TRAIN__MAX_STEPS": "6"},
+    "cogumi train my.yaml cogumi.processes": {"COGUMI_TRAIN__MAX_STEPS": "12"},
 }
 SECONDS = 300  # for one command, on a machine that others use as well
 # These pages are what people paste first.
