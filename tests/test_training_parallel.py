@@ -6,8 +6,9 @@ import pytest
 
 from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig
 from cogumi.core.errors import UsageError
+from cogumi.methods.step_split import describe_split, split_step
 from cogumi.training.loop import even_batch
-from cogumi.training.parallel import ACCELERATE, describe_split, read_accelerate, split_step
+from cogumi.training.parallel import ACCELERATE, read_accelerate
 
 
 def a_run(**train: Any) -> RunConfig:

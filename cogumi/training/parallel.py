@@ -105,13 +105,16 @@ class Others:
         return result
 
 
-def collect_trained(model: Any) -> dict[str, torch.Tensor]:
-    """The whole of each trained weight of a sharded model, in main memory. All processes call it; each has the result."""
-    return {
-        name: whole_tensor(weight.detach()).cpu().contiguous()
-        for name, weight in model.named_parameters()
-        if weight.requires_grad
-    }
+def collect_trained(model: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The whole of each trained weight of a sharded model, in main memory. All processes call it, and the first has the result:
+    the others hold one weight at a time."""
+    found = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            whole = whole_tensor(weight.detach())
+            if ranks.leads:
+                found[name] = whole.cpu().contiguous()
+    return found
 
 
 def follow(ranks: Ranks) -> Any:
@@ -134,6 +137,6 @@ def follow(ranks: Ranks) -> Any:
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
             fit(chosen, trainer, tokenizer, examples, heart, ranks)
             if trainer.is_fsdp_enabled:
-                collect_trained(trainer.model)
+                collect_trained(trainer.model, ranks)
             del trainer
         return ranks.hear()

@@ -216,7 +216,7 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
         model = trainer.model
         if shared:
             enter("save")
-            model = building.rebuild_model(chosen, base, collect_trained(trainer.model))
+            model = building.rebuild_model(chosen, base, collect_trained(trainer.model, ranks))
         others.wait()
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora":
