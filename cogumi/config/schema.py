@@ -180,11 +180,6 @@ class CogumiSection(Section):
     sharding: Literal["none", "fsdp2"] = "none"
     """With several processes. none: each has the whole model (DDP). fsdp2: each has a share of it (FSDP2)."""
 
-    @property
-    def process_count(self) -> int:
-        """`processes` as a number; 1 for `all`, which is resolved before a step is split."""
-        return self.processes if isinstance(self.processes, int) else 1
-
     run_dir: Path | None = None
     """Where the run is written; `runs/<name of the YAML>` by default."""
     rewards: list[str | dict[str, Any]] = ["edit_similarity"]
@@ -251,6 +246,11 @@ class CogumiSection(Section):
     it is found by the name of the quantized one."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
+
+    @property
+    def process_count(self) -> int:
+        """`processes` as a number; 1 for `all`, which is resolved before a step is split."""
+        return self.processes if isinstance(self.processes, int) else 1
 
 
 class RunConfig(Section):

@@ -5,6 +5,7 @@ is to be had beside the same training of another.
 """
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl, write_json
 from cogumi.runs import refuse_mistakes
 from cogumi.runs.rank_launcher import train_in_processes
+from cogumi.stack.gpus import refuse_missing_gpus
 
 if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig
@@ -52,11 +54,10 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The rungs that were tried, why the next ones were not, and the directory with their runs."""
+    """The rungs that were tried, and why the next ones were not."""
 
     rungs: tuple[Rung, ...]
     stopped: str
-    directory: Path
 
     def as_dict(self) -> dict[str, Any]:
         return {"stopped": self.stopped, "rungs": [asdict(rung) for rung in self.rungs]}
@@ -103,7 +104,8 @@ def climb(
     if not processes or list(processes) != sorted(set(processes)) or min(processes) < 1:
         said = ",".join(map(str, processes))
         raise UsageError(f"{said} is no ladder", key="--processes", fix="name rising numbers, as in 1,2,8")
-    asked = refuse_mistakes(config, dict(overrides))
+    asked = refuse_mistakes(config, {**overrides, "cogumi.processes": processes[-1]})
+    refuse_missing_gpus(processes[-1], os.environ)
     for count in processes:
         refuse_uneven(asked, count)
     if directory.exists():
@@ -130,13 +132,11 @@ def climb(
             speed_up = rung.tokens_per_second / before.tokens_per_second
             rung = replace(rung, efficiency=speed_up * before.processes / count)
         rungs.append(rung)
-        write_json(directory / "ladder.json", Ladder(tuple(rungs), stopped, directory).as_dict())
         stopped = reason_to_stop(rung, rungs)
+        write_json(directory / "ladder.json", Ladder(tuple(rungs), stopped).as_dict())
         if stopped:
             break
-    found = Ladder(tuple(rungs), stopped, directory)
-    write_json(directory / "ladder.json", found.as_dict())
-    return found
+    return Ladder(tuple(rungs), stopped)
 
 
 def refuse_uneven(run: "RunConfig", count: int) -> None:

@@ -170,7 +170,7 @@ def main() -> None:
     result, error, status = None, None, 0
     try:
         result = train(config, **overrides)
-    except BaseException as raised:
+    except BaseException as raised:  # a signal's as well: the process that started this one raises what the first does
         if not leads and not isinstance(raised, UsageError):
             raise
         error, status = raised, exit_status(raised)
@@ -186,15 +186,18 @@ def main() -> None:
 def exit_status(error: BaseException) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
-    return {UsageError: 2, KeyboardInterrupt: 128 + signal.SIGINT}.get(type(error), 1)
+    if isinstance(error, UsageError):
+        return 2
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def dump_outcome(result: Any, error: BaseException | None) -> bytes:
     """What came of a run, pickled; of an error that cannot be, what it says."""
     try:
         return pickle.dumps((result, error))
-    except Exception:  # noqa: BLE001  whatever the error of a library holds
-        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+    except Exception as unpicklable:  # noqa: BLE001  whatever the error of a library, or a result, holds
+        said = "".join(traceback.format_exception(error)) if error is not None else f"no result: {unpicklable}"
+        return pickle.dumps((None, RuntimeError(said)))
 
 
 if __name__ == "__main__":

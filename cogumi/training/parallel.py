@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -119,8 +120,9 @@ def collect_trained(model: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
 
 def follow(ranks: Ranks) -> Any:
     """A run as one of the processes but the first. Returns what that one returns; raises what it refuses."""
-    with exit_on_signals(), TemporaryDirectory(prefix="cogumi-rank-") as scratch:
+    with exit_on_signals(), TemporaryDirectory(prefix="cogumi-rank-") as scratch, ExitStack() as after:
         datasets.disable_progress_bars()
+        after.callback(log.setLevel, log.level)
         log.setLevel(logging.CRITICAL)  # the first process says it
         chosen, base, run_dir = ranks.hear()
         place = Path(scratch)
