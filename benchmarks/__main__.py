@@ -25,6 +25,7 @@ CPU = {
     "gspo_step": "gspo_step:run",
     "gspo_learning": "gspo_learning:run",
     "telemetry": "telemetry:run",
+    "processes": "processes:run",
     "preflight": "commands:preflight",
     "environments": "environments:run",
     "panel": "panel:run",

@@ -16,7 +16,7 @@ from cogumi.methods.step_split import describe_split, split_step
 from cogumi.runs.ladder import Rung, climb, reason_to_stop
 from cogumi.runs.rank_launcher import dump_outcome, exit_status
 from cogumi.training.loop import even_batch
-from cogumi.training.parallel import ACCELERATE, read_accelerate
+from cogumi.training.parallel import ACCELERATE, read_accelerate, set_accelerate
 
 
 def a_run(**train: Any) -> RunConfig:
@@ -81,6 +81,12 @@ def test_what_shards_cannot_have_is_refused(key: str, train: dict[str, Any]) -> 
     with pytest.raises(UsageError, match=rf"{key}: .*set cogumi\.sharding: none"):
         split_step(shared, 2)
     split_step(a_run(**train), 2)
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_MEGATRON_LM"])
+def test_one_example_is_not_shared_by_processes(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"{name}: accelerate's config asks for .*; leave it out"):
+        set_accelerate(a_run(), {name: "true"})
 
 
 def test_a_quantized_base_is_not_sharded() -> None:

@@ -16,11 +16,15 @@ from processes import until
 from safetensors.torch import load_file
 
 from cogumi.core.run_directory import read_jsonl
+from cogumi.runs.rank_launcher import find_port
 
 pytestmark = pytest.mark.slow("runs in two processes, which each import torch and TRL")
 REPOSITORY = Path(__file__).parents[1]
+# AdamW divides by the size of a gradient. With its usual epsilon of 1e-8 the last bit of a gradient near zero can turn a whole
+# step around, and which bits FSDP2's sums end in depends on the type of CPU (docs/scale.md).
 COMMON: dict[str, Any] = {
-    "max_steps": 6, "learning_rate": 1e-4, "gradient_checkpointing": False, "logging_steps": 1, "save_steps": 3,
+    "max_steps": 6, "learning_rate": 1e-4, "adam_epsilon": 1e-5, "gradient_checkpointing": False, "logging_steps": 1,
+    "save_steps": 3,
 }  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "sft": {
@@ -67,7 +71,7 @@ def start(tmp_path: Path) -> Start:
         with (tmp_path / f"{name}.said").open("w") as said:
             return subprocess.Popen(
                 [sys.executable, "-m", "cogumi", command, str(path), *words],
-                cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+                cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{tmp_path}"},
                 stdout=said, stderr=said, text=True,
             )  # fmt: skip
 
@@ -218,6 +222,14 @@ def test_one_that_dies_ends_the_run_and_is_named(
     assert weights_apart(whole, resumed) == 0
 
 
+def test_one_that_dies_at_its_exit_takes_nothing_from_the_run(run: Callable[..., Path], tmp_path: Path) -> None:
+    at_exit = "import atexit, os\nif os.environ.get('RANK') == '1':\n    atexit.register(os._exit, 3)\n"
+    (tmp_path / "sitecustomize.py").write_text(at_exit)
+    finished = run("sft", "run", processes=2, merge=False, train={"max_steps": 2})
+    assert "after the run had ended, process 1 ended with status 3" in (tmp_path / "run.said").read_text()
+    assert (finished / "DONE").exists()
+
+
 def test_a_pause_holds_both_and_a_file_asks_for_a_checkpoint(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     values = config("sft", run_dir, processes=2)
@@ -235,17 +247,36 @@ def test_a_pause_holds_both_and_a_file_asks_for_a_checkpoint(start: Start, tmp_p
     assert len(losses(run_dir)) == 60
 
 
-def test_the_users_own_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_users_own_launcher(machines: int, tmp_path: Path) -> None:
+    """torchrun, and one on each of two machines, which are this one twice."""
     values = config("sft", tmp_path / "run", processes="all")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cogumi", "train", "run.yaml"]
+    where = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{find_port()}"]
+    words = [*(where if machines == 2 else []), "--nproc-per-node", str(2 // machines)]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "-m", "cogumi", "train", "run.yaml"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("run: finished, step 6/6") == 1
+    agents = list[subprocess.Popen[bytes]]()
+    for number in range(machines):
+        with (tmp_path / f"{number}.said").open("wb") as output:
+            agents.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output))
+    codes = [agent.wait(timeout=300) for agent in agents]
+    said = "\n".join((tmp_path / f"{number}.said").read_text() for number in range(machines))
+    assert codes == [0] * machines, said[-3000:]
+    assert said.count("run: finished, step 6/6") == 1
     assert (tmp_path / "run/DONE").exists()
+    assert "2 processes share each step of 8 examples" in (tmp_path / "run/run.log").read_text()
+
+
+def test_the_command_that_is_killed_leaves_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    values = config("sft", tmp_path / "run", processes=2)
+    values["train"] |= {"max_steps": 5000, "save_steps": 5000}
+    launcher = start(values)
+    until(lambda: losses(tmp_path / "run") if (tmp_path / "run/metrics.jsonl").exists() else None)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: json.loads((tmp_path / "run/status.json").read_text())["state"] == "stopped")
+    assert list((tmp_path / "run/checkpoints").glob("checkpoint-*"))
 
 
 def test_a_refusal_comes_from_one_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
@@ -264,7 +295,7 @@ def test_the_ladder_measures_each_number_and_stops(start: Start, tmp_path: Path)
     status = start(values, *words, command="ladder").wait(timeout=300)
     said = (tmp_path / "run.said").read_text()
     found = json.loads((tmp_path / "ladder/ladder.json").read_text())
-    assert status in (0, 1), said
+    assert status == 0, said
     assert [rung["processes"] for rung in found["rungs"]] in ([1, 2], [1, 2, 4])
     assert all(rung["apart"] < 1e-5 for rung in found["rungs"])
     assert all(rung["cost"] == pytest.approx(rung["hours"] * rung["processes"] * 2.5) for rung in found["rungs"])

@@ -1,14 +1,16 @@
 """A run in several processes of this machine: starts them, hands on signals, and says which one died.
 
 Each is `python -m cogumi.runs.rank_launcher OUTCOME` with the variables of torchrun, in a session of its own. What to train
-comes on standard input, as in `cogumi.runs.supervisor`. The first process has this one's output, and writes what came of the
-run into the file OUTCOME. The output of each other process goes to a file, which is kept in the run directory where it died.
+comes on standard input, which stays open: at its end the process that started this one is gone. The first process has this
+one's output, and writes what came of the run into the file OUTCOME. The output of each other process goes to a file, which is
+kept in the run directory where it died.
 """
 
 import logging
 import math
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -18,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -33,9 +35,11 @@ from cogumi.stack.gpus import without_chosen_gpu
 if TYPE_CHECKING:
     from cogumi.training import RunResult
 
+log = logging.getLogger("cogumi")
 Rank = subprocess.Popen[bytes]
 OUTCOME = "outcome.pickle"
 POLL_SECONDS = 0.05
+PORTS = 20_000, 32_000  # Linux gives out those from 32768
 # That the others have to end by themselves when one has died. With NCCL they would wait for it.
 GRACE_SECONDS = 15.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,10 +66,15 @@ def train_in_processes(
                 if each.poll() is None:
                     kill_with_children(each.pid)
                 each.wait()
+                if each.stdin is not None:
+                    each.stdin.close()
         outcome = place / OUTCOME
         result, error = pickle.loads(outcome.read_bytes()) if outcome.exists() else (None, None)
+        if first is not None and result is not None:  # a library's thread, say, that aborts a process at its exit
+            how = describe_death(ranks[first].returncode, place / f"rank-{first}.log")
+            log.warning("after the run had ended, process %d %s", first, how)
         # The first process may only have met the end of another one.
-        if first is not None and not isinstance(error, UsageError) and (first > 0 or error is None):
+        elif first is not None and not isinstance(error, UsageError) and (first > 0 or error is None):
             raise RunFailed(tell_death(ranks, first, place, run_dir))
         if error is not None:
             raise error
@@ -74,15 +83,12 @@ def train_in_processes(
 
 def start_ranks(ranks: list[Rank], count: int, what: bytes, place: Path, quiet: bool) -> None:
     """Add the processes to `ranks`, one by one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     threads = str(max(1, (os.cpu_count() or 1) // count))
     shared = {
         "OMP_NUM_THREADS": threads,
         **without_chosen_gpu(os.environ),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(find_port()),
     }
     for rank in range(count):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count} if count > 1 else {}
@@ -98,8 +104,17 @@ def start_ranks(ranks: list[Rank], count: int, what: bytes, place: Path, quiet: 
             )
         ranks.append(process)
         assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(what)
+        process.stdin.write(what)
+        process.stdin.flush()
+
+
+def find_port() -> int:
+    """A free one below those that Linux gives out itself: the first process takes it seconds later, after it imported torch."""
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)  # a seed of the user's would name the same one each time
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
@@ -135,18 +150,19 @@ def wait_for_all(ranks: list[Rank]) -> int | None:
         time.sleep(POLL_SECONDS)
 
 
+def describe_death(code: int, output: Path) -> str:
+    if code < 0:
+        short = " (the kernel does so where main memory is short)" if -code == signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{short}"
+    return f"ended with status {code}: {last_line(output.read_text(encoding='utf-8', errors='replace'))}"
+
+
 def tell_death(ranks: list[Rank], rank: int, place: Path, run_dir: Path) -> str:
     """Which process died, and of what; into the run's status too, and its output into the run directory."""
-    code, output = ranks[rank].returncode, place / f"rank-{rank}.log"
-    if code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
-        how += " (the kernel does so where main memory is short)" if -code == signal.SIGKILL else ""
-    else:
-        said = last_line(output.read_text(encoding="utf-8", errors="replace"))
-        how = f"ended with status {code}: {said}"
-    died, status = f"process {rank} of {len(ranks)} {how}", run_dir / "status.json"
+    output, status = place / f"rank-{rank}.log", run_dir / "status.json"
+    died = f"process {rank} of {len(ranks)} {describe_death(ranks[rank].returncode, output)}"
     if status.exists():
-        if rank > 0:  # the output of the first is this one's
+        if rank > 0 or output.stat().st_size:  # that of the first may have been this one's
             kept = run_dir / output.name
             shutil.copyfile(output, kept)
             died += f"; its output is {kept}"
@@ -161,9 +177,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("cogumi").setLevel(logging.INFO)
     config, overrides = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=end_with_parent, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from torch import distributed
-
     from cogumi.runs import train
 
     leads = os.environ.get("RANK", "0") == "0"
@@ -178,9 +193,14 @@ def main() -> None:
             error.add_note(traceback.format_exc())
     if leads:
         Path(sys.argv[1]).write_bytes(dump_outcome(result, error))
-    if status in (0, 2) and distributed.is_initialized():  # else torch's threads abort the process at its end
-        distributed.destroy_process_group()
     sys.exit(status)
+
+
+def end_with_parent(pipe: int) -> None:
+    """Wait until the process that started this one is gone, killed perhaps, and then save a checkpoint and end."""
+    while os.read(pipe, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def exit_status(error: BaseException) -> int:

@@ -1,5 +1,6 @@
 """The processes of one training, of which the first decides and all act alike."""
 
+import atexit
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,6 +22,12 @@ def whole_tensor(weight: torch.Tensor) -> torch.Tensor:
     return weight if gather is None else gather()
 
 
+def leave_groups() -> None:
+    """Before Python ends: a thread of gloo's that is met by its end aborts the process, at times (status -6, or 134)."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 class Ranks:
     """This process among `count` of a training. index: its rank. One process sends nothing.
 
@@ -31,6 +38,8 @@ class Ranks:
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self.index, self.count = index, count
         self.group: Any = distributed.new_group(backend="gloo", timeout=PATIENCE) if count > 1 else None
+        if count > 1:
+            atexit.register(leave_groups)
 
     @property
     def leads(self) -> bool:
