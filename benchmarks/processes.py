@@ -1,12 +1,13 @@
 """What guarding and observing a run of two processes takes of a step: `cogumi train` over gloo, on tiny models.
 
-Counted are all of cogumi's callbacks, and what the processes exchange: what the first decides, and sums. An exchange also
-waits for the slower process, by the clock. A GPU's step is longer, and what is counted here does not grow with the model.
+Counted are all of cogumi's callbacks, and what the processes exchange: what the first decides, and sums. Each step is logged.
+A GPU's step is longer, and what is counted here does not grow with the model.
 As a module of its own it is one of the processes: `torchrun -m benchmarks.processes DIRECTORY SHARDING STEPS`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -58,7 +59,7 @@ class Timed:
             if kind.__module__.startswith("cogumi."):
                 self.guards.wrap(kind, *(name for name in vars(kind) if name.startswith("on_")))
         for owner in (self.exchange, self.guards):
-            owner.wrap(Ranks, "tell", "largest", "gather", "total")
+            owner.wrap(Ranks, "tell", "agree", "largest", "gather", "total")
         before = Agreement.on_step_end  # of the last callback
 
         def on_step_end(*args: Any, **kwargs: Any) -> None:
@@ -70,17 +71,21 @@ class Timed:
 
         Agreement.on_step_end = on_step_end  # type: ignore[method-assign]
 
-    def figures(self) -> dict[str, float]:
-        first, last = self.marks[0], self.marks[-1]
-        cpu, wall, guards_cpu, guards_wall, exchange = (end - begin for begin, end in zip(first, last, strict=True))
-        steps = len(self.marks) - 1
-        return {
-            "step|ms": 1e3 * wall / steps,
-            "guards and telemetry|CPU ms/step": 1e3 * guards_cpu / steps,
-            "exchange between the processes|ms/step": 1e3 * exchange / steps,
-            "share of a step|%": 100 * guards_cpu / cpu,
-            "share of a step by the clock|%": 100 * guards_wall / wall,
-        }
+
+def figures(marks: list[list[list[float]]]) -> dict[str, float]:
+    """Of the marks of each process, one for each step. By the clock it is the one that waited least in a step: the other has
+    waited for it, as it would have waited for the slower one's gradients."""
+    took = [[[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(each)] for each in marks]
+    steps = len(took[0])
+    cpu, wall, guards_cpu, _, _ = (sum(step[field] for step in took[0]) for field in range(5))
+    guards, exchange = (sum(min(each[at][field] for each in took) for at in range(steps)) for field in (3, 4))
+    return {
+        "step|ms": 1e3 * wall / steps,
+        "guards and telemetry|CPU ms/step": 1e3 * guards_cpu / steps,
+        "exchange between the processes|ms/step": 1e3 * exchange / steps,
+        "share of a step|%": 100 * guards_cpu / cpu,
+        "share of a step by the clock|%": 100 * guards / wall,
+    }
 
 
 def train_rank(directory: str, sharding: str, steps: int) -> None:
@@ -89,7 +94,7 @@ def train_rank(directory: str, sharding: str, steps: int) -> None:
     quiet()
     timed = Timed()
     cogumi.train(configure(directory, sharding, steps))
-    Path(directory, f"{os.environ['RANK']}.json").write_text(json.dumps(timed.figures()))
+    Path(directory, f"{os.environ['RANK']}.json").write_text(json.dumps(timed.marks))
 
 
 def run(quick: bool = False) -> Iterator[Row]:
@@ -105,12 +110,12 @@ def run(quick: bool = False) -> Iterator[Row]:
                 )  # fmt: skip
                 if done.returncode:
                     raise RuntimeError(f"{case}: {last_line(done.stderr)}")
-                for rank in range(COUNT):
-                    for name, value in json.loads(Path(scratch, f"{rank}.json").read_text()).items():
-                        found[name].append(value)
+                marks = [json.loads(Path(scratch, f"{rank}.json").read_text()) for rank in range(COUNT)]
+            for name, value in figures(marks).items():
+                found[name].append(value)
         for name, values in found.items():
             metric, unit = name.split("|")
-            target = "<= 2" if metric == "share of a step" else ""
+            target = "<= 2" if unit == "%" else ""
             yield values_row("processes", f"{case}, {COUNT} processes", metric, values, unit, target=target)
 
 

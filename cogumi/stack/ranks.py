@@ -53,6 +53,14 @@ class Ranks:
             (value,) = box
         return value
 
+    def agree(self, answers: list[bool]) -> list[bool]:
+        """What the first process answers, on all of them: `tell` in a third of the time, for what each step asks."""
+        if self.count > 1:
+            box = torch.tensor(answers)
+            distributed.broadcast(box, src=0, group=self.group)
+            answers = box.tolist()
+        return answers
+
     def decide(self, function: Callable[[], Result]) -> Result:
         """What `function` returns or raises on the first process, on all of them. It is called there alone."""
         if not self.leads:

@@ -60,8 +60,8 @@ class Agreement(TrainerCallback):
         self.ranks = ranks
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        said = control.should_save, control.should_evaluate, control.should_training_stop
-        control.should_save, control.should_evaluate, control.should_training_stop = self.ranks.tell(said)
+        answers = [control.should_save, control.should_evaluate, control.should_training_stop]
+        control.should_save, control.should_evaluate, control.should_training_stop = self.ranks.agree(answers)
 
     on_log = on_step_end
 
