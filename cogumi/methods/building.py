@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -202,8 +203,8 @@ def build_trainer(
     return trainer
 
 
-def rebuild_model(run: RunConfig, base: str, trained: dict[str, torch.Tensor]) -> Any:
-    """The model of a training whose shards are gathered, on the GPU where it fits there. trained: the weights by their names.
+def rebuild_model(run: RunConfig, base: str, trained: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    """The model of a sharded training, on the GPU where it fits there. trained: the weights by their names, one at a time.
 
     Raises RuntimeError where a trained weight finds no place."""
     wanted, whole = run.model, run.cogumi.tuning == "full"
@@ -214,10 +215,14 @@ def rebuild_model(run: RunConfig, base: str, trained: dict[str, torch.Tensor]) -
         model = model if lora is None else get_peft_model(model, lora)
         keep_float32(model)
     places = dict(model.named_parameters())
-    if missing := trained.keys() - places.keys():
-        raise RuntimeError(f"{len(missing)} trained weights find no place in the model, such as {min(missing)}")
-    for name, value in trained.items():
-        places[name].data = value.to(places[name].device)
+    homeless = []
+    for name, value in trained:  # to the last one, which all processes gather together
+        if name in places:
+            places[name].data = value.to(places[name].device).contiguous()
+        else:
+            homeless.append(name)
+    if homeless:
+        raise RuntimeError(f"{len(homeless)} trained weights find no place in the model, such as {homeless[0]}")
     size, on_gpu = sum(each.numel() * each.element_size() for each in model.parameters()), torch.cuda.is_available()
     return model.cuda() if on_gpu and size * SPARE < torch.cuda.mem_get_info()[0] else model
 

@@ -7,7 +7,7 @@ thrown away. At each step it does what the first one decided.
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -115,16 +115,11 @@ class Others:
         return result
 
 
-def collect_trained(model: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The whole of each trained weight of a sharded model, in main memory. All processes call it, and the first has the result:
-    the others hold one weight at a time."""
-    found = {}
+def gather_trained(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each trained weight of a sharded model by its name, whole. All processes ask for one after the other."""
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            whole = whole_tensor(weight.detach())
-            if ranks.leads:
-                found[name] = whole.cpu().contiguous()
-    return found
+            yield name, whole_tensor(weight.detach())
 
 
 def follow(ranks: Ranks) -> Any:
@@ -148,6 +143,7 @@ def follow(ranks: Ranks) -> Any:
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
             fit(chosen, trainer, tokenizer, examples, heart, ranks)
             if trainer.is_fsdp_enabled:
-                collect_trained(trainer.model, ranks)
+                for _ in gather_trained(trainer.model):  # together with the first, which keeps them
+                    pass
             del trainer
         return ranks.hear()

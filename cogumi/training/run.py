@@ -47,8 +47,8 @@ from cogumi.training import stages
 from cogumi.training.loop import fit, forget_requests
 from cogumi.training.parallel import (
     Others,
-    collect_trained,
     follow,
+    gather_trained,
     processes_here,
     set_accelerate,
 )
@@ -216,7 +216,7 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
         model = trainer.model
         if shared:
             enter("save")
-            model = building.rebuild_model(chosen, base, collect_trained(trainer.model, ranks))
+            model = building.rebuild_model(chosen, base, gather_trained(trainer.model))
         others.wait()
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora":
