@@ -2,21 +2,23 @@
 
 import pickle
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 
 from cogumi.checkpoints.protection import refuse_other_sharding
 from cogumi.checkpoints.verify import SHARDED_WEIGHTS
 from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig, read_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.methods.step_split import describe_split, split_step
+from cogumi.methods.step_split import TRL_STEP, describe_split, refuse_unshared, split_step
 from cogumi.runs.ladder import Rung, climb, reason_to_stop
 from cogumi.runs.rank_launcher import dump_outcome, exit_status
+from cogumi.stack.gpus import refuse_ranks
 from cogumi.training.loop import even_batch
-from cogumi.training.parallel import ACCELERATE, read_accelerate, set_accelerate
+from cogumi.training.parallel import ACCELERATE, read_accelerate
 
 
 def a_run(**train: Any) -> RunConfig:
@@ -83,10 +85,33 @@ def test_what_shards_cannot_have_is_refused(key: str, train: dict[str, Any]) -> 
     split_step(a_run(**train), 2)
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_MEGATRON_LM"])
-def test_one_example_is_not_shared_by_processes(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"{name}: accelerate's config asks for .*; leave it out"):
-        set_accelerate(a_run(), {name: "true"})
+@pytest.mark.parametrize("name", ["DEEPSPEED", "PARALLELISM_CONFIG", "MEGATRON_LM"])
+def test_what_no_run_trains_by_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"ACCELERATE_USE_{name}: accelerate's config asks for .*; leave it out"):
+        refuse_ranks({f"ACCELERATE_USE_{name}": "true"}, 1, "cogumi train x")
+
+
+def test_deepspeed_is_refused_where_it_is_set() -> None:
+    with pytest.raises(UsageError, match=r"train\.deepspeed: a run does not train by DeepSpeed"):
+        read_config("configs/smoke/chat-sft.yaml", {"train.deepspeed": "zero3.json"})
+
+
+def test_the_defaults_of_a_step_are_trls() -> None:
+    for kind in (trl.SFTConfig, trl.DPOConfig, trl.GRPOConfig):
+        defaults = {field.name: field.default for field in fields(kind)}
+        known = {key: value for key, value in TRL_STEP.items() if key in defaults}
+        assert {key: defaults[key] for key in known} == known
+    assert len(known) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "key"), [({"docs_per_step": 20}, "docs_per_step"), ({"prompts_per_step": 5}, "num_generations")]
+)
+def test_a_planned_step_is_shared_evenly_too(options: dict[str, Any], key: str) -> None:
+    run = a_run(method="gspo", options=options, num_generations=4)
+    with pytest.raises(UsageError, match=rf"20 examples cannot be shared by 8 processes; let .*{key} be 16 or 24"):
+        refuse_unshared(run, 8)
+    refuse_unshared(run, 4)
 
 
 def test_a_quantized_base_is_not_sharded() -> None:
@@ -122,7 +147,11 @@ def test_the_ladder_stops_where_more_cards_do_not_pay(speed: float, safe: str, s
         ([1, 1], 20, "1,1 is no ladder"),
         ([0], 20, "0 is no ladder"),
         ([1], 3, "the first 3 warm up"),
-        ([1, 3], 20, "16 examples cannot be shared by 3 processes; leave 3 out, or let a step have 15 or 18"),
+        (
+            [1, 3],
+            20,
+            "16 examples cannot be shared by 3 processes; leave 3 out, or let train.per_device_train_batch_size x",
+        ),
         ([1, 2, 4], 20, "4 processes, and 2 GPUs"),
     ],
 )

@@ -305,6 +305,10 @@ def read_config(
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
         what = f"{run.cogumi.sharding} shares the model among several processes, and there is one"
         raise origins.error(f"cogumi.sharding: {what}", "cogumi.sharding", "set cogumi.processes as well, or drop it")
+    if run.train.get("deepspeed"):
+        # Under ZeRO-3 each model that is made is made by all processes together, and in a run the first looks ahead alone.
+        what = "train.deepspeed: a run does not train by DeepSpeed, whose checkpoints are not verified"
+        raise origins.error(what, "train.deepspeed", "share the model out by cogumi.sharding: fsdp2")
     if "output_dir" in run.train:
         raise origins.error("train.output_dir is the run's own", "train.output_dir", "set cogumi.run_dir")
     for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):

@@ -21,8 +21,8 @@ from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.shared_model import BUCKETS, GATHERED, SharedModel, computed_in, share_model
 from cogumi.forecast.training_step import LOAD, ROLLOUT, UPDATE, StepShape, planned_trainer, run_step
 from cogumi.forecast.vllm_forecast import rollout_rows
-from cogumi.methods import gspo
 from cogumi.methods.auto_settings import Choice, Machine, dtype_of_weights
+from cogumi.methods.step_split import is_planned
 from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.rl.memory_plan import engine_bytes
 from cogumi.stack.gpus import Card, find_card, parse_card
@@ -317,7 +317,7 @@ def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> str:
     """Half of a rollout's completions, in whole steps, under the key that says how many they are."""
     steps = max(1, work.rollout // documents // 2)
     whole = f"train.generation_batch_size: {steps * documents * run.cogumi.process_count}"
-    if gspo.is_planned(run) or run.train.get("generation_batch_size"):
+    if is_planned(run) or run.train.get("generation_batch_size"):
         return whole
     if run.cogumi.process_count > 1:  # the other key counts micro-batches, of which a process has others than the YAML
         return f"{whole} in the place of train.steps_per_generation"
@@ -327,7 +327,7 @@ def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> str:
 def smaller_micro_batch(run: RunConfig, documents: int, rows: int) -> str:
     """The same step in micro-batches of so many; what GSPO's planner decides by itself is left to it."""
     smaller = f"train.per_device_train_batch_size: {rows}"
-    if gspo.is_planned(run):
+    if is_planned(run):
         return smaller
     accumulated = run.cogumi.process_count * documents // rows  # the YAML's step is that of all processes
     return f"{smaller} and train.gradient_accumulation_steps: {accumulated}"

@@ -26,6 +26,7 @@ from cogumi.methods.auto_settings import (
     is_open,
     with_values,
 )
+from cogumi.methods.step_split import is_planned
 from cogumi.rl.guards import context_of
 from cogumi.rl.memory_plan import GRAPHS, USABLE, VLLM_SHARE, engine_bytes, samples_beside
 
@@ -198,7 +199,7 @@ def choose_share(run: RunConfig, machine: Machine, load: Load, engine: Engine) -
     sleeps = holds[True] and not holds[False] if may_sleep else plan.sleeps
     room = rooms[sleeps]
     best = max(room.least, min(round(100 * engine.share_of(engine.useful)), room.most))
-    if gspo.is_planned(run) and not sleeps and room:
+    if is_planned(run) and not sleeps and room:
         # The planner cuts the micro-batch to what is left: it gets at least half of what the KV cache could have.
         best = max(room.least, min(best, (room.least + room.most) // 2))
     share = plan.share if given else min(best, 95) / 100
@@ -213,7 +214,7 @@ def choose_share(run: RunConfig, machine: Machine, load: Load, engine: Engine) -
 
 def load_beside(run: RunConfig, load: Load, length: int) -> Load:
     """What a step asks at least: one document where the planner cuts the micro-batch. length: of the longest sequence."""
-    cut = gspo.is_planned(run) and not run.train.get("per_device_train_batch_size")
+    cut = is_planned(run) and not run.train.get("per_device_train_batch_size")
     return replace(load, length=length, micro_batch=1 if cut else load.micro_batch)
 
 

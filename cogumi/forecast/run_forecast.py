@@ -39,7 +39,7 @@ from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder
 from cogumi.methods.dpo import REFERENCE
 from cogumi.methods.sampler import sampler_settings
-from cogumi.methods.step_split import split_step
+from cogumi.methods.step_split import is_planned, split_step
 from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
@@ -251,7 +251,7 @@ def plan_work(run: RunConfig, config: Any, found: DataSample, target: Target, fr
     """What goes through at once, GSPO's batch planned as the run plans it. free: bytes left for activations."""
     longest = found.longest
     if run.cogumi.method == "gspo":
-        if gspo.is_planned(run):
+        if is_planned(run):
             batch, _ = gspo.batch_for(run, config, weights_dtype(target, run.model.dtype).itemsize, longest, free)
             run = gspo.with_batch(run, batch)
         return run, memory_forecast.planned_work(run, longest)

@@ -20,6 +20,7 @@ from cogumi.config.presets import OURS
 from cogumi.config.schema import RunConfig
 from cogumi.methods import gspo
 from cogumi.methods.sampler import adapter_rank
+from cogumi.methods.step_split import is_planned
 from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.rl.memory_plan import GRAPHS, ModelShape, samples_beside
@@ -215,7 +216,7 @@ def forecast_engine(
 
 def rollout_rows(run: RunConfig) -> int:
     """Completions of a rollout, of which each of several processes has a part, and which TRL gives vLLM as `max_num_seqs`."""
-    if gspo.is_planned(run):
+    if is_planned(run):
         _, documents, mini_batches, _ = gspo.step_sizes(run)
         return documents * mini_batches
     if given := run.train.get("generation_batch_size"):

@@ -20,7 +20,8 @@ from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.methods.examples import longest_example
-from cogumi.methods.gspo import is_planned, lora_parameters
+from cogumi.methods.gspo import lora_parameters
+from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights

@@ -26,6 +26,7 @@ from cogumi.merge.untrained import expected_base, plan_adapter
 from cogumi.methods import dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence
 from cogumi.methods.examples import Examples
+from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import find_towers, keep_float32, load_adapter, load_exact_values, lora_config
 from cogumi.models.loading import load_model, load_tokenizer, meta_model, use_chat_template, use_end_token
 from cogumi.models.quantization import count_weights
@@ -171,7 +172,7 @@ def build_trainer(
     if wanted.quantization_config is not None:
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
                     "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
-    if run.cogumi.method == "gspo" and gspo.is_planned(run):
+    if run.cogumi.method == "gspo" and is_planned(run):
         unplanned, prompts = run, examples.train.dataset
         run = gspo.with_batch(run, ranks.decide(lambda: gspo.plan(unplanned, model, tokenizer, prompts)))
     towers = find_towers(model)

@@ -16,6 +16,7 @@ from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat_templates import read_template
 from cogumi.methods.prompt_checks import check_prompts
 from cogumi.methods.sampler import engine_of, sampler_settings
+from cogumi.methods.step_split import is_planned
 from cogumi.methods.tasks import begin_episodes, make_trainer, task_of
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
@@ -83,11 +84,6 @@ def setting(run: RunConfig, key: str) -> Any:
     """A key of `train:`, or TRL's default."""
     value = run.train.get(key)
     return trl_defaults((key,))[key] if value is None else value
-
-
-def is_planned(run: RunConfig) -> bool:
-    """Whether the run says how large an optimizer step is, and leaves the batch to the planner."""
-    return run.cogumi.docs_per_step is not None or run.cogumi.prompts_per_step is not None
 
 
 def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:

@@ -1,11 +1,12 @@
-"""The part that each of several processes has in a step, which training and preflight cut alike."""
+"""The part that each of several processes has in a step, which training and preflight cut alike.
 
-import torch
+What cannot be shared out is refused before torch is imported, which takes seconds.
+"""
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.methods import gspo
-from cogumi.stack.ranks import PATIENCE
+
+TRL_STEP = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}  # TRL's defaults
 
 
 def split_step(run: RunConfig, count: int) -> RunConfig:
@@ -13,10 +14,13 @@ def split_step(run: RunConfig, count: int) -> RunConfig:
 
     Raises UsageError where a step cannot be shared out evenly, and for what several processes cannot do.
     """
+    import torch
+
+    from cogumi.stack.ranks import PATIENCE
+
     if count == 1:
         return run
-    if run.cogumi.sharding != "none":
-        refuse_unsharded(run)
+    refuse_unshared(run, count)
     run = run.model_copy(deep=True)
     run.cogumi.processes = count
     train = run.train
@@ -24,17 +28,10 @@ def split_step(run: RunConfig, count: int) -> RunConfig:
     train.setdefault("ddp_timeout", int(PATIENCE.total_seconds()))
     if not torch.cuda.is_available() and run.cogumi.sharding == "none":
         train.setdefault("use_cpu", True)  # else transformers takes each process for the only one
-    if run.cogumi.method == "gspo" and gspo.is_planned(run):
+    if is_planned(run):
         return run  # the planner knows of the processes
-    batch, accumulated = (
-        gspo.setting(run, key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    )
-    own, rest = divmod(batch * accumulated, count)
-    if rest:
-        what = f"a step of {batch * accumulated} examples cannot be shared by {count} processes"
-        near = " or ".join(str(each) for each in (own * count, (own + 1) * count) if each)
-        fix = f"let train.per_device_train_batch_size x gradient_accumulation_steps be {near}"
-        raise UsageError(what, key="cogumi.processes", fix=fix)
+    batch, accumulated = batch_of(run)
+    own = batch * accumulated // count
     at_once = max(size for size in range(1, batch + 1) if own % size == 0)
     train |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": own // at_once}
     if (steps := train.get("steps_per_generation")) is not None:
@@ -44,6 +41,35 @@ def split_step(run: RunConfig, count: int) -> RunConfig:
             raise UsageError(what, key="train.steps_per_generation", fix=f"raise it to a multiple of {accumulated}")
         train["steps_per_generation"] = rollout // (at_once * count)
     return run
+
+
+def is_planned(run: RunConfig) -> bool:
+    """Whether the run says how large an optimizer step is, and leaves the batch to GSPO's planner."""
+    return run.cogumi.docs_per_step is not None or run.cogumi.prompts_per_step is not None
+
+
+def batch_of(run: RunConfig) -> tuple[int, int]:
+    """Examples at a time, and how many times a step: of one process, if it were the only one."""
+    batch, accumulated, _ = (run.train.get(key) or default for key, default in TRL_STEP.items())
+    return batch, accumulated
+
+
+def refuse_unshared(run: RunConfig, count: int) -> None:
+    """Raise UsageError for what `count` processes cannot do together, and for a step that they cannot share out evenly."""
+    if run.cogumi.sharding != "none":
+        refuse_unsharded(run)
+    batch, accumulated = batch_of(run)
+    step, keys = batch * accumulated, "train.per_device_train_batch_size x gradient_accumulation_steps"
+    if run.cogumi.docs_per_step is not None:
+        step, keys = run.cogumi.docs_per_step, "cogumi.docs_per_step"
+    elif run.cogumi.prompts_per_step is not None:
+        group = run.train.get("num_generations") or TRL_STEP["num_generations"]
+        step, keys = run.cogumi.prompts_per_step * group, "cogumi.prompts_per_step x train.num_generations"
+    own, rest = divmod(step, count)
+    if rest:
+        what = f"a step of {step} examples cannot be shared by {count} processes"
+        near = " or ".join(str(each) for each in (own * count, (own + 1) * count) if each)
+        raise UsageError(what, key="cogumi.processes", fix=f"let {keys} be {near}")
 
 
 def refuse_unsharded(run: RunConfig) -> None:
@@ -61,12 +87,8 @@ def refuse_unsharded(run: RunConfig) -> None:
 
 
 def describe_split(run: RunConfig, own: RunConfig, count: int) -> str:
-    if run.cogumi.method == "gspo" and gspo.is_planned(run):
+    if is_planned(run):
         return f"{count} processes share each step"
-    sizes = [
-        tuple(gspo.setting(each, key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
-        for each in (run, own)
-    ]
-    (before, accumulated), (batch, own_accumulated) = sizes
+    (before, accumulated), (batch, own_accumulated) = batch_of(run), batch_of(own)
     step = before * accumulated
     return f"{count} processes share each step of {step} examples: {count} x {batch} x {own_accumulated} accumulated"

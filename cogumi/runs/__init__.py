@@ -33,11 +33,15 @@ def train(config: Config, **overrides: Any) -> "RunResult":
     the configuration, the data or the run directory. Raises RunFailed where one of several processes died.
     """
     run = refuse_mistakes(config, overrides, trains=True)
-    if not count_launched(os.environ) and (count := count_processes(run.cogumi.processes, os.environ)) > 1:
-        from cogumi.runs.rank_launcher import train_in_processes
+    if (count := count_processes(run.cogumi.processes, os.environ)) > 1:
+        from cogumi.methods.step_split import refuse_unshared
 
-        refuse_missing_gpus(count, os.environ)
-        return train_in_processes(config, overrides, run.run_dir, count)
+        refuse_unshared(run, count)
+        if not count_launched(os.environ):
+            from cogumi.runs.rank_launcher import train_in_processes
+
+            refuse_missing_gpus(count, os.environ)
+            return train_in_processes(config, overrides, run.run_dir, count)
     with libraries(run):
         from cogumi.training import train as train_here
 

@@ -10,16 +10,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl, write_json
+from cogumi.methods.step_split import refuse_unshared
 from cogumi.runs import refuse_mistakes
 from cogumi.runs.rank_launcher import train_in_processes
 from cogumi.stack.gpus import refuse_missing_gpus
-
-if TYPE_CHECKING:
-    from cogumi.config.schema import RunConfig
 
 STEPS = 20  # of each number of processes
 WARM_UP = 3  # of them, whose speed is left out
@@ -106,8 +104,12 @@ def climb(
         raise UsageError(f"{said} is no ladder", key="--processes", fix="name rising numbers, as in 1,2,8")
     asked = refuse_mistakes(config, {**overrides, "cogumi.processes": processes[-1]})
     refuse_missing_gpus(processes[-1], os.environ)
-    for count in processes:
-        refuse_uneven(asked, count)
+    for count in processes[1:] if processes[0] == 1 else processes:
+        try:
+            refuse_unshared(asked, count)
+        except UsageError as error:
+            fix = f"leave {count} out, or {error.fix}"
+            raise UsageError(error.message, key=f"--processes: {error.key}", fix=fix) from error
     if directory.exists():
         raise UsageError(f"{directory} is there already", key="--out", fix="name a new directory")
     directory.mkdir(parents=True)
@@ -137,18 +139,6 @@ def climb(
         if stopped:
             break
     return Ladder(tuple(rungs), stopped)
-
-
-def refuse_uneven(run: "RunConfig", count: int) -> None:
-    """Raise UsageError where a step cannot be shared by so many processes, before one of them has begun."""
-    train, options = run.train, run.cogumi
-    batch, accumulated = train.get("per_device_train_batch_size") or 8, train.get("gradient_accumulation_steps") or 1
-    group = train.get("num_generations") or 8  # these are TRL's defaults
-    step = options.docs_per_step or (options.prompts_per_step or 0) * group or batch * accumulated
-    if step % count:
-        near = " or ".join(str(each) for each in (step // count * count, (step // count + 1) * count) if each)
-        what = f"a step of {step} examples cannot be shared by {count} processes"
-        raise UsageError(what, key="--processes", fix=f"leave {count} out, or let a step have {near}")
 
 
 def reason_to_stop(rung: Rung, rungs: Sequence[Rung]) -> str:

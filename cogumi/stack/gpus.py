@@ -206,9 +206,21 @@ def count_gpus(environment: Mapping[str, str]) -> int:
     return len(list_gpus(ask_driver()))
 
 
+# Of accelerate's config. Where several processes see one example, what each counts is not to be summed.
+UNPROVEN = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed, whose checkpoints are not verified",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "sequence, context or tensor parallelism, which was never compared",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM, which was never compared",
+}
+
+
 def refuse_ranks(environment: Mapping[str, str], processes: int | str, command: str) -> None:
-    """Raise UsageError in a process of a launcher that started another number of them than `cogumi.processes` says.
-    command: what starts the same without a launcher."""
+    """Raise UsageError in a process of a launcher that started another number of them than `cogumi.processes` says, or with
+    what no run is trained by. command: what starts the same without a launcher."""
+    for name, what in UNPROVEN.items():
+        if environment.get(name) == "true":
+            fix = "leave it out; cogumi.sharding: fsdp2 shares the model out"
+            raise UsageError(f"accelerate's config asks for {what}", key=name, fix=fix)
     ranks, local = environment.get("WORLD_SIZE", ""), environment.get("LOCAL_RANK", "-1")
     if not (ranks.isdigit() and int(ranks) > 1) and local == "-1":
         return

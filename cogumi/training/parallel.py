@@ -33,11 +33,6 @@ from cogumi.training.loop import fit
 
 log = logging.getLogger("cogumi")
 ACCELERATE = Path(__file__).parents[1] / "accelerate"  # the configs that come with the package
-# Where several processes see one example, what each counts is not summed.
-UNPROVEN = {
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "sequence, context or tensor parallelism",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-}
 ON_CPU = {"ACCELERATE_TORCH_DEVICE": "cpu"}  # else "cpu:0", onto which torch loads no optimizer
 
 
@@ -60,14 +55,6 @@ def set_accelerate(run: RunConfig, environment: Mapping[str, str]) -> dict[str, 
     """The variables that this process needs before transformers looks for them.
 
     Raises UsageError where those of a launcher say otherwise."""
-    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" or run.train.get("deepspeed"):
-        # Under ZeRO-3 each model that is made is made by all processes together, and here the first looks ahead alone.
-        what = "a run does not train by DeepSpeed, whose checkpoints are not verified"
-        raise UsageError(what, key="train.deepspeed", fix="share the model out by cogumi.sharding: fsdp2")
-    for name, what in UNPROVEN.items():
-        if environment.get(name) == "true":
-            said = f"accelerate's config asks for {what}, and no run was ever compared under it"
-            raise UsageError(said, key=name, fix="leave it out; cogumi.sharding: fsdp2 shares out the weights")
     if processes_here() == 1:
         if run.cogumi.sharding != "none":
             what = f"{run.cogumi.sharding} shares the model among several processes, and there is one GPU"
