@@ -150,7 +150,7 @@ def test_the_ladder_stops_where_more_cards_do_not_pay(speed: float, safe: str, s
         (
             [1, 3],
             20,
-            "16 examples cannot be shared by 3 processes; leave 3 out, or let train.per_device_train_batch_size x",
+            "16 examples cannot be shared by 3 processes; let train.per_device_train_batch_size x",
         ),
         ([1, 2, 4], 20, "4 processes, and 2 GPUs"),
     ],

@@ -104,12 +104,9 @@ def climb(
         raise UsageError(f"{said} is no ladder", key="--processes", fix="name rising numbers, as in 1,2,8")
     asked = refuse_mistakes(config, {**overrides, "cogumi.processes": processes[-1]})
     refuse_missing_gpus(processes[-1], os.environ)
-    for count in processes[1:] if processes[0] == 1 else processes:
-        try:
+    for count in processes:
+        if count > 1:
             refuse_unshared(asked, count)
-        except UsageError as error:
-            fix = f"leave {count} out, or {error.fix}"
-            raise UsageError(error.message, key=f"--processes: {error.key}", fix=fix) from error
     if directory.exists():
         raise UsageError(f"{directory} is there already", key="--out", fix="name a new directory")
     directory.mkdir(parents=True)
