@@ -106,6 +106,8 @@ def test_limits_are_reached_at_what_they_say() -> None:
     )
     assert budget_reached(hours, 3599) is None
     assert budget_reached(hours, 3600) == "1.00 h of cogumi.max_hours 1"
+    brief = CogumiSection(method="sft", max_hours=0.002)
+    assert budget_reached(brief, 9) == "0.0025 h of cogumi.max_hours 0.002"
     assert budget_reached(money, 4990) is None
     assert budget_reached(money, 5000) == "$5.00 of cogumi.max_cost 5"
     a_dollar, half = (CogumiSection(method="sft", max_cost=cost, price_per_hour=1.0) for cost in (1.0, 0.5))

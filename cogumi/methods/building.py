@@ -249,7 +249,7 @@ def budget_reached(options: CogumiSection, seconds: float) -> str | None:
     """Which limit is reached after so many seconds of a run, in words; None if none is."""
     hours = seconds / 3600
     if options.max_hours is not None and hours >= options.max_hours:
-        return f"{hours:.2f} h of cogumi.max_hours {options.max_hours:g}"
+        return f"{hours:.{2 if hours >= 1 else 4}f} h of cogumi.max_hours {options.max_hours:g}"
     cost = hours * (options.price_per_hour or 0)
     if options.max_cost is not None and options.price_per_hour is not None and cost >= options.max_cost:
         return f"${cost:.{2 if cost >= 1 else 4}f} of cogumi.max_cost {options.max_cost:g}"
