@@ -230,6 +230,25 @@ def test_one_that_dies_at_its_exit_takes_nothing_from_the_run(run: Callable[...,
     assert (finished / "DONE").exists()
 
 
+def test_gloo_is_left_before_python_ends(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(
+        "import atexit\n"
+        "from torch import distributed\n"
+        "from cogumi.stack.ranks import Ranks\n"
+        "atexit.register(lambda: print('left' if not distributed.is_initialized() else 'still there'))\n"
+        "distributed.init_process_group('gloo')\n"
+        "ranks = Ranks(distributed.get_rank(), 2)\n"
+        "assert ranks.agree([ranks.leads]) == [True]\n"
+    )
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "two.py"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["left", "left"]
+
+
 def test_a_pause_holds_both_and_a_file_asks_for_a_checkpoint(start: Start, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     values = config("sft", run_dir, processes=2)
