@@ -91,9 +91,18 @@ def test_what_no_run_trains_by_is_refused(name: str) -> None:
         refuse_ranks({f"ACCELERATE_USE_{name}": "true"}, 1, "cogumi train x")
 
 
-def test_deepspeed_is_refused_where_it_is_set() -> None:
-    with pytest.raises(UsageError, match=r"train\.deepspeed: a run does not train by DeepSpeed"):
-        read_config("configs/smoke/chat-sft.yaml", {"train.deepspeed": "zero3.json"})
+@pytest.mark.parametrize("key", ["deepspeed", "fsdp", "fsdp_config", "parallelism_config"])
+def test_other_ways_to_share_are_refused_where_they_are_set(key: str) -> None:
+    with pytest.raises(
+        UsageError, match=rf"train\.{key} (is not for a run|would share).*; (set cogumi\.sharding|drop)"
+    ):
+        read_config("configs/smoke/chat-sft.yaml", {f"train.{key}": "x"})
+
+
+def test_unsloth_is_refused_in_several_processes() -> None:
+    run = a_run(options={"backend": "unsloth"})
+    with pytest.raises(UsageError, match=r"cogumi\.backend: unsloth trains in one process"):
+        refuse_unshared(run, 2)
 
 
 def test_the_defaults_of_a_step_are_trls() -> None:

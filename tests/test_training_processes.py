@@ -284,7 +284,9 @@ def test_the_users_own_launcher(machines: int, tmp_path: Path) -> None:
     assert codes == [0] * machines, said[-3000:]
     assert said.count("run: finished, step 6/6") == 1
     assert (tmp_path / "run/DONE").exists()
-    assert "2 processes share each step of 8 examples" in (tmp_path / "run/run.log").read_text()
+    said = (tmp_path / "run/run.log").read_text()
+    assert "cogumi.processes: all is 2 here" in said
+    assert "2 processes share each step of 8 examples" in said
 
 
 def test_the_command_that_is_killed_leaves_a_checkpoint(start: Start, tmp_path: Path) -> None:
@@ -295,6 +297,7 @@ def test_the_command_that_is_killed_leaves_a_checkpoint(start: Start, tmp_path: 
     launcher.kill()
     launcher.wait()
     until(lambda: json.loads((tmp_path / "run/status.json").read_text())["state"] == "stopped")
+    assert "the command that started this process is gone" in (tmp_path / "run/run.log").read_text()
     assert list((tmp_path / "run/checkpoints").glob("checkpoint-*"))
 
 
@@ -304,6 +307,14 @@ def test_a_refusal_comes_from_one_and_leaves_nothing(start: Start, tmp_path: Pat
     assert start(values).wait(timeout=120) == 2
     (said,) = [line for line in (tmp_path / "run.said").read_text().splitlines() if line.startswith("cogumi:")]
     assert "no module of LlamaForCausalLM matches" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_is_not_cut_twice(start: Start, tmp_path: Path) -> None:
+    values = config("sft", tmp_path / "run", processes=2)
+    values["train"]["accelerator_config"] = {"split_batches": True}
+    assert start(values).wait(timeout=120) == 2
+    assert "train.accelerator_config: split_batches cuts" in (tmp_path / "run.said").read_text()
     assert not (tmp_path / "run").exists()
 
 

@@ -253,6 +253,19 @@ class CogumiSection(Section):
         return self.processes if isinstance(self.processes, int) else 1
 
 
+# Keys of `train:` that a run does not take.
+BESIDE = "would share the model out beside cogumi.sharding", "set cogumi.sharding: fsdp2"
+NOT_ASKED = {
+    "output_dir": ("is the run's own", "set cogumi.run_dir"),
+    # Under ZeRO-3 all processes make each model together, and in a run the first one looks ahead alone.
+    "deepspeed": ("is not for a run: checkpoints of DeepSpeed are not verified", "set cogumi.sharding: fsdp2"),
+    "fsdp": BESIDE,
+    "fsdp_config": BESIDE,
+    # Where several processes see one example, what each counts is not to be summed.
+    "parallelism_config": ("is not for a run: processes share examples, and never a part of one", "drop it"),
+}
+
+
 class RunConfig(Section):
     model: ModelSection
     lora: dict[str, Any] = {}
@@ -305,12 +318,9 @@ def read_config(
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
         what = f"{run.cogumi.sharding} shares the model among several processes, and there is one"
         raise origins.error(f"cogumi.sharding: {what}", "cogumi.sharding", "set cogumi.processes as well, or drop it")
-    if run.train.get("deepspeed"):
-        # Under ZeRO-3 each model that is made is made by all processes together, and in a run the first looks ahead alone.
-        what = "train.deepspeed: a run does not train by DeepSpeed, whose checkpoints are not verified"
-        raise origins.error(what, "train.deepspeed", "share the model out by cogumi.sharding: fsdp2")
-    if "output_dir" in run.train:
-        raise origins.error("train.output_dir is the run's own", "train.output_dir", "set cogumi.run_dir")
+    for name, (why, fix) in NOT_ASKED.items():
+        if name in run.train:
+            raise origins.error(f"train.{name} {why}", f"train.{name}", fix)
     for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
         if value is not None and redact_text(value) != value:  # an adapter's record of its base could not leave it out
             raise origins.error(f"{key} holds an access token", key, "put that into the environment (HF_TOKEN)")

@@ -56,6 +56,9 @@ def batch_of(run: RunConfig) -> tuple[int, int]:
 
 def refuse_unshared(run: RunConfig, count: int) -> None:
     """Raise UsageError for what `count` processes cannot do together, and for a step that they cannot share out evenly."""
+    if run.cogumi.backend == "unsloth":
+        fix = "set cogumi.backend: trl, or cogumi.processes: 1"
+        raise UsageError("unsloth trains in one process", key="cogumi.backend", fix=fix)
     if run.cogumi.sharding != "none":
         refuse_unsharded(run)
     batch, accumulated = batch_of(run)

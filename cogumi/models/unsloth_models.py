@@ -52,9 +52,6 @@ def choose_backend(run: RunConfig) -> Backend:
         return Backend("trl", "cogumi.backend is trl")
     if reason := unsloth_rl.find_obstacle(asked):
         return Backend("trl", reason)
-    if asked == "unsloth" and run.cogumi.processes != 1:
-        fix = "set cogumi.backend: trl, or cogumi.processes: 1"
-        raise UsageError("unsloth trains in one process", key="cogumi.backend", fix=fix)
     if asked == "unsloth":
         return Backend("unsloth", "cogumi.backend is unsloth")
     if run.cogumi.processes != 1:

@@ -200,6 +200,7 @@ def end_with_parent(pipe: int) -> None:
     """Wait until the process that started this one is gone, killed perhaps, and then save a checkpoint and end."""
     while os.read(pipe, 1):
         pass
+    log.error("the command that started this process is gone: it saves a checkpoint and ends")
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -101,10 +101,15 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         refuse_settings(own, arguments)
     if arguments.world_size != count:
         raise RuntimeError(f"transformers trains in {arguments.world_size} processes here, and {count} were started")
+    if count > 1 and arguments.accelerator_config.split_batches:
+        what = "split_batches cuts each process's batch, which has been cut already"
+        raise UsageError(what, key="train.accelerator_config", fix="drop it")
     ranks = Ranks(arguments.process_index, count)
     if not ranks.leads:
         return follow(ranks)
     said = [*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start)]
+    if run.cogumi.processes == "all":
+        said.append(f"cogumi.processes: all is {count} here")
     with Others(ranks) as others:
         return others.end(train_first(run, meter, backend, said, others))
 
