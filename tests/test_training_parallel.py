@@ -199,4 +199,5 @@ def test_what_came_of_a_run_is_handed_over() -> None:
     assert exit_status(SystemExit(143)) == 143
     assert exit_status(ValueError()) == 1
     assert str(pickle.loads(dump_outcome(None, UsageError("no", fix="yes")))[1]) == "no; yes"
+    assert pickle.loads(pickle.loads(dump_outcome([1], None))[0]) == [1]
     assert "no result" in str(pickle.loads(dump_outcome(lambda: 0, None))[1])

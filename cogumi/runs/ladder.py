@@ -16,7 +16,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl, write_json
 from cogumi.methods.step_split import refuse_unshared
 from cogumi.runs import refuse_mistakes
-from cogumi.runs.rank_launcher import train_in_processes
+from cogumi.runs.rank_launcher import run_processes
 from cogumi.stack.gpus import refuse_missing_gpus
 
 STEPS = 20  # of each number of processes
@@ -119,7 +119,7 @@ def climb(
         own |= {"cogumi.processes": count, "cogumi.run_dir": str(run_dir), "cogumi.sanity": steps}
         own |= {"cogumi.sharding": asked.cogumi.sharding if count > 1 else "none"}
         tell(f"{count} process{'es' if count > 1 else ''}: {steps} steps, in {run_dir}")
-        train_in_processes(config, own, run_dir, count, quiet=True)
+        run_processes(config, own, run_dir, count, quiet=True)
         rung, own_losses = read_rung(run_dir, count, price)
         losses = losses or own_losses
         apart = max(

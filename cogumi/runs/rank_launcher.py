@@ -47,12 +47,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASKED = {*(128 + number for number in SIGNALS), *(-number for number in SIGNALS)}
 
 
-def train_in_processes(
-    config: Any, overrides: Mapping[str, Any], run_dir: Path, count: int, quiet: bool = False
-) -> "RunResult":
+def train_in_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path, count: int) -> "RunResult":
     """`cogumi.train` in `count` processes: returns or raises what it does in the first of them.
 
-    quiet: the first one prints nothing here. Raises RunFailed, with the number of the process, where one died.
+    Raises RunFailed, with the number of the process, where one died.
+    """
+    result = run_processes(config, overrides, run_dir, count)
+    return pickle.loads(result)  # type: ignore[no-any-return]
+
+
+def run_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path, count: int, quiet: bool = False) -> bytes:
+    """`train_in_processes`, with the result pickled: to read it is to import torch, and with unsloth to start CUDA.
+
+    quiet: the first process prints nothing here.
     """
     what = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))
     with TemporaryDirectory(prefix="cogumi-ranks-") as directory:
@@ -78,7 +85,10 @@ def train_in_processes(
             raise RunFailed(tell_death(ranks, first, place, run_dir))
         if error is not None:
             raise error
-        return result  # type: ignore[return-value]
+    if result is None:  # asked to end before it began
+        code = ranks[0].returncode
+        raise SystemExit(code if code > 0 else 128 - code)
+    return bytes(result)
 
 
 def start_ranks(ranks: list[Rank], count: int, what: bytes, place: Path, quiet: bool) -> None:
@@ -213,9 +223,9 @@ def exit_status(error: BaseException) -> int:
 
 
 def dump_outcome(result: Any, error: BaseException | None) -> bytes:
-    """What came of a run, pickled; of an error that cannot be, what it says."""
+    """The pickled result of a run or None, and its error, pickled; of what cannot be, what it says."""
     try:
-        return pickle.dumps((result, error))
+        return pickle.dumps((None if error is not None else pickle.dumps(result), error))
     except Exception as unpicklable:  # noqa: BLE001  whatever the error of a library, or a result, holds
         said = "".join(traceback.format_exception(error)) if error is not None else f"no result: {unpicklable}"
         return pickle.dumps((None, RuntimeError(said)))
