@@ -206,7 +206,8 @@ def test_one_that_dies_ends_the_run_and_is_named(
     values["train"]["max_steps"] = 40
     launcher = start(values)
     until(lambda: (tmp_path / "run/checkpoints/checkpoint-6").exists())
-    assert (pid := pid_of_rank(launcher.pid, rank))
+    pid = pid_of_rank(launcher.pid, rank)
+    assert pid
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     assert launcher.wait(timeout=60) == 1
