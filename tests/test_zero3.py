@@ -9,10 +9,6 @@ import pytest
 from ranks import finish, losses, said, start_ranks
 from safetensors.torch import load_file
 
-from cogumi.config.schema import load_config
-from cogumi.core.errors import UsageError
-from cogumi.training.parallel import set_accelerate
-
 TWO = pytest.mark.slow("trainings in two processes, each of which imports DeepSpeed")
 NO_WHEEL = "DeepSpeed comes without a wheel, and so no lane has it; pip install deepspeed==0.19.8 runs these"
 INSTALLED = pytest.mark.skipif(find_spec("deepspeed") is None, reason=NO_WHEEL)
@@ -58,13 +54,3 @@ def test_a_run_that_stopped_ends_as_if_it_had_not(tiny_model: Path, tmp_path: Pa
     assert losses(tmp_path) == {step: loss for step, loss in whole.items() if step > 4}
     again = load_file(tmp_path / "weights-0.safetensors")
     assert all(again[name].equal(each) for name, each in weights.items())
-
-
-@pytest.mark.parametrize("by", ["launcher", "train"])
-def test_a_run_refuses_it_before_the_processes_wait_for_each_other(by: str, sft: dict[str, Any]) -> None:
-    """Under ZeRO-3 all processes make a model together, and the first of a run makes one on its own."""
-    environment = {"ACCELERATE_USE_DEEPSPEED": "true"} if by == "launcher" else {}
-    if by == "train":
-        sft["train"]["deepspeed"] = {"zero_optimization": {"stage": 3}}
-    with pytest.raises(UsageError, match=r"does not train by DeepSpeed.*fsdp2"):
-        set_accelerate(load_config(sft), environment)

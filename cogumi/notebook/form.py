@@ -215,7 +215,7 @@ def fields_of(method: str) -> dict[str, list[Field]]:
         "model": list(section_fields(schema.ModelSection)),
         "data": list(section_fields(schema.DataSection)),
         "lora": list(dataclass_fields(config_class("LoraConfig"), FIXED_LORA_KEYS)),
-        "train": list(dataclass_fields(config_class(schema.TRL_CONFIGS[method]), ("output_dir",))),
+        "train": list(dataclass_fields(config_class(schema.TRL_CONFIGS[method]), schema.NOT_ASKED)),
         "cogumi": list(section_fields(schema.CogumiSection)),
     }
 
