@@ -156,11 +156,7 @@ def test_the_ladder_stops_where_more_cards_do_not_pay(speed: float, safe: str, s
         ([1, 1], 20, "1,1 is no ladder"),
         ([0], 20, "0 is no ladder"),
         ([1], 3, "the first 3 warm up"),
-        (
-            [1, 3],
-            20,
-            "16 examples cannot be shared by 3 processes; let train.per_device_train_batch_size x",
-        ),
+        ([1, 3], 20, "16 examples cannot be shared by 3 processes; let train.per_device_train_batch_size x"),
         ([1, 2, 4], 20, "4 processes, and 2 GPUs"),
     ],
 )

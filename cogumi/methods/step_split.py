@@ -14,13 +14,13 @@ def split_step(run: RunConfig, count: int) -> RunConfig:
 
     Raises UsageError where a step cannot be shared out evenly, and for what several processes cannot do.
     """
+    if count == 1:
+        return run
+    refuse_unshared(run, count)
     import torch
 
     from cogumi.stack.ranks import PATIENCE
 
-    if count == 1:
-        return run
-    refuse_unshared(run, count)
     run = run.model_copy(deep=True)
     run.cogumi.processes = count
     train = run.train
@@ -60,7 +60,7 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
         fix = "set cogumi.backend: trl, or cogumi.processes: 1"
         raise UsageError("unsloth trains in one process", key="cogumi.backend", fix=fix)
     if run.cogumi.sharding != "none":
-        refuse_unsharded(run)
+        refuse_under_fsdp2(run)
     batch, accumulated = batch_of(run)
     step, keys = batch * accumulated, "train.per_device_train_batch_size x gradient_accumulation_steps"
     if run.cogumi.docs_per_step is not None:
@@ -75,7 +75,7 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
         raise UsageError(what, key="cogumi.processes", fix=f"let {keys} be {near}")
 
 
-def refuse_unsharded(run: RunConfig) -> None:
+def refuse_under_fsdp2(run: RunConfig) -> None:
     """Raise UsageError for what FSDP2 does not share out, or what was never tried with it."""
     whole = "cogumi.sharding: none, where each GPU has the whole model"
     if run.model.quantization_config is not None:
