@@ -46,7 +46,6 @@ lint: .venv/test
 	$(PYTHON_IN) -m ruff format --check .
 	$(PYTHON_IN) -m mypy
 	.venv/bin/lint-imports --no-logo --no-cache
-	$(PYTHON_IN) docs/words.py
 
 # docs/reference.md: every name, command and key, from signatures and docstrings.
 reference: .venv/test

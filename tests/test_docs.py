@@ -328,23 +328,3 @@ def test_the_reference_is_written_from_what_there_is(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(REPOSITORY / "docs")
     reference = importlib.import_module("reference")
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "make reference"
-
-
-def test_words_that_are_not_used_are_found_where_a_reader_meets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "docs")
-    words = importlib.import_module("words")
-    page = "The run goes\non.\n\n```\nnobody, printed\n```\n\n```sh\nls  # whoever types\n```\n\nIt goes on top.\n"
-    assert words.bad_words("docs/page.md", page) == ["docs/page.md:1: 'goes on'", "docs/page.md:9: 'whoever'"]
-    module = 'def nobody():  # somebody\n    """Says\n    whoever."""\n    return f"{1} mends"\n'
-    assert words.bad_words("cogumi/a.py", module) == ["cogumi/a.py:3: 'whoever'", "cogumi/a.py:4: 'mends'"]
-
-
-def test_reading_ease_is_of_the_sentences_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "docs")
-    words = importlib.import_module("words")
-    text = "The cat sat on the mat. It was 0.75 times as\nfat as the dog.\n"
-    others = "# Internationalization\n\n| configuration | parametrization |\n|---|---|\n\n```\nserialization\n```\n\n"
-    assert words.ease(others + text) == words.ease(text)
-    assert words.sentences(others + text) == ["The cat sat on the mat.", "It was 0.75 times as fat as the dog."]
-    hard = "Internationalization necessitates considerable organizational experimentation.\n"
-    assert words.ease(text) > 90 > 30 > words.ease(hard)
