@@ -6,7 +6,9 @@ stages use public functions and `configs/smoke/chat-*.yaml`. The exit status is 
 
 import logging
 import platform
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from rich.table import Table
 
 from cogumi.core.errors import UsageError
 from cogumi.core.output import print_json, run_command
-from cogumi.core.run_directory import create_run_dir, write_json
+from cogumi.core.run_directory import create_run_dir, read_json, write_json
 from cogumi.stack.gpus import use_one_gpu
 
 log = logging.getLogger("cogumi")
@@ -34,6 +36,12 @@ SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"
 COMPARED = 200  # held-out prompts on which the base, the SFT and the GSPO model are scored
 SHOWN = 5  # of them that are printed
 QUICK_STEPS = {"sft": 15, "gspo": 8}
+STAGES = ("doctor", "stack", "preflight", "sft", "gspo", "compare")
+GPU_LIMIT_SECONDS = 180.0
+PROGRESS_SECONDS = 10.0
+# On a card: TRL's trainer, because unsloth's first GSPO step compiles for minutes; no second forecast and no trial of
+# flash attention, because each is a process that imports torch, which takes 15 s on a slow disk.
+ON_GPU = {"cogumi__backend": "trl", "cogumi__preflight": "off", "model__attn_implementation": "sdpa"}
 
 
 @dataclass
@@ -60,6 +68,8 @@ class Report:
     seconds: float = 0.0
     machine: str = ""
     on_gpu: bool = False
+    limit: float | None = None
+    stage: str = STAGES[0]
     began: float = field(default_factory=time.monotonic, repr=False)
 
     @property
@@ -76,15 +86,25 @@ class Report:
         return found | {"python": platform.python_version(), "versions": {name: version(name) for name in STACK}}
 
 
-def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = None) -> Report:
+def smoke(
+    quick: bool = False, model: str | None = None, run_dir: Path | None = None, limit: float | None = None
+) -> Report:
     """Run every stage, write `smoke.json` into the run directory, and return the report.
 
-    quick: shorter trainings, of which no better answers are asked. Raises UsageError for a path or model of no use.
+    Args:
+        quick: Train fewer steps, and do not require better answers.
+        model: A model directory or hub id instead of the small base.
+        run_dir: Where to write; `runs/smoke-<time>` by default.
+        limit: Seconds after which the stages that were not reached fail; by default 180 on a GPU and none without one.
+
+    Raises:
+        UsageError: The path or the model cannot be used.
     """
+    began = time.monotonic()  # importing takes half a minute on a slow disk, and counts
     use_one_gpu()  # before torch is imported
     from cogumi.rl.patching import patch
 
-    patch()  # before transformers is imported
+    patch(backend="trl")  # before transformers is imported
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -93,16 +113,21 @@ def smoke(quick: bool = False, model: str | None = None, run_dir: Path | None = 
     base = model or SMALL_BASE
     load_tokenizer(resolve_model(base))
     disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
-    report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick)
+    report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick, began=began)
     status = create_run_dir(report.run_dir) / "status.json"
     report.on_gpu = torch.cuda.is_available()
     threads = f"no GPU, {torch.get_num_threads()} CPU threads"
     report.machine = torch.cuda.get_device_name() if report.on_gpu else threads
+    report.limit = limit or (GPU_LIMIT_SECONDS if report.on_gpu else None)
     write_json(status, {"state": "running"})
     try:
-        run_stages(report, base)
+        with time_limit(report), progress_lines(report):
+            run_stages(report, base)
     except StageFailed:
         pass  # its row is in the report; the stages after it need what it made
+    except OutOfTime:
+        for name in STAGES[STAGES.index(report.stage) :]:
+            report.add(name, "reached", f"not reached in {report.limit:g} s", False)
     except BaseException as error:
         write_json(status, {"state": "stopped", "reason": f"{type(error).__name__}: {error}"})
         raise
@@ -128,6 +153,52 @@ def run_stages(report: Report, base: str) -> None:
         compare(report, models)
 
 
+class OutOfTime(BaseException):
+    """The time limit was reached. Not an Exception, so that no stage reports it as its own failure."""
+
+
+@contextmanager
+def time_limit(report: Report) -> Iterator[None]:
+    """Raise OutOfTime in the main thread once the report's limit is over."""
+    if report.limit is None:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise OutOfTime(f"the smoke run's limit of {report.limit:g} s is over")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, report.limit - (time.monotonic() - report.began)))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def progress_lines(report: Report) -> Iterator[None]:
+    """Print stage, step and seconds every ten seconds, also while a stage prints nothing itself."""
+    finished = threading.Event()
+
+    def print_lines() -> None:
+        from tqdm import tqdm
+
+        while not finished.wait(PROGRESS_SECONDS):
+            path = report.run_dir / report.stage / "heartbeat.json"
+            beat = read_json(path) if path.exists() else {}
+            step = f": {beat['stage']}, step {beat['step']} of {beat['steps']}" if beat.get("steps") else ""
+            tqdm.write(f"   {report.stage}{step} ({time.monotonic() - report.began:.0f} s)", file=sys.stderr)
+
+    printer = threading.Thread(target=print_lines, daemon=True)
+    printer.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        printer.join()
+
+
 class StageFailed(Exception):
     """A stage raised; its row is in the report and its traceback in the log."""
 
@@ -136,7 +207,7 @@ class StageFailed(Exception):
 def stage(report: Report, name: str) -> Iterator[None]:
     """Time a stage; turn what it raises into a failed row. Mistakes of the user pass through."""
     print(f"── {name} ({time.monotonic() - report.began:.0f} s so far)", file=sys.stderr, flush=True)
-    first, started = len(report.rows), time.monotonic()
+    first, started, report.stage = len(report.rows), time.monotonic(), name
     try:
         yield
     except UsageError:
@@ -192,6 +263,8 @@ def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
     from cogumi.models.loading import load_tokenizer, resolve_model
 
     found: dict[str, Any] = {"model__name": model, "cogumi__run_dir": report.run_dir / method}
+    if report.on_gpu:
+        found |= ON_GPU
     if report.quick:
         found["train__max_steps"] = QUICK_STEPS[method]
     if method == "sft" and load_tokenizer(resolve_model(model)).chat_template is None:  # a base of the user's own
@@ -294,9 +367,10 @@ def main(
     model: Annotated[str | None, typer.Option(help="A model directory or hub id instead of the small base.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where to write; runs/smoke-<time> by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
+    limit: Annotated[float | None, typer.Option(min=1.0, help="Seconds; by default 180 on a GPU, else none.")] = None,
 ) -> None:
     """Train, merge and check a small model on this machine."""
-    report = smoke(quick, model, run_dir)
+    report = smoke(quick, model, run_dir, limit)
     if as_json:
         print_json(report.as_dict())
     else:

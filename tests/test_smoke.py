@@ -11,7 +11,7 @@ import prepared_process
 import pytest
 
 from cogumi.core.errors import UsageError
-from cogumi.smoke import Report, StageFailed, stage
+from cogumi.smoke import STAGES, Report, StageFailed, stage
 
 
 def smoke(*words: str, cwd: Path, python: Sequence[str] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
@@ -75,6 +75,16 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_runs(
     assert done.returncode == 2
     assert done.stderr.startswith("cogumi: file/run: cannot write the run directory")
     assert done.stderr.count("\n") == 1
+
+
+def test_stages_beyond_the_time_limit_are_reported(tmp_path: Path) -> None:
+    done = smoke("--limit", "6", "--run-dir", "run", "--json", cwd=tmp_path, python=prepared_process.python(here()))
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    late = [row["stage"] for row in report["rows"] if row["figure"] == "not reached in 6 s"]
+    assert late == list(STAGES)[-len(late) :]
+    assert {"sft", "gspo", "compare"} <= {*late}
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished, checks failed"
 
 
 def test_a_stage_that_raises_is_a_failed_row() -> None:
