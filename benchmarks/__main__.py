@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME|cpu|gpu] [--quick] [--json PATH]`
+"""`python -m benchmarks [NAME|cpu] [--quick] [--json PATH]`, and `python -m benchmarks gpu --help`
 
 Exit status: 0 everything ran and met its target, 1 something failed or missed its target, 2 used wrongly (an unknown
 name, `gpu` without a CUDA device).
@@ -38,15 +38,16 @@ ALONE = {
     name: f"{name}:run"
     for name in ("merge", "faults", "graph_break", "verdict", "data", "packing", "stages", "rollouts", "sampler")
 }
-# `gpu` runs the others, and gspo_step, under one time budget.
-GPU = {
-    "gpu": "gpu:run", "gpu_probes": "gpu:probe_rows", "gpu_head": "gpu:head_rows", "gpu_forecast": "gpu:forecast_rows"
-}  # fmt: skip
-NAMES = ("cpu", *CPU, *ALONE, *GPU)
+NAMES = ("cpu", "gpu", *CPU, *ALONE)
 SHOWN = ("case", "metric", "value", "unit", "note")
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["gpu"]:
+        from benchmarks import gpu
+
+        return gpu.main(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure; print a table; save a JSON.")
     parser.add_argument("name", nargs="?", default="cpu", help=f"cpu (default), {', '.join(NAMES[1:])}")
     parser.add_argument("--quick", action="store_true", help="smaller and fewer cases: does it run, not how fast")
@@ -56,14 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     if options.name not in NAMES:
         print(f"unknown benchmark {options.name!r}: one of {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    on_gpu = options.name in GPU
-    if on_gpu:
-        from benchmarks.gpu import no_cuda
-
-        if reason := no_cuda():
-            print(f"no CUDA device: {reason}", file=sys.stderr)
-            return 2
-
     about, start = harness.machine(), time.monotonic()
     rows: list[Row] = []
     for name in CPU if options.name == "cpu" else (options.name,):
@@ -76,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     title = options.name + (" (quick)" if options.quick else "")
     harness.show(rows, f"{title}: {about['gpu'] or about['cpu']}, {about['cores']} cores, load {about['load_average']}")
     # A quick run's numbers must not replace a full one's.
-    path = options.json or harness.result_path(options.name + ("-quick" if options.quick else ""), about, on_gpu)
+    path = options.json or harness.result_path(options.name + ("-quick" if options.quick else ""), about, gpu=False)
     harness.save(title, rows, seconds, about, path)
     bad = harness.failed(rows)
     print(f"{len(rows)} rows, {len(bad)} failed or over target, {seconds:.0f} s; saved {path}")
@@ -88,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def entry(name: str, quick: bool) -> Iterable[Row]:
-    module, function = (CPU | ALONE | GPU)[name].split(":")
+    module, function = (CPU | ALONE)[name].split(":")
     rows: Iterable[Row] = getattr(importlib.import_module(f"benchmarks.{module}"), function)(quick=quick)
     return rows
 

@@ -8,7 +8,7 @@ from typing import Any
 # None of the probes runs it, so that no result can tell that it works.
 UNPROBED = ("vllm",)
 # Of cogumi.stack.probes and benchmarks.gpu; a probe of a package counts where the lane pins the package.
-PROBES = ("torch", "matmul", "sdpa", "triton", "torchvision", "bitsandbytes", "xformers", "unsloth")
+PROBES = ("torch", "matmul", "triton", "torchvision", "bitsandbytes", "xformers", "unsloth")
 
 
 def known_good(lane: dict[str, Any], results: Path) -> dict[str, str] | None:
@@ -35,7 +35,7 @@ def proves(document: dict[str, Any], lane: dict[str, Any]) -> bool:
         iter(lane["pins_apart"].values()), {}
     )  # names, for the most part: versions differ by Python
     rows = [row for row in document["rows"] if row["benchmark"] == "gpu_probes"]
-    wanted = {name for name in PROBES if name in pins or name in ("matmul", "sdpa")}
+    wanted = {name for name in PROBES if name in pins or name == "matmul"}
     ran = {row["case"] for row in rows if row["value"] is not None}
     return (
         all(

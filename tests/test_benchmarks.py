@@ -3,9 +3,14 @@
 import importlib.metadata
 import json
 import math
+import os
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import psutil
@@ -13,9 +18,8 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import commands, gpu, harness, sampler
+from benchmarks import commands, gpu, gpu_checks, harness, sampler
 from benchmarks.harness import Finished, row
-from benchmarks.models import Shape
 from cogumi.stack import probes
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
@@ -85,7 +89,7 @@ def test_smoke_reports_the_last_line_of_a_failure_and_no_times(monkeypatch):
 def test_unknown_name_and_missing_card_end_with_one_line_and_status_2(capsys):
     assert command.main(["nope"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("unknown benchmark 'nope': one of cpu, importing, ")
+    assert line.startswith("unknown benchmark 'nope': one of cpu, gpu, importing, ")
     if not torch.cuda.is_available():
         assert command.main(["gpu"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -134,26 +138,79 @@ def test_a_number_that_is_not_one_is_a_failure_and_not_saved(tmp_path):
         harness.save("b", [{"value": math.nan}], 1.0, {}, tmp_path / "out.json")
 
 
+def slow_check(setting: gpu.Setting) -> Iterator[dict[str, Any]]:
+    yield row("slow", "first", "figure", 1.0)
+    time.sleep(60)
+
+
+def crash(setting: gpu.Setting) -> Iterator[dict[str, Any]]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    yield row("crash", "-", "-", None)
+
+
+def quick_check(setting: gpu.Setting) -> Iterator[dict[str, Any]]:
+    yield row("slow", "first", "figure", 2.0)
+
+
+def test_a_check_that_is_killed_keeps_its_figures_and_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = [gpu.Check(name, limit, f"gpu_checks:{name}", "") for name, limit in (("slow", 1), ("crash", 30))]
+    checks.insert(0, next(check for check in gpu.CHECKS if check.name == "environment"))
+    monkeypatch.setattr(gpu, "CHECKS", tuple(checks))
+    monkeypatch.setattr(gpu_checks, "slow", slow_check, raising=False)
+    monkeypatch.setattr(gpu_checks, "crash", crash, raising=False)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    assert gpu.main(["--device", "cpu", "--json", str(first)]) == 1
+    rows = well_formed(json.loads(first.read_text())["rows"])
+    notes = [(each["benchmark"], each["value"], each["note"]) for each in rows if each["benchmark"] != "environment"]
+    assert notes == [
+        ("slow", 1.0, ""),
+        ("slow", None, "failed: killed after 1 s, its time box"),
+        ("crash", None, "failed: ended by SIGSEGV"),
+    ]
+    monkeypatch.setattr(gpu_checks, "slow", quick_check)
+    resumed = ["--device", "cpu", "--resume", str(first.with_suffix(".jsonl")), "--json", str(second)]
+    assert gpu.main([*resumed, "--only", "environment", "slow"]) == 0
+    again = json.loads(second.read_text())["rows"]
+    assert [each for each in again if each["benchmark"] == "environment"] == rows[: len(again) - 1]
+    assert [each["value"] for each in again if each["benchmark"] == "slow"] == [2.0]
+
+
+def test_no_check_starts_when_the_budget_is_spent(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    assert gpu.main(["--device", "cpu", "--budget", "0", "--json", str(path)]) == 0
+    rows = well_formed(json.loads(path.read_text())["rows"])
+    assert [each["benchmark"] for each in rows] == [check.name for check in gpu.CHECKS]
+    assert {each["note"] for each in rows} == {"skipped: out of time"}
+
+
 @pytest.mark.parametrize(
-    "case",
-    [each if each == "sft, 4-bit" else pytest.param(each, marks=pytest.mark.sweep) for each in gpu.CASES],
+    ("words", "error"),
+    [
+        (["--only", "merge-chek"], "--only: no check 'merge-chek'; --list prints them"),
+        (["--resume", "nowhere.jsonl"], "--resume: nowhere.jsonl is not a file"),
+    ],
 )
-def test_a_forecast_is_made_in_a_run_of_its_own(case: str, tmp_path: Path) -> None:
-    model = gpu.write_model(tmp_path / "model", Shape("tiny", 64, 128, 2, 4, 2, 2048, tied=False))
-    (found,) = well_formed(list(gpu.compared(case, model, tmp_path / "run")))
-    assert found["note"] == "no GPU: nothing to compare with"
-    assert found["value"] > 0
+def test_wrong_words_of_the_gpu_list_are_refused(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(words) == 2
+    assert capsys.readouterr().err == f"{error}\n"
 
 
-def test_probes_run_in_their_own_process_and_say_what_failed(monkeypatch):
-    (said,) = well_formed(gpu.probe("torch", "cpu"))
-    assert said["value"] == torch.__version__
-    (broken,) = well_formed(gpu.probe("torch", "cuda:99"))
-    assert broken["ok"] is False
-    assert broken["note"].startswith(f"failed: torch {importlib.metadata.version('torch')}: ")
-    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: None)
-    (absent,) = well_formed(gpu.probe("flash_attn", "cpu"))
-    assert (absent["ok"], absent["note"]) == (None, "missing: flash-attn")
+def test_every_check_of_a_card_runs_on_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--budget", "1500", "--json", str(path)]
+    done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, check=False)
+    rows = well_formed(json.loads(path.read_text())["rows"])
+    broken = [each for each in rows if each["note"].startswith(("failed", "skipped"))]
+    assert not broken, f"{broken}\n{done.stderr[-3000:]}"
+    finished = {each["check"] for each in gpu.read_lines(path.with_suffix(".jsonl")) if each.get("finished")}
+    assert finished == {check.name for check in gpu.CHECKS}
+    missing = {each["benchmark"] for each in rows if each["note"].startswith("missing: unsloth")}
+    assert missing == {"gpu_probes", "ratios-unsloth", "sft-speed-unsloth"}
 
 
 def test_bitsandbytes_probe_is_a_forward_and_a_backward():
@@ -161,14 +218,6 @@ def test_bitsandbytes_probe_is_a_forward_and_a_backward():
     ((metric, error, _, _),) = probes.probe_bitsandbytes("cpu")
     assert metric == "4-bit forward and backward"
     assert 0.01 < error < 0.25
-
-
-def test_no_case_starts_when_the_time_is_over():
-    start = time.monotonic()
-    rows = well_formed(list(gpu.run(device="cpu", seconds=0.0)))
-    assert time.monotonic() - start < 1
-    assert {each["benchmark"] for each in rows} == {"gpu_probes", "gpu_head", "gpu_forecast", "gspo_step"}
-    assert {each["note"] for each in rows} == {"skipped: out of time"}
 
 
 def test_figures_of_a_sampler_are_those_by_hand() -> None:
