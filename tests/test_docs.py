@@ -62,7 +62,6 @@ NOT_RUN = {
     'cogumi preflight configs/llama-3.1-8b-sft.yaml --card "h100 sxm"': HUB,
 }
 NOT_RUN |= {
-    "cogumi ladder my.yaml --processes 1,2,8 --price 2.50": "two steps prove nothing; tests/test_training_processes.py runs it",
     "accelerate launch --config_file fsdp2.yaml --num_processes 8 train.py": BOX,
     "srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 8 --cpus-per-gpu 8 sh -c '.venv/bin/torchrun --nnodes 2 "
     '--nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | '

@@ -1,8 +1,7 @@
 """What each of several processes is given: its part of a step, accelerate's variables, and what cannot be shared out."""
 
 import pickle
-import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from cogumi.checkpoints.verify import SHARDED_WEIGHTS
 from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig, read_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.methods.step_split import TRL_STEP, describe_split, refuse_unshared, split_step
-from cogumi.runs.ladder import Rung, climb, reason_to_stop
 from cogumi.runs.rank_launcher import dump_outcome, exit_status
 from cogumi.stack.gpus import refuse_ranks
 from cogumi.training.loop import even_batch
@@ -128,45 +126,6 @@ def test_a_quantized_base_is_not_sharded() -> None:
     shared.model.quantization_config = {"load_in_4bit": True}
     with pytest.raises(UsageError, match=r"model\.quantization_config: .*or set cogumi\.sharding: none"):
         split_step(shared, 2)
-
-
-RUNG = Rung(1, 1000.0, 1.0, 1.0, None, 2.0, 0.0, "yes", "yes: the loss fell")
-
-
-@pytest.mark.parametrize(
-    ("speed", "safe", "said"),
-    [
-        (1900.0, "yes", ""),
-        (1400.0, "not shown", ""),
-        (1399.0, "yes", "2 processes are 1.40 times as fast as 1, and a run costs 1.4 times as much"),
-        (1900.0, "no", "2: not safe to scale: it diverged"),
-    ],
-)
-def test_the_ladder_stops_where_more_cards_do_not_pay(speed: float, safe: str, said: str) -> None:
-    two = replace(RUNG, processes=2, tokens_per_second=speed, safe=safe, verdict="it diverged", efficiency=speed / 2000)
-    assert reason_to_stop(two, [RUNG, two]).startswith(said)
-    assert bool(reason_to_stop(two, [RUNG, two])) == bool(said)
-    assert reason_to_stop(RUNG, [RUNG]) == ""
-
-
-@pytest.mark.parametrize(
-    ("processes", "steps", "said"),
-    [
-        ([2, 1], 20, "2,1 is no ladder"),
-        ([1, 1], 20, "1,1 is no ladder"),
-        ([0], 20, "0 is no ladder"),
-        ([1], 3, "the first 3 warm up"),
-        ([1, 3], 20, "16 examples cannot be shared by 3 processes; let train.per_device_train_batch_size x"),
-        ([1, 2, 4], 20, "4 processes, and 2 GPUs"),
-    ],
-)
-def test_a_ladder_is_refused_before_its_first_rung(
-    processes: list[int], steps: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1" if "GPUs" in said else "")
-    with pytest.raises(UsageError, match=re.escape(said)):
-        climb("configs/smoke/chat-sft.yaml", processes, tmp_path / "new", {}, steps)
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("wrong", ["two", 0, -1, 2.5, True])

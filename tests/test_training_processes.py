@@ -326,18 +326,3 @@ def test_a_batch_is_not_cut_twice(start: Start, tmp_path: Path) -> None:
     assert start(values).wait(timeout=120) == 2
     assert "train.accelerator_config: split_batches cuts" in (tmp_path / "run.said").read_text()
     assert not (tmp_path / "run").exists()
-
-
-def test_the_ladder_measures_each_number_and_stops(start: Start, tmp_path: Path) -> None:
-    values = config("sft", tmp_path / "unused")
-    values["train"]["max_steps"] = 50
-    words = ["--processes", "1,2,4", "--steps", "12", "--price", "2.5", "--out", str(tmp_path / "ladder")]
-    status = start(values, *words, command="ladder").wait(timeout=300)
-    said = (tmp_path / "run.said").read_text()
-    found = json.loads((tmp_path / "ladder/ladder.json").read_text())
-    assert status == 0, said
-    assert [rung["processes"] for rung in found["rungs"]] in ([1, 2], [1, 2, 4])
-    assert all(rung["apart"] < 1e-5 for rung in found["rungs"])
-    assert all(rung["cost"] == pytest.approx(rung["hours"] * rung["processes"] * 2.5) for rung in found["rungs"])
-    assert found["stopped"] == "" or found["stopped"] in said  # two cores for four processes do not pay
-    assert not (tmp_path / "unused").exists()

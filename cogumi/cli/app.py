@@ -3,7 +3,6 @@
 import os
 import sys
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,13 +21,11 @@ from cogumi.core.output import (
     failures_in_one_line,
     print_json,
     print_report,
-    print_table,
     print_text,
     run_command,
     show_waiting,
     survive_closed_terminal,
 )
-from cogumi.runs.ladder import COLUMNS, STEPS, climb, parse_processes
 from cogumi.telemetry.status import format_sentence, status_of
 
 if TYPE_CHECKING:
@@ -65,29 +62,6 @@ def train(config: Config, overrides: Overrides = None) -> None:
         if os.environ.get("RANK", "0") == "0":  # torchrun starts this command several times
             print_text(format_sentence(status_of(result.run_dir)))
     raise typer.Exit(0 if result.passed else 1)
-
-
-@app.command()
-def ladder(
-    config: Config,
-    overrides: Overrides = None,
-    processes: Annotated[str, Option(help="How many, in this order.")] = "1,2,8",
-    steps: Annotated[int, Option(min=1, help="Optimizer steps with each number of processes.")] = STEPS,
-    price: Annotated[float | None, Option(help="Dollars for an hour of one card.")] = None,
-    out: Annotated[Path | None, Option(help="A new directory; by default below runs/.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """The first steps of a run with 1, 2, 8 processes: speed, cost, losses side by side. Stops where more cards do not pay."""
-    words, counts = parse_overrides(overrides), parse_processes(processes)
-    directory = out or Path("runs") / f"ladder-{config.stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    with survive_closed_terminal(), failures_in_one_line(RunFailed):
-        found = climb(config, counts, directory, words, steps, price, lambda said: print_text(said, to_error=True))
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        print_table(str(directory), COLUMNS, found.rows())
-        print_text(found.stopped or "each number of processes paid; a run takes the last by cogumi.processes")
-    raise typer.Exit(1 if any(rung.safe == "no" for rung in found.rungs) else 0)
 
 
 @app.command()

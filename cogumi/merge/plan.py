@@ -35,7 +35,6 @@ from cogumi.merge.parameter_map import (
     Place,
     read_checkpoint,
 )
-from cogumi.merge.plain_models import plain_changes
 from cogumi.merge.quantized import Bnb4bit
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -167,23 +166,12 @@ class MergePlan:
 
 
 def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
-    """Plan every output tensor of base + the weighted sum of the adapters. Raises UsageError naming the key when an
-    adapter and the base do not fit together, or cannot be merged exactly."""
-    plain = plain_changes(adapters, base)
-    if plain is None:
-        return build_mapped_plan(adapters, base, dtype)
-    changes, spans = weighted_sum(plain, adapters), base.tensors
-    stored = {
-        name: [Piece(Place(name, 0, spans[name].shape[0]), change)] for name, change in changes.parameters.items()
-    }
-    shards = tuple(plan_shard(shard, base, stored, {}, {}, spans, dtype) for shard in base.shards)
-    config = output_config(base.config, dtype=None if dtype == "keep" else dtype, untied=False, vocab_size=None)
-    files = side_files(adapters[0][0].path, base.path)
-    return MergePlan(tuple(adapters), base, shards, output_index(base, shards), config_bytes(base, config), files)
+    """Plan every output tensor of base + the weighted sum of the adapters, as transformers maps the base and PEFT applies
+    the adapters.
 
-
-def build_mapped_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
-    """build_plan for any model and adapter, as transformers maps the one and PEFT applies the other."""
+    Raises:
+        UsageError: An adapter and the base do not fit together, or cannot be merged exactly; names the key.
+    """
     checkpoint = read_checkpoint(base, adapters[0][0])
     brought = check_base(base, checkpoint, [adapter for adapter, _ in adapters])
     # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.
