@@ -48,7 +48,6 @@ def test_an_h100_with_an_8b_model() -> None:
         "model.attn_implementation": "flash_attention_3",
         "train.gradient_checkpointing": True,  # 48.9 GiB were counted without, under fake tensors; the margin is 0.7
         "train.optim": "adamw_torch_fused",
-        "train.tf32": True,
     }
     assert decided(run_of(), H100, load(micro_batch=1, length=1024))["train.gradient_checkpointing"] is False
     assert decided(run_of("gspo"), H100, load())["train.tf32"] is False

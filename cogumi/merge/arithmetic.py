@@ -103,24 +103,40 @@ def open_weights(plan: MergePlan) -> Iterator[Weights]:
 
 
 @contextmanager
+def restore_matmul_precision() -> Iterator[None]:
+    """Restore, after the block, the precision of float32 matrix products that the process had set."""
+    backends: Any = torch.backends
+    products = backends.cuda.matmul, backends.mkldnn.matmul
+    general, before = backends.fp32_precision, [product.fp32_precision for product in products]
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(legacy)
+        backends.fp32_precision = general
+        for product, value in zip(products, before, strict=True):
+            product.fp32_precision = "none"  # it reads as the global one; set to the same, it would hide later changes
+            if product.fp32_precision != value:
+                product.fp32_precision = value
+
+    for product in products:  # while they disagree with the legacy setting, torch refuses to tell that one
+        product.fp32_precision = "ieee"
+    legacy = torch.get_float32_matmul_precision()
+    restore()
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
 def ieee_matmul() -> Iterator[None]:
     """Compute float32 matrix products in float32, whatever precision the process has set.
 
     With torch.set_float32_matmul_precision("medium"), usual in training, CUDA multiplies float32 in TF32. On CPUs with
     bfloat16 instructions, oneDNN multiplies float32 in bfloat16. Both errors exceed the rounding of the merge.
     """
-    settings: list[Any] = [
-        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
-        torch.backends.cuda.matmul,
-    ]
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
-    try:
+    with restore_matmul_precision():
+        torch.set_float32_matmul_precision("highest")
         yield
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.fp32_precision = value
 
 
 @contextmanager

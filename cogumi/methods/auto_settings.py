@@ -129,8 +129,6 @@ def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
         choices.append(SHARED_OPTIMIZER if shared else optimizer(machine, load, computed_twice))
     if machine.bf16 and run.cogumi.method == "gspo":
         choices.append(Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4"))
-    elif machine.bf16:
-        choices.append(Choice("train.tf32", True, "TF32 is finer than the bfloat16 around it"))
     return [choice for choice in choices if is_open(run, choice.key)]
 
 

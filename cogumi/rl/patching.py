@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from cogumi.patches import PatchStatus, fused_head, gspo_loss, unsloth_rl, vllm_engine
 from cogumi.patches import graph_break as four_bit
+from cogumi.stack.gpus import disable_cudnn_attention
 
 __all__ = ["PatchReport", "PatchStatus", "patch"]
 
@@ -28,7 +29,8 @@ def patch(
 ) -> PatchReport:
     """Patch in unsloth's trainer on CUDA, TRL's losses without a GPU, `loss_type="gspo"`, 4-bit layers that compile.
 
-    Call it before importing trl, transformers or peft. A second call patches nothing twice. `rl=False` changes nothing
+    Call it before importing trl, transformers or peft. A second call patches nothing twice. It also has torch prefer other
+    attention to that of a cuDNN below 9.26 (`cogumi.stack.gpus`). `rl=False` changes nothing
     of TRL and reports the present state. graph_break: "auto" tries what lets bitsandbytes' 4-bit layers compile, which
     takes some seconds. "off" changes nothing. A strategy of `cogumi.patches.graph_break.STRATEGIES` is applied untried.
     accept: names of findings (`cogumi.rl.guards.NAMES`), such as "own-objective", that this process's GSPO trainers
@@ -36,6 +38,7 @@ def patch(
     runs with `cogumi.backend: trl`; "unsloth" takes it without CUDA too. Raises UsageError where unsloth would come too
     late, for another graph_break and for a name that is no finding.
     """
+    disable_cudnn_attention()
     modules = (unsloth_rl, gspo_loss, fused_head, vllm_engine)  # unsloth first: it puts classes of its own on trl
     of_trl = tuple(
         (module.apply(backend) if module is unsloth_rl else module.apply()) if rl else module.status()

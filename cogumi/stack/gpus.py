@@ -157,6 +157,32 @@ def without_chosen_gpu(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if chosen is None or name != VARIABLE}
 
 
+CUDNN_DEFECTS = {9: "NaN gradients under a mask", 10: "corrupt decoding"}  # by capability; pytorch #196678, #193893
+CUDNN_VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # read once, at the first attention on a card
+
+
+def cudnn_attention_choice(capability: tuple[int, int] | None, version: int | None) -> str:
+    """Return why a card must not run the attention of this cuDNN (91900 is 9.19); "" where it may, or torch prefers others."""
+    defect = CUDNN_DEFECTS.get(capability[0]) if capability else None
+    if defect is None or version is None or version >= 92600:
+        return ""
+    return f"cuDNN {version // 10000}.{version // 100 % 100}: {defect}, and a plan for each new shape; 9.26 is fixed"
+
+
+def disable_cudnn_attention(capability: tuple[int, int] | None = (9, 0)) -> str:
+    """Disable cuDNN's attention where it is defective, here and in child processes. Returns the reason, "" where it stays.
+
+    Call it again once CUDA is initialized: a flag set before has been reported lost. The user's own variable "0" is obeyed.
+    """
+    import torch
+
+    reason = cudnn_attention_choice(capability, torch.backends.cudnn.version())
+    if not reason or os.environ.setdefault(CUDNN_VARIABLE, "1") == "0":
+        return ""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return reason
+
+
 def cuda_has_started() -> bool:
     """Whether this process has initialised CUDA (`torch.cuda.is_available()` is enough), which reads the variable once."""
     if "torch" not in sys.modules:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
@@ -172,6 +173,9 @@ def fit(
     """
     ranks = ranks or Ranks()
     run_dir, options, rl = run.run_dir, run.cogumi, run.cogumi.method == "gspo"
+    tf32 = run.train.get("tf32")
+    if rl or tf32 is not None:  # transformers' switch acts once a process and value, and a backend's own setting wins
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
     telemetry = recorder.Telemetry(trainer, heart, options.method, ranks)
     trackers.set_tensorboard_directory(run_dir, trainer)
     trackers.begin_wandb(trainer)

@@ -24,6 +24,7 @@ from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download, refuse_no_room
 from cogumi.merge.adapter_files import quantization_of
+from cogumi.merge.arithmetic import restore_matmul_precision
 from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
@@ -36,7 +37,7 @@ from cogumi.models.quantization import refuse_quantized_already, refuse_untraina
 from cogumi.models.unsloth_models import Backend, choose_backend
 from cogumi.notebook.report import write_report
 from cogumi.rl.patching import patch
-from cogumi.stack.gpus import VARIABLE, refuse_several_gpus, use_one_gpu
+from cogumi.stack.gpus import VARIABLE, disable_cudnn_attention, refuse_several_gpus, use_one_gpu
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import measure_run
 from cogumi.telemetry.recorder import record_run, set_status, write_samples
@@ -82,6 +83,7 @@ class RunResult:
 
 
 @show_seconds("train: this cell trains")
+@restore_matmul_precision()
 def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
     """`cogumi.train`, where torch may be imported (`cogumi.runs`)."""
     run = load_config(config, **overrides)
@@ -97,6 +99,9 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     patches = patch(graph_break="off", backend=backend.name)  # 4-bit layers are seen to when the model is there
     own = split_step(run, count)
     arguments = building.trl_arguments(own)  # refuses what TRL would, and joins the other processes
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if reason := disable_cudnn_attention(capability):
+        before_start.append(auto_settings.Choice("torch.backends.cuda.enable_cudnn_sdp", False, reason))
     if run.cogumi.method == "gspo":
         refuse_settings(own, arguments)
     if arguments.world_size != count:
