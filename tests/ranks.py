@@ -167,6 +167,7 @@ def train_rank(
     fails_at: int | None = None,
     cannot_save: int | None = None,
     signalled_at: tuple[int, int, int] | None = None,
+    nan_at: tuple[int, int] | None = None,
     evaluates: bool = False,
     resume: str | None = None,
     **options: Any,
@@ -176,8 +177,8 @@ def train_rank(
     counted: what this process holds is written down (`held_bytes`). measured: so is the peak of its second step.
     fails_at: the step after which every rank raises.
     cannot_save: the rank whose random states cannot be written. evaluates: the held-out loss before the training.
-    signalled_at: (step, rank, signal) after which that rank has the signal. resume: from that checkpoint, with nothing that
-    protects. options: of the arguments.
+    signalled_at: (step, rank, signal) after which that rank has the signal. nan_at: (step, rank) of a loss that is NaN.
+    resume: from that checkpoint, with nothing that protects. options: of the arguments.
     """
     import logging
 
@@ -219,6 +220,12 @@ def train_rank(
         trainer, seen = make(directory / "run", *callbacks, **options)
     if rank == str(cannot_save):
         setattr(trainer, SAVE_RNG_STATE, lambda *_: 1 / 0)
+    if nan_at:
+        compute_loss = trainer.compute_loss
+        trainer.compute_loss = lambda *given, **named: (
+            compute_loss(*given, **named)
+            * (float("nan") if nan_at == [trainer.state.global_step + 1, trainer.args.process_index] else 1)
+        )
     if protected:
         protect(trainer, on_full=on_full, mirror=mirror)
     if evaluates:

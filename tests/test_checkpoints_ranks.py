@@ -158,6 +158,16 @@ def test_a_full_disk_is_met_by_both(
         assert left or "does not fit" in said(tmp_path, 0)
 
 
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=SEVERAL)], ids=["DDP", "FSDP2"])
+def test_a_loss_that_is_not_finite_in_one_process_ends_both(sharded: bool, tmp_path: Path) -> None:
+    assert run(2, tmp_path, nan_at=(4, 1), sharded=sharded) == [0, 0]
+    assert max(losses(tmp_path, 0)) == max(losses(tmp_path, 1)) == 5
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+    assert "step 4 is not saved: not finite since step 4: the loss and the gradient norm" in said(tmp_path, 0)
+    assert "the training ends after step 5" in said(tmp_path, 0)
+    assert "not finite" not in said(tmp_path, 1)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_cannot_save_ends_both(rank: int, tmp_path: Path) -> None:
     assert run(2, tmp_path, cannot_save=rank) == [1, 1]

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from cogumi.checkpoints.commit import set_aside
+from cogumi.checkpoints.finite import FiniteGuard
 from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_run_name, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
@@ -64,7 +65,8 @@ def protect(
     one that is newer than those here. on_hung: what happens when there is no sign of life for 20 times the median step,
     and for minutes. The stacks of all threads go to log_path (run.log in args.output_dir). Then "continue" waits. "stop"
     ends the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
-    `trainer.train()` finish the step and save it. Then they end the process, or interrupt the cell.
+    `trainer.train()` finish the step and save it. Then they end the process, or interrupt the cell. A non-finite
+    trained weight is not saved and ends the training, as do three steps in a row with a non-finite loss or gradient norm.
 
     Of a training in several processes (DDP, FSDP2 with sharded checkpoints) each calls this. The first decides, and all of
     them end and resume together, in as many processes or in another number of them.
@@ -149,6 +151,9 @@ class Protection:
         for name, function in ours.items():
             setattr(trainer, name, function)
         trainer.args.save_total_limit = None
+        self.finite = FiniteGuard(trainer, saver.ranks)
+        saver.find_fault = self.finite.find_fault
+        trainer.add_callback(self.finite)
         trainer.add_callback(Watch(saver, preemption))
         trainer.add_callback(Pulse(watchdog))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from cogumi.checkpoints.finite import find_broken_weight
 from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.config.schema import Thresholds
 from cogumi.core.run_directory import read_json, write_json
@@ -189,6 +190,8 @@ class Sentinel(TrainerCallback):
     def act_on_red(self, control: TrainerControl) -> None:
         """Do what `on_red` says, once for each flag: a user who unpauses the training has seen it."""
         new = [flag for flag in red_flags(self.flags) if flag.name not in self.acted_on]
+        if self.on_red == "pause":  # a training that is not finite ends by itself (cogumi.checkpoints.finite)
+            new = [flag for flag in new if flag.name != "finite numbers"]
         if not new or self.on_red == "warn":
             return
         self.acted_on |= {flag.name for flag in new}
@@ -251,12 +254,3 @@ def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
     largest = max(ups or changes.values(), default=0.0)
     fix = "raise train.learning_rate, or change lora.target_modules"
     return Check("adapter", f"largest change {largest:.2e}", "> 0", largest > 0, fix)
-
-
-def find_broken_weight(model: Any) -> str:
-    """The first weight that is not finite, "frozen ..." before "trained ...", or "". Reads every weight: asked once."""
-    for name, weight in sorted(model.named_parameters(), key=lambda named: named[1].requires_grad):
-        own = weight.to_local() if hasattr(weight, "to_local") else weight
-        if own.is_floating_point() and not bool(own.isfinite().all()):
-            return f"{'trained' if weight.requires_grad else 'frozen'} {name}"
-    return ""

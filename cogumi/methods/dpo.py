@@ -6,7 +6,7 @@ from typing import Any
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.health.verdict import Check
+from cogumi.health.verdict import Check, count_finite
 from cogumi.telemetry.recorder import set_status
 from cogumi.telemetry.throughput import Meter
 
@@ -67,15 +67,15 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
     first = next((row for row in metrics if "rewards/chosen" in row), None)
     if first is None:
         return [Check("reference", "no pair was compared", "the policy as it starts", False, "raise train.max_steps")]
-    apart = max(abs(first["rewards/chosen"]), abs(first["rewards/rejected"]))
+    apart = max(abs(float(first["rewards/chosen"])), abs(float(first["rewards/rejected"])))  # NaN is read back as text
     figure = f"the policy's rewards are {apart:.1e} before the first update"
     required = f"<= {NO_DISTANCE:g}: it starts as its own reference"
     margins = [row["rewards/margins"] for row in metrics if "rewards/margins" in row]
-    finite = sum(map(math.isfinite, margins))
+    finite = count_finite(margins)
     of_all = f"{finite} of {len(margins)} finite"
     return [
         Check("reference", figure, required, apart <= NO_DISTANCE, "leave out the trainer's ref_model"),
-        judge_first_loss(first["loss"], args),
+        judge_first_loss(float(first["loss"]), args),
         Check("margins", of_all, "all", finite == len(margins), "lower train.learning_rate"),
     ]
 

@@ -21,6 +21,7 @@ OUTPUT_DIRECTORY = "_get_output_dir"
 PUSH_CHECKPOINT = "_push_from_checkpoint"
 TRAIN_SAMPLER = "_get_train_sampler"
 MOVE_MODEL = "_move_model_to_device"
+GRAD_NORM = "_get_grad_norm"
 # Methods of TRL's GRPOTrainer, and of unsloth's.
 MAKE_ROLLOUT = "_generate_and_score_completions"
 GENERATE = "_generate"

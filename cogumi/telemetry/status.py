@@ -31,6 +31,7 @@ BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
 # What cogumi itself ended.
 SANITY_CHECKED = "sanity checked"
 STOPPED = "stopped by a red flag"
+NON_FINITE = "stopped by non-finite numbers"
 BUDGET_SPENT = "budget spent"
 FRESH_SECONDS = 300.0  # a run on another machine counts as living as long as its last sign of life is no older
 TAIL_BYTES = 65536

@@ -19,6 +19,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from cogumi.checkpoints.protection import DEFAULT_KEEP, keep_limit, protect
+from cogumi.checkpoints.retention import last_good_checkpoint
 from cogumi.compile.layers import compile_trainer
 from cogumi.config.schema import CogumiSection, RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
@@ -43,7 +44,7 @@ from cogumi.methods.examples import Examples
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry import recorder, trackers
 from cogumi.telemetry.heartbeat import Heartbeat
-from cogumi.telemetry.status import BUDGET_SPENT
+from cogumi.telemetry.status import BUDGET_SPENT, NON_FINITE
 from cogumi.telemetry.throughput import PAUSED_STAGE
 
 log = logging.getLogger("cogumi")
@@ -244,6 +245,10 @@ def fit(
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
             raise RefusedAtSetup(f"refused before the first step: {one_line(error)}", key="train") from error
     state = trainer.state
+    if fault := protection.finite.ended or protection.finite.find_fault():
+        last = last_good_checkpoint(trainer.args.output_dir) if ranks.leads else None
+        kept = f"the last finite checkpoint is {last.name}" if last else "no checkpoint was written before"
+        sentinel.ended = EarlyEnd(NON_FINITE, f"{fault}; {kept}")
     ended = ranks.tell(sentinel.ended or control.ended)
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
     if measure_loss and not ranks.tell(ended is not None or was_evaluated(run_dir, state.global_step)):

@@ -41,7 +41,7 @@ from cogumi.stack.gpus import VARIABLE, disable_cudnn_attention, refuse_several_
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import measure_run
 from cogumi.telemetry.recorder import record_run, set_status, write_samples
-from cogumi.telemetry.status import SANITY_CHECKED
+from cogumi.telemetry.status import NON_FINITE, SANITY_CHECKED
 from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import stages
@@ -229,7 +229,7 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
             model = building.rebuild_model(chosen, base, gather_trained(trainer.model))
         others.wait()
         checks, adapter, merged = fitted.checks, None, None
-        if run.cogumi.tuning == "lora":
+        if run.cogumi.tuning == "lora" and getattr(fitted.ended, "state", "") != NON_FINITE:
             adapter = stages.retry_when_full(run, "save", stages.save_adapter, model, tokenizer, run_dir, asked)
         elif fitted.ended is None:
             dtype = of_base.dtype or torch.float32

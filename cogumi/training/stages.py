@@ -52,7 +52,7 @@ from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.models.unsloth_models import Backend
 from cogumi.patches import unsloth_rl
 from cogumi.telemetry.recorder import set_status, terminal_loggers
-from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, SANITY_CHECKED, STOPPED
+from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, NON_FINITE, SANITY_CHECKED, STOPPED
 from cogumi.training.loop import TrainingOutcome
 
 log = logging.getLogger("cogumi")
@@ -63,6 +63,8 @@ SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
 RESUME_HINTS = {
     SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
     STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
+    NON_FINITE: "lower train.learning_rate, or take bfloat16 or float32 instead of float16, in another cogumi.run_dir; the same "
+    "command would resume from the last finite checkpoint",
     BUDGET_SPENT: "the same command with a larger budget continues from here",
 }
 # "running" is one that was killed: a living one holds the directory's lock.
