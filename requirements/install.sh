@@ -1,5 +1,6 @@
 #!/bin/sh
-# Create .venv and install the lane that fits this machine: by the NVIDIA driver that answers, a CPU lane where none does.
+# Create .venv and install the lane that fits this machine's NVIDIA driver, or a CPU lane if there is no NVIDIA GPU.
+# A GPU whose driver fails is an error; LANE=cpu installs a CPU lane all the same.
 # `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
 # `sh requirements/install.sh peers` adds what `python -m benchmarks merge` compares with, and no lane needs.
 # `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth; `vllm` makes .venv-vllm.
@@ -8,9 +9,22 @@ cd "$(dirname "$0")/.."
 venv=.venv
 case ${1:-} in unsloth | vllm) venv=.venv-$1 ;; esac
 
-# The lane, before anything is made (cogumi.stack.lanes.lane_for says the same).
-lane=cpu
-if [ $venv = .venv ] && nvidia-smi -L >/dev/null 2>&1; then
+# The kernel's signs of an NVIDIA GPU, which need none of the driver's tools (cogumi.stack.host.find_gpu_sign looks for the same).
+find_gpu_sign() {
+    for sign in /proc/driver/nvidia/version /dev/nvidiactl /dev/nvidia0; do
+        [ ! -e "$sign" ] || return 0
+    done
+    for sign in /sys/bus/pci/devices/*; do
+        ! grep -qs '^0x10de' "$sign/vendor" || ! grep -qs '^0x03' "$sign/class" || return 0
+    done
+    return 1
+}
+
+# The lane, before anything is made (cogumi.stack.lanes.lane_for picks the same).
+lane=cpu reason="no NVIDIA GPU"
+if [ $venv != .venv ] || [ "${LANE:-}" = cpu ]; then
+    reason="no GPU is to be used"
+elif answer=$(nvidia-smi -L 2>&1); then
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
     major=${driver%%.*}
     case $major in
@@ -28,6 +42,14 @@ if [ $venv = .venv ] && nvidia-smi -L >/dev/null 2>&1; then
             "fits (docs/stack.md): choose a host with driver 580 or newer." >&2
         exit 2
     fi
+elif find_gpu_sign; then
+    if command -v nvidia-smi >/dev/null; then
+        echo "This machine has an NVIDIA GPU ($sign), but nvidia-smi fails: $(echo "$answer" | head -n 1)" >&2
+        echo "Reboot the box or take another host; start a container with --gpus all. To train on the CPU all the same:" \
+            "LANE=cpu sh requirements/install.sh${1:+ $1}" >&2
+        exit 2
+    fi
+    reason="this machine has an NVIDIA GPU ($sign), but no nvidia-smi (a container has it with --gpus all)"
 fi
 
 # No pre-release: python3.11 of Ubuntu 22.04 is 3.11.0rc1, which cannot import a newer torch.
@@ -58,9 +80,11 @@ missing=
 case $lane in
 stable)
     echo "NVIDIA driver $driver: installing the stable lane, CUDA 13.0 (about 2.9 GiB)"
-    install --no-deps -r requirements-stable-precompiled.txt
-    # One wheel is PyTorch's own: apart, so that without it everything else is installed all the same.
-    if ! install --no-deps --retries 1 -r requirements/xformers-cu130.txt 2>$venv/xformers.log; then
+    # One wheel is from PyTorch's own host: install it separately, so that the rest does not depend on that host.
+    sed '/^xformers @/,/--hash/d' requirements-stable-precompiled.txt >$venv/without-xformers.txt
+    sed -n '/^xformers @/,/--hash/p' requirements-stable-precompiled.txt >$venv/xformers.txt
+    install --no-deps -r $venv/without-xformers.txt
+    if ! install --no-deps --retries 1 -r $venv/xformers.txt 2>$venv/xformers.log; then
         echo "xformers cannot be had from PyTorch's index ($venv/xformers.log says why): without it, unsloth uses torch's attention"
         missing='requires xformers, which is not installed'
     fi
@@ -70,7 +94,7 @@ stable-cu128)
     install -r requirements/stable-cu128.txt
     ;;
 cpu)
-    echo "no NVIDIA driver: installing the CPU lane"
+    echo "$reason: installing the CPU lane"
     # PyTorch's own index is asked for torch alone, so that a network without it costs one failed look-up, not 140.
     if [ "$(uname)" = Darwin ] || install --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu \
         -r requirements/cpu-torch.txt 2>$venv/cpu-torch.log; then

@@ -56,8 +56,7 @@ def pins_of(entry: dict[str, Any], locked: dict[str, str], present: str, wheels:
         return "".join(elsewhere)
     constrain = locked[entry["constrain"]] if "constrain" in entry else ""
     prefer = locked[entry["prefer"]] if "prefer" in entry else ""
-    apart = [wheel["requirement"] for key in entry.get("apart", ()) for wheel in wheels[key]]
-    absent = set(map(name_of, elsewhere + apart + (requirements_of(constrain) if entry.get("leave_out") else [])))
+    absent = set(map(name_of, elsewhere + (requirements_of(constrain) if entry.get("leave_out") else [])))
     admitted = {wheel["requirement"]: hashes(wheel) for key in entry.get("also", ()) for wheel in wheels[key]}
     pins = elsewhere
     for pin in resolve(entry, keeping(prefer, present), constrain):
@@ -73,7 +72,15 @@ def resolve(entry: dict[str, Any], preferred: str, constrain: str) -> list[str]:
         output.write_text(preferred)  # uv prefers what its output file pins
         constraints.write_text("\n".join(map(without_hashes, requirements_of(constrain))))
         command = [uv(), "pip", "compile", str(HERE / entry["source"]), "--universal", "--python-version", "3.11"]
-        command += ["--only-binary", ":all:", "--generate-hashes", "--no-header", "--no-annotate", "--quiet"]
+        command += [
+            "--only-binary",
+            ":all:",
+            "--generate-hashes",
+            "--no-header",
+            "--no-annotate",
+            "--quiet",
+            "--no-strip-extras",
+        ]
         command += ["--output-file", str(output), "--constraint", str(constraints)]
         if "override" in entry:
             command += ["--override", str(HERE / entry["override"])]

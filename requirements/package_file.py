@@ -58,11 +58,8 @@ def version(requirement: Requirement) -> str:
 def package_file(files: dict[Path, str], results: Path = RESULTS) -> dict[str, Any]:
     """The content of lanes.json; `files` holds texts that are not on the disk yet."""
     described = {}
-    lanes, additions, _ = table()
-    for name, entry in lanes.items():
+    for name, entry in table()[0].items():
         text = text_of(entry, files)
-        if text is not None:
-            text += "".join(text_of(additions[each], files) or "" for each in entry.get("apart", ()))
         described[name] = {
             key: entry.get(key) for key in ("purpose", "file", "cuda", "driver", "glibc", "tested", "unproven")
         }
@@ -90,6 +87,4 @@ def state(entry: dict[str, Any], text: str | None, proven: dict[str, str] | None
         return "unresolved"
     if proven is not None:
         return "known-good"
-    if entry.get("unseen"):
-        return "unfetched"
     return "tested" if "tested" in entry else "resolver-proven"

@@ -1,39 +1,58 @@
 """The set-up picks the lane by the driver it finds, and says in one line what it cannot do."""
 
+import contextlib
+import functools
 import hashlib
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 import zipfile
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from cogumi.stack import lanes as package_lanes
 from cogumi.stack.probes import HUB_FLASH_ATTN
-from tests.broken_environments import Environment, make_environment
+from tests.broken_environments import NO_DRIVER, Environment, make_environment
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "requirements"))
+from package_file import pins, requirements_of  # noqa: E402
+
 STABLE = ROOT / "requirements-stable-precompiled.txt"
 
 
 def run_installer(
-    tmp_path: Path, python3: str, nvidia_smi: str = "exit 9", lacking: str = ""
+    tmp_path: Path, python3: str, nvidia_smi: str = "", lacking: str = "", stable: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """The installer where `python3` and `nvidia-smi` are the given shell scripts and nothing else is on PATH."""
+    """Run the installer with only the shell scripts `python3` and `nvidia-smi` ("": none) and basic tools on PATH.
+
+    The kernel's signs of a GPU are looked for below tmp_path. stable: the text of the stable lane's file, if it is not the real one.
+    """
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements", ignore=shutil.ignore_patterns("*.py", lacking))
-    shutil.copy(STABLE, tmp_path)
+    installer = tmp_path / "requirements" / "install.sh"
+    installer.write_text(re.sub(r" (?=/(proc|dev|sys)/(?!null))", f" {tmp_path}", installer.read_text()))
+    (tmp_path / STABLE.name).write_text(stable or STABLE.read_text())
     (tmp_path / "bin").mkdir()
     for tool in ("cat", "chmod", "dirname", "grep", "head", "mkdir", "rm", "sed", "uname"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or f"/bin/{tool}")
     for tool, script in {"python3": python3, "nvidia-smi": nvidia_smi}.items():
-        (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "bin" / tool).chmod(0o755)
+        if script:
+            (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "bin" / tool).chmod(0o755)
     command = ["/bin/sh", "requirements/install.sh"]
-    environment = {"PATH": str(tmp_path / "bin")}
+    environment = {"PATH": str(tmp_path / "bin"), **variables}
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -42,15 +61,19 @@ MAKES_VENV = """[ "$1" = -c ] && exit 0
 mkdir -p "$3/bin" && cat >"$3/bin/python" <<'END'
 #!/bin/sh
 echo "$@" >>asked.txt
-case "$*" in *{unreachable}*) exit 1 ;; esac
+case "$*" in *{unreachable}*) exit 1 ;; *" -r "*) {install} ;; esac
 case "$*" in *"pip check") {check} ;; esac
 END
 chmod +x "$3/bin/python"
 """
 
 
-def venv_maker(unreachable: str = "nothing at all", check: str = "echo No broken requirements found.") -> str:
-    return MAKES_VENV.replace("{unreachable}", f'"{unreachable}"').replace("{check}", check)
+def venv_maker(
+    unreachable: str = "nothing at all", check: str = "echo No broken requirements found.", install: str = ""
+) -> str:
+    """The script of a python3; `check` and `install` are the scripts for `pip check` and `pip install -r`."""
+    script = MAKES_VENV.replace("{unreachable}", f'"{unreachable}"').replace("{check}", check)
+    return script.replace("{install}", install)
 
 
 def driver(version: str) -> str:
@@ -62,7 +85,7 @@ def installed(tmp_path: Path) -> list[str]:
     return re.findall(r" -r (\S+)", (tmp_path / "asked.txt").read_text())
 
 
-STABLE_FILES = ["requirements-stable-precompiled.txt", "requirements/xformers-cu130.txt"]
+STABLE_FILES = [".venv/without-xformers.txt", ".venv/xformers.txt"]
 
 
 @pytest.mark.parametrize(
@@ -82,13 +105,63 @@ def test_the_installer_picks_the_lane_by_the_driver(version: str, files: list[st
     asked = (tmp_path / "asked.txt").read_text().splitlines()
     assert f"requirements/flash_attn.py {lane}" in asked
     assert [line.split()[3] for line in asked if line.startswith("-m ipykernel install")] == ["--sys-prefix", "--user"]
-    assert package_lanes.lane_for(version).file == files[0]
+    if files == STABLE_FILES:  # the file of the lane, in two parts
+        parts = [requirements_of((tmp_path / file).read_text()) for file in files]
+        assert sorted(parts[0] + parts[1]) == sorted(requirements_of(STABLE.read_text()))
+        assert [part.split()[0] for part in parts[1]] == ["xformers"]
+    else:
+        assert package_lanes.lane_for(version).file == files[0]
 
 
 def test_without_a_driver_the_installer_takes_the_cpu_lane(tmp_path: Path) -> None:
     done = run_installer(tmp_path, venv_maker())
     assert done.returncode == 0, done.stderr
+    assert "no NVIDIA GPU: installing the CPU lane" in done.stdout
     assert installed(tmp_path)[-1] == package_lanes.lane_for(None).file == "requirements/cpu.txt"
+
+
+def show_gpu(root: Path, kind: str) -> str:
+    """Put the kernel's signs of an NVIDIA GPU below `root`; return the one that is found first."""
+    if kind == "driver":
+        (root / "proc/driver/nvidia").mkdir(parents=True)
+        (root / "proc/driver/nvidia/version").touch()
+        return "/proc/driver/nvidia/version"
+    for address, vendor, device_class in (
+        ("0000:00:1f.0", "0x8086", "0x030000"),
+        ("0000:01:00.0", "0x10de", "0x030200"),
+    ):
+        device = root / "sys/bus/pci/devices" / address
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(vendor + "\n")
+        (device / "class").write_text(device_class + "\n")
+    return "/sys/bus/pci/devices/0000:01:00.0"
+
+
+@pytest.mark.parametrize("kind", ["driver", "pci"])
+def test_a_gpu_whose_driver_fails_is_an_error_unless_the_cpu_lane_is_asked_for(kind: str, tmp_path: Path) -> None:
+    sign, failing = show_gpu(tmp_path, kind), f'echo "{NO_DRIVER}"; exit 9'
+    done = run_installer(tmp_path, venv_maker(), failing)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{sign}), but nvidia-smi fails: {NO_DRIVER}" in done.stderr
+    assert "LANE=cpu sh requirements/install.sh" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+    command, environment = ["/bin/sh", "requirements/install.sh"], {"PATH": str(tmp_path / "bin"), "LANE": "cpu"}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert installed(tmp_path)[-1] == "requirements/cpu.txt"
+
+
+def test_a_gpu_without_the_drivers_tools_is_named_when_the_cpu_lane_is_installed(tmp_path: Path) -> None:
+    sign = show_gpu(tmp_path, "pci")
+    done = run_installer(tmp_path, venv_maker())
+    assert done.returncode == 0, done.stderr
+    assert f"{sign}), but no nvidia-smi" in done.stdout
+    assert installed(tmp_path)[-1] == "requirements/cpu.txt"
+
+
+def test_an_nvidia_smi_that_fails_without_a_gpu_is_no_error(tmp_path: Path) -> None:
+    done = run_installer(tmp_path, venv_maker(), "exit 9")
+    assert done.returncode == 0, done.stderr
+    assert installed(tmp_path)[-1] == "requirements/cpu.txt"
 
 
 @pytest.mark.parametrize("version", ["524.99", "470.256.02"])
@@ -118,7 +191,7 @@ ONLY_XFORMERS = 'echo "unsloth 2026.10.9 requires xformers, which is not install
 
 
 def test_without_pytorchs_index_the_stable_lane_is_installed_but_for_xformers(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, venv_maker("xformers-cu130.txt", ONLY_XFORMERS), driver("580.95.05"))
+    done = run_installer(tmp_path, venv_maker(".venv/xformers.txt", ONLY_XFORMERS), driver("580.95.05"))
     assert done.returncode == 0, done.stderr
     assert "unsloth uses torch's attention" in done.stdout
     assert installed(tmp_path) == STABLE_FILES
@@ -126,7 +199,7 @@ def test_without_pytorchs_index_the_stable_lane_is_installed_but_for_xformers(tm
 
 def test_without_pytorchs_index_any_other_conflict_still_fails(tmp_path: Path) -> None:
     check = 'echo "trl 1.15.0 requires datasets, which is not installed."; ' + ONLY_XFORMERS
-    done = run_installer(tmp_path, venv_maker("xformers-cu130.txt", check), driver("580.95.05"))
+    done = run_installer(tmp_path, venv_maker(".venv/xformers.txt", check), driver("580.95.05"))
     assert done.returncode == 1
     assert "trl 1.15.0 requires datasets" in done.stdout
     assert "requires xformers" not in done.stdout
@@ -144,6 +217,137 @@ def test_a_python_without_venv_is_told_what_to_install(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "apt-get install python3-venv" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+# ------------------------------------------------------------------------- the stable file, for pip's own resolver
+
+
+def make_wheel(path: Path, metadata: str = "", files: dict[str, str] | None = None) -> Path:
+    """Write a wheel of this name; metadata: more lines for METADATA."""
+    name, version, *tag = path.stem.split("-")
+    written = {
+        f"{name}-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}",
+        f"{name}-{version}.dist-info/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {'-'.join(tag)}\n",
+        f"{name}-{version}.dist-info/RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in (written | (files or {})).items():
+            archive.writestr(file, text)
+    return path
+
+
+TOOLKIT = (
+    "cublas",
+    "cudart",
+    "cufft",
+    "cufile",
+    "cupti",
+    "curand",
+    "cusolver",
+    "cusparse",
+    "nvjitlink",
+    "nvrtc",
+    "nvtx",
+)
+# Metadata of packages that only a GPU lane has; of all others it is read from what is installed.
+GPU_METADATA = {
+    "torch": f"Requires-Dist: cuda-toolkit[{','.join(TOOLKIT)}]==13.0.2; platform_system == 'Linux'\n"
+    "Requires-Dist: cuda-bindings<14,>=13.0.3\nRequires-Dist: nvidia-cudnn-cu13==9.19.0.56\nRequires-Dist: triton==3.6.0\n",
+    "cuda-toolkit": "".join(f"Provides-Extra: {extra}\n" for extra in TOOLKIT)
+    + "Requires-Dist: nvidia-cublas==13.1.0.3.*; extra == 'cublas'\n",
+    "unsloth": "Requires-Dist: xformers>=0.0.27.post2\nRequires-Dist: torch<2.15,>=2.4\nRequires-Dist: unsloth_zoo>=2026.10.9\n",
+    "xformers": "Requires-Dist: torch>=2.10\nRequires-Dist: numpy\n",
+    "sigstore-rekor-types": "Requires-Dist: pydantic[email]<3,>=2\n",
+}
+PYTORCH = "https://download.pytorch.org"
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stub wheel for each pin of the stable lane, and the lane's file with the hashes of these wheels."""
+    place = tmp_path_factory.mktemp("stubs")
+    text = STABLE.read_text()
+    for pin in requirements_of(text):
+        requirement = Requirement(pin.partition(" \\\n")[0])
+        if requirement.url is not None:
+            path = place / requirement.url.removeprefix(f"{PYTORCH}/")
+        else:
+            version = str(requirement.specifier).removeprefix("==")
+            path = place / f"{requirement.name.replace('-', '_')}-{version}-py3-none-any.whl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = GPU_METADATA.get(requirement.name, "")
+        with contextlib.suppress(PackageNotFoundError):
+            installed = distribution(requirement.name)
+            if not metadata and installed.version == path.stem.split("-")[1]:
+                lines = [f"{key}: {value}\n" for key, value in installed.metadata.items()]
+                metadata = "".join(line for line in lines if line.startswith(("Requires-Dist:", "Provides-Extra:")))
+        if requirement.name in ("bleach", "jsonschema", "pydantic"):  # required with an extra by other packages
+            make_wheel(
+                place / f"{requirement.name}-{version}.999-py3-none-any.whl"
+            )  # pip 23.2 takes it if only the name is pinned
+        digest = hashlib.sha256(make_wheel(path, metadata).read_bytes()).hexdigest()
+        text = text.replace(pin, pin.partition(" \\\n")[0] + f" \\\n    --hash=sha256:{digest}\n")
+    (place / STABLE.name).write_text(text)
+    return place
+
+
+@pytest.fixture
+def pip_variables(stubs: Path, tmp_path: Path) -> dict[str, str]:
+    """Variables with which pip sees an empty environment, no index but the stubs, and reports instead of installing."""
+    found = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(stubs)}
+    found |= {"PIP_DRY_RUN": "1", "PIP_IGNORE_INSTALLED": "1", "PIP_NO_CACHE_DIR": "1"}
+    return found | {"PIP_REPORT": str(tmp_path / "report.json")}
+
+
+@pytest.fixture
+def host(stubs: Path) -> Iterator[str]:
+    """The address of a server that has what is on download.pytorch.org."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=stubs)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def resolved(report: Path) -> dict[str, str]:
+    """Version by name of what pip would install."""
+    entries = json.loads(report.read_text())["install"]
+    return {canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"] for each in entries}
+
+
+@pytest.mark.slow("pip resolves 215 packages: 15 s")
+@pytest.mark.skipif(sys.platform != "linux", reason="the lane is for Linux")
+def test_the_stable_file_is_installed_by_the_command_that_it_names(
+    stubs: Path, host: str, pip_variables: dict[str, str], tmp_path: Path
+) -> None:
+    text = (stubs / STABLE.name).read_text()
+    command = next(line.strip("# ") for line in text.splitlines() if line.startswith("#     pip install"))
+    (tmp_path / STABLE.name).write_text(text.replace(PYTORCH, host))
+    words = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(words, cwd=tmp_path, env=pip_variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    python = f"linux {sys.version_info.major}.{sys.version_info.minor}"
+    assert resolved(tmp_path / "report.json").items() >= pins(text, python).items()
+
+
+@pytest.mark.slow("pip resolves 215 packages: 15 s")
+@pytest.mark.skipif(sys.platform != "linux", reason="the lane is for Linux")
+def test_the_installer_leaves_xformers_out_where_its_host_does_not_answer(
+    stubs: Path, pip_variables: dict[str, str], tmp_path: Path
+) -> None:
+    text = (stubs / STABLE.name).read_text()
+    python3 = venv_maker(check=ONLY_XFORMERS, install=f'exec {sys.executable} "$@"')  # pip itself
+    unreachable = text.replace(PYTORCH, "http://127.0.0.1:9")
+    done = run_installer(tmp_path, python3, driver("580.95.05"), stable=unreachable, **pip_variables)
+    assert done.returncode == 0, done.stderr
+    assert "unsloth uses torch's attention" in done.stdout
+    without = pins(text, f"linux {sys.version_info.major}.{sys.version_info.minor}")
+    del without["xformers"]
+    found = resolved(tmp_path / "report.json")
+    assert found.items() >= without.items()
+    assert "xformers" not in found
 
 
 # ------------------------------------------------------------------------------------------- a Python that is too old
@@ -205,15 +409,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 def wheel(place: Path, source: str) -> Path:
     """A wheel of flash-attn with this as its package."""
-    path, info = place / "flash_attn-2.8.3-py3-none-any.whl", "flash_attn-2.8.3.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("flash_attn/__init__.py", source)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
-    return path
+    return make_wheel(place / "flash_attn-2.8.3-py3-none-any.whl", files={"flash_attn/__init__.py": source})
 
 
 def try_flash_attn(environment: Environment, place: Path, url: str, sha256: str, python: str = "") -> str:
