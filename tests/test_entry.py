@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from hub_server import HubServer, hub_server
 
 import cogumi
 from cogumi import runs as entry
+from cogumi.config.schema import load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.stack import gpus
+from cogumi.stack.compiled_code import COMPILED, keep_compiled_code
 from cogumi.stack.gpus import choose_gpu, refuse_ranks, refuse_several_gpus
 from cogumi.telemetry import trackers
 
@@ -27,7 +30,7 @@ TWO = """\
 0, GPU-1f2e3d4c-0000-4111-8222-333344445555, 1210, NVIDIA H100 80GB HBM3
 1, GPU-a9b8c7d6-0000-4111-8222-333344445555, 80994, NVIDIA H100 80GB HBM3
 """
-FIRST, SECOND = "GPU-1f2e3d4c-0000-4111-8222-333344445555", "GPU-a9b8c7d6-0000-4111-8222-333344445555"
+FIRST, SECOND = "0", "1"
 
 WITHOUT_TORCH = """
 import sys, contextlib, io, cogumi
@@ -162,6 +165,7 @@ def test_train_and_start_of_a_script_are_refused_in_a_rank(sft: Config, monkeypa
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", None),
         (TWO.replace("80994", "[N/A]"), FIRST),
         (TWO.replace("1210", "80994"), FIRST),
+        (TWO.replace("GPU-a9b8", "MIG-a9b8"), "MIG-a9b8c7d6-0000-4111-8222-333344445555"),  # which has no index
     ],
 )
 def test_the_gpu_with_the_most_free_memory_is_chosen(listed: str, value: str | None) -> None:
@@ -181,8 +185,9 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{TWO}END\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what a test sets is taken away after it
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")  # so that what a test sets is taken away after it
+        monkeypatch.delenv(name)
     gpus.use_one_gpu.cache_clear()
     yield
     gpus.use_one_gpu.cache_clear()
@@ -197,6 +202,7 @@ def test_a_process_in_which_cuda_has_started_keeps_its_gpus(monkeypatch: pytest.
     gpus.use_one_gpu.cache_clear()
     assert gpus.use_one_gpu() == choose_gpu(TWO)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == SECOND
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"  # nvidia-smi's order
     assert "CUDA_VISIBLE_DEVICES" not in gpus.without_chosen_gpu(
         os.environ
     )  # a start of this kernel chooses for itself
@@ -220,6 +226,35 @@ def test_a_run_on_a_machine_with_two_gpus_sees_one_and_says_which(
     said = (Path(sft["cogumi"]["run_dir"]) / "run.log").read_text()
     assert f"chosen: CUDA_VISIBLE_DEVICES: {SECOND} " in said.replace(" = ", ": ")
     assert "GPU 1 (NVIDIA H100 80GB HBM3) has the most free memory" in said
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_compiled_code_is_kept_by_card_and_versions_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in COMPILED:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # nothing can be made below it
+    keep_compiled_code()
+    assert not COMPILED.keys() & os.environ.keys()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", SECOND)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    keep_compiled_code()
+    assert os.environ["TRITON_CACHE_DIR"] == "/mine"
+    place = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert place.parent.parent == tmp_path / "cogumi" / "compiled"
+    assert place.parent.name.startswith(f"nvidia-h100-80gb-hbm3-torch-{version('torch')}")
+    assert {os.environ[name] for name in ("UNSLOTH_COMPILE_LOCATION", "VLLM_CACHE_ROOT")} == {
+        str(place.parent / name) for name in ("unsloth", "vllm")
+    }
+    monkeypatch.delenv("VLLM_CACHE_ROOT")
+    with entry.libraries(
+        load_config({"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft", "backend": "trl"}})
+    ):
+        assert os.environ["VLLM_CACHE_ROOT"] == str(place.parent / "vllm")
 
 
 def test_several_gpus_that_torch_sees_already_are_refused() -> None:

@@ -38,7 +38,7 @@ def run_installer(
 ) -> subprocess.CompletedProcess[str]:
     """Run the installer with only the shell scripts `python3` and `nvidia-smi` ("": none) and basic tools on PATH.
 
-    The kernel's signs of a GPU are looked for below tmp_path. stable: the text of the stable lane's file, if it is not the real one.
+    The kernel's signs of a GPU are looked for below tmp_path. stable: another text for the stable lane's file.
     """
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements", ignore=shutil.ignore_patterns("*.py", lacking))
     installer = tmp_path / "requirements" / "install.sh"

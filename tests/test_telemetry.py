@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -547,3 +548,34 @@ def test_what_is_measured_on_the_way_changes_nothing_of_the_training(sft: Config
         load_file(each.adapter / "adapter_model.safetensors") for each in (with_it, without) if each.adapter
     )
     assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("has_nvml", [True, False])
+def test_the_memory_of_a_gpu_is_not_asked_of_the_cuda_runtime(
+    has_nvml: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query of the runtime from this thread may invalidate a graph that the main thread captures."""
+
+    def utilization() -> int:
+        if not has_nvml:
+            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+        return 97
+
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "get_device_name": "H100",
+        "memory_reserved": 5,
+        "device_memory_used": 7,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=9))
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("cudaMemGetInfo"))
+    expected = {
+        "name": "H100",
+        "used": 7 if has_nvml else 5,
+        "total": 9,
+        "utilization_percent": 97 if has_nvml else None,
+    }
+    assert Heartbeat(tmp_path, Meter(None)).gpu() == expected

@@ -10,8 +10,10 @@ import torch
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.run_directory import read_json
-from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose
+from cogumi.methods import auto_settings, gspo
+from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose, with_values
 from cogumi.methods.examples import longest_example
+from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import ModelShape
 from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
 
@@ -214,7 +216,57 @@ def test_flash_attention_is_tried_and_its_metadata_is_not_asked(
         (tmp_path / "flash_of_the_hub.py").write_text(of_the_hub)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     flash_attention.cache_clear()  # a process looks once
     found, why = flash_attention(device="cpu")
     assert found == chosen
     assert because in why
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert len(kept) == (because.startswith("flash-attn"))  # a failed import or gradient may be repaired
+    if kept:
+        monkeypatch.setattr("cogumi.stack.probes.run_probe", lambda *_: pytest.fail("the answer is on the disk"))
+        flash_attention.cache_clear()
+        assert flash_attention(device="cpu") == (chosen, f"{why}; as an earlier run found ({kept[0]})")
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.9\n")
+        flash_attention.cache_clear()
+        with pytest.raises(pytest.fail.Exception):
+            flash_attention(device="cpu")
+    flash_attention.cache_clear()
+
+
+def test_attention_is_neither_tried_nor_chosen_where_it_is_given_or_unsloth_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"is_available": True, "get_device_capability": (9, 0), "get_device_name": "H100"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("free_memory_bytes", "total_memory_bytes"):
+        monkeypatch.setattr(auto_settings, name, lambda: 79 * GIB)
+    monkeypatch.setattr(auto_settings, "flash_attention", lambda: ("flash_attention_2", "it was tried"))
+    assert Machine.here(run_of()).flash == Machine.here().flash == "flash_attention_2"
+    assert Machine.here(run_of(model={"attn_implementation": "sdpa"})).flash is None
+    monkeypatch.setattr(unsloth_rl, "is_in_place", lambda: True)
+    assert Machine.here(run_of()).flash is None
+    assert "model.attn_implementation" not in decided(run_of(), H100, load())
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({}, "tis"),  # four steps, as in the paper
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 2}, None),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 2, "num_iterations": 2}, "tis"),
+        ({"generation_batch_size": 64, "per_device_train_batch_size": 8}, "tis"),
+        ({"generation_batch_size": 8, "per_device_train_batch_size": 8}, None),
+        ({"vllm_importance_sampling_correction": False}, None),
+        ({"use_vllm": False}, None),
+    ],
+)
+def test_a_rollout_of_vllm_for_several_steps_is_corrected_by_tis(train: dict[str, Any], expected: str | None) -> None:
+    key = "cogumi.sampler_correction"
+    run = run_of("gspo", **{"use_vllm": True, **train})
+    choices = choose(run, CPU, load(element=4))
+    assert {each.key: each.value for each in choices}.get(key) == expected
+    if expected is not None:
+        assert gspo.arguments(with_values(run, choices))["vllm_importance_sampling_mode"] == "token_truncate"
+    run.cogumi.sampler_correction = "mis"
+    assert key not in decided(run, CPU, load(element=4))

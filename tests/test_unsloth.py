@@ -839,7 +839,9 @@ def test_what_unsloth_raises_when_it_is_imported_is_told_with_the_fix(
     monkeypatch.setitem(sys.modules, "unsloth", None)
     monkeypatch.delitem(sys.modules, "unsloth")
     (tmp_path / "unsloth").mkdir()
-    (tmp_path / "unsloth/__init__.py").write_text(f"raise {error}('the function is\\n not decorated')")
+    asked = "import os\nassert os.environ['UNSLOTH_DISABLE_STATISTICS'] == '1', 'it would ask the hub for counters'\n"
+    (tmp_path / "unsloth/__init__.py").write_text(f"{asked}raise {error}('the function is\\n not decorated')")
+    monkeypatch.delenv("UNSLOTH_DISABLE_STATISTICS", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(unsloth_rl, "version", lambda _: "2026.10.7")
     said = rf"unsloth 2026.10.7 is installed and does not import here \({error}: the function is not decorated\)"

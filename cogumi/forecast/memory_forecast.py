@@ -60,10 +60,10 @@ class Target:
         return f"{self.machine.name}, {self.free / 2**30:.1f} GiB free"
 
 
-def find_target(card: str | None) -> Target:
+def find_target(card: str | None, run: RunConfig | None = None) -> Target:
     """This machine, or a card by name with nothing else on it. Raises UsageError for a card that is not known."""
     if card is None:
-        machine = Machine.here()
+        machine = Machine.here(run)
         return Target(machine, find_card(machine.name), machine.free_bytes)
     known = parse_card(card)
     free = known.bytes - CONTEXT

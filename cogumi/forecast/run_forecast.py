@@ -79,7 +79,8 @@ def forecast_run(
 
     apart: False in a process that does nothing else, whose trainers and settings may then stay if it sees no GPU.
     """
-    run, target = split_processes(load_config(config, **overrides), card), find_target(card)
+    run = split_processes(load_config(config, **overrides), card)
+    target = find_target(card, run)
     refuse_impossible(run.cogumi)
     if run.cogumi.method == "gspo":
         sampler_settings(run)

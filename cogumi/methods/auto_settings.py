@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from cogumi.config.presets import CORRECTION
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
+from cogumi.methods import gspo
 from cogumi.methods.examples import longest_example
-from cogumi.methods.gspo import lora_parameters
 from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
+from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import supported_attention
 from cogumi.rl.memory_plan import (
     USABLE,
@@ -43,6 +45,7 @@ ALLOCATORS = ("PYTORCH_ALLOC_CONF", ALLOCATOR)
 MARGIN = 0.7  # of what is free beside the weights: what activations may take for layers not to be computed twice
 BATCH, COMPLETION = 8, 256  # transformers' per_device_train_batch_size, TRL's max_completion_length
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
+ATTENTION = "model.attn_implementation"
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
 
 
@@ -64,13 +67,14 @@ class Machine:
         return self.capability is not None and self.capability >= (8, 0)
 
     @classmethod
-    def here(cls) -> "Machine":
-        """This machine. With a GPU it initialises CUDA, and runs flash attention in a process of its own."""
+    def here(cls, run: RunConfig | None = None) -> "Machine":
+        """This machine. With a GPU it initialises CUDA, and where the run's attention is open it tries flash attention."""
         bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
         if not torch.cuda.is_available():
             return cls("CPU", None, free_memory_bytes(), bitsandbytes)
         capability = torch.cuda.get_device_capability()
-        flash = flash_attention() if capability >= (8, 0) else (None, NO_FLASH)
+        tries = capability >= (8, 0) and (run is None or is_open(run, ATTENTION))
+        flash = flash_attention() if tries else (None, NO_FLASH if capability < (8, 0) else cls.why_flash)
         name, free = torch.cuda.get_device_name(), free_memory_bytes()
         return cls(name, capability, free, bitsandbytes, *flash, total_bytes=total_memory_bytes())
 
@@ -129,13 +133,30 @@ def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
         choices.append(SHARED_OPTIMIZER if shared else optimizer(machine, load, computed_twice))
     if machine.bf16 and run.cogumi.method == "gspo":
         choices.append(Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4"))
+    if run.cogumi.method == "gspo":
+        choices += choose_correction(run)
     return [choice for choice in choices if is_open(run, choice.key)]
+
+
+def choose_correction(run: RunConfig) -> list[Choice]:
+    """Choose how vLLM's samples are corrected where a rollout serves several steps, all but one with an older sampler."""
+    if not run.train.get("use_vllm") or any(key.startswith(CORRECTION) for key in run.train):
+        return []
+    train = gspo.arguments(run)
+    accumulation, rollout = train.get("gradient_accumulation_steps") or 1, train.get("generation_batch_size") or 0
+    step = (train.get("per_device_train_batch_size") or BATCH) * run.cogumi.process_count * accumulation
+    several = (train.get("steps_per_generation") or 1) > accumulation or rollout > step
+    why = "a rollout serves several steps; four steps on, tis keeps 98 % of a sample effective and TRL's mis 56 %"
+    reused = several or (train.get("num_iterations") or 1) > 1
+    return [Choice("cogumi.sampler_correction", "tis", why)] if reused else []
 
 
 def is_open(run: RunConfig, key: str) -> bool:
     section, _, name = key.partition(".")
-    if section == "model":
-        return getattr(run.model, name) is None
+    if key == ATTENTION and unsloth_rl.is_in_place():
+        return False  # unsloth drops it, and dispatches each call itself
+    if section in ("model", "cogumi"):
+        return getattr(getattr(run, section), name) is None
     return run.train.get(name) is None and run.train.get(f"{name}_kwargs") is None  # setting how is to want it
 
 
@@ -149,7 +170,7 @@ def attention(machine: Machine, load: Load) -> Choice:
         chosen, why = None, NO_FLASH
     if chosen is None and "sdpa" not in load.attention:
         chosen, why = "eager", f"{why}; its class has no sdpa"
-    return Choice("model.attn_implementation", chosen or "sdpa", why)
+    return Choice(ATTENTION, chosen or "sdpa", why)
 
 
 def gradient_checkpointing(machine: Machine, load: Load) -> Choice:
@@ -191,7 +212,7 @@ def apply_choices(run: RunConfig, base: str, decide: Decide = choose) -> RunConf
         choices = [Choice(each["key"], each["value"], "as when the run began") for each in begun]
         choices = [choice for choice in choices if is_open(run, choice.key)]
     else:
-        choices = decide(run, Machine.here(), load_of(run, base))
+        choices = decide(run, Machine.here(run), load_of(run, base))
         write_section(place, SETTINGS, [asdict(each) for each in choices])
     for choice in choices:
         log.info("chosen: %s", choice)
@@ -205,8 +226,8 @@ def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
     run = run.model_copy(deep=True)
     for choice in choices:
         section, _, name = choice.key.partition(".")
-        if section == "model":
-            setattr(run.model, name, choice.value)
+        if section in ("model", "cogumi"):
+            setattr(getattr(run, section), name, choice.value)
         else:
             run.train[name] = choice.value
     return run
@@ -250,7 +271,7 @@ def load_of(run: RunConfig, base: str) -> Load:
         reference = dpo and not run.train.get("precompute_ref_log_probs")
         trained, weights = parameters, parameters * element * (3 if reference else 2)
     else:
-        trained = lora_parameters(model, lora_config(run.lora).r)
+        trained = gspo.lora_parameters(model, lora_config(run.lora).r)
         placed = place_quantized_weights(
             model.to(resolve_dtype(run.model.dtype)), config, run.model.quantization_config
         )

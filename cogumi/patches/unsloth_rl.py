@@ -108,6 +108,7 @@ def is_unsloth_trainer(trainer: type) -> bool:
 
 def import_unsloth() -> Any:
     """`PatchFastRL`. unsloth checks the machine while it is imported, and raises whatever suits it."""
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # else loading a model downloads counters
     try:
         importlib.import_module("unsloth")
         return importlib.import_module("unsloth.models.rl").PatchFastRL

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import show_import
+from cogumi.stack.compiled_code import keep_compiled_code
 from cogumi.stack.gpus import count_launched, count_processes, refuse_missing_gpus, refuse_ranks, use_one_gpu
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def libraries(run: "RunConfig", elsewhere: bool = False) -> Iterator[None]:
     elsewhere: the run is to train on another machine, so that unsloth need not be installed here.
     """
     use_one_gpu()
+    keep_compiled_code()
     with show_import():
         from cogumi.models.unsloth_models import choose_backend
         from cogumi.patches import unsloth_rl

@@ -120,7 +120,7 @@ def choose_gpu(text: str) -> tuple[str, str] | None:
     index, uuid, free, name = max(listed, key=lambda row: int(row[2]) if row[2].isdigit() else -1)
     room = f", {int(free) / 1024:.1f} GiB," if free.isdigit() else ""
     reason = f"GPU {index} ({name}) has the most free memory{room} of {len(listed)}, and a run trains on one"
-    return uuid, reason
+    return (uuid if uuid.startswith("MIG") else index), reason  # vLLM has failed on UUIDs; a MIG instance has no index
 
 
 def list_gpus(text: str) -> list[list[str]]:
@@ -148,6 +148,7 @@ def use_one_gpu() -> tuple[str, str] | None:
     chosen = choose_gpu(ask_driver())
     if chosen is not None:
         os.environ[VARIABLE], _ = chosen
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's; CUDA's own is the fastest first
     return chosen
 
 

@@ -2,13 +2,19 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import os
+import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from cogumi.core.run_directory import write_atomic
 from cogumi.core.worker import call
+from cogumi.stack.compiled_code import place_by_versions
 
 # (metric, value, unit, note)
 Reading = tuple[str, float | str | None, str, str]
@@ -178,15 +184,33 @@ def probe_unsloth(device: str) -> list[Reading]:
 
 @cache
 def flash_attention(device: str = "cuda") -> tuple[str | None, str]:
-    """The flash attention that is right on this GPU, as transformers calls it, and the figures. It is looked for once."""
-    wrong: list[str] = []
+    """Find the flash attention that is right on this GPU: its name in transformers, and the figures.
+
+    The answer is kept on the disk, unless an installed one failed: that may have been a timeout or a download.
+    """
+    import torch
+
+    card = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    with suppress(OSError):  # the driver's version, on a machine that has one
+        card += " ".join(re.findall(r"\d{3}\.[\d.]+", Path("/proc/driver/nvidia/version").read_text())[:1])
+    path = place_by_versions("flash-attention", card, "torch", "flash-attn", "kernels") / HUB_FLASH_ATTN[-40:]
+    with suppress(OSError, ValueError):
+        called, why = json.loads(path.read_text())
+        return called, f"{why}; as an earlier run found ({path})"
+    wrong, failed = [], False
     for name, called in (("flash_attn", "flash_attention_2"), ("hub_flash_attn", HUB_FLASH_ATTN)):
         try:
             (_, value, _, by), *_ = run_probe(name, device, FLASH_TIMEOUT)
         except (ModuleNotFoundError, RuntimeError) as error:
             wrong.append(f"{called}: {error}")
+            failed |= isinstance(error, RuntimeError)
         else:
-            return called, "; ".join([f"{by} computes what torch does, forward and backward, to {value:.2g}", *wrong])
+            why = "; ".join([f"{by} computes what torch does, forward and backward, to {value:.2g}", *wrong])
+            if not failed:
+                with suppress(OSError):  # a read-only home: the next run asks again
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomic(path, json.dumps([called, why]))
+            return called, why
     return None, "; ".join(wrong)
 
 

@@ -87,7 +87,7 @@ class Heartbeat:
             self.failing = False
 
     def now(self) -> dict[str, Any]:
-        """Bytes are bytes, percentages 0 to 100. `used` memory of a GPU is everybody's."""
+        """Bytes are bytes, percentages 0 to 100. `used` memory of a GPU is everybody's, without NVML this process's."""
         meter, left = self.meter, self.progress.eta_seconds
         memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.run_dir)
         return {
@@ -110,10 +110,11 @@ class Heartbeat:
     def gpu(self) -> dict[str, Any] | None:
         if not torch.cuda.is_available():
             return None
-        free, total = torch.cuda.mem_get_info()
+        # Not cudaMemGetInfo, a call of the CUDA runtime: the main thread may be capturing a graph.
+        used = torch.cuda.device_memory_used() if self.has_nvml else torch.cuda.memory_reserved()
         utilization = torch.cuda.utilization() if self.has_nvml else None
-        name = torch.cuda.get_device_name()
-        return {"name": name, "used": total - free, "total": total, "utilization_percent": utilization}
+        name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
+        return {"name": name, "used": used, "total": total, "utilization_percent": utilization}
 
 
 @contextmanager

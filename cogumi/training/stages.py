@@ -152,7 +152,7 @@ def make_choices(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer:
 def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> None:
     """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit before anything
     is allowed for (`cogumi.forecast.memory_forecast`); what may not fit is warned of."""
-    target = find_target(None)
+    target = find_target(None, run)
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
         sample = data_sample.measure_data(run, data, tokenizer)
