@@ -204,7 +204,7 @@ class CogumiSection(Section):
     alone, which is exact and samples more slowly (docs/rollouts.md)."""
     sampler_correction: Literal["tis", "icepop", "mis", "none"] | None = None
     """gspo with vLLM: what is done about the difference between its log-probabilities and the trainer's (docs/rollouts.md);
-    null is TRL's own, mis."""
+    null is tis where a rollout serves several steps, else TRL's own, mis."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts at which a completion ends, besides the end of sequence: in rollouts and in samples."""
     fp32_lm_head: bool = False
