@@ -1,6 +1,9 @@
 """vLLM's engine in the preflight, without vLLM: its size by hand, what is red and what makes it green, what a run chooses."""
 
+import json
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from cogumi.forecast.vllm_forecast import (
 from cogumi.methods import auto_settings, gspo, sampler
 from cogumi.methods.auto_settings import ALLOCATOR, Choice, Load, Machine, apply_choices, refuse_segments, set_allocator
 from cogumi.models.loading import meta_model
+from cogumi.patches.unsloth_rl import SET_BY_COGUMI
 from cogumi.rl.memory_plan import GRAPHS, ModelShape, engine_bytes
 from cogumi.training import stages
 from tests.vllm_sizes import FAMILY, MODELS, config_of, qwen
@@ -491,6 +495,35 @@ def test_a_run_whose_engine_cannot_start_is_refused_before_its_download(
     assert not Path(config["cogumi"]["run_dir"]).exists()
 
 
+PACKED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+PACKED |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+@pytest.mark.parametrize(
+    ("weights", "quantization", "on_disk", "said"),
+    [
+        ("merged", {"load_in_4bit": True}, {}, "model.quantization_config is set"),
+        ("adapter", {"load_in_8bit": True}, {}, "model.quantization_config is set"),
+        ("merged", None, {"quantization_config": PACKED}, "base is quantized"),
+    ],
+    ids=["4 bits", "8 bits", "on disk"],
+)
+@pytest.mark.parametrize("command", [cogumi.train, cogumi.preflight])
+def test_vllm_is_refused_where_it_would_be_given_quantized_weights(
+    command: Any, weights: str, quantization: Any, on_disk: Any, said: str,
+    sft: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sampler, "find_spec", lambda _: object())  # vLLM, which is not started
+    base = shutil.copytree(sft["model"]["name"], tmp_path / "base")
+    config_file = base / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | on_disk))
+    config = sft | {"model": {"name": str(base), "quantization_config": quantization}}
+    config["cogumi"] = sft["cogumi"] | {"method": "gspo", "rewards": ["parses"], "sampler_weights": weights}
+    config["train"] = {"max_steps": 1, "use_vllm": True}
+    with pytest.raises(UsageError, match=f"^train.use_vllm: .*{said}.*, and vLLM cannot be given quantized weights"):
+        command(config)
+
+
 # ------------------------------------------------------------------------------------------------------ expandable segments
 
 
@@ -522,6 +555,20 @@ def test_expandable_segments_and_sleep_exclude_each_other(
         refuse_segments(asleep)
 
 
+def test_segments_that_another_process_set_are_neither_kept_nor_blamed_on_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asleep = run_of(use_vllm=True, vllm_enable_sleep_mode=True)
+    for name, value in (("PYTORCH_ALLOC_CONF", "expandable_segments:True"), (SET_BY_COGUMI, "PYTORCH_ALLOC_CONF")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(ALLOCATOR, raising=False)
+    with pytest.raises(UsageError, match=r"unsloth or an earlier run sets .* start a new process with cogumi.backend"):
+        refuse_segments(asleep)
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    set_allocator(asleep)
+    refuse_segments(asleep)
+
+
 def test_sleep_and_segments_are_refused_before_the_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOCATOR, "expandable_segments:True")
     config = config_of("gone")
@@ -551,7 +598,7 @@ def test_sleep_that_was_chosen_excludes_them_too(
     ],
 )
 def test_segments_are_set_where_no_engine_may_sleep(train: Any, sets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR):
+    for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR, SET_BY_COGUMI):
         monkeypatch.setenv(name, "")  # what it was before, after the test
         monkeypatch.delenv(name)
     monkeypatch.setattr(auto_settings.torch.cuda, "is_available", lambda: True)

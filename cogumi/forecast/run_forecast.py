@@ -38,7 +38,7 @@ from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_segments, with_values
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder
 from cogumi.methods.dpo import REFERENCE
-from cogumi.methods.sampler import sampler_settings
+from cogumi.methods.sampler import refuse_quantized, sampler_settings
 from cogumi.methods.step_split import is_planned, split_step
 from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_model
@@ -96,6 +96,7 @@ def forecast_run(
     if run.cogumi.tuning == "lora":
         refuse_unmatched(run.lora, of_base)
         refuse_unmergeable(run, base, of_base)
+    refuse_quantized(run, of_base)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
     if data_sample.has_no_tokenizer(base):

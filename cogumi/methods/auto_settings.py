@@ -8,6 +8,7 @@ of rl/memory_plan.py and have not been compared with a card here.
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import supported_attention
+from cogumi.patches.unsloth_rl import SET_BY_COGUMI
 from cogumi.rl.memory_plan import (
     USABLE,
     ModelShape,
@@ -238,12 +240,14 @@ def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
 
 def set_allocator(run: RunConfig) -> list[Choice]:
     """Set, and return, what must be set before CUDA is initialised; nothing where that is too late or the user has set it."""
+    if "unsloth" not in sys.modules and not torch.cuda.is_initialized():
+        os.environ.pop(os.environ.pop(SET_BY_COGUMI, ""), None)  # the process that started this one had other reasons
     given = any(name in os.environ for name in ALLOCATORS)
     # vLLM's sleep mode has a memory pool of its own. Whether the engine will sleep is known later, unless the run says.
     may_sleep = samples_beside(run.train) and run.train.get("vllm_enable_sleep_mode") is not False
     if given or may_sleep or not torch.cuda.is_available() or torch.cuda.is_initialized():
         return []
-    os.environ[ALLOCATOR] = f"{SEGMENTS}:True"
+    os.environ[ALLOCATOR], os.environ[SET_BY_COGUMI] = f"{SEGMENTS}:True", ALLOCATOR
     return [Choice(ALLOCATOR, os.environ[ALLOCATOR], "lengths differ from step to step, and fixed blocks fragment")]
 
 
@@ -258,8 +262,10 @@ def refuse_segments(run: RunConfig) -> None:
         return
     flags = dict(flag.strip().split(":", 1) for flag in os.environ[given].split(",") if ":" in flag)
     if flags.get(SEGMENTS, "").strip().lower() in ("true", "1"):
-        what = f"{given} sets {SEGMENTS}:True, which the memory pool of vLLM's sleep mode excludes"
-        fix = f"take {SEGMENTS} out of {given}, or set train.vllm_enable_sleep_mode: false"
+        who, fix = given, f"take {SEGMENTS} out of {given}, or set train.vllm_enable_sleep_mode: false"
+        if os.environ.get(SET_BY_COGUMI) == given:
+            who, fix = "unsloth or an earlier run", "set it to false, or start a new process with cogumi.backend: trl"
+        what = f"{who} sets {SEGMENTS}:True, which the memory pool of vLLM's sleep mode excludes"
         raise RefusedAtSetup(what, key="train.vllm_enable_sleep_mode", fix=fix)
 
 

@@ -13,7 +13,7 @@ from cogumi.config.presets import CORRECTION, CORRECTIONS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.merge.adapter_files import PLAIN_INITS
+from cogumi.merge.adapter_files import PLAIN_INITS, quantization_of
 from cogumi.models.adapters import NOT_OF_THE_LORA, lora_config
 from cogumi.patches.vllm_engine import adapter_options
 from cogumi.rl.sampling import refuse_double_correction
@@ -71,6 +71,19 @@ def refuse_adapter(run: RunConfig) -> None:
     if given:
         what = f"adapter, and vLLM would serve another one than is trained with lora.{given[0]}: {asked[given[0]]}"
         raise UsageError(what, key=key, fix="set merged, or drop it")
+
+
+def refuse_quantized(run: RunConfig, of_base: Any) -> None:
+    """Raise UsageError for a quantized base, whose packed bytes TRL would send to vLLM (trl#4973). of_base: its config."""
+    settings, found = run.model.quantization_config or {}, quantization_of(of_base)
+    alone = run.cogumi.sampler_weights == "adapter" and not settings.get("load_in_8bit")  # which TRL refuses
+    if not run.train.get("use_vllm") or alone or not (settings or found):
+        return
+    quantized, fix = "model.quantization_config is set", "drop one of the two"
+    if found:
+        quantized, fix = f"{run.model.name} is quantized ({found})", "name the full-precision model, or drop the key"
+    what = f"{quantized}, and vLLM cannot be given quantized weights at each rollout"
+    raise UsageError(what, key="train.use_vllm", fix=fix)
 
 
 def engine_of(run: RunConfig) -> dict[str, Any]:

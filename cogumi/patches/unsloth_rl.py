@@ -26,6 +26,8 @@ from cogumi.patches import PatchStatus
 NAME = "unsloth"
 WRITTEN_FOR = "unsloth 2026.10.7 and 2026.10.9"
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")  # critical_modules in unsloth/_gpu_init.py
+ALLOCATOR = "PYTORCH_ALLOC_CONF"  # unsloth_zoo sets it to expandable segments where it is unset
+SET_BY_COGUMI = "ALLOCATOR_SET_BY_COGUMI"  # names it where the user has not set it; child processes inherit both
 CPU_SWITCH = "UNSLOTH_ON_CPU"  # "1": also without a GPU, which unsloth has supported since 2026.10.8
 Asked = Literal["auto", "unsloth", "trl"]
 _asked: Asked = "auto"  # of this process, the newest
@@ -109,6 +111,8 @@ def is_unsloth_trainer(trainer: type) -> bool:
 def import_unsloth() -> Any:
     """`PatchFastRL`. unsloth checks the machine while it is imported, and raises whatever suits it."""
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # else loading a model downloads counters
+    if ALLOCATOR not in os.environ:
+        os.environ[SET_BY_COGUMI] = ALLOCATOR
     try:
         importlib.import_module("unsloth")
         return importlib.import_module("unsloth.models.rl").PatchFastRL

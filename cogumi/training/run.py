@@ -29,6 +29,7 @@ from cogumi.merge.originals import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
 from cogumi.methods.prompt_checks import refuse_settings
+from cogumi.methods.sampler import refuse_quantized
 from cogumi.methods.step_split import describe_split, split_step
 from cogumi.methods.tasks import describe_sandbox, try_task
 from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
@@ -140,6 +141,7 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
     building.refuse_without_decoder(of_base)
     if run.model.adapter is not None:
         check_base(run.model.adapter, of_base, run.model.revision)
+    refuse_quantized(run, of_base)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, of_base)
     refuse_untrainable(base, of_base, run.cogumi.tuning)
