@@ -202,30 +202,46 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def run_training(model_path: str, results: str) -> None:
-    """Two optimizer steps of GSPO on one rollout, so that the second step's ratio is not 1."""
+    """GSPO without a KL term and with one, in unsloth's trainer."""
     from cogumi.patches import gspo_loss
-    from cogumi.rl.loss_capture import capture_loss_inputs, sequence_log_ratio
 
     unsloth_rl.apply()
     gspo_loss.apply()
-    settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 2, "logging_steps": 1}
-    trainer = lora_trainer(fast_model(model_path), model_path, loss_type="gspo", learning_rate=1e-3, **settings)
-    compute, seen = trainer.compute_loss, []
+    torch.save({beta: train_watched(model_path, beta) for beta in (0.0, 0.1)}, results)
 
-    def compute_loss(model: Any, inputs: dict[str, Any], **kwargs: Any) -> torch.Tensor:
-        with capture_loss_inputs(trainer, inputs, token_ratio=False) as calls:
-            loss = compute(model, inputs, **kwargs)
-        (call,) = calls
-        arguments = {k: call.arguments[k] for k in ("loss_type", "importance_sampling_level", "beta", "epsilon_low")}
-        seen.append({"log_ratio": sequence_log_ratio(call), "function": call.function.__name__, **arguments})
-        return loss
 
-    trainer.compute_loss = compute_loss
+def train_watched(model_path: str, beta: float) -> dict[str, Any]:
+    """Two optimizer steps of two micro-batches each on one rollout of 16, and what the watch over them was given."""
+    from cogumi.patches.trl_internals import TOKEN_LOGPS
+    from cogumi.rl.loss_capture import LossInputs, sequence_log_ratio
+    from cogumi.rl.watch import watch
+
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 2, "logging_steps": 1}
+    trainer = lora_trainer(
+        fast_model(model_path), model_path, loss_type="gspo", learning_rate=1e-3, beta=beta, **settings
+    )
+    score, whole_rollouts, seen = getattr(trainer, TOKEN_LOGPS), [], []
+
+    def count_scored(model: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(ids) == 16:
+            whole_rollouts.append(len(ids))
+        return score(model, ids, *args, **kwargs)
+
+    setattr(trainer, TOKEN_LOGPS, count_scored)
+    watching = watch(trainer, f"loss-{beta}.json")
+    add = watching.metrics.add
+
+    def record(call: LossInputs, *args: Any) -> None:
+        apart = (call.new - call.old_logps()).detach()[call.mask > 0].abs().max().item()
+        seen.append({"tokens": apart, "sequences": sequence_log_ratio(call).abs().max().item()} | call.arguments)
+        add(call, *args)
+
+    watching.metrics.add = record
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     moved = max(float((p - before[n]).abs().max()) for n, p in trainer.model.named_parameters() if n in before)
-    names = [cls.__name__ for cls in type(trainer).__mro__]
-    torch.save({"seen": seen, "moved": moved, "names": names, "log": trainer.state.log_history}, results)
+    log = [row for row in trainer.state.log_history if "loss" in row]
+    return {"seen": seen, "moved": moved, "whole_rollouts": whole_rollouts, "log": log}
 
 
 def show_config(results: str) -> None:
@@ -416,25 +432,28 @@ def test_overhearing_changes_no_bit(losses: tuple[dict[str, Any], dict[str, Any]
 
 
 @with_unsloth
-def test_two_steps_of_gspo(tiny_model: Path, tmp_path: Path) -> None:
-    in_a_process(str(HERE), "training", str(tiny_model), "run.pt", cwd=tmp_path, **NO_AUTOCAST)
-    run = torch.load(tmp_path / "run.pt")
-    assert run["names"][0] == "UnslothGRPOTrainer"
-    assert len(run["seen"]) == 2
-    for call in run["seen"]:
-        said = (
-            call["function"],
-            call["loss_type"],
-            call["importance_sampling_level"],
-            call["beta"],
-            call["epsilon_low"],
-        )
-        assert said == ("UnslothEfficientGRPO", "grpo", "sequence", 0.0, 3e-4)
-    # Scored twice by the same weights, then by weights that one step has moved.
-    first, second = (call["log_ratio"].abs().max().item() for call in run["seen"])
-    assert first < 1e-5 < second
-    assert run["moved"] > 0
-    assert all("loss" in row and row["loss"] == row["loss"] for row in run["log"][:2])
+@pytest.mark.parametrize("precision", [NO_AUTOCAST, {}], ids=["float32", "autocast"])
+def test_ratios_are_exactly_one_until_the_first_update(
+    precision: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    in_a_process(str(HERE), "training", str(tiny_model), "run.pt", cwd=tmp_path, **precision)
+    wanted = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4}
+    for beta, run in torch.load(tmp_path / "run.pt", weights_only=False).items():
+        assert len(run["seen"]) == 4
+        assert all(call.items() >= wanted.items() for call in run["seen"])
+        assert [call["tokens"] for call in run["seen"][:2]] == [0, 0]
+        assert all(call["sequences"] > 1e-5 for call in run["seen"][2:])
+        assert run["moved"] > 0
+        # unsloth scores the rollout only where there is a KL term: the policy, and then the reference.
+        assert run["whole_rollouts"] == ([] if beta == 0 else [16, 16])
+        checked = json.loads((tmp_path / f"loss-{beta}.json").read_text())
+        assert (checked["backend"], checked["asserted"]) == ("unsloth", True)
+        first, second = run["log"]
+        assert (first["policy/max_ratio"], first["policy/min_ratio"]) == (1, 1)
+        assert second["policy/max_ratio"] != 1
+        assert (
+            first["clip_ratio/region_mean"] == 0
+        )  # which the scoring, whose old log-probabilities are 0, is not to log
 
 
 def sft_config(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -604,17 +623,15 @@ def test_trl_is_refused_once_unsloth_is_in_place(tmp_path: Path) -> None:
     assert "restart the kernel" in said
 
 
-RUN = """
-import json, sys, cogumi
-assert cogumi.patch().patches[0].applied, cogumi.patch()
-result = cogumi.train(json.loads(sys.argv[1]))
-assert result.passed, str(result.verdict)
-"""
+RUN = "import cogumi\nassert cogumi.patch().patches[0].applied, cogumi.patch()\n" + TRAIN
 
 
 @with_unsloth
 def test_a_whole_run_goes_through_unsloth(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
-    """`cogumi.patch()` and `cogumi.train`: GSPO with an adapter, judged and merged, on unsloth's trainer."""
+    """`cogumi.patch()` and `cogumi.train`: GSPO with an adapter, judged and merged, on unsloth's trainer. One that is
+    stopped within its second rollout and resumed ends with the same adapter."""
+    from safetensors.torch import load_file
+
     config = {
         "model": {"name": str(tiny_model), "dtype": "float32"},
         "lora": {"r": 4},
@@ -625,7 +642,11 @@ def test_a_whole_run_goes_through_unsloth(tiny_model: Path, code_parquet: Path, 
         },
         "cogumi": {"method": "gspo", "run_dir": str(tmp_path / "run")},
     }  # fmt: skip
-    said = in_a_process("-c", RUN, json.dumps(config), cwd=tmp_path, **NO_AUTOCAST)
+    resumed = config | {"cogumi": {"method": "gspo", "run_dir": str(tmp_path / "resumed")}}
+    stopped = resumed | {"cogumi": resumed["cogumi"] | {"sanity": 3}}
+    said = in_a_process("-c", RUN, *map(json.dumps, (config, stopped, resumed)), cwd=tmp_path, **NO_AUTOCAST)
+    whole, other = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("run", "resumed"))
+    assert all(torch.equal(other[name], whole[name]) for name in whole)
     ran = json.loads((tmp_path / "run" / "loss.json").read_text())
     assert (ran["backend"], ran["loss"], ran["asserted"]) == ("unsloth", "gspo", True)
     assert ran["function"] == "UnslothGRPOTrainer.UnslothEfficientGRPO"
@@ -638,6 +659,7 @@ def test_a_whole_run_goes_through_unsloth(tiny_model: Path, code_parquet: Path, 
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "policy/ratio_new_old" in row]
     assert [row["policy/staleness"] for row in steps] == [0, 8, 0, 8]
+    assert [row["policy/max_ratio"] == row["policy/min_ratio"] == 1 for row in steps] == [True, False, True, False]
 
 
 @with_unsloth
@@ -649,6 +671,27 @@ def test_gspo_is_not_given_unsloths_defaults(tmp_path: Path) -> None:
         "beta": 0.1, "learning_rate": 3e-6, "optim": "sgd", "vllm_importance_sampling_correction": False,
         "epsilon": 1e-3, "epsilon_high": 1e-3,
     }  # fmt: skip
+
+
+@with_unsloth
+@pytest.mark.parametrize(
+    ("users", "said"),
+    [(None, "unsloth or an earlier run sets"), ("expandable_segments:True", "PYTORCH_ALLOC_CONF sets")],
+)
+def test_the_allocators_variable_that_unsloth_sets_is_not_blamed_on_the_user(
+    users: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", unsloth_rl.SET_BY_COGUMI):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "sleep.py").write_text(
+        "from cogumi.patches import unsloth_rl\nunsloth_rl.apply()\n"
+        "from cogumi.config.schema import load_config\nfrom cogumi.methods.auto_settings import refuse_segments\n"
+        "train = {'use_vllm': True, 'vllm_enable_sleep_mode': True}\n"
+        "run = load_config({'model': {'name': 'x'}, 'data': {'source': 'x'}, 'train': train, 'cogumi': {'method': 'gspo'}})\n"
+        + TRY.format("refuse_segments(run)")
+    )
+    environment = {} if users is None else {"PYTORCH_ALLOC_CONF": users}
+    assert f"{said} expandable_segments:True" in in_a_process("sleep.py", cwd=tmp_path, **environment)
 
 
 @with_unsloth
@@ -767,7 +810,7 @@ def test_auto_takes_unsloth_for_the_families_it_has_kernels_for(tiny_model: Path
 
 
 @pytest.mark.usefixtures("installed_with_cuda")
-def test_a_clip_that_acts_takes_trl_whose_ratios_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_that_acts_takes_trl_whose_ratios_are_exact_and_so_does_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(options: dict[str, Any] | None = None, **train: Any) -> str:
         section = CogumiSection(method="gspo", **options or {})
         model = ModelSection(name="cogumi:small-base")
@@ -782,6 +825,8 @@ def test_a_clip_that_acts_takes_trl_whose_ratios_are_exact(monkeypatch: pytest.M
     assert chosen({"docs_per_step": 64}, generation_batch_size=128) == "trl"
     assert chosen({"prompts_per_step": 8}, generation_batch_size=64) == "unsloth"
     assert chosen({"backend": "unsloth"}) == "unsloth"
+    assert chosen(steps_per_generation=1, use_vllm=True) == "trl"
+    assert chosen({"backend": "unsloth"}, use_vllm=True) == "unsloth"
 
     monkeypatch.setattr(unsloth_rl, "_asked", "trl")  # an earlier run of this process
     monkeypatch.setitem(sys.modules, "trl", sys)

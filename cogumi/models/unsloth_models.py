@@ -61,10 +61,10 @@ def choose_backend(run: RunConfig) -> Backend:
         return Backend("trl", f"unsloth has no kernels for {kind or run.model.name}: stock TRL trains")
     if unsloth_rl.was_left_out():
         return Backend("trl", "stock TRL trained in this process before, and unsloth has to be imported first")
+    if run.train.get("use_vllm"):
+        return Backend("trl", "vLLM samples, which was never run beside unsloth; cogumi.backend: unsloth takes it")
     if needs_exact_ratios(run) and not unsloth_rl.is_in_place():
-        return Backend(
-            "trl", "a rollout is used for several steps, and unsloth's ratios are too coarse for GSPO's clip"
-        )
+        return Backend("trl", "unsloth's ratios are not yet confirmed on a card; cogumi.backend: unsloth takes it")
     return Backend("unsloth", f"unsloth is installed, and has kernels for {kind}")
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import distributed
@@ -23,6 +24,7 @@ TRAIN_SAMPLER = "_get_train_sampler"
 MOVE_MODEL = "_move_model_to_device"
 GRAD_NORM = "_get_grad_norm"
 # Methods of TRL's GRPOTrainer, and of unsloth's.
+PREPARE_INPUTS = "_prepare_inputs"
 MAKE_ROLLOUT = "_generate_and_score_completions"
 GENERATE = "_generate"
 GENERATE_TURN = "_generate_single_turn"
@@ -107,6 +109,11 @@ def logged_metrics(trainer: Any, mode: str) -> dict[str, list[float]]:
     """The values by name since the trainer last logged; TRL logs their means. A name that is not there has no values."""
     metrics: dict[str, list[float]] = trainer._metrics[mode]
     return metrics
+
+
+def discard_metrics(trainer: Any) -> AbstractContextManager[None]:
+    """Drop what the trainer logs within the block."""
+    return replaced(trainer, {"_metrics": {mode: defaultdict(list) for mode in ("train", "eval")}})
 
 
 def logged_completions(trainer: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Watches a GRPO trainer: checks it before the first rollout, measures every step, proves the loss in the first ones.
 
-A run does so, and `cogumi.patch()` for every trainer whose config says `loss_type="gspo"`. It changes two things about
+A run does so, and `cogumi.patch()` for every trainer whose config says `loss_type="gspo"`. It changes three things about
 the training. It forms GSPO-token's ratio, which no TRL setting expresses. It gives prompts and completions to a reward
-function in the shape that its annotations name.
+function in the shape that its annotations name. It has unsloth's old log-probabilities scored as its new ones are.
 """
 
 import inspect
@@ -32,6 +32,7 @@ from cogumi.rl.loss_capture import (
     sequence_log_ratio,
 )
 from cogumi.rl.loss_check import LossCheck, WrongLossError, list_unchecked_terms
+from cogumi.rl.rescoring import score_old_by_training_pass
 from cogumi.rl.sampler_check import check_sampler
 from cogumi.rl.sampling import uses_rollout_logps
 
@@ -74,6 +75,8 @@ class LossWatch(TrainerCallback):
         self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.compute_watched_loss
         check_sampler(trainer)
         observe_rollouts(trainer, self.on_rollout)
+        if backend_of(trainer) == "unsloth":
+            score_old_by_training_pass(trainer, self.compute_loss)
 
     def guard(self) -> None:
         """Refuse, or warn about, what the settings would make of the run; once, unless it was refused."""
