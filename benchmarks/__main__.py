@@ -36,7 +36,19 @@ CPU = {
 # twenty minutes and 10 GB; ten minutes; ten minutes; six minutes; seven minutes of an environment with vLLM.
 ALONE = {
     name: f"{name}:run"
-    for name in ("merge", "faults", "graph_break", "verdict", "data", "packing", "stages", "rollouts", "sampler")
+    for name in (
+        "merge",
+        "faults",
+        "graph_break",
+        "verdict",
+        "data",
+        "packing",
+        "stages",
+        "rollouts",
+        "sampler",
+        "gspo_clip",
+        "ratio_noise",
+    )
 }
 NAMES = ("cpu", "gpu", *CPU, *ALONE)
 SHOWN = ("case", "metric", "value", "unit", "note")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gspo_learning, gspo_step, harness, rollouts
+from benchmarks import gspo_clip, gspo_learning, gspo_step, harness, rollouts
 from benchmarks.models import Shape
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
@@ -215,3 +215,14 @@ def test_engines_write_the_rollouts_of_one_run(tmp_path: Path) -> None:
     shares = [each["value"] for each in found if each["unit"] == "% of the time"]
     assert sum(shares) == pytest.approx(100)
     assert min(shares) > 0
+
+
+def test_arms_of_the_clip_are_means_over_their_seeds() -> None:
+    arm, rate = next(iter(gspo_clip.ARMS)), gspo_clip.RATES[0]
+    records = [
+        {"seed": seed, "rate": rate, "arm": arm, "last": seed, "held_out": 0.5, "clipped": 0.1} for seed in (1, 2)
+    ]
+    rows = list(gspo_clip.summarize(records))
+    assert [each["metric"] for each in rows] == list(gspo_clip.FIGURES.values())
+    assert rows[0]["case"] == f"{arm}, rate {rate:g}, seeds 1, 2"
+    assert (rows[0]["value"], rows[0]["spread"]) == (1.5, [1, 2])

@@ -210,6 +210,9 @@ def test_a_gspo_run_says_which_loss_ran_and_logs_every_step(finished_gspo: Finis
     record = read_json(result.run_dir / "loss.json")
     assert (record["loss"], record["backend"], record["asserted"]) == ("gspo", "trl", True)
     assert record["arguments"]["epsilon_low"] == 3e-4
+    assert (
+        0 < read_json(result.run_dir / "decisions.json")["ratio_noise"]["sd"] < 1e-5
+    )  # float32: the paper's clip stays
     (check,) = (check for check in result.verdict.checks if check.name == "loss that ran")
     assert check.passed
     assert "gspo by GRPOTrainer._compute_loss (trl)" in check.figure

@@ -231,6 +231,7 @@ NOTHING_EARNED = 64  # completions in a row that earn nothing, from which the re
 STEPS = 16  # that figures of every step are averaged over
 TRUNCATED = 0.3  # yellow share of completions that are cut at their longest
 ENTROPY, KEPT = 0.05, 0.2  # nats a token, and share of its start, that the entropy is to keep
+CLIPPED = 0.5  # yellow share of ratios outside the clip on steps off the policy
 REWARD_FALL = 0.25  # red share of its start that the reward falls by, beyond noise
 
 
@@ -329,6 +330,21 @@ def kl_to_the_sampler(run: RunHistory) -> Flag | None:
     return Flag("KL to the sampler", level_above(worst, red / 10, red), evidence, *why)
 
 
+def clip_fraction(run: RunHistory) -> Flag | None:
+    """The share of ratios outside the clip once an update came between, and that which rounding alone puts there."""
+    stale = [row for row in run.rows if row.get("policy/staleness")][-STEPS:]
+    steps, shares = run.series("policy/clipped_ratio_fraction", stale)
+    if len(shares) < 5:
+        return None
+    part, rounding = statistics.fmean(shares), run.series("policy/clipped_by_rounding")[1]
+    alone = f", {rounding[0]:.0%} by rounding alone" if rounding else ""
+    evidence = f"{part:.0%} of the ratios of steps {steps[0]} to {steps[-1]} are outside the clip{alone}"
+    why = "updates move the ratios by more than the clip", "train.learning_rate, lower"
+    if rounding and rounding[0] > part / 2:
+        why = "rounding moves the ratios by more than the clip", "train.epsilon, left out to follow the noise"
+    return Flag("clip fraction", level_above(part, CLIPPED, 1.0), evidence, *why)
+
+
 SFT = (learned_tokens, padding, end_tokens, prompt_and_completion, loss_trend, token_frequencies, loss_noise)
 DPO = (learned_tokens, padding, loss_trend, preferences)
-RL = (kl_to_the_sampler, entropy, reward_varies, completions_end, reward_trend)
+RL = (kl_to_the_sampler, clip_fraction, entropy, reward_varies, completions_end, reward_trend)

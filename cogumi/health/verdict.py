@@ -31,8 +31,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "dpo": (*COMMON, *DPO),
     "gspo": (*COMMON, *RL, *EPISODES, *SAMPLER),
 }
-# A flag of the machine: a yellow one costs time, and says nothing of what is learned.
-OF_THE_MACHINE = {"waiting for data"}
+# Flags that cost time when they are yellow, and say nothing of what is learned.
+COSTS_TIME = {"waiting for data", "clip fraction"}
 
 
 class Scale(StrEnum):
@@ -60,7 +60,7 @@ def safe_to_scale(run: RunHistory, flags: Sequence[Flag], was_red: Iterable[Flag
     if red := list({flag.name: flag for flag in [*red, *red_flags(flags)]}.values()):
         return Scale.NO, "; ".join(f"{flag.name}: {flag.cause} ({flag.knob})" for flag in red)
     answer, why = judge_reward(run) if run.setting.method == "gspo" else judge_loss(run)
-    yellow = [flag for flag in flags if flag.level == "yellow" and flag.name not in OF_THE_MACHINE]
+    yellow = [flag for flag in flags if flag.level == "yellow" and flag.name not in COSTS_TIME]
     if answer and yellow:
         return Scale.NOT_SHOWN, f"{why}, and {yellow[0].name} is yellow: {yellow[0].cause} ({yellow[0].knob})"
     return answer, why

@@ -23,7 +23,7 @@ from cogumi.hub.downloads import Download, find_commit
 from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.merge.originals import Original
 from cogumi.merge.untrained import expected_base, plan_adapter
-from cogumi.methods import dpo, gspo, sft
+from cogumi.methods import clip, dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence
 from cogumi.methods.examples import Examples
 from cogumi.methods.step_split import is_planned
@@ -197,6 +197,8 @@ def build_trainer(
         peft_config=lora,
         **more[run.cogumi.method],
     )
+    if run.cogumi.method == "gspo" and not unsloth_rl.is_in_place():
+        clip.settle_clip(run, trainer)
     keep_float32(trainer.model)
     if run.model.adapter is not None:
         compares = run.cogumi.method != "sft" and trainer.beta != 0
