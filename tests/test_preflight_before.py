@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_json, read_section
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import Target, find_target
 from cogumi.forecast.run_forecast import forecast_in_worker, forecast_lines, forecast_run
 from cogumi.methods.examples import prepare_examples
 from cogumi.methods.step_split import split_step
 from cogumi.models.loading import load_tokenizer
+from cogumi.stack.gpus import parse_card
+from cogumi.telemetry.recorder import Telemetry
 from cogumi.training import stages
 
 
@@ -80,6 +85,48 @@ def test_a_run_keeps_what_was_forecast(tiny_model: Path, code_parquet: Path, tmp
     came_to = json.loads((run_dir / "metrics.json").read_text())
     assert list(came_to["seconds"])[:3] == ["data", "preflight", "load"]
     assert came_to["memory"]["gpu_peak_forecast"] == memory["tensors"] + memory["workspace"]
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_first_rollouts_correct_what_was_forecast_of_them(
+    tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dollar a second. On a card the run would fit into its budget; at the pace of this machine it does not."""
+    fast = replace(find_target(None), card=replace(parse_card("H200"), name="no card"))
+    monkeypatch.setattr(stages, "find_target", lambda card: fast)
+    at_step_2: list[float] = []
+    on_step_end = Telemetry.on_step_end
+
+    def note_and_spend(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        if state.global_step == 2:
+            at_step_2[:] = self.meter.elapsed(), self.eta(2, 100_000) or 0.0
+        elif state.global_step == 4:
+            self.meter.began -= 3600
+
+    monkeypatch.setattr(Telemetry, "on_step_end", note_and_spend)
+    train = {"max_steps": 100_000, "num_generations": 4, "steps_per_generation": 2, "max_completion_length": 8}
+    config = config_of(tiny_model, code_parquet, tmp_path / "run", **train)
+    config["cogumi"] |= {"method": "gspo", "rewards": ["parses"], "price_per_hour": 3600.0, "max_cost": 2000.0}
+    cogumi.train(config)
+    time = read_section(tmp_path / "run" / "forecast.json", "preflight")["figures"]["time"]
+    assert 0 < time["seconds"] < 2000
+    said = (tmp_path / "run" / "run.log").read_text()
+    assert "cogumi.max_cost ends it at about step" not in said
+    found = re.search(
+        r"WARNING rollout: (\S+) s measured, (\S+) s forecast \(factor (\S+)\): this run will take about .*, cost "
+        r"\$([\d,.]+), ends at about step (\d+) of 100000 \(\$2000.\d\d of cogumi.max_cost 2000\)\n", said,
+    )  # fmt: skip
+    assert found is not None, said
+    measured, forecast, factor, cost = (float(each.replace(",", "")) for each in found.groups()[:4])
+    assert forecast == pytest.approx(time["rollout"], rel=0.01)
+    assert factor == pytest.approx(measured / forecast, rel=0.02)
+    elapsed, left = at_step_2
+    assert cost == pytest.approx(elapsed + left, rel=0.01)
+    assert int(found[5]) == pytest.approx(2 + (2000 - elapsed) / left * 99_998, rel=0.01)
+    rollout = read_json(tmp_path / "run" / "metrics.json")["rollout"]
+    assert rollout["forecast_seconds"] == time["rollout"]
+    assert rollout["factor"] == pytest.approx(rollout["measured_seconds"] / time["rollout"])
 
 
 def test_what_cannot_fit_is_refused_before_it_is_loaded(

@@ -29,7 +29,7 @@ from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health.flags import SampleCounts, read_samples
 from cogumi.models.completion import complete_with_ends
 from cogumi.telemetry import heartbeat, recorder, throughput, trackers
-from cogumi.telemetry.heartbeat import Heartbeat
+from cogumi.telemetry.heartbeat import Heartbeat, compare_rollouts
 from cogumi.telemetry.recorder import StepTimer, preserve_rng_and_mode, write_samples
 from cogumi.telemetry.throughput import Meter, document_lengths
 
@@ -112,6 +112,14 @@ def test_a_gspo_run_says_what_rollouts_and_updates_took(finished_gspo: FinishedR
     result = finished_gspo.result
     found = read_json(result.run_dir / "metrics.json")
     assert 0 < found["seconds"]["rollout"] < found["step_seconds"]
+    assert found["rollout"]["measured_seconds"] == pytest.approx(found["seconds"]["rollout"] / 2, abs=0.01)
+    assert found["rollout"]["factor"] is None
+    said = re.findall(
+        r"rollout: [\d.]+ s measured, not forecast: this run will take about .*",
+        (result.run_dir / "run.log").read_text(),
+    )
+    assert len(said) == 1
+    assert said[0].endswith(", ends at about step 4 of 4")
     assert found["final"]["reward"] == result.series("reward")[-1]
     assert found["tokens"] == sum(result.series("policy/num_tokens")) + prompts_of(result)
     shown = scalars(result.run_dir)
@@ -367,6 +375,30 @@ def test_the_first_step_and_pauses_do_not_move_the_pace_and_evaluations_do(clock
                 clock(500)
         assert timed.end_step() == 2
     assert timed.eta(100) == pytest.approx(100 * (2 + 40 / 39))
+
+
+def test_a_rollout_is_counted_once_for_the_steps_that_it_serves(
+    clock: Callable[[float], None], make_trainer: Any
+) -> None:
+    """Each of 100 s for four steps of 2 s: after six of 16 steps, ten updates and two rollouts are left, 220 s."""
+    trainer, meter = make_trainer(steps_per_generation=4, gradient_accumulation_steps=1), Meter()
+    heart = Heartbeat(Path(trainer.args.output_dir), meter)
+    telemetry = recorder.Telemetry(trainer, heart, "gspo")
+    telemetry.pace.begin_step()
+    assert telemetry.throughput.steps_per_rollout == 4
+    for step in range(1, 7):
+        if step % 4 == 1:
+            telemetry.throughput.time_rollout(lambda _: clock(100), None)
+        clock(2)
+        assert telemetry.pace.end_step() == 2
+    assert telemetry.eta(6, 16) == 220
+    assert telemetry.eta(6, 8) == 4
+    assert telemetry.throughput.total.step_seconds == 200  # and those of the updates, once the steps are logged
+    assert compare_rollouts(heart.run_dir, telemetry.throughput.total) == {
+        "forecast_seconds": None,
+        "measured_seconds": 100.0,
+        "factor": None,
+    }
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,30 @@ class StorageCounter(TorchDispatchMode):
         return None
 
 
+class KernelCounter(TorchDispatchMode):
+    """Counts kernels and the bytes they read and write. unpads: attention copies keys and values without padding first."""
+
+    def __init__(self, unpads: bool) -> None:
+        super().__init__()
+        self.unpads, self.kernels, self.bytes = unpads, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, name = func(*args, **(kwargs or {})), func.name()
+        if func.is_view or any(part in name for part in ("view", "empty", "prim::")):
+            return made
+        # An expanded tensor is read once, and of an embedding's table the rows that are looked up.
+        used = tree_iter(made if name == "aten::embedding" else (args, kwargs, made))
+        moved = [min(t.nbytes, t.untyped_storage().nbytes()) for t in used if isinstance(t, torch.Tensor)]
+        if self.unpads and "attention" in name:  # transformers' _upad_input
+            moved += 2 * moved[1:3]
+        # Of more rows bitsandbytes dequantizes the weight (0.50, backends/cuda/ops.py; the limit varies with the shape).
+        if dequantizes := name == "bitsandbytes::gemm_4bit" and args[0].shape[:-1].numel() > 16:
+            moved.append(2 * math.prod(args[2]) * args[0].itemsize)
+        self.kernels += 1 + dequantizes
+        self.bytes += sum(moved)
+        return made
+
+
 def preserve_bitsandbytes_codes() -> AbstractContextManager[None]:
     """Bitsandbytes caches the codes of its 8 bits as a tensor: in the block a fake one, after it what it had before."""
     if importlib.util.find_spec("bitsandbytes") is None:

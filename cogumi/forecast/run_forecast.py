@@ -1,8 +1,7 @@
 """The preflight of a run: stack, data, memory, time and money, disk.
 
 The time comes from ten steps made here (`--probe`), or else it is estimated. The estimate divides the FLOP of a token
-by REACHED of the card's peak. A rollout by transformers reads all weights once for every token that it adds to its
-documents. The estimate takes the card's full bandwidth for that.
+by REACHED of the card's peak, and adds the rollouts of transformers (`rollout_seconds`), but not vLLM's.
 """
 
 import logging
@@ -26,11 +25,11 @@ from cogumi.core.run_directory import read_json
 from cogumi.forecast import data_sample, memory_forecast
 from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.disk_forecast import describe_disks
-from cogumi.forecast.memory_forecast import Target, find_target, weights_dtype
+from cogumi.forecast.memory_forecast import Target, find_target, layer_period, peaks_of_depth, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.process_plan import describe_processes, plan_processes
 from cogumi.forecast.rollout_plan import choose_with_engine, describe_sampler, estimate_rollout, forecast_rollout
-from cogumi.forecast.training_step import StepShape, forecast_weights, planned_trainer
+from cogumi.forecast.training_step import StepShape, count_decoding, forecast_weights, planned_trainer
 from cogumi.health.flags_by_method import ENOUGH_ROWS
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.originals import find_original
@@ -55,6 +54,7 @@ from cogumi.telemetry.throughput import flops_of
 REFUSALS = (ValueError, ImportError, RuntimeError)
 LIMIT = 600.0  # seconds; a model of which every layer is run takes minutes
 REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:2204.02311, appendix B: 46 to 58 % there)
+KERNEL_SECONDS = 8e-6  # that eager PyTorch takes to launch one; assumed (docs/preflight.md)
 PROBED = 10  # steps
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
@@ -64,11 +64,12 @@ ForecastLines = tuple[list[Line], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a step, dpo's reference included, and of what comes before the steps. measured: steps made to know."""
+    """Seconds of a step, dpo's reference included, before the steps, and of a rollout. measured: steps made to know."""
 
     step: float
     before: float = 0.0
     measured: int = 0
+    rollout: float | None = None
 
 
 @show_seconds("preflight: data, memory, time and disk of the run are being worked out")
@@ -143,10 +144,9 @@ def describe_backend(run: RunConfig, of_base: Any, elsewhere: bool) -> Line:
     if run.cogumi.process_count > 1:
         return Line("backend", "trl: several processes train by stock TRL")
     if asked == "auto":
-        found = of_base.model_type in FAMILIES
-        return Line(
-            "backend", "unsloth if it is installed there, else trl" if found else "trl: unsloth has no kernels for it"
-        )
+        if of_base.model_type not in FAMILIES:
+            return Line("backend", "trl: unsloth has no kernels for it")
+        return Line("backend", "unsloth if it is installed there, else trl")
     return Line("backend", f"{asked}: cogumi.backend")
 
 
@@ -189,9 +189,8 @@ def forecast_lines(
         if rollout is not None and rollout.step <= rollout.free:  # without the engine it does fit
             fix = rollout.fix
         lines.append(Line("memory", str(error), "red", fix))
-        lines += describe_sampler(
-            chosen_run, of_base, rollout and replace(rollout, free=target.free), target, found.longest
-        )
+        rollout = rollout and replace(rollout, free=target.free)
+        lines += describe_sampler(chosen_run, of_base, rollout, target, found.longest)
     except REFUSALS as error:
         lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
     else:
@@ -201,9 +200,8 @@ def forecast_lines(
         lines += describe_sampler(run, of_base, rollout, target, found.longest)
         figures["memory"] = memory.as_dict()
         if memory.shared is not None:
-            lines.append(
-                describe_processes(chosen_run, memory, target, memory_forecast.suggest_fix(memory, chosen_run))
-            )
+            suggestion = memory_forecast.suggest_fix(memory, chosen_run)
+            lines.append(describe_processes(chosen_run, memory, target, suggestion))
             figures["processes"] = plan_processes(run, memory, target)
         if rollout is not None:
             figures["vllm"] = rollout.as_dict()
@@ -212,8 +210,8 @@ def forecast_lines(
             lines.append(describe_time(time, run, target))
             figures["time"] = vars(time)
         else:
-            said = "how many steps are in the data is not known"
-            lines.append(Line("time", said, "unknown", "set train.max_steps to plan with"))
+            fix = "set train.max_steps to plan with"
+            lines.append(Line("time", "how many steps are in the data is not known", "unknown", fix))
     return lines + describe_disks(asked), figures
 
 
@@ -271,7 +269,7 @@ class TimeForecast:
     """steps: optimizer steps. tokens: of all of them, without padding. seconds: None where nothing says how fast.
 
     measured: steps that were made to know, 0 where it is an estimate. whole: the steps of the whole training, where
-    `cogumi.sanity` ends it earlier; None where it does not.
+    `cogumi.sanity` ends it earlier; None where it does not. rollout: forecast seconds of each.
     """
 
     steps: int
@@ -279,6 +277,7 @@ class TimeForecast:
     seconds: float | None
     measured: int = 0
     whole: int | None = None
+    rollout: float | None = None
 
 
 def configured_steps(run: RunConfig) -> int:
@@ -305,7 +304,7 @@ def forecast_time(run: RunConfig, work: StepShape, found: DataSample, pace: Pace
     tokens = round(steps * tokens_of_a_step(run, work, found))
     if pace is None:
         return TimeForecast(steps, tokens, None, whole=whole)
-    return TimeForecast(steps, tokens, steps * pace.step + pace.before, pace.measured, whole)
+    return TimeForecast(steps, tokens, steps * pace.step + pace.before, pace.measured, whole, pace.rollout)
 
 
 def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> float:
@@ -318,26 +317,33 @@ def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> floa
 
 
 def estimate_pace(run: RunConfig, config: Any, work: StepShape, found: DataSample, target: Target) -> Pace | None:
-    """By the arithmetic of the model; None for a card whose speed is not known. config: the base's.
-
-    Of several cards each computes its part of a step. What they send each other is not counted.
-    """
+    """By the model's arithmetic, without what several cards send each other; None for a card of unknown speed."""
     card = target.card
     if card is None or card.peak is None:
         return None
     dtype = weights_dtype(target, run.model.dtype)
-    model = planned_trainer(run, config, dtype, run.model.attn_implementation).model
-    arithmetic, context = flops_of(model), found.mean + work.completion
+    arithmetic = flops_of(planned_trainer(run, config, dtype, run.model.attn_implementation).model)
+    context = found.mean + work.completion
     passes = arithmetic.hardware(context, recomputed=run.train.get("gradient_checkpointing") is not False)
     if run.cogumi.method == "dpo":
         passes += arithmetic.forward(context)
-    tokens = tokens_of_a_step(run, work, found) / run.cogumi.process_count
-    seconds = tokens * passes / (REACHED * card.peak)
-    if work.rollout:
-        documents = work.rows * work.micro_batches
-        weights = sum(p.numel() for p in model.parameters() if not p.requires_grad) * dtype.itemsize
-        seconds += documents / work.rollout * work.completion * weights / card.bandwidth
-    return Pace(seconds)
+    seconds = tokens_of_a_step(run, work, found) / run.cogumi.process_count * passes / (REACHED * card.peak)
+    if not work.rollout:
+        return Pace(seconds)
+    rollout = rollout_seconds(run, config, dtype, work, card.bandwidth)
+    steps = gspo.setting(run, "num_iterations") * work.rollout / (work.rows * work.micro_batches)
+    return Pace(seconds + rollout / steps, rollout=rollout)
+
+
+def rollout_seconds(run: RunConfig, config: Any, dtype: torch.dtype, work: StepShape, bandwidth: float) -> float:
+    """Sum max(bytes / bandwidth, kernels * KERNEL_SECONDS) over the tokens of a rollout in which no row ends early."""
+
+    def count(layers: int | None) -> tuple[memory_forecast.StagePeak, ...]:
+        return count_decoding(planned_trainer(run, config, dtype, run.model.attn_implementation, layers), work)
+
+    first, last = peaks_of_depth(count, config.get_text_config().num_hidden_layers, layer_period(config))
+    size = torch.linspace(first.by_kind["bytes"], last.by_kind["bytes"], work.completion, dtype=torch.float64)
+    return float((size / bandwidth).clamp(min=first.by_kind["kernels"] * KERNEL_SECONDS).sum())
 
 
 def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> Pace:
@@ -356,8 +362,7 @@ def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overri
         finally:
             log.setLevel(level)
         figures = read_json(place / "metrics.json")
-    steps, before = figures["steps"], figures["seconds"].get(REFERENCE, 0.0)
-    return Pace(figures["step_seconds"] / steps, before, steps)
+    return Pace(figures["step_seconds"] / figures["steps"], figures["seconds"].get(REFERENCE, 0.0), figures["steps"])
 
 
 def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
@@ -377,6 +382,10 @@ def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
         cost = pace.seconds / 3600 * price
         said += f", {f'${cost:,.2f}' if cost >= 0.01 else 'less than a cent'} at ${price:g} an hour"
     how = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
+    if pace.rollout is not None:
+        how = f"a rollout up to {pace.rollout:,.0f} s; {how}"
+    elif run.train.get("use_vllm"):
+        how = f"vLLM's rollouts left out; {how}"
     if pace.measured:
         how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here"
     said += f" ({how}){unpriced}"

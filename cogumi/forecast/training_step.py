@@ -9,16 +9,17 @@ import copy
 import tempfile
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from cogumi.config.schema import RunConfig
 from cogumi.forecast.fake_tensors import (
+    KernelCounter,
     StagePeak,
     StorageCounter,
     emulate_cuda,
@@ -237,10 +238,16 @@ def inputs_of(work: StepShape) -> dict[str, Any]:
     return inputs | {"num_items_in_batch": torch.tensor(float(work.rows * work.completion))}
 
 
-def sample_rollout(model: Any, work: StepShape, live: StorageCounter) -> None:
-    """Transformers' generate at its peak: the prompts go through, and the last token with everything before it cached."""
-    from transformers import DynamicCache
+def count_decoding(trainer: Any, work: StepShape) -> tuple[StagePeak, ...]:
+    """Kernels and bytes of the first token of a rollout, and of its last. The trainer's model is fake from then on."""
+    live, lengths = StorageCounter(), (1, work.completion)
+    with emulate_padding(work.padded), preserve_bitsandbytes_codes(), FakeTensorMode(allow_non_fake_inputs=True), live:
+        fake_model(trainer.model, live)
+        return tuple(sample_rollout(trainer.model, replace(work, completion=length), live) for length in lengths)
 
+
+def sample_rollout(model: Any, work: StepShape, live: StorageCounter) -> StagePeak:
+    """Transformers' generate at its peak: the prompts; and the last token, which is counted, with all before cached."""
     model.eval()
     with torch.no_grad():
         given = {"attention_mask": ones_of_shape(work.rollout, work.prompt), "use_cache": True, "logits_to_keep": 1}
@@ -253,5 +260,7 @@ def sample_rollout(model: Any, work: StepShape, live: StorageCounter) -> None:
                 longer.update(*(layer.keys.new_empty(shape) for _ in range(2)), number)
         del cache
         given["attention_mask"] = ones_of_shape(work.rollout, work.length)
-        logits = model(ones_of_shape(work.rollout, 1), **given, past_key_values=longer).logits[:, -1].float()
-        torch.softmax(logits, dim=-1)
+        with KernelCounter(unpads=not work.padded) as counter:
+            logits = model(ones_of_shape(work.rollout, 1), **given, past_key_values=longer).logits[:, -1].float()
+            torch.softmax(logits, dim=-1)
+    return StagePeak(ROLLOUT, 0, {"kernels": counter.kernels, "bytes": counter.bytes})

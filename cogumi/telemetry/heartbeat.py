@@ -20,7 +20,7 @@ from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import RefusedAtSetup
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
-from cogumi.telemetry.throughput import HEARTBEAT, Meter, Throughput
+from cogumi.telemetry.throughput import HEARTBEAT, Meter, Throughput, TokenCounts
 
 log = logging.getLogger("cogumi")
 HEARTBEAT_SECONDS = 1.0
@@ -137,6 +137,13 @@ def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
     write_summary(heart)
 
 
+def compare_rollouts(run_dir: Path, done: TokenCounts) -> dict[str, float | None]:
+    """The mean seconds of a rollout, rewards included, beside the preflight's forecast where it made one."""
+    figures = read_section(run_dir / FORECAST, "preflight").get("figures", {})
+    forecast, measured = figures.get("time", {}).get("rollout"), done.rollout_seconds / done.rollouts
+    return {"forecast_seconds": forecast, "measured_seconds": measured, "factor": forecast and measured / forecast}
+
+
 def write_summary(heart: Heartbeat) -> None:
     """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process."""
     meter, throughput, path = heart.meter, heart.throughput, heart.run_dir / SUMMARY
@@ -155,6 +162,8 @@ def write_summary(heart: Heartbeat) -> None:
             "step_seconds": round(done.step_seconds, 3),
             "mfu": throughput.mfu(done),
         }
+        if done.rollouts:
+            found["rollout"] = compare_rollouts(heart.run_dir, done)
     rows = read_jsonl(heart.run_dir / "metrics.jsonl")
     found["final"] = {key: next((row[key] for row in rows[::-1] if row.get(key) is not None), None) for key in FINAL}
     # getrusage(2): kilobytes on Linux, bytes on macOS

@@ -41,7 +41,7 @@ from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import read_json_or_empty
-from cogumi.telemetry.throughput import PAUSED_STAGE, Meter, Throughput
+from cogumi.telemetry.throughput import PAUSED_STAGE, ROLLOUT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
 LINE_SECONDS = 30.0
@@ -61,14 +61,14 @@ WORDS = {
 
 class StepTimer:
     """The seconds of a step, with reading its data and without saving or evaluation; and those to the end, with both.
-    A pause counts as no time at all."""
+    The clock stops in a pause and in a rollout, which serves several steps and is counted by `Throughput`."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter, self.steps = meter, 0
         self.mark = self.first = 0.0  # when the last step ended or its data began to be read; when the first one ended
 
     def clock(self) -> float:
-        return time.monotonic() - self.meter.seconds().get(PAUSED_STAGE, 0.0)
+        return time.monotonic() - sum(self.meter.seconds().get(stage, 0.0) for stage in (PAUSED_STAGE, ROLLOUT))
 
     def begin_step(self) -> None:
         self.mark = self.clock()
@@ -133,9 +133,17 @@ class Telemetry(TrainerCallback):
         self.throughput.total.step_seconds += self.pace.end_step()
         progress = self.heart.progress
         progress.step, progress.steps, progress.step_time = state.global_step, state.max_steps, time.time()
-        progress.eta_seconds = self.pace.eta(state.max_steps - state.global_step)
+        progress.eta_seconds = self.eta(state.global_step, state.max_steps)
         assert self.bar is not None
         self.bar.update(state.global_step - self.bar.n)
+
+    def eta(self, step: int, steps: int) -> float | None:
+        """Seconds from one step to another, with the rollouts that begin between them; None before the second step."""
+        seconds, done = self.pace.eta(steps - step), self.throughput.total
+        if seconds is None or not done.rollouts:
+            return seconds
+        begun, all_rollouts = (math.ceil(number / self.throughput.steps_per_rollout) for number in (step, steps))
+        return seconds + (all_rollouts - begun) * done.rollout_seconds / done.rollouts
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.throughput.read()

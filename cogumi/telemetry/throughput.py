@@ -176,6 +176,7 @@ class TokenCounts:
     squared: float = 0.0
     step_seconds: float = 0.0
     rollout_seconds: float = 0.0
+    rollouts: int = 0
 
 
 class Throughput:
@@ -191,6 +192,8 @@ class Throughput:
         wrap_method(trainer, "compute_loss", self.count)
         if makes_rollouts(trainer):
             observe_rollouts(trainer, self.time_rollout)
+            micro_batches = trainer.args.steps_per_generation * trainer.num_iterations
+            self.steps_per_rollout = micro_batches / trainer.args.gradient_accumulation_steps
 
     def time_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         """A rollout ends in texts and rewards, on the host: its seconds are the clock's."""
@@ -199,7 +202,10 @@ class Throughput:
         before = self.meter.seconds().get(ROLLOUT, 0.0)
         with self.meter.stage_inside(ROLLOUT):
             batch = make(inputs)
-        self.total.rollout_seconds += self.meter.seconds()[ROLLOUT] - before
+        seconds = self.meter.seconds()[ROLLOUT] - before
+        self.total.step_seconds += seconds
+        self.total.rollout_seconds += seconds
+        self.total.rollouts += 1
         return batch
 
     def count(self, compute_loss: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from cogumi.checkpoints.retention import last_good_checkpoint
 from cogumi.compile.layers import compile_trainer
 from cogumi.config.schema import CogumiSection, RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.core.formatting import one_line
+from cogumi.core.formatting import format_duration, one_line
 from cogumi.core.run_directory import (
     CHECKPOINT,
     DECISIONS,
@@ -43,7 +43,7 @@ from cogumi.methods.building import budget_reached
 from cogumi.methods.examples import Examples
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry import recorder, trackers
-from cogumi.telemetry.heartbeat import Heartbeat
+from cogumi.telemetry.heartbeat import Heartbeat, compare_rollouts
 from cogumi.telemetry.status import BUDGET_SPENT, NON_FINITE
 from cogumi.telemetry.throughput import PAUSED_STAGE
 
@@ -98,6 +98,8 @@ class ControlCallback(TrainerCallback):
         now, step = time.monotonic(), state.global_step
         if step >= state.max_steps:
             return
+        if self.telemetry.pace.steps == 2 and self.telemetry.throughput.total.rollouts and self.telemetry.ranks.leads:
+            self.log_outlook(step, min(state.max_steps, self.options.sanity or state.max_steps))
         if self.every and step % self.every == 0:
             control.should_evaluate = True  # after the step's own row is logged
         if said := budget_reached(self.options, self.telemetry.meter.elapsed()):
@@ -115,6 +117,19 @@ class ControlCallback(TrainerCallback):
         if remove_request(self.telemetry.run_dir / CHECKPOINT):
             log.info("step %d: a checkpoint, as asked", step)
             control.should_save = True
+
+    def log_outlook(self, step: int, steps: int) -> None:
+        """Log what the first two steps and their rollouts make of the run's time and cost, and where its budget ends it."""
+        telemetry, meter = self.telemetry, self.telemetry.meter
+        left = {end: telemetry.eta(step, end) or 0.0 for end in range(step, steps + 1)}
+        reached = {end: budget_reached(self.options, meter.elapsed() + seconds) for end, seconds in left.items()}
+        last = next((end for end, spent in reached.items() if spent), steps)
+        rollout, cost = compare_rollouts(telemetry.run_dir, telemetry.throughput.total), meter.cost(left[steps])
+        forecast = "{forecast_seconds:.3g} s forecast (factor {factor:.3g})" if rollout["factor"] else "not forecast"
+        said = f"rollout: {{measured_seconds:.3g}} s measured, {forecast}: this run will take about ".format(**rollout)
+        said += format_duration(meter.elapsed() + left[steps]) + ("" if cost is None else f", cost ${cost:,.2f}")
+        said += f", ends at about step {last} of {steps}" + (f" ({reached[last]})" if last < steps else "")
+        log.log(logging.WARNING if last < steps else logging.INFO, "%s", said)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end."""
