@@ -176,7 +176,7 @@ class TokenCounts:
     squared: float = 0.0
     step_seconds: float = 0.0
     rollout_seconds: float = 0.0
-    rollouts: int = 0
+    rollouts: float = 0.0
 
 
 class Throughput:
