@@ -361,7 +361,7 @@ def test_a_signal_ends_a_pause(size: int, disk: Callable[[int], Path], caplog: p
         waits()
 
     trainer.cogumi_protection.saver.wait = interrupted
-    with pytest.raises(KeyboardInterrupt, match="the step was finished"):
+    with pytest.raises(KeyboardInterrupt, match="ended after its last finished step"):
         trainer.train()
     assert max(losses.seen) == 2
     assert "training ends without checkpoint-2" in caplog.text

@@ -1,7 +1,10 @@
 """A resumed run is the uninterrupted one, bit for bit on a CPU, with each kind of trainer; signals, too."""
 
+import os
 import signal
 import subprocess
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import prepared_process
 import pytest
 import torch
+from test_checkpoints_protect import make as plain
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import cogumi
@@ -128,6 +132,90 @@ def test_resumed_is_uninterrupted(
     assert seen == reference
 
 
+class Signal(Steps):
+    """Sends this process a signal at the nth forward pass of a trainer's model, which a decoded token is, too."""
+
+    def __init__(self, trainer: Any, at: int = 0, number: int = signal.SIGTERM) -> None:
+        super().__init__(None)
+        self.trainer, self.at, self.number, self.passes = protect(trainer), at, number, 0
+        self.step, self.sent_at, self.callers = -1, 0.0, set[str]()
+        trainer.add_callback(self)
+        getattr(trainer.model, "get_base_model", lambda: trainer.model)().register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.passes += 1
+        if self.passes == self.at:
+            self.callers = {frame.name for frame in traceback.extract_stack()}
+            self.step, self.sent_at = self.trainer.state.global_step, time.monotonic()
+            os.kill(os.getpid(), self.number)
+
+    def is_obeyed(self) -> None:
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            self.trainer.train()
+        assert all(p.grad is None for p in self.trainer.model.parameters())
+        assert self.trainer.accelerator.sync_gradients
+
+    def train(self) -> tuple[Any, ...]:
+        """Train to the end: the rows so far, the weights and the optimizer's state."""
+        self.trainer.train()
+        weights = {name: p.detach() for name, p in self.trainer.model.named_parameters() if p.requires_grad}
+        return self.seen, weights, self.trainer.optimizer.state_dict()
+
+
+def assert_equal(outcome: tuple[Any, ...], reference: tuple[Any, ...]) -> None:
+    assert outcome[0] == reference[0]
+    torch.testing.assert_close(outcome[1:], reference[1:], rtol=0, atol=0)
+
+
+TWO: dict[str, Any] = {"gradient_accumulation_steps": 2, "save_steps": 100}
+# A step of SFT has 2 passes. A rollout of GSPO has 8, a token each, and 2 of scoring. It serves 2 steps of 2 passes.
+PLACES: list[tuple[str, dict[str, Any], int, int, int, str]] = [
+    ("sft", TWO | {"logging_steps": 3}, 10, signal.SIGTERM, 4, "training_step"),  # its second micro-batch
+    ("sft", TWO, 9, signal.SIGINT, 4, "training_step"),  # the first one, whose end a Ctrl-C waits for
+    ("sft", TWO, 2, signal.SIGTERM, 0, "training_step"),
+    ("gspo", TWO | {"max_steps": 5}, 20, signal.SIGTERM, 2, "generate"),
+    ("gspo", TWO | {"max_steps": 5}, 14, signal.SIGHUP, 1, "_compute_loss"),  # its second micro-batch
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "at", "number", "step", "inside"), PLACES)
+def test_a_signal_within_a_step_saves_the_one_before(
+    kind: str, options: dict[str, Any], at: int, number: int, step: int, inside: str, request: Any, tmp_path: Path
+) -> None:
+    make: Make = request.getfixturevalue(kind)
+    reference = Signal(make(tmp_path / "reference", **options)).train()
+    part = Signal(make(tmp_path / "run", **options), at, number)
+    part.is_obeyed()
+    assert (part.step, inside in part.callers) == (step, True)
+    point = last_good_checkpoint(tmp_path / "run")
+    assert (point.name if point else "") == (f"checkpoint-{step}" if step else "")
+    seen, *tensors = Signal(make(tmp_path / "run", **options)).train()
+    assert_equal((part.seen | seen, *tensors), reference)
+
+
+def test_a_process_that_lives_on_trains_again(sft: Make, tmp_path: Path) -> None:
+    reference = Signal(sft(tmp_path / "reference", **TWO)).train()
+    part = Signal(sft(tmp_path / "run", **TWO), 9, signal.SIGINT)
+    part.is_obeyed()
+    assert_equal(part.train(), reference)
+
+
+def test_a_signal_before_a_resumed_run_has_finished_a_step_writes_nothing(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "save_steps": 100}
+    for at in (6, 1):
+        Signal(plain(tmp_path, **options)[0], at).is_obeyed()
+        assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-2"]
+
+
+def test_running_statistics_have_the_step_finished(tmp_path: Path) -> None:
+    """They change in each forward pass, so that in the middle of a step they are not those of the last one."""
+    trainer, _ = plain(tmp_path, gradient_accumulation_steps=2)
+    trainer.model.model.norm.add_module("statistics", torch.nn.BatchNorm1d(1))
+    part = Signal(trainer, 5)
+    part.is_obeyed()
+    assert (part.step, trainer.state.global_step) == (2, 3)
+
+
 def run(make: Make, output_dir: Path, crash: int | None) -> dict[int, dict[str, float]]:
     trainer = protect(make(output_dir))
     steps = Steps(crash)
@@ -148,14 +236,20 @@ from test_checkpoints_protect import make
 from transformers import TrainerCallback
 import cogumi
 
+def send(number, *more):
+    try:
+        os.kill(os.getpid(), int(number))
+        time.sleep(0.01)
+    finally:
+        if more:
+            send(*more)
+
 class Send(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == 3:
             while not (Path(sys.argv[1]) / "checkpoint-2").exists():  # committed beside the training
                 time.sleep(0.01)
-            for number in sys.argv[2].split(","):
-                os.kill(os.getpid(), int(number))
-                time.sleep(0.01)
+            send(*sys.argv[2].split(","))
 
 trainer, losses = make(Path(sys.argv[1]), Send())
 cogumi.protect(trainer).train()
@@ -173,23 +267,23 @@ def interrupted(output_dir: Path, environment: dict[str, str], *numbers: int) ->
 
 
 @pytest.mark.parametrize(
-    ("numbers", "code"),
+    ("numbers", "code", "step"),
     [
-        ([signal.SIGTERM], 143),
-        ([signal.SIGINT], -signal.SIGINT),
+        ([signal.SIGTERM], 143, 3),
+        ([signal.SIGINT], -signal.SIGINT, 4),  # its step has one micro-batch
         # A shell passes it on, and the kernel sends another when the shell ends.
-        ([signal.SIGHUP, signal.SIGHUP], 129),
+        ([signal.SIGHUP, signal.SIGHUP], 129, 3),
     ],
 )
-def test_a_signal_finishes_the_step_and_saves(
-    numbers: list[int], code: int, tmp_path: Path, for_commands: dict[str, str]
+def test_a_signal_saves_a_finished_step(
+    numbers: list[int], code: int, step: int, tmp_path: Path, for_commands: dict[str, str]
 ) -> None:
     done = interrupted(tmp_path, for_commands, *numbers)
     assert done.returncode == code, done.stderr
     assert "finished" not in done.stdout
     point = last_good_checkpoint(tmp_path)
     assert point is not None
-    assert point.name == "checkpoint-4"
+    assert point.name == f"checkpoint-{step}"
     assert (point / "cogumi-manifest.json").is_file()
 
 

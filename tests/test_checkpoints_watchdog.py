@@ -350,9 +350,7 @@ def wakes_at_a_signal(connection: Connection, directory: Path) -> None:
 
 def test_what_a_signal_wakes_is_saved_and_ends_with_143(cases: dict[str, Case]) -> None:
     process, connection, directory = cases["wakes_at_a_signal"]
-    reached = (
-        directory / "run" / f"checkpoint-{connection.recv() + 1}"
-    )  # protect looks before this callback at each step
+    reached = directory / "run" / f"checkpoint-{connection.recv()}"  # the step that was finished when it hung
     process.join(DEADLINE)
     assert process.exitcode == 143
     assert inspect(reached).state == "verified"

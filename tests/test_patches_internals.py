@@ -115,6 +115,17 @@ METHODS = [
     (Trainer, trl_internals.LOAD_OPTIMIZER, "checkpoint"),
     (Trainer, trl_internals.LOAD_RNG_STATE, "checkpoint"),
     (Trainer, trl_internals.OUTPUT_DIRECTORY, "trial"),
+    (
+        Trainer,
+        trl_internals.RUN_EPOCH,
+        "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval start_time "
+        "resume_from_checkpoint epochs_trained steps_trained_in_current_epoch",
+    ),
+    (
+        Trainer,
+        trl_internals.LOG_EVALUATE_SAVE,
+        "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
+    ),
     (Trainer, trl_internals.PUSH_CHECKPOINT, "checkpoint_folder"),
     (Trainer, trl_internals.MOVE_MODEL, "model device"),
     (GRPOTrainer, trl_internals.TRAIN_SAMPLER, "dataset"),
@@ -148,6 +159,10 @@ def test_the_methods_take_what_they_took(owner: type, name: str, parameters: str
         (Trainer._save_checkpoint, "self._save_rng_state(output_dir)"),
         (Trainer._save_checkpoint, "self._push_from_checkpoint("),
         (Trainer.train, "self._load_from_checkpoint("),
+        (Trainer._inner_training_loop, "self._run_epoch(\n                model=model,\n                epoch=epoch,"),
+        (Trainer._inner_training_loop, "self._globalstep_last_logged = self.state.global_step"),
+        (Trainer._run_epoch, "self.optimizer.step()"),
+        (Trainer._run_epoch, "self._maybe_log_save_evaluate(\n                        self._tr_loss,"),
         (GRPOTrainer._generate, "self._generate_single_turn("),
         (transformers.GenerationMixin.generate, "self._get_stopping_criteria("),
         (GRPOTrainer._generate_and_score_completions, "self._generate("),

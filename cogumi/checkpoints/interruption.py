@@ -1,6 +1,6 @@
 """What ends a training before its last step: signals, and a hang that is noticed.
 
-At SIGTERM, SIGHUP and SIGINT the training finishes and saves its step, then does what the signal asks for. A provider
+At SIGTERM, SIGHUP and SIGINT the training saves its last finished step, then does what the signal asks for. A provider
 that takes a machine back sends SIGTERM and waits for some seconds. A terminal that is closed sends SIGHUP, more than
 once where a shell passes it on. Ctrl-C in a notebook is SIGINT.
 
@@ -49,12 +49,26 @@ def raise_exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+class StepInterrupted(BaseException):
+    """A signal came where the training can end without finishing its step. No Exception: user code must not catch it."""
+
+
 class Preemption:
-    """Whether a signal has come: the training stops after the step in which it does."""
+    """Records the first signal. Where the training is `interruptible`, SIGTERM and SIGHUP end its step at once.
+
+    SIGINT waits for a `check`: a notebook lives on, and an engine or worker left in the middle of an answer with it.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.before: dict[int, Any] = {}
+        self.process, self.interruptible = 0, False
+
+    def check(self, interruptible: bool = False) -> None:
+        self.interruptible |= interruptible
+        if self.interruptible and self.received is not None:
+            self.interruptible = False
+            raise StepInterrupted
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -64,10 +78,10 @@ class Preemption:
         SIGINT, SystemExit(143) after SIGTERM and SystemExit(129) after SIGHUP, once the handlers that were there before
         have been called. A SIGHUP that is ignored (nohup) stays so.
         """
+        self.received, self.process = None, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.received = None
         heard = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
         self.before = {each: signal.signal(each, self.handle) for each in heard}
         try:
@@ -82,9 +96,10 @@ class Preemption:
         if self.received is None:
             self.received = number
             again = "" if number == signal.SIGHUP else "; the same signal again ends it at once, without saving"
-            log.warning(
-                "%s: this step will be finished and saved, then the training ends%s", signal.Signals(number).name, again
-            )
+            name = signal.Signals(number).name
+            log.warning("%s: the last finished step is saved, then the training ends%s", name, again)
+            if number != signal.SIGINT and os.getpid() == self.process:  # a worker that was forked inherits the handler
+                self.check()
         elif number == signal.SIGHUP:
             return
         elif number == signal.SIGINT:

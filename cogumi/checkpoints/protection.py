@@ -20,6 +20,7 @@ from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_ru
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
 from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts, told_as_errors
+from cogumi.checkpoints.step_interruption import Watch
 from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, SHARDED_WEIGHTS, inspect
 from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
@@ -65,7 +66,7 @@ def protect(
     one that is newer than those here. on_hung: what happens when there is no sign of life for 20 times the median step,
     and for minutes. The stacks of all threads go to log_path (run.log in args.output_dir). Then "continue" waits. "stop"
     ends the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
-    `trainer.train()` finish the step and save it. Then they end the process, or interrupt the cell. A non-finite
+    `trainer.train()` save the last finished step. Then they end the process, or interrupt the cell. A non-finite
     trained weight is not saved and ends the training, as do three steps in a row with a non-finite loss or gradient norm.
 
     Of a training in several processes (DDP, FSDP2 with sharded checkpoints) each calls this. The first decides, and all of
@@ -154,7 +155,7 @@ class Protection:
         self.finite = FiniteGuard(trainer, saver.ranks)
         saver.find_fault = self.finite.find_fault
         trainer.add_callback(self.finite)
-        trainer.add_callback(Watch(saver, preemption))
+        trainer.add_callback(Watch(trainer, saver, preemption))
         trainer.add_callback(Pulse(watchdog))
 
     def __str__(self) -> str:
@@ -336,20 +337,6 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
     except Exception as error:  # whatever torch, transformers or safetensors make of damaged bytes
         fix = "move that directory away to resume from the one before it, or restore the shapes of model and adapter"
         raise UsageError(f"{what} cannot be loaded ({first_line(error)})", place=str(checkpoint), fix=fix) from error
-
-
-class Watch(TrainerCallback):
-    """Between steps: finishes commits, obeys signals. A signal to one process is one to all of them."""
-
-    def __init__(self, saver: Saver, preemption: Preemption) -> None:
-        self.saver, self.preemption = saver, preemption
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.saver.ranks.leads:
-            self.saver.poll()
-        if received := self.saver.ranks.largest(self.preemption.received or 0):
-            self.preemption.received = self.preemption.received or received
-            control.should_save = control.should_training_stop = True
 
 
 class Pulse(TrainerCallback):

@@ -41,11 +41,13 @@ from cogumi.patches.trl_internals import (
     rollout_position,
     saving_alone,
     set_rollout_position,
+    unlogged,
 )
 from cogumi.stack.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
+UNLOGGED = "cogumi_unlogged"  # in the state of a checkpoint: what the next logged row will average
 RETRY_SECONDS = 15.0
 MIRROR_SECONDS = 3600.0
 
@@ -171,6 +173,8 @@ class Saver:
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
             staged = open_staging(final.parent) / final.name
             self.ranks.tell((str(staged), False, None, False))
+            sums = json.dumps(unlogged(self.trainer), default=float)  # of which some are tensors
+            self.trainer.state.stateful_callbacks[UNLOGGED] = json.loads(sums)
             self.write_with_others(lambda: self.write_into(staging, model, trial))
             self.correct_best(staged, final)
             save_rollouts(self.trainer, staged)

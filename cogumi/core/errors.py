@@ -58,7 +58,7 @@ def ends_by_signal(error: BaseException) -> bool:
 
 
 # What KeyboardInterrupt says when a training was ended in good order. (A subclass would not give exit status 130.)
-FINISHED_AND_SAVED = "the step was finished; the lines above say what was saved"
+FINISHED_AND_SAVED = "ended after its last finished step; the lines above say what was saved"
 
 
 State = Literal["ok", "note", "warning", "fatal", "skipped"]

@@ -18,6 +18,8 @@ LOAD_CHECKPOINT = "_load_from_checkpoint"
 LOAD_OPTIMIZER = "_load_optimizer_and_scheduler"
 LOAD_RNG_STATE = "_load_rng_state"
 SAVE_RNG_STATE = "_save_rng_state"
+RUN_EPOCH = "_run_epoch"
+LOG_EVALUATE_SAVE = "_maybe_log_save_evaluate"
 OUTPUT_DIRECTORY = "_get_output_dir"
 PUSH_CHECKPOINT = "_push_from_checkpoint"
 TRAIN_SAMPLER = "_get_train_sampler"
@@ -134,6 +136,26 @@ def rollout_position(trainer: Any) -> tuple[int, Any]:
 
 def set_rollout_position(trainer: Any, micro_batches: int, rollout: Any) -> None:
     trainer._step, trainer._buffered_inputs = micro_batches, rollout
+
+
+def unlogged(trainer: Any) -> dict[str, Any]:
+    """The step of the last logged row, the sum of the losses since, and TRL's metrics since."""
+    metrics = {name: list(values) for name, values in getattr(trainer, "_metrics", {}).get("train", {}).items()}
+    return {"step": trainer._globalstep_last_logged, "loss": trainer._tr_loss.clone(), "metrics": metrics}
+
+
+def set_unlogged(trainer: Any, values: dict[str, Any]) -> None:
+    trainer._globalstep_last_logged = values["step"]
+    trainer._tr_loss.fill_(values["loss"])
+    if hasattr(trainer, "_metrics"):
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update(values["metrics"])
+
+
+def drop_gradients(trainer: Any) -> None:
+    """Forget the micro-batches of a step that is not finished, also in the state that all Accelerators of a process share."""
+    trainer.model_wrapped.zero_grad()
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
 
 
 def tokenized_prompts(trainer: Any, prompts: list[Any]) -> list[list[int]]:
