@@ -1,8 +1,11 @@
 """A resumed run is the uninterrupted one, bit for bit on a CPU, with each kind of trainer; signals, too."""
 
+import logging
 import os
+import random
 import signal
 import subprocess
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import cogumi
 from cogumi import last_good_checkpoint, protect
+from cogumi.models.loading import small_base_path
 
 COMMON: dict[str, Any] = {
     "save_steps": 1,
@@ -51,7 +55,7 @@ class Steps(TrainerCallback):
 
 @pytest.fixture
 def sft(tiny_model: Path, sources: list[str]) -> Make:
-    def make(output_dir: Path, **options: Any) -> Any:
+    def make(output_dir: Path, path: Path = tiny_model, **options: Any) -> Any:
         import peft
         import trl
         from datasets import Dataset
@@ -65,10 +69,10 @@ def sft(tiny_model: Path, sources: list[str]) -> Make:
             **COMMON | {"max_steps": 7} | options,
         )
         return trl.SFTTrainer(
-            model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
             args=args,
             train_dataset=Dataset.from_dict({"text": [text[:80] for text in sources[:8]]}),  # 4 steps an epoch
-            processing_class=AutoTokenizer.from_pretrained(tiny_model),
+            processing_class=AutoTokenizer.from_pretrained(path),
             peft_config=peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1),
         )
 
@@ -105,14 +109,14 @@ def dpo(tiny_model: Path, sources: list[str]) -> Make:
 
 @pytest.fixture
 def gspo(tiny_model: Path) -> Make:
-    def make(output_dir: Path, **options: Any) -> Any:
+    def make(output_dir: Path, path: Path = tiny_model, **options: Any) -> Any:
         from tests.gspo_batches import grpo_trainer
 
         torch.manual_seed(1)
         settings = COMMON | {"max_steps": 14, "loss_type": "gspo", "per_device_train_batch_size": 4}
         # A batch of completions serves 4 steps, and 10 prompts of 2 are 5 of them: an epoch ends inside the run.
         more = {"steps_per_generation": 2, "num_iterations": 2, "optim": "adamw_torch"}
-        return grpo_trainer(tiny_model, output_dir, lora=True, **settings | more | options)
+        return grpo_trainer(path, output_dir, lora=True, **settings | more | options)
 
     return make
 
@@ -133,21 +137,33 @@ def test_resumed_is_uninterrupted(
 
 
 class Signal(Steps):
-    """Sends this process a signal at the nth forward pass of a trainer's model, which a decoded token is, too."""
+    """Sends this process a signal at the nth forward pass of a trainer's model after a step, or so much later.
 
-    def __init__(self, trainer: Any, at: int = 0, number: int = signal.SIGTERM) -> None:
+    Each token that is decoded is a pass, too.
+    """
+
+    def __init__(
+        self, trainer: Any, at: int = 0, number: int = signal.SIGTERM, after: int = 0, delay: float = 0.0
+    ) -> None:
         super().__init__(None)
-        self.trainer, self.at, self.number, self.passes = protect(trainer), at, number, 0
-        self.step, self.sent_at, self.callers = -1, 0.0, set[str]()
+        self.trainer, self.at, self.number, self.after, self.delay = protect(trainer), at, number, after, delay
+        self.passes, self.step, self.sent, self.callers = 0, -1, 0.0, set[str]()
         trainer.add_callback(self)
         getattr(trainer.model, "get_base_model", lambda: trainer.model)().register_forward_pre_hook(self.count)
 
     def count(self, *_: Any) -> None:
-        self.passes += 1
+        self.passes += self.trainer.state.global_step >= self.after
         if self.passes == self.at:
+            self.at = 0
             self.callers = {frame.name for frame in traceback.extract_stack()}
-            self.step, self.sent_at = self.trainer.state.global_step, time.monotonic()
-            os.kill(os.getpid(), self.number)
+            timer = threading.Timer(self.delay, self.send)
+            timer.start()
+            if not self.delay:
+                timer.join()
+
+    def send(self) -> None:
+        self.step, self.sent = self.trainer.state.global_step, time.time()
+        os.kill(os.getpid(), self.number)
 
     def is_obeyed(self) -> None:
         with pytest.raises((SystemExit, KeyboardInterrupt)):
@@ -191,6 +207,37 @@ def test_a_signal_within_a_step_saves_the_one_before(
     assert (point.name if point else "") == (f"checkpoint-{step}" if step else "")
     seen, *tensors = Signal(make(tmp_path / "run", **options)).train()
     assert_equal((part.seen | seen, *tensors), reference)
+
+
+@pytest.mark.slow("twenty trainings of the small base that a SIGTERM ends")
+@pytest.mark.parametrize("kind", ["sft", "gspo"])
+def test_sigterms_within_steps_of_the_small_base(
+    kind: str, request: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ten in one training, each at another place: half of them before a forward pass, half at any moment of a step."""
+    more = {"max_completion_length": 32, "num_iterations": 1} if kind == "gspo" else {}
+    options = TWO | more | {"path": small_base_path(), "max_steps": 24}
+    make: Make = request.getfixturevalue(kind)
+    reference = Signal(make(tmp_path / "reference", **options)).train()
+    caplog.set_level(logging.INFO, "cogumi")
+    draw, seen, saved, reached, inside = random.Random(0), {}, [], 0, 0
+    for turn in range(10):
+        delay = draw.uniform(0.0, 0.05) if turn % 2 else 0.0
+        at = draw.randint(1, 4 if kind == "sft" else 40)
+        part = Signal(make(tmp_path / "run", **options), at, after=reached + 1, delay=delay)
+        caplog.clear()
+        part.is_obeyed()
+        (whole,) = [row for row in caplog.records if "is saved and verified" in row.message]
+        reached, saved = part.trainer.state.global_step, [*saved, whole.created - part.sent]
+        assert f"checkpoint-{reached} " in whole.message
+        inside += reached == part.step
+        seen |= part.seen
+    print(f"{kind}: {inside} of 10 within a step, seconds from SIGTERM to a checkpoint that reads back:", end=" ")
+    print(", ".join(f"{seconds:.2f}" for seconds in saved))
+    assert inside >= 8
+    assert max(saved) < 2
+    last, *tensors = Signal(make(tmp_path / "run", **options)).train()
+    assert_equal((seen | last, *tensors), reference)
 
 
 def test_a_process_that_lives_on_trains_again(sft: Make, tmp_path: Path) -> None:
