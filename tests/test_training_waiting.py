@@ -1,6 +1,8 @@
 """What is asked of a training under way by files: checkpoints and pauses in real runs; and what GSPO's rollouts leave."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -79,6 +81,27 @@ def test_a_pause_saves_waits_goes_on_and_changes_nothing(
     spent = read_json(home / "metrics.json")
     assert spent["seconds"]["paused"] >= 1.5
     assert spent["step_seconds"] < spent["elapsed_seconds"] - 1.5
+
+
+def test_a_signal_ends_a_pause_without_another_step(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "run"
+
+    def provider() -> None:
+        while not (home / "PAUSED").exists() or read_json(home / "status.json")["state"] != "paused":
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    at_step(3, lambda: cogumi.attach(home).pause(), monkeypatch)
+    threading.Thread(target=provider, daemon=True).start()
+    with pytest.raises(SystemExit):
+        cogumi.train(sft)
+    assert [path.name for path in (home / "checkpoints").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert not (home / "PAUSED").exists()
+    status = read_json(home / "status.json")
+    assert status["state"] == "stopped"
+    assert status["reason"].startswith("asked to by SIGTERM: ended after its last finished step")
 
 
 def test_a_checkpoint_now_is_one_and_training_goes_on(

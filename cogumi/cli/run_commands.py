@@ -194,7 +194,7 @@ def stop(
         float | None, Option(min=0, metavar="SECONDS", help="End it without saving if it takes longer.")
     ] = None,
 ) -> None:
-    """Have a run finish its step, save a checkpoint and end. Asked a second time, it ends at once, without saving."""
+    """Have a run save its last finished step and end. Asked a second time, it ends at once, without saving."""
     run = handle.attach(run_dir)
     word = "it was asked to stop, and will"
     with leaving_on_interrupt(run_dir, exit_status=1, word=word), show_waiting("the run saves and ends"):

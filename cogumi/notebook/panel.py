@@ -206,7 +206,7 @@ class RunPanel:
 
     def on_stop(self, _: Any) -> None:
         self.stop.disabled = True  # a second signal would end it without saving
-        self.asked_to_stop = self.ask(self.run.ask_to_stop, "asked to finish its step, save and end")
+        self.asked_to_stop = self.ask(self.run.ask_to_stop, "asked to save its last finished step and end")
 
     def on_save(self, _: Any) -> None:
         self.ask(self.run.checkpoint, "asked for a checkpoint after this step")

@@ -148,7 +148,7 @@ class Run:
             sleep_and_answer(POLL_SECONDS)
 
     def stop(self, kill_after: float | None = None) -> Status:
-        """Ask the run to finish its step, save a checkpoint and end (SIGTERM); wait until it has, and say what was saved.
+        """Ask the run to save its last finished step and end (SIGTERM); wait until it has, and say what was saved.
 
         A run that is asked twice ends at once, without saving. kill_after: end it with SIGKILL if it takes longer, in
         seconds. Raises UsageError if it is not certain which process that is, or if it is on another machine.
@@ -159,7 +159,7 @@ class Run:
                 log.info("%s; there is nothing to stop", format_headline(status))
                 return status
             process = self.ask_to_stop()
-            log.info("%s: asked to finish its step, save and end (asked again, it ends at once)", self.run_dir)
+            log.info("%s: asked to save its last finished step and end (asked again, it ends at once)", self.run_dir)
             if not wait_for_end(status, kill_after):
                 log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
                 kill_with_children(process.pid)

@@ -133,25 +133,24 @@ class ControlCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end."""
-        if self.reason is None:
-            return
-        if not self.telemetry.ranks.leads:  # which waits for the first at its next exchange
-            self.reason = None
+        reason, self.reason = self.reason, None
+        if reason is None or not self.telemetry.ranks.leads:  # the others wait for the first at their next exchange
             return
         directory, protection, step = self.telemetry.run_dir, self.trainer.cogumi_protection, state.global_step
-        path, reason = directory / PAUSED, f"step {step}: {self.reason}"
-        self.reason = None
+        path, reason = directory / PAUSED, f"step {step}: {reason}"
         protection.saver.settle()  # the checkpoint of this step is there when the file is
         how = "`cogumi unpause`, or removing this file, ends the pause. A process that is ended now can be resumed."
         path.write_text(f"{reason}\n{how}\n")
         recorder.set_status(directory, "paused", reason=reason)
         log.warning("training is paused after step %d; `cogumi unpause %s` ends the pause", step, directory)
-        with protection.watchdog.excused(), self.telemetry.meter.stage_inside(PAUSED_STAGE):
-            while path.exists() and protection.preemption.received is None:
-                time.sleep(PAUSE_SECONDS)
-        if not remove_request(path):
-            log.warning("the pause is over; training continues")
-        recorder.set_status(directory, "running", stage="train")
+        try:
+            with protection.watchdog.excused(), self.telemetry.meter.stage_inside(PAUSED_STAGE):
+                while path.exists() and protection.preemption.received is None:
+                    time.sleep(PAUSE_SECONDS)
+        finally:
+            if not remove_request(path):
+                log.warning("the pause is over; training continues")
+            recorder.set_status(directory, "running", stage="train")
 
 
 def remove_request(path: Path) -> bool:
