@@ -54,7 +54,7 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.start_step, self.last_finished = state.global_step, []
-        if (sums := state.stateful_callbacks.pop(UNLOGGED, None)) and self.saver.ranks.count == 1:
+        if (sums := self.trainer.state.stateful_callbacks.pop(UNLOGGED, None)) and self.saver.ranks.count == 1:
             internals.set_unlogged(self.trainer, sums)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
