@@ -33,23 +33,13 @@ CPU = {
     "smoke": "commands:smoke",
 }
 # Left out of `cpu`: half an hour and 14 GB of disk; a quarter of an hour and 10 GB; ten minutes of an idle machine, twice;
-# twenty minutes and 10 GB; ten minutes; ten minutes; six minutes; seven minutes of an environment with vLLM.
+# twenty minutes and 10 GB; ten minutes; ten minutes; six minutes; seven minutes of an environment with vLLM; 7 GB of disk.
 ALONE = {
-    name: f"{name}:run"
-    for name in (
-        "merge",
-        "faults",
-        "graph_break",
-        "verdict",
-        "data",
-        "packing",
-        "stages",
-        "rollouts",
-        "sampler",
-        "gspo_clip",
-        "ratio_noise",
+    name: f"{name}:run" for name in (
+        "merge", "faults", "graph_break", "verdict", "data", "packing", "stages", "rollouts", "sampler", "gspo_clip",
+        "ratio_noise", "merge_check",
     )
-}
+}  # fmt: skip
 NAMES = ("cpu", "gpu", *CPU, *ALONE)
 SHOWN = ("case", "metric", "value", "unit", "note")
 

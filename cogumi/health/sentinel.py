@@ -187,6 +187,10 @@ class Sentinel(TrainerCallback):
         """Judge what there is at the end of the steps; a run asks again after the samples that are written after them."""
         self.look(self.trainer.state.global_step, write=True)
 
+    def release(self) -> None:
+        """Drop every reference to the trainer; the flags and `run` stay, for the verdict."""
+        self.trainer, self.excused, self.pause = None, nullcontext, lambda reason: None
+
     def act_on_red(self, control: TrainerControl) -> None:
         """Do what `on_red` says, once for each flag: a user who unpauses the training has seen it."""
         new = [flag for flag in red_flags(self.flags) if flag.name not in self.acted_on]

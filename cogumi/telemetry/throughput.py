@@ -14,6 +14,7 @@ the LM head only with learned tokens, which MFU does not know. A step that is ma
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -185,7 +186,8 @@ class Throughput:
     ranks: the processes of the training, which add up what each has, and read together."""
 
     def __init__(self, trainer: Any, meter: Meter, ranks: Ranks | None = None) -> None:
-        self.trainer, self.meter, self.ranks = trainer, meter, ranks or Ranks()
+        self.trainer = weakref.ref(trainer)  # the heartbeat outlives it, and the merge needs its memory
+        self.meter, self.ranks = meter, ranks or Ranks()
         self.total, self.last = TokenCounts(**meter.counts), TokenCounts(**meter.counts)
         self.on_device: Tensor | None = None
         self.work, self.peak, self.no_mfu = flops_and_peak(trainer.model)
@@ -197,7 +199,8 @@ class Throughput:
 
     def time_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         """A rollout ends in texts and rewards, on the host: its seconds are the clock's."""
-        if not self.trainer.model.training:  # of an evaluation
+        trainer = self.trainer()
+        if trainer is None or not trainer.model.training:  # of an evaluation
             return make(inputs)
         before = self.meter.seconds().get(ROLLOUT, 0.0)
         with self.meter.stage_inside(ROLLOUT):

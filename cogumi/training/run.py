@@ -242,14 +242,20 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
             step = trainer.state.global_step
             write_samples(run_dir, model, tokenizer, examples.prompts, step, run.cogumi.stop)
             fitted.sentinel.on_train_end()
+        live = None
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
             tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
-            merged, of_merge = stages.try_merge(run, adapter, base, model, tokens, original)
+            live = stages.record_live(run, model, adapter, tokens, original)
+        fitted.sentinel.release()
+        del trainer, model  # the merge and its check need their memory
+        gc.collect()  # model, trainer and optimizer refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if live is not None:
+            merged, of_merge = stages.try_merge(run, adapter, base, live, original)
             checks += of_merge
         verdict = stages.conclude(run_dir, fitted)
-    del trainer, fitted  # model, trainer and optimizer refer to each other; the next run needs their memory
-    gc.collect()
     return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
 
 
