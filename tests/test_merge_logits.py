@@ -32,7 +32,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from cogumi.merge.logits import KL_SHARE, NotCompared, check_directory, check_logits, prompt_tokens, trained_tokens
+from cogumi.merge.logits import NotCompared, check_directory, check_logits, prompt_tokens, trained_tokens
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES: dict[str, Any] = {
@@ -79,6 +79,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "gptoss": ("gptoss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
 }
+# The loosest bound is that of bfloat16; what fails there fails in the others.
+RUNNING = [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.sweep) for each in (torch.float32, torch.float16))]
 # One of each way a tensor can change; the others are those again on another family, or with tied embeddings.
 QUICK = {"lora", "dora", "bias_all", "modules_to_save", "tokens_tied", "mixtral"}
 
@@ -153,7 +155,7 @@ def edited(source: Path, out: Path, edit: Callable[[str, torch.Tensor], torch.Te
     return out
 
 
-@pytest.mark.parametrize("running", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("running", RUNNING, ids=str)
 @pytest.mark.parametrize(
     "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.sweep) for each in KINDS]
 )
@@ -169,8 +171,7 @@ def test_right_merges_pass_and_a_scaling_off_by_a_twentieth_does_not(
     check = check_logits(live, merged, INPUT_IDS, torch.bfloat16)
     assert check.passed, check
     assert check.measured < 0.7 * check.bound
-    assert check.kl < KL_SHARE * check.base_kl
-    assert check.base_distance > 3 * check.bound
+    assert check.base_distance > (3 if running == torch.float32 else 2) * check.bound
     originals = dict(before.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, parameter in merged.named_parameters():
@@ -243,7 +244,7 @@ MISTAKES: dict[str, Callable[[Path, Path, Path, Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("running", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("running", RUNNING, ids=str)
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_the_usual_mistake_of_each_kind_fails(
     kind: str, running: torch.dtype, bases: Callable[[str], Path], tmp_path: Path
@@ -269,16 +270,8 @@ def test_figures_against_closed_forms(bases: Callable[[str], Path], tmp_path: Pa
     for other, distance in ((theirs, check.measured), (plain, check.live_distance)):
         assert distance == pytest.approx((ours - other).square().mean().sqrt().item(), rel=1e-6)
     assert check.base_distance == pytest.approx((theirs - plain).square().mean().sqrt().item(), rel=1e-6)
-    assert check.bound == pytest.approx(5e-3 * 2**0.5 * ours.var(-1, correction=0).mean().sqrt().item(), rel=1e-6)
+    assert check.bound == pytest.approx(1e-2 * 2**0.5 * ours.var(-1, correction=0).mean().sqrt().item(), rel=1e-6)
     assert check.scale_bound == pytest.approx(0.01 + (check.measured / check.live_distance) ** 2 / 2, rel=1e-6)
-    for other, found in ((theirs, check.kl), (plain, check.base_kl)):
-        oracle = torch.nn.functional.kl_div(
-            other.log_softmax(-1).flatten(0, 1),
-            ours.log_softmax(-1).flatten(0, 1),
-            reduction="batchmean",
-            log_target=True,
-        )
-        assert found == pytest.approx(oracle.item(), rel=1e-6)
 
 
 def test_adapters_that_do_almost_nothing(bases: Callable[[str], Path], tmp_path: Path) -> None:
@@ -291,7 +284,7 @@ def test_adapters_that_do_almost_nothing(bases: Callable[[str], Path], tmp_path:
     assert check.scale_bound is None
     untrained = make_adapter(base, tmp_path / "untrained", {"target_modules": LINEARS}, size=0)
     check = check_directory(untrained, base, base)
-    assert (check.measured, check.kl, check.base_distance, check.base_kl) == (0, 0, 0, 0)
+    assert (check.measured, check.base_distance, check.live_distance) == (0, 0, 0)
     assert check.passed
 
 
@@ -310,7 +303,7 @@ def test_flipped_experts_pass(running: torch.dtype, tmp_path: Path) -> None:
     ids = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(0))
     check = check_logits(load_live(tmp_path / "base", adapter, running), merged, ids, torch.bfloat16)
     assert check.passed, check
-    assert check.measured > check.bound / 4 or running == torch.bfloat16  # more than a dense model may differ by
+    assert check.measured > check.bound / 4
 
 
 def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import cogumi
+from benchmarks.merge_check import QUICK, measure_stage
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
@@ -124,3 +125,12 @@ def test_the_trained_model_has_left_memory_when_the_merge_begins(
     monkeypatch.setattr(stages, "merge_adapter", watched)
     assert cogumi.train(config).merged is not None
     assert left == [before]
+
+
+@pytest.mark.slow("writes, merges and runs a model of 87 million weights")
+def test_the_stage_never_holds_two_models() -> None:
+    found = measure_stage(QUICK)
+    assert found["passed"], found
+    assert "not compared" not in str(found["checks"])
+    # Two bytes a weight for one model; the rest is logits, activations and what the first forward pass imports.
+    assert 2 * found["parameters"] < found["bytes"] < 3.8 * found["parameters"]

@@ -129,7 +129,7 @@ def merge(
     ] = "full",
     dtype: Annotated[Literal["keep", "bfloat16", "float16", "float32"], Option(help="Of what is written.")] = "keep",
     verify: Annotated[
-        Literal["elements", "logits"], Option(help="logits: also run both models, in float32 in memory.")
+        Literal["elements", "logits"], Option(help="logits: also run both models, one at a time in memory.")
     ] = "elements",
     weight: Annotated[float, Option(help="What the adapter's update is multiplied by.")] = 1.0,
     add: Annotated[

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoConfig
 
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core import worker
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_duration, one_line
+from cogumi.core.formatting import format_duration, format_memory, one_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.run_directory import read_json
 from cogumi.forecast import data_sample, memory_forecast
@@ -32,6 +33,7 @@ from cogumi.forecast.rollout_plan import choose_with_engine, describe_sampler, e
 from cogumi.forecast.training_step import StepShape, count_decoding, forecast_weights, planned_trainer
 from cogumi.health.flags_by_method import ENOUGH_ROWS
 from cogumi.merge.adapter_files import quantization_of
+from cogumi.merge.logits import WORKING_BYTES
 from cogumi.merge.originals import find_original
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_segments, with_values
@@ -40,7 +42,7 @@ from cogumi.methods.dpo import REFERENCE
 from cogumi.methods.sampler import refuse_quantized, sampler_settings
 from cogumi.methods.step_split import is_planned, split_step
 from cogumi.models.adapters import lora_of, refuse_unmatched
-from cogumi.models.loading import resolve_model
+from cogumi.models.loading import meta_model, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 from cogumi.models.unsloth_models import FAMILIES, choose_backend
 from cogumi.patches import unsloth_rl
@@ -212,7 +214,22 @@ def forecast_lines(
         else:
             fix = "set train.max_steps to plan with"
             lines.append(Line("time", "how many steps are in the data is not known", "unknown", fix))
-    return lines + describe_disks(asked), figures
+    return lines + describe_merge_check(asked, of_base, target) + describe_disks(asked), figures
+
+
+def describe_merge_check(run: RunConfig, of_base: Any, target: Target) -> list[Line]:
+    """A line where the merged model fits neither the target nor main memory, so that its logits will not be compared."""
+    if not run.cogumi.merge or run.cogumi.tuning == "full":
+        return []
+    parameters = sum(parameter.numel() for parameter in meta_model(of_base).parameters())
+    needed = parameters * weights_dtype(target, run.model.dtype).itemsize + WORKING_BYTES
+    room = target.free if target.named else max(target.free, psutil.virtual_memory().total)
+    if needed <= room:
+        return []
+    figure = f"{format_memory(needed)} of {format_memory(room)} for the merged model: its logits will not be compared"
+    return [
+        Line("merge check", figure, "yellow", "compare on a larger machine: cogumi merge ADAPTER OUT --verify logits")
+    ]
 
 
 def describe_original(run: RunConfig, base: str, of_base: Any) -> list[Line]:

@@ -112,7 +112,7 @@ def merge_adapter(
     base_mode: "full" merges into full-precision weights. Where the base is quantized, it finds the full-precision model
     by name and proves that it is the original. "dequant" merges into the quantized base's dequantized weights.
     dtype: "keep", "bfloat16", "float16" or "float32".
-    verify: "elements", or "logits", which also runs base + adapter and the merged model, each in float32 in memory.
+    verify: "elements", or "logits", which also runs base + adapter and the merged model, one at a time.
     workers: threads that compute, by default one, or with DoRA one for each core. progress: show a bar in a terminal.
 
     Raises UsageError when the adapter or base cannot be merged exactly, they do not fit together, or `out` exists or is

@@ -378,8 +378,7 @@ def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: 
         f"logits rms {logits.base_distance:.2e} apart",
         f"> {logits.measured:.2e}, as far as from the adapter",
     )
-    figure = f"rms {logits.measured:.2e}, KL {logits.kl:.1e} from {beside}"
-    bounds = f"<= {logits.bound:.2e}, {logits.kl_bound:.1e}"
+    figure, bounds = f"rms {logits.measured:.2e} from {beside}", f"<= {logits.bound:.2e}"
     if logits.scale_bound is not None:
         figure += f", {logits.base_distance / logits.live_distance:.3f} times as far from the base"
         bounds += f", 1 +- {logits.scale_bound:.3f}"
