@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Row, missing, python, row, run_process
 from benchmarks.models import LLAMA_1B, Shape, write_inputs
@@ -19,6 +20,7 @@ QUICK = Shape("Llama of 87 million weights", 768, 2048, 8, 12, 4, 32000, tied=Fa
 STAGE = """
 import gc, json, re, sys
 from pathlib import Path
+from typing import Any
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -59,7 +61,7 @@ def run(quick: bool = False) -> Iterator[Row]:
     yield row("merge_check", shape.name, "checks", int(compared), "", target=">= 1", note=note)
 
 
-def measure_stage(shape: Shape) -> dict[str, object]:
+def measure_stage(shape: Shape) -> dict[str, Any]:
     """Figures that the child printed."""
     with tempfile.TemporaryDirectory(prefix="cogumi-merge-check-") as scratch:
         inputs = write_inputs(shape, Path(scratch), shard_bytes=5 * 10**9, rank=16)

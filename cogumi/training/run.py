@@ -252,7 +252,7 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
         gc.collect()  # model, trainer and optimizer refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if live is not None:
+        if adapter is not None and live is not None:
             merged, of_merge = stages.try_merge(run, adapter, base, live, original)
             checks += of_merge
         verdict = stages.conclude(run_dir, fitted)
