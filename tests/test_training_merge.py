@@ -127,7 +127,7 @@ def test_the_trained_model_has_left_memory_when_the_merge_begins(
     assert left == [before]
 
 
-@pytest.mark.slow("writes, merges and runs a model of 87 million weights")
+@pytest.mark.slow("writes, merges and runs a model of 94 million weights")
 def test_the_stage_never_holds_two_models() -> None:
     found = measure_stage(QUICK)
     assert found["passed"], found
