@@ -114,6 +114,49 @@ def test_layers_compile_from_the_first_step_and_are_reported(tmp_path: Path, cap
     assert any(line.startswith(f"compile: {did}") for line in lines)
 
 
+HOURS = {"preflight": {"figures": {"time": {"seconds": 3600.0}}}}
+
+
+@pytest.mark.parametrize(
+    ("forecast", "changed", "mode", "because"),
+    [
+        (HOURS, {}, "layers", "for 1 h 00 min of steps"),
+        ({"preflight": {"figures": {"time": {"seconds": 600.0}}}}, {}, "off", "would be saved, less than the 120 s"),
+        ({}, {}, "off", None),  # without a GPU there is no forecast, and nothing to say
+        (HOURS, {"packing": False}, "off", "lengths that differ from step to step"),
+        (HOURS, {"torch_compile": True}, "off", "compiles the whole model"),
+        (HOURS, {"attention": "eager"}, "off", "not tried with eager attention"),
+        (HOURS, {"num_experts_per_tok": 2}, "off", "not tried with experts"),
+    ],
+)
+@pytest.mark.usefixtures("quick")
+def test_long_runs_compile_by_themselves_where_that_was_tried(
+    forecast: dict[str, Any],
+    changed: dict[str, Any],
+    mode: str,
+    because: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "cogumi")
+    (tmp_path / "forecast.json").write_text(json.dumps(forecast))
+    run = Run(tmp_path, max_steps=1)
+    run.trainer.args.packing = changed.get("packing", True)  # type: ignore[attr-defined]
+    run.trainer.args.torch_compile = changed.get("torch_compile", False)
+    run.trainer.model.set_attn_implementation(changed.get("attention", "sdpa"))
+    if "num_experts_per_tok" in changed:
+        run.trainer.model.config.num_experts_per_tok = 2
+    with torch._dynamo.config.patch(suppress_errors=False):
+        run.begin("auto")
+        assert torch._dynamo.config.suppress_errors == (mode == "layers")
+    assert run.json["mode"] == mode
+    chosen = [line for line in caplog.messages if line.startswith("chosen: cogumi.compile")]
+    assert not chosen if because is None else because in chosen[0]
+    (tmp_path / "forecast.json").write_text(json.dumps(HOURS))  # of the part that resumes
+    run.begin("auto")
+    assert run.json["mode"] == mode
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_training_shorter_than_the_report_is_reported_too(tmp_path: Path) -> None:
     assert "counts" in Run(tmp_path, max_steps=1).train("layers").json

@@ -60,7 +60,7 @@ def test_a_bare_off_is_a_word(config: Path) -> None:
     assert load_config(config).cogumi.compile == "off"
     assert load_config(config, **parse_overrides(["cogumi.compile=layers"])).cogumi.compile == "layers"
     assert "cogumi.compile = 'on'" in refusal(config, cogumi__compile=True)
-    assert "cogumi.compile = 'auto': Input should be 'off' or 'layers'" in refusal(config, cogumi__compile="auto")
+    assert "cogumi.compile = 'all': Input should be 'auto', 'off' or 'layers'" in refusal(config, cogumi__compile="all")
 
 
 @pytest.mark.parametrize(

@@ -18,20 +18,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cogumi.compile.compile_report import describe_process, try_compiler
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import write_section
+from cogumi.core.formatting import format_duration
+from cogumi.core.run_directory import FORECAST, read_section, write_section
 from cogumi.models.adapters import find_towers
 from cogumi.models.quantization import expert_states, keep_4bit_unpacked, quantized_layers
 from cogumi.patches import graph_break, unsloth_rl
 from cogumi.patches.torch_internals import (
+    DYNAMO,
     compiled_functions,
     dynamo_counts,
     dynamo_switched_off_by,
     plain_call,
     set_call,
 )
+from cogumi.patches.trl_internals import attention_of
 
 log = logging.getLogger("cogumi")
 REPORTED_AFTER = 3  # steps
+SAVED_SHARE, COMPILE_SECONDS = 0.1, 120  # of a step's time, and once: estimates, not measured on a GPU
 
 
 def compile_trainer(trainer: Any, mode: str, path: Path, unless_full: Callable[[Callable[[], None]], None]) -> None:
@@ -39,10 +43,12 @@ def compile_trainer(trainer: Any, mode: str, path: Path, unless_full: Callable[[
 
     unless_full: calls what writes the report later, and lets a full disk pass.
     """
+    chosen, mode = mode == "auto", choose_mode(trainer, path) if mode == "auto" else mode
     report: dict[str, Any] = {"mode": mode}
     if mode == "layers":
         if reason := find_obstacle(trainer):
             raise UsageError(f"cogumi.compile=layers: {reason}")
+        DYNAMO.suppress_errors = chosen  # then nobody asked for it, and what does not compile runs as it is
         prepare_four_bit(trainer.model)
         graph_break.apply("auto", trainer.model)
         if error := try_compiler(next(trainer.model.parameters()).device):
@@ -58,6 +64,28 @@ def compile_trainer(trainer: Any, mode: str, path: Path, unless_full: Callable[[
         log.info("compile: unsloth compiles; 4-bit layers: %s", graph_break.status().reason)
         trainer.add_callback(CompileReport(report, path, unless_full))
     write_section(path, "compile", report)
+
+
+def choose_mode(trainer: Any, path: Path) -> str:
+    """`layers` or `off` for `cogumi.compile: auto`, as `path` records it, else by the preflight's forecast beside `path`."""
+    forecast = read_section(path.with_name(FORECAST), "preflight").get("figures", {})
+    mode, seconds = str(read_section(path, "compile").get("mode", "")), forecast.get("time", {}).get("seconds")
+    if mode or seconds is None:
+        return mode or "off"
+    attention, config = attention_of(trainer.model.config), trainer.model.config.get_text_config()
+    untried = {
+        "lengths that differ from step to step (no packing)": not getattr(trainer.args, "packing", False),
+        "several processes": trainer.accelerator.num_processes > 1,
+        f"{attention} attention": attention != "sdpa",
+        "experts": getattr(config, "num_experts_per_tok", None),
+    }
+    why = find_obstacle(trainer) or next((f"not tried with {name}" for name, applies in untried.items() if applies), "")
+    if not why and SAVED_SHARE * seconds <= COMPILE_SECONDS:
+        why = f"{SAVED_SHARE:.0%} of {format_duration(seconds)} would be saved, less than the {COMPILE_SECONDS} s it takes"
+    why = why or try_compiler(next(trainer.model.parameters()).device)
+    mode = "off" if why else "layers"
+    log.info("chosen: cogumi.compile: %s (%s)", mode, why or f"for {format_duration(seconds)} of steps")
+    return mode
 
 
 class CompileReport(TrainerCallback):
@@ -94,6 +122,8 @@ def find_obstacle(trainer: Any) -> str:
         return "train.gradient_checkpointing_kwargs: use_reentrant compiles each layer twice; leave it out"
     if unsloth_rl.is_in_place():
         return "unsloth's own layers run here, and it compiles parts of them itself"
+    if getattr(model, "use_kernels", False):
+        return "the hub's kernels (train.model_init_kwargs: use_kernels) end a graph in each layer"
     if by := dynamo_switched_off_by():
         return f"Dynamo is switched off by {by}; unset it to compile"
     if not decoder_layers(model):

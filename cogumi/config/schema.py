@@ -237,8 +237,8 @@ class CogumiSection(Section):
     By default at each tenth of a long run, as long as it takes at most 2 % of the time."""
     preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """Forecast the memory first, and refuse a run that cannot fit. auto: where there is a GPU."""
-    compile: Annotated[Literal["off", "layers"], BeforeValidator(on_or_off)] = "off"
-    """layers: torch.compile, layer by layer, from the first step."""
+    compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(on_or_off)] = "auto"
+    """layers: torch.compile, layer by layer, from the first step. auto: on a GPU, in long runs where that was tried."""
     merge: bool = True
     """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
     merge_base: str | None = None
@@ -257,6 +257,7 @@ class CogumiSection(Section):
 BESIDE = "would share the model out beside cogumi.sharding", "set cogumi.sharding: fsdp2"
 NOT_ASKED = {
     "output_dir": ("is the run's own", "set cogumi.run_dir"),
+    "resume_from_checkpoint": ("is the run's own: the last good checkpoint in its directory", "set cogumi.run_dir"),
     # Under ZeRO-3 all processes make each model together, and in a run the first one looks ahead alone.
     "deepspeed": ("is not for a run: checkpoints of DeepSpeed are not verified", "set cogumi.sharding: fsdp2"),
     "fsdp": BESIDE,
