@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 from golden import Golden
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from qlora_runs import watch_trainers
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, TrainerCallback
 
 import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.run_directory import read_json
-from cogumi.models.adapters import lora_config
+from cogumi.models.adapters import drop_casts, lora_config
 from cogumi.training import run as training_run
 
 Config = dict[str, Any]
@@ -134,6 +134,79 @@ def test_neftune_adds_its_noise_to_a_lora_run_and_takes_it_off(sft: Config, monk
     plain = cogumi.train(sft, lora__r=4, cogumi__run_dir=f"{result.run_dir}-plain", cogumi__merge=False)
     assert seen[1].off == [0] * 5
     assert plain.series("loss") != result.series("loss")
+
+
+# ------------------------------------------------------------------------------------------------------- input casts
+
+
+def saved_step(model: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Logits and gradients of a step under bf16 autocast, and the bytes that autograd keeps for its backward."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    model.zero_grad()
+    ids = torch.arange(96).reshape(2, 48) % 50
+    torch.manual_seed(4)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    grads = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return grads | {"logits": out.logits.detach()}, sum(each.nbytes() for each in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "layers", "saves"),
+    [
+        ("llama", {"target_modules": "all-linear"}, 14, True),
+        ("llama", {"target_modules": ["embed_tokens", "q_proj", "v_proj"]}, 4, True),
+        ("four bit", {"target_modules": "all-linear"}, 0, False),  # bitsandbytes' layers cast only outside autocast
+        ("mixtral", {"target_modules": ["q_proj", "v_proj"], "target_parameters": ["experts.gate_up_proj"]}, 4, True),
+        ("llama", {"target_modules": "all-linear", "lora_dropout": 0.5}, 0, False),
+        ("llama", {"target_modules": "all-linear", "use_dora": True}, 0, False),
+    ],
+)
+def test_casts_are_left_to_autocast_where_no_bit_changes(
+    kind: str, lora: dict[str, Any], layers: int, saves: bool
+) -> None:
+    from four_bit_models import quantize
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**shape, num_local_experts=4) if kind == "mixtral" else LlamaConfig(**shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if kind == "four bit":
+        model = quantize(model)
+        model.is_loaded_in_4bit = True  # by which PEFT takes its layers for bitsandbytes
+    model = get_peft_model(model, LoraConfig(r=4, **lora)).train()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter, dtype=torch.float32) / 8
+    before, bytes_before = saved_step(model)
+    assert drop_casts(model) == layers
+    after, bytes_after = saved_step(model)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    print(f"{kind}, {lora}: {bytes_before:,} and {bytes_after:,} bytes are kept")
+    assert bytes_after < bytes_before if saves else bytes_after == bytes_before
+    model.eval()(input_ids=torch.tensor([[1, 2, 3]]))  # without autocast the inputs of float32 weights are cast again
+
+
+def test_a_compiled_layer_follows_autocast() -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), lora_config({}))
+    assert drop_casts(model) == 7
+    part = model.get_base_model().model.layers[0].mlp
+    compiled, inputs = torch.compile(part, backend="aot_eager", fullgraph=True), torch.randn(2, 8, 64).bfloat16()
+    for within in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            assert torch.equal(compiled(inputs), part(inputs))
 
 
 # -------------------------------------------------------------------------------------------------------- what is no LoRA

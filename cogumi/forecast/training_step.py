@@ -28,7 +28,7 @@ from cogumi.forecast.fake_tensors import (
     preserve_bitsandbytes_codes,
 )
 from cogumi.methods.building import trl_arguments
-from cogumi.models.adapters import keep_float32, lora_config
+from cogumi.models.adapters import drop_casts, keep_float32, lora_config
 from cogumi.models.loading import meta_model
 from cogumi.models.quantization import WeightCount, count_weights, place_quantized_weights
 from cogumi.patches import head_logps, replaced
@@ -41,7 +41,7 @@ LOAD, ROLLOUT, FORWARD, BACKWARD, UPDATE = "load", "rollout", "forward", "backwa
 # Of `train:`, what transformers refuses where there is no GPU, as in the process that forecasts.
 OF_THE_MACHINE = ("bf16", "fp16", "tf32")
 # What else the machine that plans may lack, and the step is told apart.
-OF_THE_SERVICES = ("use_vllm", "report_to", "push_to_hub", "resume_from_checkpoint")
+OF_THE_SERVICES = ("use_vllm", "report_to", "push_to_hub", "resume_from_checkpoint", "model_init_kwargs")
 # What makes the data; the rows of a planned step are made of their number and length.
 OF_THE_DATA = (
     "packing", "padding_free", "max_length", "chat_template_path", "eos_token", "eval_strategy", "eval_steps",
@@ -96,6 +96,7 @@ def planned_trainer(
     if precomputed:
         trainer.precompute_ref_logps, trainer.ref_model = True, None
     keep_float32(trainer.model)
+    drop_casts(trainer.model)
     return trainer
 
 

@@ -7,10 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from peft import get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers.utils import is_kernels_available
 
 from cogumi.config.binding import config_class
 from cogumi.config.presets import PRESETS
@@ -27,7 +29,7 @@ from cogumi.methods import clip, dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence
 from cogumi.methods.examples import Examples
 from cogumi.methods.step_split import is_planned
-from cogumi.models.adapters import find_towers, keep_float32, load_adapter, load_exact_values, lora_config
+from cogumi.models.adapters import drop_casts, find_towers, keep_float32, load_adapter, load_exact_values, lora_config
 from cogumi.models.loading import load_model, load_tokenizer, meta_model, use_chat_template, use_end_token
 from cogumi.models.quantization import count_weights
 from cogumi.models.unsloth_models import add_fast_adapter, compare_arguments, load_fast_model
@@ -43,17 +45,11 @@ SPARE = 1.3  # of a model's bytes, which it takes on a GPU to be asked for logit
 METHODS: dict[str, Any] = {"sft": sft, "dpo": dpo, "gspo": gspo}
 # What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
 BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
-NOT_PASSED_ON = {
-    "resume_from_checkpoint": "a run resumes from the last good checkpoint in its own directory",
-    "model_init_kwargs": "the model is loaded as `model:` says",
-}
 
 
 def trl_arguments(run: RunConfig) -> Any:
     """TRL's config object for the run. Raises UsageError with TRL's own words where it refuses a combination."""
-    for key, reason in NOT_PASSED_ON.items():
-        if run.train.get(key) is not None:
-            raise UsageError(f"train.{key} would be ignored: {reason}")
+    use_kernels(run)
     # TRL turns bf16 autocast on wherever fp16 is off; without a GPU that is slow and blurs a GSPO ratio of 1 +- 3e-4.
     on_gpu = torch.cuda.is_available()
     defaults = {
@@ -67,6 +63,7 @@ def trl_arguments(run: RunConfig) -> Any:
     if batch is not None and run.cogumi.method != "gspo":
         defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
     given = defaults | METHODS[run.cogumi.method].arguments(run)
+    given.pop("model_init_kwargs", None)  # TRL would warn that it ignores them: the model is loaded already
     config = config_class(TRL_CONFIGS[run.cogumi.method])
     if (
         unsloth_rl.is_in_place()
@@ -82,6 +79,25 @@ def trl_arguments(run: RunConfig) -> Any:
         return config(**given)
     except ValueError as error:
         raise UsageError(one_line(error), key="train") from None
+
+
+def use_kernels(run: RunConfig, model: Any = None) -> None:
+    """Check `train.model_init_kwargs`, and have `model` run the hub's kernels as it says. Raises UsageError where it cannot."""
+    given, key = run.train.get("model_init_kwargs") or {}, "train.model_init_kwargs"
+    obstacles = {
+        "only use_kernels is passed on: the model is loaded as `model:` says": set(given) - {"use_kernels"},
+        "unsloth has kernels of its own": unsloth_rl.is_in_place(),
+        "the hub has kernels for GPUs": not torch.cuda.is_available(),
+        "transformers finds no version of the package kernels that it takes (pip install kernels)": not is_kernels_available(),
+    }
+    if given and (reason := next((text for text, applies in obstacles.items() if applies), "")):
+        raise UsageError(reason, key=key, fix="drop it")
+    if not given or model is None:
+        return
+    try:
+        model.train().use_kernels = given["use_kernels"]
+    except (*BUILD_REFUSALS, httpx.HTTPError) as error:
+        raise UsageError(one_line(error), key=key, fix="let the hub be reached, or drop it") from error
 
 
 def pin_revision(run: RunConfig) -> RunConfig:
@@ -169,6 +185,7 @@ def build_trainer(
     else:
         model = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
     log.info("%s loaded on %s: %s", base, model.device, count_weights(model))
+    use_kernels(run, model)
     if wanted.quantization_config is not None:
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
                     "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
@@ -200,6 +217,10 @@ def build_trainer(
     if run.cogumi.method == "gspo" and not unsloth_rl.is_in_place():
         clip.settle_clip(run, trainer)
     keep_float32(trainer.model)
+    if args.bf16 and not unsloth_rl.is_in_place() and (count := drop_casts(trainer.model)):
+        log.info(
+            "chosen: no input casts by PEFT (autocast casts the inputs of %d LoRA layers, to the same values)", count
+        )
     if run.model.adapter is not None:
         compares = run.cogumi.method != "sft" and trainer.beta != 0
         load_exact_values(trainer, run.model.adapter, compares=compares)

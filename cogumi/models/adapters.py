@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
@@ -124,6 +125,27 @@ def keep_float32(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32 if "lora_" in name else base)
+
+
+class CastOutsideAutocast:
+    """True outside autocast, where PEFT has to cast an input to the adapter's dtype; autocast casts inputs by itself."""
+
+    def __bool__(self) -> bool:
+        return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+
+
+def drop_casts(model: Any) -> int:
+    """Under autocast, spare plain LoRA layers PEFT's cast to float32, which autocast takes back. Returns their number.
+
+    No bit changes. Left out are dropout, which draws another mask in another dtype, and variants such as DoRA.
+    """
+    plain = [module for module in model.modules() if type(module) is Linear and not module.lora_variant]
+    exact: list[Any] = [
+        each for each in plain if not any(isinstance(part, torch.nn.Dropout) for part in each.modules())
+    ]
+    for layer in exact:
+        layer.cast_input_dtype_enabled = CastOutsideAutocast()
+    return len(exact)
 
 
 def differing_tensors(model: Any, adapter: Path) -> list[str]:
