@@ -378,7 +378,7 @@ def test_what_makes_no_example_is_not_counted_as_trained(tmp_path: Path) -> None
 
 def test_steps_are_those_of_the_epochs() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=-1, train__num_train_epochs=2)
-    tokenizer_free = type("Found", (), {"trained": 1000, "packed": None})()
+    tokenizer_free = type("Found", (), {"trained": 1000, "examples_per_row": None})()
     assert steps_of(run, StepShape("sft", 4, 128, micro_batches=8), tokenizer_free) == 63  # 2 x 1000 / 32
     run = load_config(SMOKE / "gspo.yaml", train__max_steps=-1, train__num_train_epochs=1)
     group = run.train["num_generations"]

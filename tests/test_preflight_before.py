@@ -224,9 +224,11 @@ def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
     lengths = [len(row["input_ids"]) for row in data.dataset]
     assert (found.longest, found.examples, found.trained) == (max(lengths), len(lengths), len(lengths))
     assert found.mean == pytest.approx(sum(lengths) / len(lengths))
-    assert found.packed is None
+    assert found.examples_per_row is None
     run.train |= {"packing": True, "max_length": 160}
-    assert data_sample.measure_data(run, data, tokenizer).packed == data_sample.packed_rows(run, data.dataset)
+    assert data_sample.measure_data(run, data, tokenizer).examples_per_row == data_sample.examples_per_row(
+        run, data.dataset
+    )
 
 
 def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> None:

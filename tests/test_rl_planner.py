@@ -251,6 +251,41 @@ def test_the_estimate_bounds_a_real_step(
     assert measured <= estimated <= (3 if checkpointing else 2) * measured
 
 
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("casts", [True, False])
+def test_a_layer_keeps_no_more_than_is_estimated(kv_heads: int, casts: bool) -> None:
+    """The bytes that autograd keeps of one more layer, LoRA on all of it, bf16 autocast, with and without PEFT's casts."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaModel
+
+    from cogumi.models.adapters import drop_casts
+
+    def kept(layers: int) -> int:
+        shape = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": layers, "vocab_size": 512}
+        config = LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=kv_heads, dtype=torch.bfloat16)
+        model = get_peft_model(LlamaModel(config).bfloat16(), LoraConfig(r=8, target_modules="all-linear")).train()
+        if not casts:
+            drop_casts(model)
+        weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+        found: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            _ = model(input_ids=torch.zeros(2, 128, dtype=torch.long), use_cache=False)
+            return sum(storage.nbytes() for place, storage in found.items() if place not in weights)
+
+    measured, counted = (kept(3) - kept(2)) / 256, (16 * 256 + 4 * 896) * 2
+    print(f"{kv_heads} key-value heads, casts {casts}: {measured:,.0f} of {counted:,} bytes a token and layer")
+    shapes = [ModelShape(256, 896, layers, 512) for layers in (2, 3)]
+    fewer, more = (step_bytes(2, shape, 128, 2, gradient_checkpointing=False) for shape in shapes)
+    assert more - fewer == 256 * counted
+    assert 0.75 * counted < measured < counted
+
+
 # ---------------------------------------------------------------------------------------------------------- data
 
 

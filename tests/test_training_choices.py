@@ -1,5 +1,6 @@
 """What the machine decides where the config says nothing: asked of machines that are not here, and of this one."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.run_directory import read_json
+from cogumi.forecast.memory_forecast import planned_work
 from cogumi.methods import auto_settings, gspo
-from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose, with_values
+from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose, load_of, with_values
 from cogumi.methods.examples import longest_example
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import ModelShape
@@ -46,12 +48,12 @@ def decided(run: RunConfig, machine: Machine, asked: Load) -> dict[str, Any]:
 
 
 def test_an_h100_with_an_8b_model() -> None:
-    assert decided(run_of(), H100, load()) == {
+    assert decided(run_of(), H100, load(micro_batch=4)) == {
         "model.attn_implementation": "flash_attention_3",
-        "train.gradient_checkpointing": True,  # 48.9 GiB were counted without, under fake tensors; the margin is 0.7
+        "train.gradient_checkpointing": True,  # 61 GiB are estimated without; the margin is 0.7
         "train.optim": "adamw_torch_fused",
     }
-    assert decided(run_of(), H100, load(micro_batch=1, length=1024))["train.gradient_checkpointing"] is False
+    assert decided(run_of(), H100, load())["train.gradient_checkpointing"] is False
     assert decided(run_of("gspo"), H100, load())["train.tf32"] is False
 
 
@@ -64,6 +66,7 @@ def test_an_h100_with_an_8b_model() -> None:
         (A100_40, {"element": 4}, "sdpa", "flash attention needs bfloat16"),
         (A100_40, {"attention": frozenset({"sdpa"})}, "sdpa", "this model's class has no flash attention"),
         (A100_40, {"attention": frozenset()}, "eager", "its class has no sdpa"),
+        (A100_40, {"attention": frozenset({"flex"})}, "eager", "flex_attention, which you may set"),
         (H100, {"attention": frozenset({"flash"}), "own_kernels": ("kernels-community/vllm-flash-attn3",)}, "eager",
          "this model takes only kernels-community/vllm-flash-attn3"),
     ],
@@ -74,6 +77,112 @@ def test_attention_is_what_works_on_the_card_and_the_class_has(
     (choice,) = (each for each in choose(run_of(), machine, load(**more)) if each.key == "model.attn_implementation")
     assert choice.value == expected
     assert because in choice.reason
+
+
+MICRO_BATCH, CHECKPOINTING = "train.per_device_train_batch_size", "train.gradient_checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("train", "machine", "splits", "size", "checkpointing"),
+    [
+        ({}, H100, (4, 2, 1), 1, False),  # 8 x 4,096 tokens do not fit without it, and 1 x 4,096 do
+        ({}, Machine("H200", (9, 0), 137 * GIB), (4, 2, 1), 2, False),  # the largest that does
+        ({}, H100, (4, 2), None, True),
+        ({}, A100_40, (4, 2, 1), None, True),
+        ({}, Machine("CPU", None, 79 * GIB), (4, 2, 1), None, True),
+        ({"gradient_checkpointing": True}, H100, (4, 2, 1), None, None),  # what the user sets stays as it is
+        ({"gradient_checkpointing": False}, H100, (4, 2, 1), None, None),
+    ],
+)
+def test_a_smaller_micro_batch_comes_before_computing_layers_twice(
+    train: dict[str, Any], machine: Machine, splits: tuple[int, ...], size: int | None, checkpointing: bool | None
+) -> None:
+    run = run_of(per_device_train_batch_size=8, gradient_accumulation_steps=16, **train)
+    asked = load(micro_batch=8, length=4096, splits=splits)
+    values = decided(run, machine, asked)
+    assert (values.get(MICRO_BATCH), values.get(CHECKPOINTING)) == (size, checkpointing)
+    chosen = with_values(run, choose(run, machine, asked)).train
+    assert chosen["per_device_train_batch_size"] * chosen["gradient_accumulation_steps"] == 128
+
+
+@pytest.mark.parametrize(
+    ("method", "train", "expected"),
+    [
+        ("sft", {"packing": True}, (4, 2)),  # rows of 1,024 tokens; 2,048 at least
+        ("sft", {}, ()),  # unpacked a quarter of each is assumed to be tokens
+        ("sft", {"max_length": 4096}, (4, 2)),
+        ("dpo", {"max_length": 4096}, (4, 2, 1)),
+        ("dpo", {"max_length": 4096, "loss_type": ["sigmoid", "aot"]}, ()),
+        ("sft", {"packing": True, "train_sampling_strategy": "group_by_length"}, ()),
+        ("sft", {"packing": True, "router_aux_loss_coef": 0.1}, ()),
+        ("gspo", {"max_completion_length": 4096}, ()),
+    ],
+)
+def test_the_batch_is_cut_only_where_the_step_stays_the_same(
+    method: str, train: dict[str, Any], expected: tuple[int, ...], tiny_model: Path
+) -> None:
+    run = run_of(method, **train)
+    run.data.format = "chat"
+    assert load_of(run, str(tiny_model)).splits == expected
+
+
+def test_the_forecast_counts_the_step_of_packed_rows_once() -> None:
+    run = run_of(packing=True, max_length=1024, per_device_train_batch_size=8, gradient_accumulation_steps=4)
+    work = planned_work(run, 1024, examples_per_row=4.0)
+    assert (work.rows, work.micro_batches) == (8, 1)  # 32 examples
+
+
+def test_a_resumed_run_keeps_its_micro_batch_with_other_processes(tiny_model: Path, tmp_path: Path) -> None:
+    from cogumi.core.run_directory import write_json
+
+    write_json(tmp_path / "decisions.json", {"settings": [{"key": MICRO_BATCH, "value": 4, "reason": "then"}]})
+    for accumulated, size in ((4, 4), (3, 2)):  # 24 examples a step, and 18 where they are shared by others
+        run = run_of(per_device_train_batch_size=6, gradient_accumulation_steps=accumulated)
+        run.cogumi.run_dir = tmp_path
+        train = apply_choices(run, str(tiny_model)).train
+        assert train["per_device_train_batch_size"] == size
+        assert train["gradient_accumulation_steps"] == 6 * accumulated // size
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_the_chosen_micro_batch_trains_the_same_step(
+    method: str, tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, gradient norms and weights of two steps, beside those of the batch that the YAML sets."""
+    monkeypatch.setattr(auto_settings, "MIN_TOKENS", 1)  # of a card; these examples are short
+    train = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    train |= {"learning_rate": 1e-3, "optim": "adamw_torch", "max_length": 160}
+    config = config_of(tiny_model, code_parquet, tmp_path, **train)
+    if method == "dpo":
+        pairs = [
+            {"prompt": f"def f{i}(x", "chosen": f"):\n    return x + {i}\n", "rejected": ") -> x\n" * (1 + i % 3)}
+            for i in range(16)
+        ]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        config["data"] = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "eval_rows": 0}
+    else:
+        config["train"]["packing"] = True
+    config["cogumi"] |= {"method": method, "preflight": "off"}
+    config["model"]["attn_implementation"] = "sdpa"
+    whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"), train__gradient_checkpointing=True)
+
+    asked = load_of(load_config(config), str(tiny_model))
+    one = auto_settings.replace(asked, micro_batch=asked.micro_batch // 4).step(checkpointing=False)
+    free = asked.weights + 8 * asked.trained + int(one / auto_settings.MARGIN) + 1000
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: Machine("T4", (7, 5), free)))
+    parts = cogumi.train(config, cogumi__run_dir=str(tmp_path / "parts"))
+    settings = {each["key"]: each["value"] for each in read_json(parts.run_dir / "decisions.json")["settings"]}
+    assert settings == {MICRO_BATCH: 1, CHECKPOINTING: False}
+    assert f"chosen: {MICRO_BATCH}: 1 (the step of 4 x 2 examples" in (parts.run_dir / "run.log").read_text()
+    for name in ("loss", "grad_norm"):
+        assert parts.series(name) == pytest.approx(whole.series(name), rel=2e-5), name
+    from safetensors.torch import load_file
+
+    assert whole.adapter is not None
+    assert parts.adapter is not None
+    weights = [load_file(each / "adapter_model.safetensors") for each in (whole.adapter, parts.adapter)]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from datasets import Dataset
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.cache import Data, Source
-from cogumi.data.packing import rows_per_step, with_labels
+from cogumi.data.packing import with_labels
 from cogumi.data.records import decode_rows
 from cogumi.data.rows import Lengths, token_lengths
 from cogumi.data.selection import held_out_rows
@@ -28,19 +28,11 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Packed rows: examples in each, and how many make a micro-batch."""
-
-    examples_per_row: float
-    at_once: int
-
-
-@dataclass(frozen=True)
 class DataSample:
     """looked_at: rows that were read; examples: those that make one; dropped: the others, by reason.
 
     lengths: of the examples in tokens, of gspo the prompts'. rows: in the files; trained: examples of the whole, by the
-    sample's share, that a pass over the data has.
+    sample's share, that a pass over the data has. examples_per_row: None where rows are not packed.
     """
 
     looked_at: int
@@ -50,7 +42,7 @@ class DataSample:
     lengths: Lengths
     rows: int
     trained: int
-    packed: PackedRows | None
+    examples_per_row: float | None
 
     @property
     def longest(self) -> int:
@@ -103,7 +95,7 @@ def sample_data(run: RunConfig, tokenizer: Any, of_base: Any = None) -> DataSamp
         raise UsageError(what, key="data")
     chosen = max(0, round((rows - held_out_rows(rows, run.data.eval_rows)) * run.data.fraction))
     trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
-    packed = packed_rows(run, Dataset(tables[0]))
+    packed = examples_per_row(run, Dataset(tables[0]))
     return DataSample(looked_at, examples, truncated, dropped, Lengths(lengths), rows, trained, packed)
 
 
@@ -114,8 +106,7 @@ def measure_data(run: RunConfig, data: Data, tokenizer: Any) -> DataSample:
         some = data.dataset.select(range(0, examples, max(1, examples // ROWS)))
         lengths = Lengths(prompt_lengths(run, list(some["prompt"]), tokenizer))
     dropped = {reason: each.count for reason, each in data.dropped.items()}
-    first = data.dataset.select(range(min(ROWS, examples)))
-    packed = packed_rows(run, first)
+    packed = examples_per_row(run, data.dataset.select(range(min(ROWS, examples))))
     return DataSample(data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed)
 
 
@@ -144,18 +135,14 @@ def count_rows(file: Path) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: lines.read(2**20), b""))
 
 
-def packed_rows(run: RunConfig, examples: Dataset) -> PackedRows | None:
-    """What packing makes of a micro-batch, by a sample; None where nothing is packed."""
+def examples_per_row(run: RunConfig, examples: Dataset) -> float | None:
+    """Examples that packing puts into a row, by a sample; None where rows are not packed."""
     from trl import pack_dataset
 
     if not run.train.get("packing") or run.cogumi.method != "sft":
         return None
     length = int(run.train.get("max_length") or longest_example(run))
-    rows = pack_dataset(with_labels(examples), length, run.train.get("packing_strategy") or "bfd")
-    per_row = len(examples) / len(rows)
-    at_once = run.train.get("per_device_train_batch_size") or 8
-    rows_at_once, _ = rows_per_step(per_row, int(at_once), int(run.train.get("gradient_accumulation_steps") or 1))
-    return PackedRows(per_row, rows_at_once)
+    return len(examples) / len(pack_dataset(with_labels(examples), length, run.train.get("packing_strategy") or "bfd"))
 
 
 def describe_data(found: DataSample, run: RunConfig) -> Line:

@@ -16,6 +16,7 @@ import torch
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.formatting import format_memory
+from cogumi.data.packing import rows_per_step
 from cogumi.forecast.fake_tensors import StagePeak
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.shared_model import BUCKETS, GATHERED, SharedModel, computed_in, share_model
@@ -255,18 +256,19 @@ def layer_period(config: Any) -> int | None:
     return next((n for n in range(1, count // 2 + 1) if all(kinds[i] == kinds[i % n] for i in range(count))), None)
 
 
-def planned_work(run: RunConfig, longest: int, packed_rows: int | None = None) -> StepShape:
-    """What goes through at once. longest: tokens of the longest example, or of gspo's longest prompt."""
+def planned_work(run: RunConfig, longest: int, examples_per_row: float | None = None) -> StepShape:
+    """What goes through at once. longest: tokens of an example, or of gspo's prompt. examples_per_row: where rows are packed."""
     train, method = run.train, run.cogumi.method
     rows = int(train.get("per_device_train_batch_size") or 8)
     steps = int(train.get("gradient_accumulation_steps") or 1)
     attention = run.model.attn_implementation or ""
     flash = attention.startswith("flash") or "/" in attention
     if method != "gspo":
-        packed = packed_rows is not None
+        packed = examples_per_row is not None
+        rows, steps = rows_per_step(examples_per_row or 1, rows, steps)
         # Padding is masked; flash attention cuts it out before it computes.
         padded = not flash and rows > 1
-        return StepShape(method, packed_rows or rows, longest, packed=packed, one_sequence=packed and flash, padded=padded,
+        return StepShape(method, rows, longest, packed=packed, one_sequence=packed and flash, padded=padded,
                     micro_batches=steps)  # fmt: skip
     completion, rollout = int(train.get("max_completion_length") or 256), 0
     if not train.get("use_vllm"):  # TRL's generation batch

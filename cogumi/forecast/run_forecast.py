@@ -273,7 +273,7 @@ def plan_work(run: RunConfig, config: Any, found: DataSample, target: Target, fr
             run = gspo.with_batch(run, batch)
         return run, memory_forecast.planned_work(run, longest)
     limit = run.train.get("max_length")
-    packed = found.packed.at_once if found.packed and limit else None
+    packed = found.examples_per_row if limit else None
     # The sample may not hold the longest example of all.
     return run, memory_forecast.planned_work(run, int(limit or longest), packed)
 
@@ -307,7 +307,7 @@ def steps_of(run: RunConfig, work: StepShape, found: DataSample) -> int:
     if said := configured_steps(run):
         return said
     epochs = float(run.train.get("num_train_epochs") or 3)
-    rows = found.trained / (found.packed.examples_per_row if found.packed else 1)
+    rows = found.trained / (found.examples_per_row or 1)
     if run.cogumi.method == "gspo":
         rows *= int(run.train.get("num_generations") or 8)
     return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches * run.cogumi.process_count)))
@@ -329,7 +329,7 @@ def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> floa
     rows = work.rows * work.micro_batches * run.cogumi.process_count
     if run.cogumi.method == "gspo":
         return rows * (found.mean + work.completion)
-    examples = found.packed.examples_per_row if found.packed else 2 if run.cogumi.method == "dpo" else 1
+    examples = found.examples_per_row or (2 if run.cogumi.method == "dpo" else 1)
     return rows * examples * found.mean
 
 

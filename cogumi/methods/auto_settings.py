@@ -7,10 +7,11 @@ of rl/memory_plan.py and have not been compared with a card here.
 
 import importlib.util
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from cogumi.core.formatting import format_memory
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.methods import gspo
 from cogumi.methods.examples import longest_example
-from cogumi.methods.step_split import is_planned
+from cogumi.methods.step_split import batch_of, is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
@@ -45,7 +46,13 @@ SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run
 ALLOCATOR, SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", ALLOCATOR)
 MARGIN = 0.7  # of what is free beside the weights: what activations may take for layers not to be computed twice
-BATCH, COMPLETION = 8, 256  # transformers' per_device_train_batch_size, TRL's max_completion_length
+COMPLETION = 256  # TRL's max_completion_length
+MICRO_BATCH = "train.per_device_train_batch_size"
+MIN_TOKENS = 2048  # of a micro-batch that replaces a larger one: with fewer a GPU waits for its kernels to be launched
+PADDED_SHARE = 4  # without packing an example is assumed to fill a quarter of the longest one's length
+# Of DPO, losses that sort a micro-batch or average over its tokens; and settings by which the batch picks the examples.
+UNSPLIT_LOSSES = frozenset({"aot", "aot_unpaired", "sft"})
+UNSPLIT_SETTINGS = ("auto_find_batch_size", "dataloader_drop_last", "train_sampling_strategy")
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 ATTENTION = "model.attn_implementation"
 NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
@@ -85,8 +92,9 @@ class Machine:
 class Load:
     """What a run asks of a machine. weights: bytes of all weights and their gradients. trained: how many are trained.
 
-    element: bytes of one activation; micro_batch examples of `length` tokens go through at once. attention: the
-    implementations that the model's class has. own_kernels: flash attention that it asks for by name.
+    element: bytes of one activation; micro_batch sequences of `length` tokens go through at once. attention: the
+    implementations that the model's class has. own_kernels: flash attention that it asks for by name. splits: smaller
+    batches for the same step, largest first.
     """
 
     shape: ModelShape
@@ -97,6 +105,7 @@ class Load:
     length: int
     attention: frozenset[str]
     own_kernels: tuple[str, ...] = ()
+    splits: tuple[int, ...] = ()
 
     def step(self, checkpointing: bool) -> int:
         """Bytes that one micro-batch takes beside weights and optimizer."""
@@ -123,8 +132,8 @@ SHARED_OPTIMIZER = Choice(
 
 def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     """The decisions that the config leaves open, in the order in which they take effect."""
+    choices, load = micro_batch(run, machine, load)
     checkpointing = gradient_checkpointing(machine, load)
-    choices = []
     if not is_planned(run):  # there the planner cuts the micro-batch to the memory, with TRL's default
         choices.append(checkpointing)
     if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
@@ -157,6 +166,8 @@ def choose_correction(run: RunConfig) -> list[Choice]:
 
 
 def is_open(run: RunConfig, key: str) -> bool:
+    if key == MICRO_BATCH:  # the step is the user's; how it is cut belongs to checkpointing, also where a size is set
+        key = "train.gradient_checkpointing"
     section, _, name = key.partition(".")
     if key == ATTENTION and unsloth_rl.is_in_place():
         return False  # unsloth drops it, and dispatches each call itself
@@ -174,8 +185,38 @@ def attention(machine: Machine, load: Load) -> Choice:
     elif not machine.bf16 or load.element != 2:
         chosen, why = None, NO_FLASH
     if chosen is None and "sdpa" not in load.attention:
-        chosen, why = "eager", f"{why}; its class has no sdpa"
+        flex = "; flex_attention, which you may set, was not compared with it" if "flex" in load.attention else ""
+        chosen, why = "eager", f"{why}; its class has no sdpa{flex}"
     return Choice(ATTENTION, chosen or "sdpa", why)
+
+
+def micro_batch(run: RunConfig, machine: Machine, load: Load) -> tuple[list[Choice], Load]:
+    """A smaller micro-batch for the same step where only that fits without gradient checkpointing; and the load it makes."""
+    batch, accumulated = batch_of(run)
+    if machine.capability is not None and is_open(run, MICRO_BATCH) and gradient_checkpointing(machine, load).value:
+        for size in load.splits:
+            smaller = replace(load, micro_batch=load.micro_batch // batch * size)
+            if not gradient_checkpointing(machine, smaller).value:
+                step = f"the step of {batch} x {accumulated} examples in {batch * accumulated // size} micro-batches"
+                return [Choice(MICRO_BATCH, size, f"{step}, without computing layers twice")], smaller
+    return [], load
+
+
+def same_step_splits(run: RunConfig, config: Any, length: int) -> tuple[int, ...]:
+    """Divisors of the batch that give the same optimizer step, largest first: its loss is a sum over tokens or pairs.
+
+    Empty where it is not (the router's loss, UNSPLIT_LOSSES), and for shards, which are gathered for each micro-batch.
+    """
+    train, dpo, (batch, _) = run.train, run.cogumi.method == "dpo", batch_of(run)
+    router, losses = train.get("router_aux_loss_coef"), train.get("loss_type") or ()
+    if router is None:
+        router = getattr(config.get_text_config(), "router_aux_loss_coef", 0)
+    if dpo and UNSPLIT_LOSSES.intersection([losses] if isinstance(losses, str) else losses):
+        return ()
+    if router or any(map(train.get, UNSPLIT_SETTINGS)) or run.cogumi.method == "gspo" or run.cogumi.sharding != "none":
+        return ()
+    tokens = length * (2 if dpo else 1) // (1 if train.get("packing") else PADDED_SHARE)
+    return tuple(size for size in range(batch - 1, 0, -1) if batch % size == 0 and size * tokens >= MIN_TOKENS)
 
 
 def gradient_checkpointing(machine: Machine, load: Load) -> Choice:
@@ -227,11 +268,15 @@ def apply_choices(run: RunConfig, base: str, decide: Decide = choose) -> RunConf
 
 
 def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
-    """The run with these values where it had none."""
+    """The run with these values where it had none; another micro-batch keeps the size of the step."""
     run = run.model_copy(deep=True)
     for choice in choices:
         section, _, name = choice.key.partition(".")
-        if section in ("model", "cogumi"):
+        if choice.key == MICRO_BATCH:
+            step = math.prod(batch_of(run))
+            size = math.gcd(choice.value, step)  # a run may resume with another number of processes
+            run.train |= {name: size, "gradient_accumulation_steps": step // size}
+        elif section in ("model", "cogumi"):
             setattr(getattr(run, section), name, choice.value)
         else:
             run.train[name] = choice.value
@@ -287,9 +332,9 @@ def load_of(run: RunConfig, base: str) -> Load:
         weights = count_meta_bytes(placed) + ADAPTER_BYTES * trained
     if run.cogumi.sharding == "fsdp2":  # what a card gathers for a while is the preflight's to count
         weights, trained = (-(-size // run.cogumi.process_count) for size in (weights, trained))
-    at_once = (run.train.get("per_device_train_batch_size") or BATCH) * (2 if dpo else 1)
-    shape = ModelShape.of(config)
-    return Load(shape, weights, trained, element, at_once, longest_sequence(run), *supported_attention(model))
+    at_once, length = batch_of(run)[0] * (2 if dpo else 1), longest_sequence(run)
+    splits, shape = same_step_splits(run, config, length), ModelShape.of(config)
+    return Load(shape, weights, trained, element, at_once, length, *supported_attention(model), splits=splits)
 
 
 def longest_sequence(run: RunConfig) -> int:

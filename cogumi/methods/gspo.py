@@ -153,7 +153,7 @@ def batch_for(
         longest_prompt=longest_prompt,
         max_completion_length=setting(run, "max_completion_length"),
         free_bytes=free_bytes,
-        bytes_per_element=itemsize,
+        bytes_per_element=4 if run.train.get("bf16") is False else itemsize,  # PEFT then copies inputs to float32
         gradient_checkpointing=setting(run, "gradient_checkpointing"),
     )
 

@@ -180,8 +180,8 @@ def attention_of(config: Any) -> str:
 
 
 def supported_attention(model: Any) -> tuple[frozenset[str], tuple[str, ...]]:
-    """("sdpa" and "flash" where the model's class can, the hub's kernels that it names as compatible)."""
-    names = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn"}
+    """("sdpa", "flash" and "flex" where the model's class can, the hub's kernels that it names as compatible)."""
+    names = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn", "flex": "_supports_flex_attn"}
     kinds = frozenset(name for name, attribute in names.items() if getattr(model, attribute, False))
     return kinds, tuple(getattr(model, "_compatible_flash_implementations", None) or ())
 

@@ -144,8 +144,8 @@ def step_bytes(
     Activations are counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4). h is the hidden size, I the
     MLP's, e the bytes per element and s the length to which every document is padded, in tokens. Per token and layer:
 
-    * (16 h + 4 I) e: what autograd keeps, for a gated MLP, RMSNorm and rotary embeddings.
-    * (6 h + I) 4 where e < 4: PEFT keeps an adapter's weights in fp32 and each adapted layer a copy of its input.
+    * (16 h + 4 I) e: what autograd keeps, for a gated MLP, RMSNorm and rotary embeddings; with LoRA on every linear layer
+      under autocast it keeps about 0.8 times that. Without autocast PEFT's fp32 copies take more than e = 2 counts.
     * with gradient checkpointing only h e, and one layer in full while it is computed again.
 
     These count once: gradients in flight, the attention mask, and at the head hidden states in fp32 and two tiles of
@@ -154,7 +154,7 @@ def step_bytes(
     """
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
     tokens = documents * length
-    layer = (16 * h + 4 * inner) * e + ((6 * h + inner) * 4 if e < 4 else 0)
+    layer = (16 * h + 4 * inner) * e
     kept = shape.layers * h * e + layer if gradient_checkpointing else shape.layers * layer
     in_flight = (2 * h + 2 * inner) * e + 2 * h * 4  # the last: at the head
     mask = documents * length**2 * (1 + e)
