@@ -316,8 +316,9 @@ def test_both_moments_are_planned_and_what_is_open_is_chosen(fourteen: dict[str,
     assert asleep.figures["vllm"]["rollout"] > 29 * GIB + asleep.figures["vllm"]["weights"]
     assert asleep.figures["vllm"]["at_once"] > engine["at_once"]
     for train in ({"train__vllm_gpu_memory_utilization": 0.1}, {"train__vllm_gpu_memory_utilization": 0.36}):
-        key, value = line_of(preflight(fourteen, **train)).fix.removeprefix("set ").split(": ")
-        mended = preflight(fourteen, **{key.replace(".", "__"): float(value)})
+        changes = line_of(preflight(fourteen, **train)).fix.removeprefix("set ").split(" and ")
+        settings = dict(change.replace(".", "__", 1).split(": ") for change in changes)
+        mended = preflight(fourteen, **{key: json.loads(value) for key, value in settings.items()})
         assert mended.fits, str(mended)
 
 
