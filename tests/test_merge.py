@@ -187,8 +187,8 @@ def test_merge_agrees_with_three_oracles(case: str, tmp_path: Path, request: pyt
     # The reloaded model speaks like the live adapter and not like the base.
     check = check_logits(live, load(out), INPUT_IDS, torch.bfloat16)
     assert check.passed, check
-    assert check.measured > 0
-    assert check.base_distance > 3 * check.bound
+    assert 0 < 10 * check.measured < check.base_distance
+    assert check.base_distance > check.bound
     with torch.inference_mode():
         direct = (live(INPUT_IDS).logits - load(out)(INPUT_IDS).logits).square().mean().sqrt().item()
     assert direct == pytest.approx(check.measured, rel=1e-5)

@@ -361,7 +361,7 @@ def test_directories_in_another_dtype(dtype: torch.dtype, bases: Callable[[str],
 def test_several_adapters_with_weights(bases: Callable[[str], Path], tmp_path: Path) -> None:
     base = bases("llama")
     one = make_adapter(base, tmp_path / "one", {"target_modules": LINEARS})
-    two = make_adapter(base, tmp_path / "two", {"target_modules": ["q_proj"], "r": 4, "use_rslora": True}, seed=2)
+    two = make_adapter(base, tmp_path / "two", {"target_modules": LINEARS, "r": 4, "use_rslora": True}, seed=2)
     layers = {
         (share, f"{name}.weight"): module
         for share, path in ((0.7, one), (-0.4, two))
@@ -379,7 +379,8 @@ def test_several_adapters_with_weights(bases: Callable[[str], Path], tmp_path: P
     merged = edited(base, tmp_path / "merged", total)
     check = check_directory([(one, 0.7), (two, -0.4)], merged, base)
     assert check.passed, check
-    assert not check_directory([(one, 0.7), (two, 0.4)], merged, base).passed
+    wrong = check_directory([(one, 0.7), (two, 0.4)], merged, base)
+    assert not wrong.passed, wrong
 
 
 def test_vocabulary_that_the_adapter_grew(bases: Callable[[str], Path], tmp_path: Path) -> None:

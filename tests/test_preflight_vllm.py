@@ -486,7 +486,7 @@ def test_a_run_whose_engine_cannot_start_is_refused_before_its_download(
 ) -> None:
     small = 16 * 2**20
     card = Target(Machine("small", (9, 0), small, total_bytes=small), None, small)
-    monkeypatch.setattr(stages, "find_target", lambda _: card)
+    monkeypatch.setattr(stages, "find_target", lambda *_: card)
     monkeypatch.setattr(sampler, "find_spec", lambda _: object())  # vLLM would be imported for the engine alone
     config = sft | {"cogumi": sft["cogumi"] | {"method": "gspo", "rewards": ["parses"], "preflight": "on"}}
     config["train"] = {"max_steps": 1, "max_completion_length": 64, "per_device_train_batch_size": 8}
