@@ -220,6 +220,44 @@ def generate_seconds(setting: Setting, model: Any, ids: Any, tokens: int, adapte
         return time.perf_counter() - began
 
 
+def merge_check(setting: Setting) -> Iterator[Row]:
+    """The stage after the training on the device: live logits, release, merge, and the check of the merged model."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.models import with_adapter
+    from cogumi.config.schema import load_config
+    from cogumi.training import stages
+
+    shape, base = shapes(setting), write_model(setting.scratch / "llama", shapes(setting), setting.device)
+    adapter = with_adapter(shape, base, setting.scratch / "llama-adapter", "all-linear", 16).adapter
+    run_dir = setting.scratch / "merge-check"
+    run_dir.mkdir()
+    options = {"method": "sft", "run_dir": str(run_dir)}
+    model = {"name": str(base), "dtype": "bfloat16"}
+    run = load_config({"model": model, "data": {"source": str(base)}, "cogumi": options})
+    loaded = AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16", device_map={"": setting.device})
+    live: Any = PeftModel.from_pretrained(loaded, adapter)
+    parameters = sum(weight.numel() for name, weight in live.named_parameters() if "lora_" not in name)
+    tokens = torch.randint(2, shape.vocabulary, (8, 64), generator=torch.Generator().manual_seed(0))
+    recorded = stages.record_live(run, live, adapter, tokens, None)
+    del live, loaded
+    gc.collect()
+    if setting.on_card:
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated() / 2**20
+        yield row("merge-check", shape.name, "held when the merge begins", held, "MiB", target="<= 64")
+    _, checks = stages.try_merge(run, adapter, str(base), recorded, None)
+    if setting.on_card:
+        peak = torch.cuda.max_memory_allocated()
+        yield row("merge-check", shape.name, "peak a parameter", peak / parameters, "B", target="<= 3.0")
+        yield row(
+            "merge-check", shape.name, "peak beyond the model", (peak - 2 * parameters) / 2**30, "GiB", target="<= 1.0"
+        )
+    failed = [str(check) for check in checks if not check.passed or "not compared" in check.figure]
+    yield row("merge-check", shape.name, "checks passed", int(not failed), target=">= 1", note="; ".join(failed)[:300])
+
+
 def experts(setting: Setting) -> Iterator[Row]:
     """Two layers of gpt-oss in 4 bits, with LoRA on the experts: load, forward, backward, decode."""
     if not list(missing_rows("", "bitsandbytes")):

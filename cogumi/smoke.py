@@ -39,8 +39,7 @@ QUICK_STEPS = {"sft": 15, "gspo": 8}
 STAGES = ("doctor", "stack", "preflight", "sft", "gspo", "compare")
 GPU_LIMIT_SECONDS = 180.0
 PROGRESS_SECONDS = 10.0
-# On a card: TRL's trainer, because unsloth's first GSPO step compiles for minutes; no second forecast and no trial of
-# flash attention, because each is a process that imports torch, which takes 15 s on a slow disk.
+# unsloth's first GSPO step compiles for minutes. A forecast, and a trial of flash attention, is a process that imports torch.
 ON_GPU = {"cogumi__backend": "trl", "cogumi__preflight": "off", "model__attn_implementation": "sdpa"}
 
 
@@ -160,15 +159,13 @@ class OutOfTime(BaseException):
 @contextmanager
 def time_limit(report: Report) -> Iterator[None]:
     """Raise OutOfTime in the main thread once the report's limit is over."""
-    if report.limit is None:
-        yield
-        return
 
     def stop(*_: Any) -> None:
         raise OutOfTime(f"the smoke run's limit of {report.limit:g} s is over")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(0.1, report.limit - (time.monotonic() - report.began)))
+    if report.limit is not None:
+        signal.setitimer(signal.ITIMER_REAL, max(0.1, report.limit - (time.monotonic() - report.began)))
     try:
         yield
     finally:
@@ -190,13 +187,11 @@ def progress_lines(report: Report) -> Iterator[None]:
             step = f": {beat['stage']}, step {beat['step']} of {beat['steps']}" if beat.get("steps") else ""
             tqdm.write(f"   {report.stage}{step} ({time.monotonic() - report.began:.0f} s)", file=sys.stderr)
 
-    printer = threading.Thread(target=print_lines, daemon=True)
-    printer.start()
+    threading.Thread(target=print_lines, daemon=True).start()
     try:
         yield
     finally:
         finished.set()
-        printer.join()
 
 
 class StageFailed(Exception):

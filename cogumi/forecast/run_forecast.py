@@ -227,9 +227,8 @@ def describe_merge_check(run: RunConfig, of_base: Any, target: Target) -> list[L
     if needed <= room:
         return []
     figure = f"{format_memory(needed)} of {format_memory(room)} for the merged model: its logits will not be compared"
-    return [
-        Line("merge check", figure, "yellow", "compare on a larger machine: cogumi merge ADAPTER OUT --verify logits")
-    ]
+    fix = "compare on a larger machine: cogumi merge ADAPTER OUT --verify logits"
+    return [Line("merge check", figure, "yellow", fix)]
 
 
 def describe_original(run: RunConfig, base: str, of_base: Any) -> list[Line]:

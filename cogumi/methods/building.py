@@ -218,9 +218,7 @@ def build_trainer(
         clip.settle_clip(run, trainer)
     keep_float32(trainer.model)
     if args.bf16 and not unsloth_rl.is_in_place() and (count := drop_casts(trainer.model)):
-        log.info(
-            "chosen: no input casts by PEFT (autocast casts the inputs of %d LoRA layers, to the same values)", count
-        )
+        log.info("chosen: no input casts by PEFT (autocast casts those of %d LoRA layers to the same values)", count)
     if run.model.adapter is not None:
         compares = run.cogumi.method != "sft" and trainer.beta != 0
         load_exact_values(trainer, run.model.adapter, compares=compares)

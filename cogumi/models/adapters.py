@@ -139,10 +139,8 @@ def drop_casts(model: Any) -> int:
 
     No bit changes. Left out are dropout, which draws another mask in another dtype, and variants such as DoRA.
     """
-    plain = [module for module in model.modules() if type(module) is Linear and not module.lora_variant]
-    exact: list[Any] = [
-        each for each in plain if not any(isinstance(part, torch.nn.Dropout) for part in each.modules())
-    ]
+    layers: list[Any] = [each for each in model.modules() if type(each) is Linear and not each.lora_variant]
+    exact = [layer for layer in layers if not any(isinstance(part, torch.nn.Dropout) for part in layer.modules())]
     for layer in exact:
         layer.cast_input_dtype_enabled = CastOutsideAutocast()
     return len(exact)

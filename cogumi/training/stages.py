@@ -277,10 +277,9 @@ class LiveModel:
 def record_live(
     run: RunConfig, model: Any, adapter: Path, tokens: torch.Tensor, original: Original | None
 ) -> LiveModel:
-    """Record what the merged model will be compared with. original: of a base that is quantized on disk.
+    """Record what the merged model will be compared with, on tokens (int64, [batch, sequence]).
 
-    Args:
-        tokens: int64 [batch, sequence].
+    original: of a base that is quantized on disk.
     """
     live = LiveModel(model.device, resolve_dtype(run.model.dtype), tokens[:, :LOGIT_TOKENS])
     unsloths = unsloth_rl.restore_classes(model.config.model_type)  # the merged model cannot run with unsloth's methods
@@ -374,10 +373,8 @@ def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: 
         dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
         lost = f"the update is small: {dtype} kept {kept:.0%} of it and rounded the rest away"
         fix = f"{lost}; train longer, raise train.learning_rate, or {merge_command(adapter, '--dtype float32')}"
-    apart, nearer = (
-        f"logits rms {logits.base_distance:.2e} apart",
-        f"> {logits.measured:.2e}, as far as from the adapter",
-    )
+    apart = f"logits rms {logits.base_distance:.2e} apart"
+    nearer = f"> {logits.measured:.2e}, as far as from the adapter"
     figure, bounds = f"rms {logits.measured:.2e} from {beside}", f"<= {logits.bound:.2e}"
     if logits.scale_bound is not None:
         figure += f", {logits.base_distance / logits.live_distance:.3f} times as far from the base"
