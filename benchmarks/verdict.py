@@ -30,7 +30,7 @@ from benchmarks.harness import OwnTime, Row, quiet, row
 from cogumi.data.fim import FimConfig
 from cogumi.data.stdlib_sample import sample_path
 from cogumi.health.sentinel import Sentinel
-from cogumi.health.verdict import OF_THE_MACHINE, safe_to_scale
+from cogumi.health.verdict import COSTS_TIME, safe_to_scale
 from cogumi.models.small_base import cached_directory, train_tokenizer
 from cogumi.rewards.functions import edit_similarity
 from tests.fim_examples import prompts_for_rl, tokenize_for_sft
@@ -143,7 +143,7 @@ def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
     def remembering(step: int, write: bool = False) -> None:
         look(step, write)
         for flag in sentinel.flags:
-            if flag.level == "yellow" and flag.name not in OF_THE_MACHINE:
+            if flag.level == "yellow" and flag.name not in COSTS_TIME:
                 was_yellow.setdefault(flag.name, f"step {step}: {flag}")
 
     sentinel.look = remembering  # type: ignore[method-assign]

@@ -41,6 +41,9 @@ def state() -> tuple[Any, ...]:
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> Iterator[None]:
     enable_tf32.cache_clear()
+    torch.set_float32_matmul_precision("highest")
+    for backend in (backends, backends.cuda.matmul, backends.mkldnn.matmul):  # which another test may have set
+        backend.fp32_precision = "none"
     with restore_matmul_precision():
         yield
     assert state() == ("none", "none", "none", "highest", False)

@@ -93,7 +93,7 @@ def test_the_first_rollouts_correct_what_was_forecast_of_them(
 ) -> None:
     """A dollar a second. On a card the run would fit into its budget; at the pace of this machine it does not."""
     fast = replace(find_target(None), card=replace(parse_card("H200"), name="no card"))
-    monkeypatch.setattr(stages, "find_target", lambda card: fast)
+    monkeypatch.setattr(stages, "find_target", lambda *_: fast)
     at_step_2: list[float] = []
     on_step_end = Telemetry.on_step_end
 

@@ -169,7 +169,7 @@ def test_the_chosen_micro_batch_trains_the_same_step(
     asked = load_of(load_config(config), str(tiny_model))
     one = auto_settings.replace(asked, micro_batch=asked.micro_batch // 4).step(checkpointing=False)
     free = asked.weights + 8 * asked.trained + int(one / auto_settings.MARGIN) + 1000
-    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: Machine("T4", (7, 5), free)))
+    monkeypatch.setattr(Machine, "here", classmethod(lambda *_: Machine("T4", (7, 5), free)))
     parts = cogumi.train(config, cogumi__run_dir=str(tmp_path / "parts"))
     settings = {each["key"]: each["value"] for each in read_json(parts.run_dir / "decisions.json")["settings"]}
     assert settings == {MICRO_BATCH: 1, CHECKPOINTING: False}

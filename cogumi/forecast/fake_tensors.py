@@ -155,7 +155,7 @@ class KernelCounter(TorchDispatchMode):
         if self.unpads and "attention" in name:  # transformers' _upad_input
             moved += 2 * moved[1:3]
         # Of more rows bitsandbytes dequantizes the weight (0.50, backends/cuda/ops.py; the limit varies with the shape).
-        if dequantizes := name == "bitsandbytes::gemm_4bit" and args[0].shape[:-1].numel() > 16:
+        if dequantizes := name.endswith("::gemm_4bit") and args[0].shape[:-1].numel() > 16:
             moved.append(2 * math.prod(args[2]) * args[0].itemsize)
         self.kernels += 1 + dequantizes
         self.bytes += sum(moved)

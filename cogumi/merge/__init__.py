@@ -143,9 +143,11 @@ def merge_adapter(
             outcome = write_and_verify(plan, partial, workers, merged)
         write_side_files(plan, partial)
         show_stage(progress and verify == "logits", "running base + adapter and the merged model")
-        logits = check_directory(pairs, partial, found.path) if verify == "logits" else None
-        if logits is not None and not logits.passed:
-            raise MergeError(f"{logits}; nothing was committed")
+        figures, logits = totals(plan, outcome), None
+        if verify == "logits":
+            logits = check_directory(pairs, partial, found.path, kept=figures["delta_retained"])
+            if not logits.passed:
+                raise MergeError(f"{logits}; nothing was committed")
         options = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
         write_manifest(partial, build_manifest(plan, outcome, options, logits))
         commit_output(partial, target)
@@ -160,7 +162,7 @@ def merge_adapter(
         base=found.name,
         logits=logits,
         seconds=time.monotonic() - started,
-        **totals(plan, outcome),
+        **figures,
     )
 
 

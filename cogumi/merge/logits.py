@@ -32,6 +32,7 @@ DENSE = {torch.float32: (1e-5, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat1
 # Rounding also changes the choice between two experts of nearly equal weight.
 MIXTURE = {torch.float32: (4e-5, 4e-5), torch.float16: (1.6e-2, 4e-3), torch.bfloat16: (4e-2, 2e-2)}
 SCALE_ERROR = 0.01  # largest error of the update's scale, beside what rounding explains
+MAX_LOST = 0.1  # share of an update that storing it in 16 bits may take
 POSITIONS_AT_ONCE = 16  # in float64: 20 MB a copy for a vocabulary of 150 000
 WORKING_BYTES = 1 << 30  # activations and statistics, beside the model and the logits
 PROMPT_TOKENS = 128  # in a row of the built-in prompt
@@ -141,8 +142,8 @@ def run_model(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
             module.training = training
 
 
-def compare_logits(reference: Reference, merged: Any, stored: torch.dtype) -> LogitCheck:
-    """Run a merged model on the reference's tokens. stored: the dtype that its weights were rounded to."""
+def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept: float | None = None) -> LogitCheck:
+    """Run a merged model on the reference's tokens. stored: the dtype of its weights; kept: share of the update in them."""
     logits, live = run_model(merged, reference.input_ids), reference.live
     if logits.shape[:-1] != live.shape[:-1]:
         what = f"the merged model's logits are {list(logits.shape)}, the live model's {list(live.shape)}"
@@ -154,7 +155,8 @@ def compare_logits(reference: Reference, merged: Any, stored: torch.dtype) -> Lo
     centre = live.mean(dim=-1, keepdim=True, dtype=torch.float32) if live.shape[-1] > 1 else torch.zeros(())
     bound = share * math.sqrt(layers) * rms(live, centre.expand_as(live))
     # A difference at right angles to the movement lengthens it by half its square.
-    scale_bound = SCALE_ERROR + (measured / moved) ** 2 / 2 if moved > bound else None
+    lost = min(MAX_LOST, max(0.0, 1 - (1.0 if kept is None else kept)))
+    scale_bound = SCALE_ERROR + lost + (measured / moved) ** 2 / 2 if moved > bound else None
     return LogitCheck(measured, bound, moved, rms(logits, reference.base), scale_bound)
 
 
@@ -172,11 +174,13 @@ def check_directory(
     base: str | Path,
     revision: str | None = None,
     input_ids: torch.Tensor | None = None,
+    kept: float | None = None,
 ) -> LogitCheck:
     """check_logits for a merged directory, on the CPU in the dtype that it is stored in, one model in memory at a time.
 
     adapter: a PEFT directory, or several with their weights. base: the full-precision base, a directory or a hub id in
-    the local cache at `revision`. input_ids: int64 [batch, sequence], by default prompt_tokens. Raises NotCompared.
+    the local cache at `revision`. input_ids: int64 [batch, sequence], by default prompt_tokens. kept: the share of the
+    update that the merge stored. Raises NotCompared.
     """
     from transformers import AutoConfig
 
@@ -191,7 +195,7 @@ def check_directory(
         input_ids = prompt_tokens(merged, whole.get_text_config(), trained_tokens(paths), *shape)
     loader = Loader(kind, measure_directory(merged)[1], torch.device("cpu"), labelled)
     source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
-    return compare_directory(record_directory(adapters, source, merged, input_ids, loader), merged, loader)
+    return compare_directory(record_directory(adapters, source, merged, input_ids, loader), merged, loader, kept)
 
 
 def record_directory(
@@ -205,10 +209,10 @@ def record_directory(
         return record_logits(adapted_model(adapters, loader.load(base, device), vocabulary), input_ids)
 
 
-def compare_directory(reference: Reference, merged: Path, loader: Loader) -> LogitCheck:
+def compare_directory(reference: Reference, merged: Path, loader: Loader, kept: float | None = None) -> LogitCheck:
     """Load a merged directory and compare it with what was recorded. Raises NotCompared."""
     with room_for(merged, reference.live.numel(), loader) as device:
-        return compare_logits(reference, loader.load(merged, device), measure_directory(merged)[1])
+        return compare_logits(reference, loader.load(merged, device), measure_directory(merged)[1], kept)
 
 
 @contextmanager

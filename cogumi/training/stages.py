@@ -351,10 +351,12 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
         base = Path(report.base) if Path(report.base).is_dir() else cached_snapshot(report.base, revision)
         reference = record_directory([(adapter, 1.0)], base, report.out, live.tokens, loader)
         beside = f"those of the adapter on the full-precision base (it was trained on {live.trained_on})"
-    checks = judge_logits(compare_directory(reference, report.out, loader), beside, report, adapter)
+    logits = compare_directory(reference, report.out, loader, report.delta_retained)
+    checks = judge_logits(logits, beside, report, adapter)
     if type(meta_model(config).config) is type(config):
         return checks
-    towers = compare_directory(reference, report.out, replace(loader, kind=AutoModelForImageTextToText))
+    whole = replace(loader, kind=AutoModelForImageTextToText)
+    towers = compare_directory(reference, report.out, whole, report.delta_retained)
     figure = f"rms {towers.measured:.2e} between {config.architectures[0]} and {beside}"
     fix = "load the merged model with AutoModelForCausalLM"
     return [*checks, Check("merged logits with the towers", figure, f"<= {towers.bound:.2e}", towers.passed, fix)]
