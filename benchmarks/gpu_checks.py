@@ -51,7 +51,7 @@ def train(setting: Setting, name: str, model: Path, method: str, settings: dict[
 
     run_dir = setting.scratch / name.replace(" ", "-")
     logged = {"logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant", "report_to": "none"}
-    config = {
+    config: dict[str, dict[str, Any]] = {
         "model": {"name": str(model), "attn_implementation": "sdpa"},
         "lora": {"r": 16, "lora_alpha": 32},
         "data": {"source": "cogumi:stdlib", "max_rows": 400, "eval_rows": 0, "fim": {"max_length": 128}},
@@ -282,7 +282,9 @@ def expert_rows(setting: Setting) -> Iterator[Row]:
     path = setting.scratch / "gpt-oss"
     if not path.exists():
         with torch.device(setting.device):
-            GptOssForCausalLM(GptOssConfig(**sizes)).to(torch.bfloat16).save_pretrained(path)
+            random: Any = GptOssForCausalLM(GptOssConfig(**sizes))
+        random.to(torch.bfloat16).save_pretrained(path)
+        del random
         gc.collect()
     patch(backend="trl")
     began = time.perf_counter()

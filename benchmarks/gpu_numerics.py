@@ -74,12 +74,12 @@ def attention_times(setting: Setting) -> Iterator[Row]:
 
 
 def masked_step(setting: Setting, batch: int, heads: int, length: int) -> None:
-    tensors = [
+    query, key, value = (
         torch.randn(batch, heads, length, HEAD_DIM, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
-    ]
+    )
     mask = torch.ones(length, length, dtype=torch.bool, device=setting.device).tril()[None, None]
-    scaled_dot_product_attention(*tensors, attn_mask=mask).sum().backward()
+    scaled_dot_product_attention(query, key, value, attn_mask=mask).sum().backward()
 
 
 def decode_step(setting: Setting, batch: int, heads: int, length: int) -> None:

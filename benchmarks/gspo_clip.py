@@ -48,6 +48,7 @@ def run(quick: bool = False, log: Path | None = None) -> Iterator[Row]:
     seeds, rates = (SEEDS[:1], RATES[:1]) if quick else (SEEDS, RATES)
     with tempfile.TemporaryDirectory() as folder:
         sft = cogumi.train(CONFIGS / "chat-sft.yaml", cogumi__run_dir=Path(folder, "sft")).merged
+        assert sft is not None
         for number, key in enumerate(itertools.product(seeds, rates, ARMS)):
             if key in finished:
                 continue

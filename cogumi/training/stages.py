@@ -43,18 +43,9 @@ from cogumi.forecast.run_forecast import describe_stack, forecast_in_worker
 from cogumi.health.flags import red_flags
 from cogumi.health.verdict import Check, Scale, Verdict, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
-from cogumi.merge import LogitCheck, MergeError, MergeReport, merge_adapter
+from cogumi.merge import LogitCheck, MergeError, MergeReport, logits, merge_adapter
 from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.bases import cached_snapshot
-from cogumi.merge.logits import (
-    OUT_OF_MEMORY,
-    Loader,
-    NotCompared,
-    Reference,
-    compare_directory,
-    record_directory,
-    record_logits,
-)
 from cogumi.merge.originals import Original
 from cogumi.merge.parameter_map import auto_class, meta_model
 from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices
@@ -261,7 +252,7 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *giv
 class LiveModel:
     """What the checks of a merge ask for, once the live model has left memory.
 
-    logits: None where the merged model is compared with the adapter on the full-precision base, because the live model
+    reference: None where the merged model is compared with the adapter on the full-precision base, because the live model
     ran on quantized weights or by unsloth's kernels, as `trained_on` says. missing: why they could not be recorded.
     """
 
@@ -269,7 +260,7 @@ class LiveModel:
     dtype: torch.dtype
     tokens: torch.Tensor
     checks: tuple[Check, ...] = ()
-    logits: Reference | None = None
+    reference: logits.Reference | None = None
     trained_on: str = ""
     missing: str = ""
 
@@ -287,9 +278,9 @@ def record_live(
     try:
         # original alone: where transformers dequantized what it loaded.
         if quantized is None and original is None and not unsloths:
-            return replace(live, logits=record_logits(model, live.tokens))
+            return replace(live, reference=logits.record_logits(model, live.tokens))
         other = differing_tensors(model, adapter)
-    except OUT_OF_MEMORY as error:
+    except logits.OUT_OF_MEMORY as error:
         return replace(live, missing=f"memory ran out while the live model's logits were recorded: {one_line(error)}")
     trained_on = quantized.type or quantized.method if quantized else original.kind if original else "unsloth's kernels"
     figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
@@ -303,7 +294,7 @@ def try_merge(
     """The merged model and its checks; a merge that is refused is a failed check, because the adapter was paid for."""
     try:
         return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, original)
-    except (UsageError, MergeError, *OUT_OF_MEMORY) as error:
+    except (UsageError, MergeError, *logits.OUT_OF_MEMORY) as error:
         later = f"{one_line(error)} (later: cogumi merge {shlex.quote(str(adapter))} OUT)"
         fix = "change what it names, and merge by that command"
         return None, [*live.checks, Check("merge", later, "the adapter goes into its base", False, fix)]
@@ -330,7 +321,7 @@ def merge_and_check(
         return report.out, checks
     try:
         checks += compare_merged(live, adapter, report, revision if report.base == given else None)
-    except NotCompared as error:  # the elements are proven; this check would confirm their names and meaning
+    except logits.NotCompared as error:  # the elements are proven; this check would confirm their names and meaning
         elsewhere = f"cogumi merge {shlex.quote(str(adapter))} OUT --verify logits"
         figure = f"not compared: {error}; to compare, on a larger machine: {elsewhere}"
         checks.append(Check("merged logits", figure, "compared where memory allows", True))
@@ -343,20 +334,20 @@ def merge_and_check(
 def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision: str | None) -> list[Check]:
     """The checks of the merged model's logits; with all towers as well where the run loads the language model alone."""
     if live.missing:
-        raise NotCompared(live.missing)
+        raise logits.NotCompared(live.missing)
     config = AutoConfig.from_pretrained(report.out)
-    loader = Loader(auto_class(config), live.dtype, live.device)
-    reference, beside = live.logits, "the live adapter's"
+    loader = logits.Loader(auto_class(config), live.dtype, live.device)
+    reference, beside = live.reference, "the live adapter's"
     if reference is None:
         base = Path(report.base) if Path(report.base).is_dir() else cached_snapshot(report.base, revision)
-        reference = record_directory([(adapter, 1.0)], base, report.out, live.tokens, loader)
+        reference = logits.record_directory([(adapter, 1.0)], base, report.out, live.tokens, loader)
         beside = f"those of the adapter on the full-precision base (it was trained on {live.trained_on})"
-    logits = compare_directory(reference, report.out, loader, report.delta_retained)
-    checks = judge_logits(logits, beside, report, adapter)
+    check = logits.compare_directory(reference, report.out, loader, report.delta_retained)
+    checks = judge_logits(check, beside, report, adapter)
     if type(meta_model(config).config) is type(config):
         return checks
     whole = replace(loader, kind=AutoModelForImageTextToText)
-    towers = compare_directory(reference, report.out, whole, report.delta_retained)
+    towers = logits.compare_directory(reference, report.out, whole, report.delta_retained)
     figure = f"rms {towers.measured:.2e} between {config.architectures[0]} and {beside}"
     fix = "load the merged model with AutoModelForCausalLM"
     return [*checks, Check("merged logits with the towers", figure, f"<= {towers.bound:.2e}", towers.passed, fix)]
@@ -366,7 +357,7 @@ def merge_command(adapter: Path, options: str) -> str:
     return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}"
 
 
-def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
+def judge_logits(check: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
     """Two checks of the merged model's logits. Where rounding took a part of the update, a failed check says so.
     An update smaller than half the spacing of the stored dtype leaves an element as it was."""
     fix, kept = merge_command(adapter, "--verify logits"), report.delta_retained
@@ -375,18 +366,18 @@ def judge_logits(logits: LogitCheck, beside: str, report: MergeReport, adapter: 
         dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
         lost = f"the update is small: {dtype} kept {kept:.0%} of it and rounded the rest away"
         fix = f"{lost}; train longer, raise train.learning_rate, or {merge_command(adapter, '--dtype float32')}"
-    apart = f"logits rms {logits.base_distance:.2e} apart"
-    nearer = f"> {logits.measured:.2e}, as far as from the adapter"
-    figure, bounds = f"rms {logits.measured:.2e} from {beside}", f"<= {logits.bound:.2e}"
-    if logits.scale_bound is not None:
-        figure += f", {logits.base_distance / logits.live_distance:.3f} times as far from the base"
-        bounds += f", 1 +- {logits.scale_bound:.3f}"
+    apart = f"logits rms {check.base_distance:.2e} apart"
+    nearer = f"> {check.measured:.2e}, as far as from the adapter"
+    figure, bounds = f"rms {check.measured:.2e} from {beside}", f"<= {check.bound:.2e}"
+    if check.scale_bound is not None:
+        figure += f", {check.base_distance / check.live_distance:.3f} times as far from the base"
+        bounds += f", 1 +- {check.scale_bound:.3f}"
     if lossy := kept is not None and kept < LEAST_RETAINED:
         figure += f", {kept:.0%} of the update kept"
         bounds += f", {LEAST_RETAINED:.0%}"
     return [
-        Check("merged differs from the base", apart, nearer, logits.base_distance > logits.measured, fix),
-        Check("merged logits", figure, bounds, logits.passed and not lossy, fix),
+        Check("merged differs from the base", apart, nearer, check.base_distance > check.measured, fix),
+        Check("merged logits", figure, bounds, check.passed and not lossy, fix),
     ]
 
 
