@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from cogumi.core.formatting import one_line
 # A card is often lent in slices of ten minutes; this leaves one for unpacking and copying.
 BUDGET_SECONDS = 540.0
 POLL_SECONDS = 0.05
+OUT_OF_TIME = "skipped: out of time"
 PRELOADED = ("transformers", "peft", "trl", "datasets", "cogumi.runs", "cogumi.training.run", "benchmarks.gpu_checks")
 
 
@@ -122,8 +124,8 @@ def main(argv: list[str]) -> int:
     if unknown := {*(options.only or ())} - {check.name for check in CHECKS}:
         print(f"--only: no check {sorted(unknown)[0]!r}; --list prints them", file=sys.stderr)
         return 2
-    if options.resume is not None and not options.resume.is_file():
-        print(f"--resume: {options.resume} is not a file", file=sys.stderr)
+    if problem := find_problem(options):
+        print(problem, file=sys.stderr)
         return 2
     # CUDA must not start in the process that forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -132,16 +134,49 @@ def main(argv: list[str]) -> int:
         return 2
     about, began = harness.machine(), time.monotonic()
     name = "gpu" if options.device == "cuda" else "gpu-cpu"
-    path = options.json or harness.result_path(name, about, options.device == "cuda")
+    earlier = (
+        read_lines(options.resume) if options.resume else []
+    )  # before anything is written: it may be the same file
+    path = options.json or unused_path(harness.result_path(name, about, options.device == "cuda"))
     record = Record(path, name, about, began)
-    finished = record.read(options.resume) if options.resume else set()
+    finished = record.keep_finished(earlier)
     checks = [check for check in CHECKS if check.name in (options.only or [check.name]) and check.name not in finished]
     with tempfile.TemporaryDirectory(prefix="cogumi-gpu-") as scratch:
-        run_checks(checks, Setting(options.device, Path(scratch)), record, began + options.budget)
+        try:
+            run_checks(checks, Setting(options.device, Path(scratch)), record, began + options.budget)
+        except KeyboardInterrupt:
+            print(f"interrupted; continue with --resume {record.lines}", file=sys.stderr)
+            return 130
     harness.show(record.rows, f"{name}: {about['gpu'] or about['cpu']}")
     bad = harness.failed(record.rows)
     print(f"{len(record.rows)} rows, {len(bad)} failed or over target, {time.monotonic() - began:.0f} s; saved {path}")
+    late = [each["benchmark"] for each in record.rows if each["note"] == OUT_OF_TIME]
+    if late:
+        print(f"not started, for lack of time: {', '.join(late)}; run them with --resume {record.lines}")
     return 1 if bad else 0
+
+
+def find_problem(options: argparse.Namespace) -> str:
+    """Return what is wrong with the words of the command; "" where nothing is."""
+    if options.budget < 0:
+        return f"--budget {options.budget:g} is negative; give the seconds for all checks"
+    if options.json is not None and options.json.suffix != ".json":
+        return f"--json {options.json}: name a .json; the lines go to a .jsonl beside it"
+    if options.resume is None:
+        return ""
+    if not options.resume.is_file():
+        return f"--resume: {options.resume} is not a file"
+    return (
+        ""
+        if options.resume.suffix == ".jsonl"
+        else f"--resume: {options.resume} is not a .jsonl; pass the one beside it"
+    )
+
+
+def unused_path(path: Path) -> Path:
+    """The path, with a number where an earlier call of the day has left its lines there."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not each.with_suffix(".jsonl").exists())
 
 
 def no_cuda() -> str | None:
@@ -165,9 +200,8 @@ class Record:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lines.unlink(missing_ok=True)
 
-    def read(self, earlier: Path) -> set[str]:
-        """Keep the rows of the checks that an earlier call finished, and return their names."""
-        entries = read_lines(earlier)
+    def keep_finished(self, entries: list[dict[str, Any]]) -> set[str]:
+        """Keep the lines of the checks that an earlier call finished, and return their names."""
         finished = {entry["check"] for entry in entries if entry.get("finished")}
         for entry in entries:
             if entry["check"] in finished:
@@ -205,7 +239,7 @@ def run_checks(checks: list[Check], setting: Setting, record: Record, deadline: 
         for check in checks:
             left = deadline - time.monotonic()
             if left < check.seconds:
-                late = row(check.name, "-", "-", None, target=check.expected, note="skipped: out of time")
+                late = row(check.name, "-", "-", None, target=check.expected, note=OUT_OF_TIME)
                 record.append({"check": check.name, "row": late})
             elif check.before_transformers:
                 run_early(check.name)
@@ -247,6 +281,8 @@ def run_check(check: Check, setting: Setting, record: Record) -> None:
     def work() -> None:
         module, _, function = check.function.partition(":")
         for found in getattr(importlib.import_module(f"benchmarks.{module}"), function)(setting):
+            if not setting.on_card and found["value"] is not None:
+                found = {**found, "ok": None}  # the targets are a card's
             print("  " + ", ".join(str(found[key]) for key in ("case", "metric", "value", "unit", "note")), flush=True)
             record.append({"check": check.name, "t": round(time.time(), 1), "row": found})
 

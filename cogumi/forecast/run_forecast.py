@@ -44,7 +44,7 @@ from cogumi.methods.step_split import is_planned, split_step
 from cogumi.models.adapters import lora_of, refuse_unmatched
 from cogumi.models.loading import meta_model, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
-from cogumi.models.unsloth_models import FAMILIES, choose_backend
+from cogumi.models.unsloth_models import FAMILIES, choose_backend, needs_exact_ratios
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import engine_bytes
 from cogumi.rl.patching import patch
@@ -148,6 +148,8 @@ def describe_backend(run: RunConfig, of_base: Any, elsewhere: bool) -> Line:
     if asked == "auto":
         if of_base.model_type not in FAMILIES:
             return Line("backend", "trl: unsloth has no kernels for it")
+        if run.train.get("use_vllm") or needs_exact_ratios(run):
+            return Line("backend", "trl: several steps a rollout, or vLLM, by unsloth are not confirmed on a card")
         return Line("backend", "unsloth if it is installed there, else trl")
     return Line("backend", f"{asked}: cogumi.backend")
 

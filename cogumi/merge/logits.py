@@ -75,10 +75,12 @@ class LogitCheck:
 
     def __str__(self) -> str:
         verdict = "logits agree" if self.passed else "LOGITS DIFFER"
-        scale = "not judged" if self.scale_bound is None else f"equal within {self.scale_bound:.1%}"
+        scale = (
+            "no scale, it is within rounding" if self.scale_bound is None else f"equal within {self.scale_bound:.1%}"
+        )
         return (
-            f"{verdict}: merged is {self.measured:.3g} rms from the live adapter, allowed {self.bound:.3g}; "
-            f"{self.base_distance:.4g} from the base, the adapter {self.live_distance:.4g}, required: {scale}"
+            f"{verdict}: merged is {self.measured:.3g} rms from base + adapter, allowed {self.bound:.3g}; "
+            f"{self.base_distance:.4g} from the base, and base + adapter {self.live_distance:.4g}, required: {scale}"
         )
 
 

@@ -166,12 +166,8 @@ class MergePlan:
 
 
 def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
-    """Plan every output tensor of base + the weighted sum of the adapters, as transformers maps the base and PEFT applies
-    the adapters.
-
-    Raises:
-        UsageError: An adapter and the base do not fit together, or cannot be merged exactly; names the key.
-    """
+    """Plan every output tensor of base + the weighted sum of the adapters. Raises UsageError naming the key when an
+    adapter and the base do not fit together, or cannot be merged exactly."""
     checkpoint = read_checkpoint(base, adapters[0][0])
     brought = check_base(base, checkpoint, [adapter for adapter, _ in adapters])
     # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.

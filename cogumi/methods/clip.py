@@ -63,8 +63,10 @@ def set_clip(run: RunConfig, trainer: Any, rollout: dict[str, Any]) -> dict[str,
     tokens = rollout["completion_mask"].sum(1).double().mean().item()
     outside = (ratios.clamp(1 - low, 1 + high) != ratios).double().mean().item()
     noise = {"sd": sd, "tokens": tokens, "epsilon": low, "outside": outside}
-    log.info("noise of the ratios: sd %.2g; rounding puts %.0f%% of %d completions of %.0f tokens outside the clip of %g/%g",
-             sd, 100 * outside, len(ratios), tokens, low, high)  # fmt: skip
+    part = f"{outside:.0%} of {len(ratios)} completions of {tokens:.0f} tokens"
+    advice = "; leave train.epsilon and epsilon_high out, and they follow the noise" if outside > 0.5 else ""
+    said = f"noise of the ratios: sd {sd:.2g}; rounding puts {part} outside the clip of {low:g}/{high:g}{advice}"
+    log.log(logging.WARNING if advice else logging.INFO, "%s", said)
     if trainer.accelerator.is_main_process:
         place = run.run_dir / DECISIONS
         write_section(place, SETTINGS, [*read_section(place, SETTINGS), *map(asdict, choices)])

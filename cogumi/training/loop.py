@@ -128,7 +128,7 @@ class ControlCallback(TrainerCallback):
         forecast = "{forecast_seconds:.3g} s forecast (factor {factor:.3g})" if rollout["factor"] else "not forecast"
         said = f"rollout: {{measured_seconds:.3g}} s measured, {forecast}: this run will take about ".format(**rollout)
         said += format_duration(meter.elapsed() + left[steps]) + ("" if cost is None else f", cost ${cost:,.2f}")
-        said += f", ends at about step {last} of {steps}" + (f" ({reached[last]})" if last < steps else "")
+        said += f", ends at about step {last} of {steps} ({reached[last]})" if last < steps else ""
         log.log(logging.WARNING if last < steps else logging.INFO, "%s", said)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -68,7 +68,7 @@ RESUME_HINTS = {
     SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
     STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
     NON_FINITE: "lower train.learning_rate, or take bfloat16 or float32 instead of float16, in another cogumi.run_dir; the same "
-    "command would resume from the last finite checkpoint",
+    "command would resume from the last finite checkpoint, if there is one",
     BUDGET_SPENT: "the same command with a larger budget continues from here",
 }
 # "running" is one that was killed: a living one holds the directory's lock.
