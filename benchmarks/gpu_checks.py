@@ -158,6 +158,8 @@ def sft_speed(setting: Setting) -> Iterator[Row]:
         "one row at once": (cut, "off"),
         "one row at once, compiled": (cut, "layers"),
     }
+    if not setting.on_card:
+        del cases["one row at once, compiled"]  # minutes of a C++ compiler for a tiny model
     for case, (settings, compiled) in cases.items():
         yield from speed_rows(setting, "sft-speed", case, settings, compile=compiled)
 
