@@ -257,7 +257,7 @@ def layer_period(config: Any) -> int | None:
 
 
 def planned_work(run: RunConfig, longest: int, examples_per_row: float | None = None) -> StepShape:
-    """What goes through at once. longest: tokens of an example, or of gspo's prompt. examples_per_row: where rows are packed."""
+    """Return a micro-batch. longest: tokens of an example, or of gspo's prompt. examples_per_row: where rows are packed."""
     train, method = run.train, run.cogumi.method
     rows = int(train.get("per_device_train_batch_size") or 8)
     steps = int(train.get("gradient_accumulation_steps") or 1)

@@ -86,7 +86,7 @@ class LogitCheck:
 
 @dataclass(frozen=True)
 class Loader:
-    """How models are loaded. labelled: the merged config of a classifier, whose labels the base may lack."""
+    """Settings with which models are loaded. labelled: the merged config of a classifier, whose labels the base may lack."""
 
     kind: Any
     dtype: torch.dtype

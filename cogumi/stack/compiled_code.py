@@ -1,4 +1,4 @@
-"""What is kept below the user's cache directory by card and versions, compiled code above all."""
+"""Directories by card and versions below the user's cache directory, for compiled code above all."""
 
 import os
 import platform

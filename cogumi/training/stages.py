@@ -250,7 +250,7 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *giv
 
 @dataclass(frozen=True)
 class LiveModel:
-    """What the checks of a merge ask for, once the live model has left memory.
+    """Record of the live model for the checks of a merge, once it has left memory.
 
     reference: None where the merged model is compared with the adapter on the full-precision base, because the live model
     ran on quantized weights or by unsloth's kernels, as `trained_on` says. missing: why they could not be recorded.
