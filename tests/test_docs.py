@@ -120,6 +120,7 @@ LONGER = {
         "COGUMI_TRAIN__MAX_STEPS": "6"
     },
     "cogumi start configs/smoke/llama-3.1-8b-dpo.yaml": {"COGUMI_TRAIN__MAX_STEPS": "6"},
+    "cogumi train configs/smoke/sft.yaml": {"COGUMI_TRAIN__WARMUP_STEPS": "0"},  # else two steps train next to nothing
     "cogumi train my.yaml cogumi.processes": {"COGUMI_TRAIN__MAX_STEPS": "12"},
 }
 SECONDS = 300  # for one command, on a machine that others use as well
