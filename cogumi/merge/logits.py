@@ -32,7 +32,6 @@ DENSE = {torch.float32: (1e-5, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat1
 # Rounding also changes the choice between two experts of nearly equal weight.
 MIXTURE = {torch.float32: (4e-5, 4e-5), torch.float16: (1.6e-2, 4e-3), torch.bfloat16: (4e-2, 2e-2)}
 SCALE_ERROR = 0.01  # largest error of the update's scale, beside what rounding explains
-MAX_LOST = 0.1  # share of an update that storing it in 16 bits may take
 POSITIONS_AT_ONCE = 16  # in float64: 20 MB a copy for a vocabulary of 150 000
 WORKING_BYTES = 1 << 30  # activations and statistics, beside the model and the logits
 PROMPT_TOKENS = 128  # in a row of the built-in prompt
@@ -157,7 +156,7 @@ def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept:
     centre = live.mean(dim=-1, keepdim=True, dtype=torch.float32) if live.shape[-1] > 1 else torch.zeros(())
     bound = share * math.sqrt(layers) * rms(live, centre.expand_as(live))
     # A difference at right angles to the movement lengthens it by half its square.
-    lost = min(MAX_LOST, max(0.0, 1 - (1.0 if kept is None else kept)))
+    lost = 0.0 if kept is None else max(0.0, 1 - kept)
     scale_bound = SCALE_ERROR + lost + (measured / moved) ** 2 / 2 if moved > bound else None
     return LogitCheck(measured, bound, moved, rms(logits, reference.base), scale_bound)
 

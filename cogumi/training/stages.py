@@ -61,7 +61,6 @@ log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
 # Of an update. Measured with the small base in bfloat16: 82 % after two steps of GSPO, 96 % after six, 99.8 % after 36.
 WELL_RETAINED = 0.98
-LEAST_RETAINED = 0.9  # of a merge that passes
 LOGIT_TOKENS = 64  # of each example on which logits are compared: 8 x 64 x 150 000 logits in bfloat16 are 150 MB
 SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
 RESUME_HINTS = {
@@ -366,18 +365,16 @@ def judge_logits(check: LogitCheck, beside: str, report: MergeReport, adapter: P
         dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
         lost = f"the update is small: {dtype} kept {kept:.0%} of it and rounded the rest away"
         fix = f"{lost}; train longer, raise train.learning_rate, or {merge_command(adapter, '--dtype float32')}"
+        log.warning("merge: %s", fix)
     apart = f"logits rms {check.base_distance:.2e} apart"
     nearer = f"> {check.measured:.2e}, as far as from the adapter"
     figure, bounds = f"rms {check.measured:.2e} from {beside}", f"<= {check.bound:.2e}"
     if check.scale_bound is not None:
         figure += f", {check.base_distance / check.live_distance:.3f} times as far from the base"
         bounds += f", 1 +- {check.scale_bound:.3f}"
-    if lossy := kept is not None and kept < LEAST_RETAINED:
-        figure += f", {kept:.0%} of the update kept"
-        bounds += f", {LEAST_RETAINED:.0%}"
     return [
         Check("merged differs from the base", apart, nearer, check.base_distance > check.measured, fix),
-        Check("merged logits", figure, bounds, check.passed and not lossy, fix),
+        Check("merged logits", figure, bounds, check.passed, fix),
     ]
 
 
