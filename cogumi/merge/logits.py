@@ -30,7 +30,7 @@ from cogumi.merge.parameter_map import adapted_class, head_classes
 # where the models run in this dtype, and where the merged weights are stored in it. The larger of the two counts.
 DENSE = {torch.float32: (1e-5, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)}
 # Rounding also changes the choice between two experts of nearly equal weight.
-MIXTURE = {torch.float32: (4e-5, 4e-5), torch.float16: (1.6e-2, 4e-3), torch.bfloat16: (4e-2, 2e-2)}
+MIXTURE = {torch.float32: (4e-5, 4e-5), torch.float16: (1.6e-2, 4e-3), torch.bfloat16: (4e-2, 4e-2)}
 SCALE_ERROR = 0.01  # largest error of the update's scale, beside what rounding explains
 POSITIONS_AT_ONCE = 16  # in float64: 20 MB a copy for a vocabulary of 150 000
 WORKING_BYTES = 1 << 30  # activations and statistics, beside the model and the logits
