@@ -161,7 +161,7 @@ def test_a_check_that_is_killed_keeps_its_figures_and_is_run_again(
     monkeypatch.setattr(gpu_checks, "slow", slow_check, raising=False)
     monkeypatch.setattr(gpu_checks, "crash", crash, raising=False)
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first = tmp_path / "first.json"
     assert gpu.main(["--device", "cpu", "--json", str(first)]) == 1
     rows = well_formed(json.loads(first.read_text())["rows"])
     notes = [(each["benchmark"], each["value"], each["note"]) for each in rows if each["benchmark"] != "environment"]
@@ -171,9 +171,10 @@ def test_a_check_that_is_killed_keeps_its_figures_and_is_run_again(
         ("crash", None, "failed: ended by SIGKILL"),
     ]
     monkeypatch.setattr(gpu_checks, "slow", quick_check)
-    resumed = ["--device", "cpu", "--resume", str(first.with_suffix(".jsonl")), "--json", str(second)]
+    monkeypatch.setattr(gpu_checks, "environment", crash)  # finished before, so it is not run again
+    resumed = ["--device", "cpu", "--resume", str(first.with_suffix(".jsonl")), "--json", str(first)]  # the same file
     assert gpu.main([*resumed, "--only", "environment", "slow"]) == 0
-    again = json.loads(second.read_text())["rows"]
+    again = json.loads(first.read_text())["rows"]
     assert [each for each in again if each["benchmark"] == "environment"] == rows[: len(again) - 1]
     assert [each["value"] for each in again if each["benchmark"] == "slow"] == [2.0]
 
@@ -191,6 +192,9 @@ def test_no_check_starts_when_the_budget_is_spent(tmp_path: Path) -> None:
     [
         (["--only", "merge-chek"], "--only: no check 'merge-chek'; --list prints them"),
         (["--resume", "nowhere.jsonl"], "--resume: nowhere.jsonl is not a file"),
+        (["--resume", "Makefile"], "--resume: Makefile is not a .jsonl; pass the one beside it"),
+        (["--json", "a.jsonl"], "--json a.jsonl: name a .json; the lines go to a .jsonl beside it"),
+        (["--budget", "-1"], "--budget -1 is negative; give the seconds for all checks"),
     ],
 )
 def test_wrong_words_of_the_gpu_list_are_refused(

@@ -348,6 +348,17 @@ def test_trls_patched_forward_is_not_run_and_stays(bases: Callable[[str], Path],
     assert vars(live.get_base_model())["forward"] is patched
 
 
+def test_the_scale_may_lack_what_storing_took_and_no_more(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    base = bases("llama")
+    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS})
+    merged = peft_merge(base, adapter, tmp_path / "whole")
+    before = tensors_of(base)
+    edited(merged, tmp_path / "merged", lambda name, tensor: before[name].lerp(tensor, 0.97))
+    assert not check_directory(adapter, tmp_path / "merged", base).passed
+    assert not check_directory(adapter, tmp_path / "merged", base, kept=1.0).passed
+    assert check_directory(adapter, tmp_path / "merged", base, kept=0.97).passed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_directories_in_another_dtype(dtype: torch.dtype, bases: Callable[[str], Path], tmp_path: Path) -> None:
     base = bases("llama")

@@ -2,7 +2,7 @@
 
 Two models that should be equal still differ by rounding: of the merged weights, once, to the dtype they are stored in,
 and of every operation, in the dtype the models run in. The rms difference grows with the square root of the number of
-layers. DENSE and MIXTURE bound it at about twice what was measured with 2 to 30 layers (docs/merging.md). A small error in
+layers. DENSE and MIXTURE bound it above what was measured with 2 to 30 layers (docs/merging.md). A small error in
 the scale of the update hides in that, so the merged model also has to move the logits as far from the base as the adapter.
 """
 
