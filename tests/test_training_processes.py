@@ -291,9 +291,10 @@ def test_the_users_own_launcher(machines: int, tmp_path: Path) -> None:
     assert "2 processes share each step of 8 examples" in said
 
 
-def test_one_that_is_asked_to_end_before_it_began(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("started", [0, 1], ids=["the second not started", "both started"])
+def test_a_signal_before_the_training_ends_all(start: Start, tmp_path: Path, started: int) -> None:
     launcher = start(config("sft", tmp_path / "run", processes=2))
-    until(lambda: pid_of_rank(launcher.pid, 1))
+    until(lambda: pid_of_rank(launcher.pid, started))
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
     assert "cogumi: interrupted" in (tmp_path / "run.said").read_text()

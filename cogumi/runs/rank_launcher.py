@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import RunFailed, UsageError
@@ -45,6 +44,7 @@ GRACE_SECONDS = 15.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The exit status of a process that a signal asked to end. Python ends itself by SIGINT after a KeyboardInterrupt.
 ASKED = {*(128 + number for number in SIGNALS), *(-number for number in SIGNALS)}
+UNHANDLED = {-signal.SIGTERM, -signal.SIGHUP}
 
 
 def train_in_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path, count: int) -> "RunResult":
@@ -65,9 +65,9 @@ def run_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path, coun
     with TemporaryDirectory(prefix="cogumi-ranks-") as directory:
         place, ranks = Path(directory), list[Rank]()
         try:
-            with handing_on_signals(ranks):
+            with forwarding_signals() as pending:
                 start_ranks(ranks, count, what, place, quiet)
-                first = wait_for_all(ranks)
+                first = wait_for_all(ranks, pending)
         finally:
             for each in ranks:
                 if each.poll() is None:
@@ -86,7 +86,7 @@ def run_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path, coun
         if error is not None:
             raise error
     if result is None:  # asked to end before it began
-        code = ranks[0].returncode
+        code = next((rank.returncode for rank in ranks if rank.returncode in ASKED), ranks[0].returncode)
         raise SystemExit(code if code > 0 else 128 - code)
     return bytes(result)
 
@@ -128,33 +128,40 @@ def find_port() -> int:
 
 
 @contextmanager
-def handing_on_signals(ranks: list[Rank]) -> Iterator[None]:
-    """In the block, a signal that asks this process to end goes to the others instead, which save first."""
+def forwarding_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask this process to end: `wait_for_all` forwards them to the ranks, which save first."""
+    pending: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield pending
         return
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        for each in ranks:
-            if each.poll() is None:
-                each.send_signal(number)
-
-    before = {number: signal.signal(number, hand_on) for number in SIGNALS}
+    before = {number: signal.signal(number, lambda received, frame: pending.append(received)) for number in SIGNALS}
     try:
-        yield
+        yield pending
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def wait_for_all(ranks: list[Rank]) -> int | None:
-    """Wait until all have ended. Returns the first that died, and then waits no longer than GRACE_SECONDS for the others."""
+def wait_for_all(ranks: list[Rank], pending: list[int]) -> int | None:
+    """Wait until all ranks have ended, forwarding `pending` signals. Returns the first that died.
+
+    After a death the others have GRACE_SECONDS. So they have when a signal ended one before its training could handle it, or
+    the first one at any time: what is left would wait for it.
+    """
     first, until = None, math.inf
     while True:
-        codes = [each.poll() for each in ranks]
+        # Not in the handler: a rank that is being started is not in the list yet, and would never hear of the signal.
+        while pending:
+            number = pending.pop(0)
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.send_signal(number)
+        codes = [rank.poll() for rank in ranks]
         died = [rank for rank, code in enumerate(codes) if code not in (None, 0, *ASKED)]
-        if first is None and died:  # one that a signal killed before one that met its end
+        if first is None and died:  # prefer ranks killed by a signal over ranks that exited non-zero
             first, until = min(died, key=lambda rank: ((codes[rank] or 0) > 0, rank)), time.monotonic() + GRACE_SECONDS
+        if until == math.inf and (codes[0] in ASKED or not UNHANDLED.isdisjoint(codes)):
+            until = time.monotonic() + GRACE_SECONDS
         if None not in codes or time.monotonic() > until:
             return first
         time.sleep(POLL_SECONDS)
