@@ -68,7 +68,7 @@ def training(name: str, config: str, **overrides: Any) -> dict[str, Any]:
 
 
 def merge(family: str, lora: dict[str, Any], weights: tuple[float, ...] = (), **options: Any) -> dict[str, str]:
-    from merge_models import FUSED, LINEARS, save_base, train_adapter
+    from builders import FUSED, LINEARS, save_base, train_adapter
     from test_merge_kinds import FAMILIES
 
     import cogumi

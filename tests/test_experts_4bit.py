@@ -10,7 +10,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
-from merge_models import all_tensors, load
+from builders import all_tensors, load
 from peft import PeftModel, get_peft_model
 from qlora_runs import watch_trainers
 from test_preflight import line, preflight

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from builders import INPUT_IDS, LINEARS, SIZES, check_close, check_merge, distances, load, save_base, train
 from golden import Golden
-from merge_models import INPUT_IDS, LINEARS, SIZES, check_close, check_merge, distances, load, save_base, train
 from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from safetensors.torch import load_file, save_file
 from torch import nn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from merge_models import (
+from builders import (
     SIZES,
     check_close,
     check_loads,

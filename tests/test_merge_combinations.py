@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import Golden
-from merge_models import (
+from builders import (
     LINEARS,
     SIZES,
     all_tensors,
@@ -27,6 +26,7 @@ from merge_models import (
     train,
     train_adapter,
 )
+from golden import Golden
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3Config

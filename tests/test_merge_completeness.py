@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from golden import Golden
-from merge_models import (
+from builders import (
     EXPERTS,
     LINEARS,
     SIZES,
@@ -27,6 +26,7 @@ from merge_models import (
     train_adapter,
     without_tensor,
 )
+from golden import Golden
 from multimodal_models import save_multimodal
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from merge_models import SIZES, save_base, train_adapter
+from builders import SIZES, save_base, train_adapter
 from page_cache import is_in_memory
 from transformers import LlamaConfig
 

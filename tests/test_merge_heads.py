@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from builders import INPUT_IDS, SIZES, all_tensors, check_close, check_loads, rms, save_base, train, train_adapter
 from golden import Golden
-from merge_models import INPUT_IDS, SIZES, all_tensors, check_close, check_loads, rms, save_base, train, train_adapter
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, Gemma3Config, LlamaConfig, Qwen3Config

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from merge_models import EXPERTS, FUSED, LINEARS, SIZES, all_tensors, distances, save_base, train_adapter
+from builders import EXPERTS, FUSED, LINEARS, SIZES, all_tensors, distances, save_base, train_adapter
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from golden import Golden
-from merge_models import (
+from builders import (
     EXPERTS,
     LINEARS,
     SIZES,
@@ -20,6 +19,7 @@ from merge_models import (
     save_base,
     train_adapter,
 )
+from golden import Golden
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3MoeConfig

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from merge_models import LINEARS, SIZES, save_base, train_adapter
+from builders import LINEARS, SIZES, save_base, train_adapter
 from safetensors import safe_open
 from transformers import LlamaConfig
 

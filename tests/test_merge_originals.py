@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from builders import all_tensors
 from hub_server import HubServer, hub_server
-from merge_models import all_tensors
 from qlora_runs import check, four_bit_copy, qlora
 from safetensors.torch import save_file
 from test_models_download import TRAIN

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import prepared_process
 import pytest
-from merge_models import SIZES, save_base, train_adapter
+from builders import SIZES, save_base, train_adapter
 from processes import until
 from transformers import LlamaConfig
 

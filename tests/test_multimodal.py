@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from builders import all_tensors, check_close, logits, rms, train
 from hub_server import hub_server
-from merge_models import all_tensors, check_close, logits, rms, train
 from multimodal_models import KINDS, save_multimodal
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file

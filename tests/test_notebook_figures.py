@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from bs4 import BeautifulSoup
-from merge_models import EXPERTS, FUSED, LINEARS, SIZES, save_base, train_adapter
+from builders import EXPERTS, FUSED, LINEARS, SIZES, save_base, train_adapter
 
 import cogumi
 from cogumi.core.errors import UsageError

@@ -1,4 +1,4 @@
-"""Tiny bases, adapters on them and the comparison of live and merged models, shared by the merge's tests."""
+"""Tiny models, adapters, run configurations, and the comparison of live and merged models, shared by all tests."""
 
 import json
 import shutil
@@ -29,6 +29,33 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def tiny_llama(seed: int = 0, **sizes: Any) -> Any:
+    """A random Llama in float32 with SIZES, or `sizes` of its config."""
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | sizes))
+
+
+def run_config(
+    method: str, model: Path | str, data: Path | str, run_dir: Path | str, **sections: Any
+) -> dict[str, Any]:
+    """The configuration of a run of two steps without a merge; `train=`, `data_section=`, `cogumi=`... add to a section."""
+    config: dict[str, Any] = {
+        "model": {"name": str(model)},
+        "lora": {"r": 4},
+        "data": {"source": str(data)} | sections.pop("data_section", {}),
+        "train": {
+            "max_steps": 2,
+            "per_device_train_batch_size": 4,
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+        },
+        "cogumi": {"method": method, "run_dir": str(run_dir), "merge": False},
+    }
+    for section, values in sections.items():
+        config[section] = config[section] | values
+    return config
 
 
 def save_base(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
