@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from processes import until
 from safetensors.torch import load_file
 
 from cogumi.core.run_directory import read_jsonl
+from cogumi.runs import rank_launcher
 from cogumi.runs.rank_launcher import find_port
 
 pytestmark = pytest.mark.slow("runs in two processes, which each import torch and TRL")
@@ -291,13 +293,42 @@ def test_the_users_own_launcher(machines: int, tmp_path: Path) -> None:
     assert "2 processes share each step of 8 examples" in said
 
 
-@pytest.mark.parametrize("started", [0, 1], ids=["the second not started", "both started"])
-def test_a_signal_before_the_training_ends_all(start: Start, tmp_path: Path, started: int) -> None:
+def test_a_signal_before_the_training_ends_all(start: Start, tmp_path: Path) -> None:
     launcher = start(config("sft", tmp_path / "run", processes=2))
-    until(lambda: pid_of_rank(launcher.pid, started))
+    until(lambda: pid_of_rank(launcher.pid, 1))
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
     assert "cogumi: interrupted" in (tmp_path / "run.said").read_text()
+
+
+def test_a_signal_while_ranks_are_started_reaches_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*args, **options))
+        if len(started) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(rank_launcher, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
+    with pytest.raises(SystemExit) as ended:
+        rank_launcher.run_processes(config("sft", tmp_path / "run", processes=2), {}, tmp_path / "run", 2)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+
+
+def test_a_rank_does_not_wait_for_one_that_a_signal_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ended before its training handled signals, and the other one would wait for it to connect."""
+    monkeypatch.setattr(rank_launcher, "GRACE_SECONDS", 0.2)
+    ranks = [subprocess.Popen(["sh", "-c", command]) for command in ("trap '' TERM; sleep 60", "sleep 60")]
+    time.sleep(0.2)  # until the shell has set its trap
+    try:
+        assert rank_launcher.wait_for_all(ranks, [signal.SIGTERM]) is None
+        assert [process.poll() for process in ranks] == [None, -signal.SIGTERM]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def test_the_command_that_is_killed_leaves_a_checkpoint(start: Start, tmp_path: Path) -> None:
