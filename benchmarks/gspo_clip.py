@@ -3,20 +3,25 @@
 `python -m benchmarks gspo_clip` trains one SFT model with configs/smoke/chat-sft.yaml and starts every run from it:
 configs/smoke/chat-gspo.yaml with the same seeds, rewards and number of completions, in bfloat16 unless the arm says
 otherwise. Each rollout has all of the few prompts, so that the rewards of two rollouts compare.
+
+`python -m benchmarks.gspo_clip DIRECTORY LOG` starts from another model, such as that of benchmarks/smollm2.py, with sizes
+that two CPU cores can train (REAL). LOG gets a JSON line for each finished run, and the same command goes on after them.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cogumi
 from benchmarks.gspo_learning import quarters
-from benchmarks.harness import ROOT, Row, mean_row, quiet
+from benchmarks.harness import ROOT, Row, machine, mean_row, quiet, result_path, save, show
 from cogumi.core.run_directory import append_jsonl, read_jsonl
 
 CONFIGS = ROOT / "configs" / "smoke"
@@ -30,8 +35,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "one step a rollout": BF16 | PAPER | {"train__steps_per_generation": 1},
     "float32, paper's clip": PAPER | {"model__dtype": "float32"},
 }
-PROMPTS, GROUP = 12, 8
-MAX_STEPS, QUICK_STEPS, HELD_OUT = 32, 8, 16
+GROUP = 8
+SMALL = {"prompts": 12, "steps": 32, "held_out": 16, "max_completion_length": 24}
+QUICK = SMALL | {"steps": 8}
+REAL = {"prompts": 8, "steps": 16, "held_out": 8, "max_completion_length": 64}
+REAL_SEEDS, REAL_RATES = SEEDS[:3], RATES[:1]
 REWARD, HELD_OUT_REWARD, CLIPPED = "reward", "eval_reward", "policy/clipped_ratio_fraction"
 FIGURES = {
     "last": "reward, last quarter",
@@ -40,25 +48,26 @@ FIGURES = {
 }
 
 
-def run(quick: bool = False, log: Path | None = None) -> Iterator[Row]:
-    """Rows of each rate and arm. `log`: JSON lines of finished runs, which are not repeated, and to which each is added."""
+def run(quick: bool = False) -> Iterator[Row]:
+    """Rows of each rate and arm for the small base."""
     quiet()
-    records = read_jsonl(log) if log is not None and log.exists() else []
-    finished = {(each["seed"], each["rate"], each["arm"]) for each in records}
     seeds, rates = (SEEDS[:1], RATES[:1]) if quick else (SEEDS, RATES)
     with tempfile.TemporaryDirectory() as folder:
         sft = cogumi.train(CONFIGS / "chat-sft.yaml", cogumi__run_dir=Path(folder, "sft")).merged
         assert sft is not None
-        for number, key in enumerate(itertools.product(seeds, rates, ARMS)):
-            if key in finished:
-                continue
-            seed, rate, arm = key
-            settings = ARMS[arm] | {"train__seed": seed, "train__learning_rate": rate}
-            records.append(
-                {"seed": seed, "rate": rate, "arm": arm} | train(sft, Path(folder, str(number)), settings, quick)
-            )
-            if log is not None:
-                append_jsonl(log, records[-1])
+        records = [train(sft, *key, QUICK if quick else SMALL) for key in itertools.product(seeds, rates, ARMS)]
+    yield from summarize(records)
+
+
+def continue_log(model: Path, log: Path) -> Iterator[Row]:
+    """Rows of `model`, with a line in `log` for each finished run; those that it has are not repeated."""
+    quiet()
+    records = read_jsonl(log) if log.exists() else []
+    finished = {(record["seed"], record["rate"], record["arm"]) for record in records}
+    for key in itertools.product(REAL_SEEDS, REAL_RATES, ARMS):
+        if key not in finished:
+            records.append(train(model, *key, REAL))
+            append_jsonl(log, records[-1])
     yield from summarize(records)
 
 
@@ -71,33 +80,53 @@ def summarize(records: list[dict[str, Any]]) -> Iterator[Row]:
             yield mean_row("gspo_clip", case, name, [each[key] for each in runs])
 
 
-def train(sft: Path, run_dir: Path, settings: dict[str, Any], quick: bool = False) -> dict[str, Any]:
+def train(model: Path, seed: int, rate: float, arm: str, sizes: dict[str, int]) -> dict[str, Any]:
     """One run: mean reward of its last quarter of rollouts, of held-out prompts, and shares outside the clip by position."""
-    steps = QUICK_STEPS if quick else MAX_STEPS
-    common = {
-        "model__name": str(sft),
-        "data__max_rows": PROMPTS,
-        "data__eval_rows": HELD_OUT,
-        "train__per_device_train_batch_size": PROMPTS * GROUP // STEPS_PER_ROLLOUT,
-        "train__per_device_eval_batch_size": HELD_OUT * GROUP,
-        "train__max_steps": steps,
-        "train__eval_strategy": "steps",
-        "train__eval_steps": steps,
-        "train__save_strategy": "no",
-        "cogumi__merge": False,
-        "cogumi__run_dir": run_dir,
-    }
-    result = cogumi.train(CONFIGS / "chat-gspo.yaml", **common | settings)
-    logged = [each for each in result.metrics if CLIPPED in each]
-    rewards = [each[REWARD] for each in logged if REWARD in each]
-    held_out = [each[HELD_OUT_REWARD] for each in result.metrics if HELD_OUT_REWARD in each]
+    settings = ARMS[arm]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result = cogumi.train(
+            CONFIGS / "chat-gspo.yaml",
+            **{
+                "model__name": str(model),
+                "data__max_rows": sizes["prompts"],
+                "data__eval_rows": sizes["held_out"],
+                "train__seed": seed,
+                "train__learning_rate": rate,
+                "train__max_completion_length": sizes["max_completion_length"],
+                "train__per_device_train_batch_size": sizes["prompts"] * GROUP // STEPS_PER_ROLLOUT,
+                "train__per_device_eval_batch_size": sizes["held_out"] * GROUP,
+                "train__max_steps": sizes["steps"],
+                "train__eval_strategy": "steps",
+                "train__eval_steps": sizes["steps"],
+                "train__save_strategy": "no",
+                "cogumi__merge": False,
+                "cogumi__run_dir": Path(folder, "run"),
+            }
+            | settings,
+        )
+    logged = [row for row in result.metrics if CLIPPED in row]
+    rewards = [row[REWARD] for row in logged if REWARD in row]
     position = settings["train__steps_per_generation"]
-    shares = [statistics.fmean(each[CLIPPED] for each in logged[start::position]) for start in range(position)]
+    shares = [statistics.fmean(row[CLIPPED] for row in logged[start::position]) for start in range(position)]
     return {
+        "seed": seed,
+        "rate": rate,
+        "arm": arm,
+        "seconds": time.monotonic() - begin,
         "rewards": rewards,
         "first": quarters(rewards)[0],
         "last": quarters(rewards)[1],
-        "held_out": held_out[-1],
+        "held_out": [row[HELD_OUT_REWARD] for row in result.metrics if HELD_OUT_REWARD in row][-1],
         "shares": shares,
         "clipped": shares[-1],
     }
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    about, directory = machine(), Path(sys.argv[1])
+    rows = list(continue_log(directory, Path(sys.argv[2])))
+    show(rows, "gspo_clip")
+    save("gspo_clip", rows, 0.0, about, result_path(f"gspo_clip-{directory.name}", about, False))
