@@ -1,55 +1,37 @@
-"""The files, tests and benchmarks that the entries of ISSUES_LOG.md name exist."""
+"""The tests that ISSUES_LOG.md names exist, its entries are numbered and indexed, and its template has every field."""
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
-import pytest
-
-from benchmarks.__main__ import ALONE, CPU
-
 REPOSITORY = Path(__file__).parents[1]
-HEADING = re.compile(r"^## (\d+)\. (.+)$", re.MULTILINE)
-FIELD = re.compile(r"^- \*\*([a-z ]+)\*\*: (.+)$", re.MULTILINE)
-QUOTED = re.compile(r"`([^`]+)`")
+LOG = (REPOSITORY / "ISSUES_LOG.md").read_text(encoding="utf-8")
+FIELDS = ["Symptom", "Cause", "Fix", "Lesson", "Test"]
+TEMPLATE_FIELDS = {*FIELDS, "Date", "Issue", "Files", "Related Guidelines", "Status"}
 
 
-def entries() -> list[tuple[str, dict[str, str]]]:
-    """(number, fields) of each entry."""
-    _, *parts = HEADING.split((REPOSITORY / "ISSUES_LOG.md").read_text(encoding="utf-8"))
-    return [(number, dict(FIELD.findall(text))) for number, text in zip(parts[::3], parts[2::3], strict=True)]
+def test_every_entry_has_its_number_and_all_fields() -> None:
+    entries = LOG.partition("\n## Template")[0]
+    _, *parts = re.split(r"^### (\d+)\. .+$", entries, flags=re.MULTILINE)
+    assert [int(number) for number in parts[::2]] == list(range(1, len(parts) // 2 + 1))
+    for number, text in zip(parts[::2], parts[1::2], strict=True):
+        assert re.findall(r"^- \*\*(\w+)\*\*: ", text, re.MULTILINE) == FIELDS, number
 
 
-ENTRIES = entries()
+def test_the_index_covers_every_entry() -> None:
+    ranges = re.findall(r"^\| \[(.+)\]\(#.+\) \| (\d+) to (\d+) \|$", LOG, re.MULTILINE)
+    for kind, first, last in ranges:
+        section = LOG.partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
+        numbers = re.findall(r"^### (\d+)\.", section, re.MULTILINE)
+        assert (numbers[0], numbers[-1]) == (first, last), kind
+    assert len(ranges) == LOG.count("\n## ") - 1
 
 
-@cache
-def functions_of(path: Path) -> frozenset[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+def test_the_tests_of_entries_exist() -> None:
+    names = set(re.findall(r"`(tests/[\w/]+\.py)`", LOG))
+    assert sorted(name for name in names if not (REPOSITORY / name).is_file()) == []
 
 
-def exists(test: str) -> bool:
-    file, _, function = test.partition("::")
-    path = REPOSITORY / file
-    return path.is_file() and (not function or function in functions_of(path))
-
-
-def test_a_number_names_one_entry() -> None:
-    """Others name entries by their numbers. Two branches that add an entry each take the same one."""
-    assert [int(number) for number, _ in ENTRIES] == list(range(1, len(ENTRIES) + 1))
-
-
-@pytest.mark.parametrize(("number", "fields"), ENTRIES, ids=[number for number, _ in ENTRIES])
-def test_the_files_and_what_keeps_it_fixed_exist(number: str, fields: dict[str, str]) -> None:
-    files = QUOTED.findall(fields["files"])
-    assert [name for name in files if not (REPOSITORY / name).is_file()] == []
-    assert files
-    status = fields["status"]
-    tests = [each for each in QUOTED.findall(status) if each.startswith("tests/")]
-    assert [each for each in tests if not exists(each)] == []
-    named = re.findall(r"`python -m benchmarks ([a-z_]+)`", status)
-    assert [each for each in named if each not in {*CPU, *ALONE, "gpu"}] == []
-    # Where no test can look, the status has to say what does.
-    assert tests or named or status.startswith("fixed; looked at by hand, ")
+def test_the_templates_have_every_field() -> None:
+    shipped = (REPOSITORY / "cogumi/templates/ISSUES_LOG.md").read_text(encoding="utf-8")
+    for template in (LOG.partition("\n## Template")[2], shipped):
+        assert set(re.findall(r"^- \*\*([\w ]+)\*\*: ", template, re.MULTILINE)) == TEMPLATE_FIELDS
