@@ -126,7 +126,7 @@ LONGER = {
 SECONDS = 300  # for one command, on a machine that others use as well
 # These pages are what people paste first.
 QUICK = {"README.md", "docs/quickstart.md", "docs/contributing.md"}
-LINKED = ("cogumi", "configs", "recipes", "notebooks", "docs", "benchmarks", "requirements", "tests", "pretraining")
+LINKED = ("cogumi", "configs", "recipes", "notebooks", "docs", "benchmarks", "requirements", "tests")
 
 
 def fences(page: str) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ import math
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -76,8 +77,8 @@ def test_a_process_that_was_killed_is_another_one_next_time() -> None:
 
 def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
     math_answers.close()
-    monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
-    with golden.raises("rewards", key="cogumi.rewards", message="math-verify"):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with golden.raises("rewards", key="cogumi.rewards", message="math_verify"):
         try_reward(math_answer, {"prompt": "2 + 2 = ", "answer": "4"}, 2)
 
 

@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Self
 
@@ -50,6 +51,21 @@ class RunFailed(Exception):
 
 class MergeError(Exception):
     """A merge produced something that is not W + delta, or a merged directory is not what was written."""
+
+
+def require_extra(module: str, extra: str, key: str = "") -> None:
+    """Check that a module of an optional part of cogumi can be imported.
+
+    Args:
+        module: Top-level module.
+        extra: Extra of pyproject.toml that installs it.
+        key: Configuration key or option that needs it.
+
+    Raises:
+        UsageError: The module is not installed.
+    """
+    if find_spec(module) is None:
+        raise UsageError(f"{module} is not installed", key=key, fix=f'run: pip install "cogumi[{extra}]"')
 
 
 def ends_by_signal(error: BaseException) -> bool:

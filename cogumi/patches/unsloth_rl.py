@@ -83,7 +83,7 @@ def find_obstacle(backend: Asked) -> str | None:
         return "stock TRL trains, as was chosen"
     if importlib.util.find_spec("unsloth") is None:
         if backend == "unsloth":
-            fix = f"run: {pip_command('install unsloth')}, or set cogumi.backend: trl"
+            fix = 'run: pip install "cogumi[unsloth]", or set cogumi.backend: trl'
             raise UsageError("unsloth is not installed", key="cogumi.backend", fix=fix)
         return "unsloth is not installed: stock TRL trains"
     wanted = torch.cuda.is_available() or os.environ.get(CPU_SWITCH) == "1" or is_in_place()

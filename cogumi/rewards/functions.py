@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from rapidfuzz.distance import Levenshtein
-
+from cogumi.core.errors import require_extra
 from cogumi.data.chat import CLOSE, OPEN
 from cogumi.data.chat_templates import visible_text
 from cogumi.data.encoding import special_texts
@@ -29,13 +28,21 @@ def exact_match(completions: Sequence[Completion], middle: Sequence[str], **kwar
     return [float(text_of(each) == expected) for each, expected in zip(completions, middle, strict=True)]
 
 
+def levenshtein_similarity(first: str, second: str) -> float:
+    """Compute 1 - distance / length of the longer text."""
+    require_extra("rapidfuzz", "rewards", key="cogumi.rewards")
+    from rapidfuzz.distance import Levenshtein
+
+    return Levenshtein.normalized_similarity(first, second)
+
+
 def edit_similarity(completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any) -> list[float]:
     """1 - Levenshtein(completion, middle) / max(len), in 0..1, over characters; two empty strings score 1.0.
 
     Insertions, deletions and substitutions cost 1 each.
     """
     pairs = zip(completions, middle, strict=True)
-    return [Levenshtein.normalized_similarity(text_of(each), expected) for each, expected in pairs]
+    return [levenshtein_similarity(text_of(each), expected) for each, expected in pairs]
 
 
 def parses(
@@ -83,7 +90,7 @@ def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwa
 def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """1 - Levenshtein(completion, answer) / max(len), in 0..1, over characters, without surrounding white space."""
     pairs = zip(completions, answer, strict=True)
-    return [Levenshtein.normalized_similarity(text_of(each).strip(), str(gold).strip()) for each, gold in pairs]
+    return [levenshtein_similarity(text_of(each).strip(), str(gold).strip()) for each, gold in pairs]
 
 
 def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:

@@ -10,13 +10,12 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from threading import Lock
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import require_extra
 from cogumi.core.worker import Worker
 from cogumi.rewards.functions import Completion, text_of
 
@@ -68,10 +67,7 @@ def compare_apart(gold: str, text: str, seconds: float) -> bool | str:
 
 
 def start_worker() -> Worker:
-    if find_spec("math_verify") is None:
-        raise UsageError(
-            "math_answer needs the package math-verify", key="cogumi.rewards", fix="pip install math-verify"
-        )
+    require_extra("math_verify", "rewards", key="cogumi.rewards")
     worker = Worker("math-verify", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     worker.send(prepare)
     worker.receive(START_SECONDS)

@@ -20,9 +20,9 @@ INSTALL = "sh requirements/install.sh"
 MOST = 6  # names in one line
 # What cogumi imports itself, as pyproject.toml has it: without one of these nothing trains.
 NEEDED = (
-    "accelerate", "beautifulsoup4", "blake3", "datasets", "fsspec", "huggingface-hub", "ipywidgets", "math-verify", "numpy",
-    "peft", "platformdirs", "polars", "psutil", "pyarrow", "pydantic", "pyyaml", "rapidfuzz", "rich", "safetensors",
-    "tokenizers", "torch", "transformers", "trl", "typer",
+    "accelerate", "blake3", "datasets", "filelock", "fsspec", "httpx", "huggingface-hub", "jinja2", "numpy", "peft",
+    "platformdirs", "polars", "psutil", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "tokenizers", "torch",
+    "tqdm", "transformers", "trl", "typer",
 )  # fmt: skip
 # Debian takes RECORD out of the packages that it makes of distributions.
 OF_THE_SYSTEM = Path("/usr/lib/python3/dist-packages")

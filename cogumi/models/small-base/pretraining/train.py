@@ -1,4 +1,4 @@
-"""Make the small base that ships with the package: `python pretraining/train.py WORK OUT`.
+"""Train the small base that ships with the package: `python cogumi/models/small-base/pretraining/train.py WORK OUT`.
 
 WORK holds what is downloaded; OUT becomes the model directory (bfloat16 weights, tokenizer, training.json).
 The text is every function of 3 to 60 lines in the packages of packages.txt, docstrings cut to their first line. The
