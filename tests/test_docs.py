@@ -26,7 +26,7 @@ from cogumi.cli.app import app
 from cogumi.config.schema import load_config
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMOKE = "a minute or more of other tests' work: "
 BOX = "needs a rented box"
@@ -40,11 +40,9 @@ NOT_RUN = {
     "make test-all": "this is one of its tests",
     "make golden": "it runs tests, of which this is one",
     ".venv/bin/python -m pytest tests/test_config.py": "this is how a test is run",
-    "cd /workspace": BOX,
+    "cd /workspace/cogumi": BOX,
     "export HF_HOME=/workspace/.cache/huggingface": BOX,
     "export XDG_CACHE_HOME=/workspace/.cache": BOX,
-    "git clone REPOSITORY cogumi": "REPOSITORY is wherever you have it from",
-    "cd cogumi": "the test's directory is the clone",
     "sh requirements/install.sh": "downloads a lane; tests/test_requirements_install.py runs the script",
     "export HF_TOKEN=...": "a secret of the reader's",
     ".venv/bin/cogumi preflight my-run.yaml cogumi.price_per_hour=2.49": HUB,
@@ -78,7 +76,6 @@ BEFORE = {
     "docs/quickstart.md": ["cogumi cp qwen3-4b-sft my-run.yaml"],
     "docs/disk-space.md": START,
     "docs/runs.md": START,
-    "docs/form.md": ["rm -f my.yaml; cogumi cp smoke/sft my.yaml"],
     "docs/merging.md": [MINE],
     "docs/preflight.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml"],
     "docs/reliability.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml", MINE],
@@ -97,11 +94,7 @@ rows = [{"x": torch.tensor([float(n)]), "y": torch.tensor([2.0 * n])} for n in r
 args = TrainingArguments("protected", max_steps=2, save_steps=1, report_to=[], use_cpu=True, logging_steps=1)
 trainer = Trainer(Line(), args, train_dataset=rows)
 """
-FORM = """
-import cogumi
-form = cogumi.configure("smoke/sft", save_as="my.yaml")
-"""
-GIVEN = {"docs/reliability.md": TRAINER, "docs/form.md": FORM}  # to a page's Python: what it says is there
+GIVEN = {"docs/reliability.md": TRAINER}  # to a page's Python: what it says is there
 STANDS_FOR = {"runs/NAME": "runs/smoke-llama-sft"}  # for a run of the reader's
 SHORT = {
     "COGUMI_TRAIN__MAX_STEPS": "2",
@@ -125,7 +118,7 @@ LONGER = {
 }
 SECONDS = 300  # for one command, on a machine that others use as well
 # These pages are what people paste first.
-QUICK = {"README.md", "docs/quickstart.md", "docs/contributing.md"}
+QUICK = {"README.md", "docs/quickstart.md", "CONTRIBUTING.md"}
 LINKED = ("cogumi", "configs", "recipes", "notebooks", "docs", "benchmarks", "requirements", "tests")
 
 
