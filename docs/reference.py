@@ -9,14 +9,14 @@ import typer
 
 import cogumi
 from cogumi.cli.app import app
-from cogumi.notebook import completions, curves, figures
-from cogumi.notebook.form import Field, fields_of
+from cogumi.config import schema
+from cogumi.notebook import completions, figures
+from cogumi.notebook.form import Field, section_fields
 
 PAGE = Path(__file__).with_name("reference.md")
 
 
 def page() -> str:
-    fields = fields_of("gspo")
     return "\n".join(
         [
             "# Reference",
@@ -44,7 +44,9 @@ def page() -> str:
             "",
             "## Configuration",
             "",
-            *(line for section in ("model", "data", "cogumi") for line in keys(section, fields[section])),
+            *keys("model", section_fields(schema.ModelSection)),
+            *keys("data", section_fields(schema.DataSection)),
+            *keys("cogumi", section_fields(schema.CogumiSection)),
         ]
     )
 
@@ -65,7 +67,7 @@ def drawn() -> Iterator[tuple[str, Any]]:
         short = module.__name__.removeprefix("cogumi.notebook.")
         for name, value in vars(module).items():
             made = inspect.isfunction(value) and value.__module__ == module.__name__
-            if made and value.__annotations__.get("return") is curves.HtmlFigure:
+            if made and value.__annotations__.get("return") is figures.HtmlFigure:
                 yield f"{short}.{name}", value
 
 
@@ -103,7 +105,7 @@ def commands(of: Any, before: str = "") -> Iterator[tuple[str, str]]:
             yield f"{before}{name}", " ".join((each.help or "").split()).replace("|", "\\|")
 
 
-def keys(section: str, fields: list[Field]) -> Iterator[str]:
+def keys(section: str, fields: Iterator[Field]) -> Iterator[str]:
     yield from (f"`{section}:`", "", "| key | default | what it is |", "|---|---|---|")
     for field in fields:
         is_named = field.choices and field.choices != (True, False)

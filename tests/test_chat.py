@@ -27,9 +27,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_jsonl, this_process, write_json
 from cogumi.data.fim import PSM, detect_fim_tokens
 from cogumi.models.quantization import quantized_layers
-from cogumi.notebook import chat_panel as chats
-from cogumi.notebook.chat_panel import Answer, ChatPanel, open_chat, read_setup
-from cogumi.notebook.conversation import FILL, Chat, LoadedModels, template_of
+from cogumi.notebook import chat as chats
+from cogumi.notebook.chat import FILL, Answer, Chat, ChatPanel, LoadedModels, open_chat, read_setup, template_of
 
 QUESTION = "add d to w"
 COLUMNS = ("base", "adapter", "merged")
@@ -83,7 +82,7 @@ def chat_of(finished_chat: FinishedRun) -> Callable[..., Chat]:
 @pytest.fixture(autouse=True)
 def _none_loaded() -> Iterator[None]:
     yield
-    chats.loaded.clear()
+    chats.last_models.clear()
 
 
 def collected(chat: Chat, column: str, message: str = QUESTION) -> tuple[list[str], Answer]:
@@ -392,7 +391,7 @@ def test_an_adapter_on_another_base_is_refused(finished_chat: FinishedRun, tmp_p
 @pytest.mark.usefixtures("reads_4bit")
 def test_a_base_of_four_bits_is_loaded_as_in_the_training(finished_qlora: FinishedRun) -> None:
     setup = read_setup(finished_qlora.home, max_new_tokens=4)
-    with LoadedModels(setup.files).of("base") as model:
+    with LoadedModels(setup.files).model_of("base") as model:
         assert quantized_layers(model)
 
 
@@ -418,7 +417,7 @@ def test_what_cannot_be_talked_to_is_one_line(
 
 def test_a_wrong_directory_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib, cogumi; from cogumi.notebook.chat_panel import read_setup\n"
+        "import sys, pathlib, cogumi; from cogumi.notebook.chat import read_setup\n"
         f"try: read_setup(pathlib.Path({str(tmp_path)!r}))\n"
         "except cogumi.UsageError: print(sorted({'torch', 'transformers', 'peft'} & set(sys.modules)))"
     )
@@ -438,9 +437,9 @@ def test_a_run_answers_a_message_side_by_side_and_keeps_its_models(finished_chat
     shown = found._repr_html_()
     assert "&lt;b&gt;add" in shown
     assert "<b>add" not in shown
-    kept = chats.loaded[0].found["base"]
+    kept = chats.last_models[0].models["base"]
     assert run.chat(QUESTION, only="base", temperature=0.7, max_new_tokens=2) is not None
-    assert chats.loaded[0].found["base"] is kept
+    assert chats.last_models[0].models["base"] is kept
 
 
 def test_models_that_were_written_since_are_loaded_anew(finished_chat: FinishedRun, tmp_path: Path) -> None:
@@ -494,7 +493,7 @@ def test_in_a_real_kernel_the_panel_loads_and_answers_while_the_kernel_is_free(
 ) -> None:
     code = [
         f"import cogumi\nrun = cogumi.attach({str(finished_chat.home)!r})\nrun.chat(max_new_tokens=4)",
-        "import gc\nfrom cogumi.notebook.chat_panel import ChatPanel\n"
+        "import gc\nfrom cogumi.notebook.chat import ChatPanel\n"
         "panel, = [each for each in gc.get_objects() if isinstance(each, ChatPanel)]\n"
         f"panel.message.value = {QUESTION!r}\npanel.send.click()\nprint(panel.state.value)",
         "panel.thread.join(120)\nprint(panel.talk.value)",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cogumi.core.run_directory import append_jsonl, json_line, write_atomic
-from cogumi.notebook.curves import MOST_BINS, PLOTS, Curves
+from cogumi.notebook.figures import MAX_BINS, PLOTS, Curves
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -30,7 +30,7 @@ def test_a_spike_of_one_step_stays_and_means_are_those_of_all_rows(tmp_path: Pat
     assert curves.read()
     assert curves.rows == 20_000
     loss, values = curves.of["loss"], np.array([row["loss"] for row in rows])
-    assert len(loss.mean) <= MOST_BINS < 2 * len(loss.mean)
+    assert len(loss.mean) <= MAX_BINS < 2 * len(loss.mean)
     first, last, count = loss.bins[0], loss.bins[1], loss.bins[5]
     assert count.sum() == 20_000
     assert (first[0], last[-1]) == (1, 20_000)

@@ -18,7 +18,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import append_jsonl, read_json, write_json
 from cogumi.notebook import figures
-from cogumi.notebook.curves import COLOURS, INK, LEVELS, LINES, format_number
+from cogumi.notebook.figures import COLOURS, INK, LEVELS, LINES, format_number
 from cogumi.notebook.html_components import render_html
 
 Write = Callable[..., Path]

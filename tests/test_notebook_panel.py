@@ -15,7 +15,7 @@ import cogumi
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
 from cogumi.notebook import panel
-from cogumi.notebook.curves import Curves, format_number, render_plots, render_svg
+from cogumi.notebook.figures import Curves, format_number, render_plots, render_svg
 from cogumi.notebook.panel import RunPanel, RunSnapshot
 from cogumi.notebook.report import write_report
 
@@ -192,7 +192,7 @@ def test_a_directory_that_goes_is_said_in_the_panel(tmp_path: Path, monkeypatch:
     shown.thread.start()
     until(lambda: "step 4" in shown.head.value)
     home.rename(tmp_path / "elsewhere")
-    shown.now.set()
+    shown.pressed.set()
     shown.thread.join(20)
     assert "no run there" in shown.head.value
     assert "the last that was seen" in shown.head.value

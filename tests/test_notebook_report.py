@@ -22,7 +22,7 @@ from cogumi.core.run_directory import append_jsonl, read_json, read_jsonl, write
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.methods.preview import Preview, Shares
 from cogumi.notebook import completions, figures
-from cogumi.notebook.curves import format_number
+from cogumi.notebook.figures import format_number
 from cogumi.notebook.html_components import render_html, style
 from cogumi.notebook.panel import RunSnapshot
 from cogumi.notebook.report import write_report
@@ -416,7 +416,7 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
     kinds = [attributes["class"] for _, attributes in page.tags if attributes.get("class") in ("learned", "rejected")]
     assert kinds[-3:] == ["learned", "learned", "rejected"]
     assert html.count(">rejected</small>") == 2  # in the legend, and where it stands
-    looks = dict(re.findall(r"mark\.(\w+)[^{]*\{[^}]*border-bottom: \d+px (\w+)", style()))
+    looks = dict(re.findall(r"\.(learned|rejected)[^{]*\{[^}]*border-bottom: \d+px (\w+)", style()))
     assert looks == {"learned": "solid", "rejected": "double"}
     for fact in ("10,000", "90.0%", "dropped: longer than 24 tokens", "10.0%", "< 0.1%", "40.0%"):
         assert fact in page.text, fact

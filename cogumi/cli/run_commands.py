@@ -162,7 +162,7 @@ def chat(
     if prompt is not None and not prompt.strip():
         raise UsageError("there is nothing in it", key="--prompt")
     prompt = prompt and prompt.replace("\\n", "\n")
-    from cogumi.notebook import chat_panel as chats
+    from cogumi.notebook import chat as chats
 
     with show_waiting("loading the libraries"):
         opened = chats.open_chat(chats.read_setup(directory, only or (), temperature, max_new_tokens))

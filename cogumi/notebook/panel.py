@@ -1,10 +1,8 @@
 """`run.dashboard()`: a panel on a run directory. It reads files, so the run may be of another user, of yesterday, or over.
 
-A `RunSnapshot` is everything worth seeing of a run, for the panel and for the report. Each look reads what was written
-since the last one; nothing is held but curves, and what is the same is not read again.
-
-A thread of its own redraws the panel. It waits over a hundred times as long as it worked, and so takes less than one
-percent of a core. Every level, state and reward is said in words as well as by colour.
+A `RunSnapshot` is what the panel and the report show of a run; each look reads only what was written since the last one.
+A thread redraws the panel. It waits over a hundred times as long as it worked, so it takes less than one percent of a core.
+Its buttons are answered while no cell runs: a cell in `run.wait()` has to be interrupted, which leaves the run alone.
 """
 
 import json
@@ -19,7 +17,7 @@ from cogumi.checkpoints.verify import inspect
 from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.notices import is_notebook
 from cogumi.core.run_directory import FORECAST, ROLLOUTS, SAMPLES_FILE, read_section
-from cogumi.notebook import curves
+from cogumi.notebook import figures
 from cogumi.notebook.html_components import (
     add_style,
     checkpoints,
@@ -51,23 +49,24 @@ from cogumi.telemetry.status import (
 
 REFRESH_SECONDS = 2.0
 WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % of a core
+BETWEEN_CELLS = "; answered while no cell runs"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-MOST_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
+MAX_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
 LOG_LINES, LINE_BYTES = 12, 12_000
 ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
-CHECKPOINTS = 4  # that are inspected, the newest
+INSPECTED_CHECKPOINTS = 4  # the newest
 
 
 class RunSnapshot:
-    """A run as it stood at the last `look()`, which raises UsageError where there is none (any more).
+    """A run as it was at the last `look()`, which raises UsageError if there is none (any more).
 
-    `judged` is flags.json. `samples`: each has prompt, completion, and reward or the expected answer, of step `sampled_at`.
-    `changed`: a curve has grown since the look before.
+    judged: flags.json. samples: rows with prompt, completion, and reward or expected answer, of step `sampled_at`.
+    changed: whether a curve has grown since the look before.
     """
 
-    def __init__(self, run_dir: Path, checkpoints: int | None = CHECKPOINTS) -> None:
-        self.run_dir, self.newest = run_dir, checkpoints
-        self.curves = curves.Curves(run_dir / "metrics.jsonl")
+    def __init__(self, run_dir: Path, checkpoints: int | None = INSPECTED_CHECKPOINTS) -> None:
+        self.run_dir, self.inspected = run_dir, checkpoints
+        self.curves = figures.Curves(run_dir / "metrics.jsonl")
 
     def look(self) -> Self:
         self.status = status_of(self.run_dir)
@@ -76,22 +75,22 @@ class RunSnapshot:
         self.flags: list[dict[str, Any]] = self.judged.get("flags", [])
         self.was_red: list[dict[str, Any]] = self.judged.get("was_red", [])
         self.sampled_at, self.samples = read_newest_samples(self.run_dir)
-        # Names and sizes against what was verified when it was saved; one may just have made room.
-        newest = list_checkpoints(self.run_dir / "checkpoints")[: self.newest]
-        self.checkpoints = [each for each in (inspect(path, whole=False) for path in newest) if each.path.exists()]
-        self.disk = disk_lines(self.run_dir, self.status)
+        # Names and sizes are compared with what was verified at the save; retention may just have deleted one.
+        newest = list_checkpoints(self.run_dir / "checkpoints")[: self.inspected]
+        self.checkpoints = [state for state in (inspect(path, whole=False) for path in newest) if state.path.exists()]
+        self.disk = describe_disk(self.run_dir, self.status)
         return self
 
     @property
     def broke(self) -> str:
-        """What to say of checkpoints, whole as they are, that were saved when numbers had stopped being finite; "" of none."""
-        at = next((int(each["step"]) for each in self.was_red if each["name"] == "finite numbers"), None)
-        late = [each.path.name for each in self.checkpoints if at is not None and step_of(each.path) >= at]
+        """Name the checkpoints that were saved after numbers had stopped being finite; "" if none were."""
+        at = next((int(flag["step"]) for flag in self.was_red if flag["name"] == "finite numbers"), None)
+        late = [state.path.name for state in self.checkpoints if at is not None and step_of(state.path) >= at]
         return f"saved after numbers stopped being finite (step {at}): {', '.join(late)}" if late else ""
 
 
 def read_newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]]:
-    """Step and rows of the last rollout that was written (worst to best), else of the last samples; none of either: []."""
+    """Return step and rows of the last rollout (worst to best), or of the last samples; (None, []) without either."""
     lines = tail_lines(run_dir / ROLLOUTS, ROLLOUT_BYTES)
     if lines:
         row = json.loads(lines[-1])
@@ -101,8 +100,8 @@ def read_newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]
     return last, [row for row in rows if row["step"] == last]
 
 
-def disk_lines(run_dir: Path, status: Status) -> list[str]:
-    """What is free, and what the run was forecast to want before its first step."""
+def describe_disk(run_dir: Path, status: Status) -> list[str]:
+    """Return lines on the free space, and on what the run was forecast to need before its first step."""
     lines = tail_lines(run_dir / "disk.jsonl", 4096)
     sample = json.loads(lines[-1]) if lines else {}
     forecast: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
@@ -117,14 +116,14 @@ def disk_lines(run_dir: Path, status: Status) -> list[str]:
 
 
 open_panels: dict[Path, "RunPanel"] = {}
-"""The panels of this kernel that are drawn anew, by run directory: a second one of the same run is the same one."""
+"""The panels of this kernel that are being drawn, by run directory: a second one of the same run is the same one."""
 
 
 def show_panel(run: Any) -> None:
     """Display the panel of a `cogumi.Run` in a notebook; elsewhere print one screen of text."""
-    words = format_screen(run.status())
+    screen = format_screen(run.status())
     if not is_notebook():
-        print(words)
+        print(screen)
         return
     from IPython.display import display
 
@@ -132,7 +131,7 @@ def show_panel(run: Any) -> None:
     if panel is None or not panel.thread.is_alive():
         panel = open_panels[run.run_dir] = RunPanel(run)
         panel.thread.start()
-    display({WIDGET: panel.box._repr_mimebundle_()[WIDGET], "text/plain": words}, raw=True)
+    display({WIDGET: panel.box._repr_mimebundle_()[WIDGET], "text/plain": screen}, raw=True)
 
 
 class RunPanel:
@@ -143,8 +142,8 @@ class RunPanel:
         from ipywidgets import HTML, Button, HBox, VBox
 
         def button(description: str, icon: str, tooltip: str, press: Any) -> Button:
-            layout = {"width": "max-content", "flex": "none"}  # whatever stands beside it
-            made = Button(description=description, icon=icon, tooltip=tooltip, layout=layout)
+            layout = {"width": "max-content", "flex": "none"}
+            made = Button(description=description, icon=icon, tooltip=f"{tooltip}{BETWEEN_CELLS}", layout=layout)
             made.on_click(press)
             return made
 
@@ -157,14 +156,14 @@ class RunPanel:
         self.box = VBox([self.head, buttons, self.flags, self.plots, self.samples, self.rest])
         self.box.add_class("cogumi-panel")
         self.asked_to_stop = False
-        self.stands: Any = None  # the state and the newest checkpoint: another one answers what a button asked for
-        self.marked: list[dict[str, Any]] = []  # flags in the plots as they stand
-        self.now = threading.Event()  # a button was pressed: do not wait
+        self.drawn_state: Any = None  # run state and newest checkpoint: a change answers what a button asked for
+        self.drawn_flags: list[dict[str, Any]] = []  # in the plots
+        self.pressed = threading.Event()  # ends the wait between two redraws
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
         self.head.value = add_style("reading the run")
 
     def follow(self) -> None:
-        """Draw until the run has ended. What goes wrong is said in the panel, and raised."""
+        """Draw until the run has ended. Errors are shown in the panel; unexpected ones are raised as well."""
         try:
             while True:
                 began = time.thread_time()
@@ -172,33 +171,33 @@ class RunPanel:
                 self.draw(look)
                 if look.status.ended:
                     return
-                self.now.wait(max(REFRESH_SECONDS, WAIT_PER_WORK * (time.thread_time() - began)))
-                self.now.clear()
-        except UsageError as gone:  # the directory, say
-            self.end(str(gone))
+                self.pressed.wait(max(REFRESH_SECONDS, WAIT_PER_WORK * (time.thread_time() - began)))
+                self.pressed.clear()
+        except UsageError as error:  # the directory is gone, for example
+            self.end(str(error))
         except BaseException as error:
             self.end(f"the panel has stopped: {type(error).__name__}: {error}")
             raise
 
     def draw(self, look: RunSnapshot) -> None:
-        """Only what has another value than before is sent to the browser."""
+        """Update the widgets; ipywidgets sends the browser only values that changed."""
         ended, paused = look.status.ended, look.status.state == "paused"
         self.head.value = add_style(render_head(look))
         self.flags.value = render_flags(look)
-        if look.changed or look.was_red != self.marked:  # a flag is judged after its row is written
-            self.plots.value, self.marked = render_plots(look), look.was_red
+        if look.changed or look.was_red != self.drawn_flags:  # a flag is judged after its row is written
+            self.plots.value, self.drawn_flags = render_plots(look), look.was_red
         self.samples.value = render_samples(look)
         self.rest.value = render_rest(look)
         self.pause.description, self.pause.icon = ("Unpause", "play") if paused else ("Pause", "pause")
         self.stop.disabled = ended or self.asked_to_stop
         self.save.disabled = ended or paused
         self.pause.disabled = ended
-        stands = (look.status.state, look.status.checkpoint)
+        state = (look.status.state, look.status.checkpoint)
         if ended:
             self.said.value = render_message(f"the run has ended, and this is how it ended: {look.status}")
-        elif stands != self.stands:
+        elif state != self.drawn_state:
             self.said.value = ""
-        self.stands = stands
+        self.drawn_state = state
 
     def end(self, reason: str) -> None:
         self.head.value = add_style(f"<b>{escape_text(reason)}</b><br>What stands below is the last that was seen.")
@@ -218,53 +217,53 @@ class RunPanel:
         else:
             self.ask(self.run.pause, "asked to save and wait after this step")
 
-    def ask(self, request: Any, word: str) -> bool:
-        """Whether the run was asked; a refusal is said beside the button."""
+    def ask(self, request: Any, note: str) -> bool:
+        """Make a request of the run and say so, or why it was refused; return whether it was made."""
         asked = True
         try:
             request()
         except UsageError as error:
-            asked, word = False, str(error)
-        self.said.value = render_message(word)
-        self.now.set()
+            asked, note = False, str(error)
+        self.said.value = render_message(note)
+        self.pressed.set()
         return asked
 
 
 # ------------------------------------------------------------------------------------------------------ its parts as HTML
 
 
-def render_message(word: str) -> str:
-    return f'<span class="cogumi-piece" role="status">{escape_text(word)}</span>'
+def render_message(text: str) -> str:
+    return f'<span class="cogumi-piece" role="status">{escape_text(text)}</span>'
 
 
 def render_head(look: RunSnapshot) -> str:
-    """Where, what, how far, how long yet, what it costs, what the machine does."""
+    """Render where the run is, how far, how long yet, what it costs, and what the machine does."""
     status = look.status
     lines = [f"<b>{escape_text(format_headline(status))}</b>"]
     if status.step is not None and status.steps:
         share = min(1.0, status.step / status.steps)
-        word = f"step {status.step} of {status.steps}"
-        lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{word}">{share:.0%}</progress>')
+        label = f"step {status.step} of {status.steps}"
+        lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{label}">{share:.0%}</progress>')
     if status.reason:
         lines.append(escape_text(" ".join(status.reason.split())))
-    figures = (format_metrics(status), format_machine(status.heartbeat))
-    lines += [escape_text(each.replace("  ", " · ")) for each in figures if each]
+    values = (format_metrics(status), format_machine(status.heartbeat))
+    lines += [escape_text(text.replace("  ", " · ")) for text in values if text]
     return "<br>".join(lines)
 
 
 def render_flags(look: RunSnapshot) -> str:
-    """The flags, and the verdict where there is one."""
-    found, verdict = checks(look.status), ""
-    if found:
-        bad = failed_checks(found)
-        state = level("red" if bad or reds(look.status) else "green", "verdict")
-        said = [f"FAIL {format_failed_check(each)} (required: {each['requirement']})" for each in bad]
-        verdict = f"<p>{state} {'<br>'.join(map(escape_text, [format_checks(look.status), *said]))}</p>"
+    """Render the flags, and the verdict if there is one."""
+    verdict_checks, verdict = checks(look.status), ""
+    if verdict_checks:
+        failed = failed_checks(verdict_checks)
+        state = level("red" if failed or reds(look.status) else "green", "verdict")
+        missed = [f"FAIL {format_failed_check(check)} (required: {check['requirement']})" for check in failed]
+        verdict = f"<p>{state} {'<br>'.join(map(escape_text, [format_checks(look.status), *missed]))}</p>"
     return wrap_piece(flags(look.flags, look.was_red), verdict)
 
 
 def render_plots(look: RunSnapshot) -> str:
-    return wrap_piece(curves.render_plots(look.curves.plots(), curves.flag_steps({"was_red": look.was_red})))
+    return wrap_piece(figures.render_plots(look.curves.plots(), figures.flag_marks({"was_red": look.was_red})))
 
 
 def render_samples(look: RunSnapshot) -> str:
@@ -272,34 +271,34 @@ def render_samples(look: RunSnapshot) -> str:
         return ""
     last = next((key for key in ("reward", "middle", "answer") if key in look.samples[0]), "")
     rows = []
-    for each in look.samples:
-        row = [render_excerpt(str(each["prompt"]), "end"), render_excerpt(str(each["completion"]))]
+    for sample in look.samples:
+        row = [render_excerpt(str(sample["prompt"]), "end"), render_excerpt(str(sample["completion"]))]
         if last:
-            row.append(escape_text(format_value(each[last])) if last == "reward" else render_excerpt(str(each[last])))
+            value = sample[last]
+            row.append(escape_text(format_value(value)) if last == "reward" else render_excerpt(str(value)))
         rows.append(row)
-    more = [last if last == "reward" else "expected"] if last else []
-    head = f"<h4>newest samples, step {look.sampled_at}</h4>"
-    return wrap_piece(head, table(["prompt (its end)", "completion", *more], rows))
+    heads = ["prompt (its end)", "completion", *filter(None, [last if last in ("", "reward") else "expected"])]
+    return wrap_piece(f"<h4>newest samples, step {look.sampled_at}</h4>", table(heads, rows))
 
 
-def render_excerpt(words: str, shows: str = "start") -> str:
-    """What is read at a glance. shows: what of a long text is seen before it is scrolled, "start" or "end"."""
-    if not words.strip():
-        words = describe_blank(words)
-    elif len(words) > MOST_CHARACTERS:
-        words = "…" + words[-MOST_CHARACTERS:] if shows == "end" else words[:MOST_CHARACTERS] + "…"
-    return f'<pre class="glance {shows}">{escape_text(words)}</pre>'
+def render_excerpt(text: str, shows: str = "start") -> str:
+    """Render what is read at a glance. shows: which part of a long text is visible unscrolled, "start" or "end"."""
+    if not text.strip():
+        text = describe_blank(text)
+    elif len(text) > MAX_CHARACTERS:
+        text = "…" + text[-MAX_CHARACTERS:] if shows == "end" else text[:MAX_CHARACTERS] + "…"
+    return f'<pre class="glance {shows}">{escape_text(text)}</pre>'
 
 
 def render_rest(look: RunSnapshot) -> str:
-    """Checkpoints, disk, the end of the log."""
-    found = []
+    """Render checkpoints, disk and the end of the log."""
+    parts = []
     if look.checkpoints:
-        found += ["<h4>checkpoints</h4>", checkpoints(look.checkpoints, look.broke)]
+        parts += ["<h4>checkpoints</h4>", checkpoints(look.checkpoints, look.broke)]
     if look.disk:
-        found += ["<h4>disk</h4>", "<br>".join(map(escape_text, look.disk))]
+        parts += ["<h4>disk</h4>", "<br>".join(map(escape_text, look.disk))]
     log = tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]
     if log:
-        lines = "\n".join(log)
-        found.append(folded(relative_path(look.status.log), f'<pre class="glance end">{escape_text(lines)}</pre>'))
-    return wrap_piece(*found)
+        lines = escape_text("\n".join(log))
+        parts.append(folded(relative_path(look.status.log), f'<pre class="glance end">{lines}</pre>'))
+    return wrap_piece(*parts)

@@ -18,7 +18,7 @@ import psutil
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
-from cogumi.core.notices import show_seconds, sleep_and_answer
+from cogumi.core.notices import show_seconds
 from cogumi.core.redact import VisibleFormatter
 from cogumi.core.run_directory import CHECKPOINT, PAUSE, PAUSED, START, is_running, read_jsonl, same_process
 from cogumi.core.worker import kill_with_children
@@ -34,7 +34,7 @@ from cogumi.telemetry.status import (
 )
 
 if TYPE_CHECKING:
-    from cogumi.notebook.chat_panel import Answers
+    from cogumi.notebook.chat import Answers
 
 log = logging.getLogger("cogumi")
 POLL_SECONDS = 0.25
@@ -80,7 +80,7 @@ class Run:
         merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy; None and
         max_new_tokens None are the run's own. Raises UsageError where the run has saved nothing yet.
         """
-        from cogumi.notebook import chat_panel as chats
+        from cogumi.notebook import chat as chats
 
         only = (only,) if isinstance(only, str) else only
         chat = chats.open_chat(chats.read_setup(self.run_dir, only, temperature, max_new_tokens))
@@ -114,7 +114,7 @@ class Run:
                 if ended and not text:
                     return
                 if not text:
-                    sleep_and_answer(POLL_SECONDS)
+                    time.sleep(POLL_SECONDS)
 
     def wait(self, timeout: float | None = None) -> Status:
         """Wait until the run has ended, and show how far it is. An interrupt ends the waiting, never the run.
@@ -145,7 +145,7 @@ class Run:
                 return
             if time.monotonic() > until:
                 raise TimeoutError(f"{format_headline(status)}; it is still at work")
-            sleep_and_answer(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def stop(self, kill_after: float | None = None) -> Status:
         """Ask the run to save its last finished step and end (SIGTERM); wait until it has, and say what was saved.
@@ -227,13 +227,13 @@ def wait_for_end(status: Status, seconds: float | None) -> bool:
     while is_running(status.process):
         if time.monotonic() >= until:
             return False
-        sleep_and_answer(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     until = time.monotonic() + SUPERVISOR_SECONDS
     while time.monotonic() < until:
         started = read_json_or_empty(Path(status.run_dir) / START)
         if not same_process(started, status.process) or "exit" in started:
             break
-        sleep_and_answer(POLL_SECONDS / 5)
+        time.sleep(POLL_SECONDS / 5)
     return True
 
 

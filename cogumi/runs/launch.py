@@ -23,7 +23,7 @@ import psutil
 
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import last_line
-from cogumi.core.notices import show_seconds, sleep_and_answer
+from cogumi.core.notices import show_seconds
 from cogumi.core.run_directory import CONSOLE, START, same_process
 from cogumi.core.worker import kill_with_children
 from cogumi.runs import refuse_mistakes
@@ -56,7 +56,7 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
         try:
             launching.result()
             while (word := read_word(words, run.run_dir)) is None:
-                sleep_and_answer(POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             if not word:
                 output.seek(0)
                 raise RunFailed(f"the process ended before it had a run: {last_line(output.read().decode())}")
@@ -114,7 +114,7 @@ def await_first_step(run: Run, words: BinaryIO) -> None:
     """Wait until the run has made a step, its processes have ended, or patience is over. Raises what it ended in."""
     began, until = time.time(), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until and read_word(words, run.run_dir) is None:
-        sleep_and_answer(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
         with suppress(UsageError):  # a refusal takes the directory away just before it is told
             beat = run.status().heartbeat
             if beat.get("step", 0) > 0 and beat["time"] > began:

@@ -1,0 +1,560 @@
+"""Chat with the base and with what a run trained, side by side: in a terminal, or with widgets in a notebook.
+
+Prompts are made as in the training: by the chat template with the run's thinking setting and date, or as text. Reading a
+directory loads no torch, so a wrong one is refused at once; each model is loaded when it first answers.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cogumi.checkpoints.retention import last_good_checkpoint
+from cogumi.core.errors import UsageError, require_extra
+from cogumi.core.notices import is_notebook, show_import
+from cogumi.core.output import print_text, show_waiting
+from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, read_jsonl, read_section
+from cogumi.data.chat_templates import ChatTemplate, read_template, visible_text
+from cogumi.data.fim import INSTRUCTION, PSM, SPM, FimTokens, detect_fim_tokens
+from cogumi.data.rows import BadRow
+from cogumi.notebook.completions import render_completion
+from cogumi.notebook.html_components import (
+    add_style,
+    describe_blank,
+    escape_text,
+    inline_styles,
+    table,
+    verbatim,
+    wrap_piece,
+)
+from cogumi.notebook.panel import WIDGET, render_message
+from cogumi.notebook.report import config_of
+from cogumi.stack.gpus import use_one_gpu
+from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
+
+BASE, ADAPTER, MERGED, MODEL = "base", "adapter", "merged", "model"
+# GRPOConfig's names for how completions are sampled, with TRL's defaults.
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+MAX_NEW_TOKENS = 256  # TRL's default for completions, and for runs that have no setting for it
+FILL = "<FILL_ME>"  # marks the missing piece, as in Code Llama's tokenizer
+REDRAW_SECONDS = 0.1
+QUESTION = [{"role": "user", "content": "a question"}]
+COMMANDS = "/reset forgets what was said; /exit or Ctrl-D ends; a line that ends in \\ continues on the next one"
+
+
+# ----------------------------------------------------------------------------------------------------- what is talked to
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where the models of a chat are, and how the run loaded its base.
+
+    merged: any whole model, also one that no run made. stamp: when the files of adapter and merged model were written.
+    """
+
+    base: str | None = None
+    revision: str | None = None
+    adapter: Path | None = None
+    merged: Path | None = None
+    dtype: str = "auto"
+    quantization: dict[str, Any] | None = None
+    attention: str | None = None
+    stamp: int = 0
+
+
+@dataclass(frozen=True)
+class ChatSetup:
+    """What is talked to, and how.
+
+    columns: those of BASE, ADAPTER, MERGED and MODEL that answer. tokenizer: a directory or hub id. format: `data.format` of
+    the run, None without a run. sample: a prompt of the run. sampling: arguments of `generate`; {} is greedy.
+    """
+
+    place: Path
+    files: ModelFiles
+    columns: tuple[str, ...]
+    tokenizer: str
+    format: str | None = None
+    sample: str | None = None
+    thinking: bool | None = None
+    today: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    stops: tuple[str, ...] = ()
+    max_new_tokens: int = MAX_NEW_TOKENS
+    sampling: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+def read_setup(
+    place: Path, only: Sequence[str] = (), temperature: float | None = None, max_new_tokens: int | None = None
+) -> ChatSetup:
+    """Find out what can be talked to in the directory of a run, an adapter or a model.
+
+    Args:
+        place: The directory.
+        only: The columns; by default the base and what was trained, merged if it is there.
+        temperature: 0 is greedy; None, like `max_new_tokens`, is the run's own.
+
+    Raises:
+        UsageError: If there is nothing to talk to, or not what `only` names.
+    """
+    if not place.is_dir():
+        problem = "it is a file, not a directory" if place.exists() else "there is no such directory"
+        raise UsageError(f"{problem}{hint_of_runs(place)}", place=place)
+    if is_run(place):
+        setup = read_run(place)
+    elif (place / "adapter_config.json").is_file():
+        setup = read_adapter(place)
+    elif (place / "config.json").is_file():
+        setup = ChatSetup(place, ModelFiles(merged=place, stamp=stamp_of(place)), (MODEL,), str(place))
+    else:
+        problem = f"it holds no run, no model (config.json) and no adapter (adapter_config.json){hint_of_runs(place)}"
+        raise UsageError(problem, place=place)
+    available = setup.columns
+    if unknown := [column for column in only if column not in available]:
+        fix = f"there is {', '.join(available)}"
+        raise UsageError(f"there is no {unknown[0]!r} here", place=place, key="--only", fix=fix)
+    sampling = setup.sampling
+    if temperature is not None:
+        sampling = {"do_sample": True, **SAMPLING, **sampling, "temperature": temperature} if temperature else {}
+    columns = tuple(column for column in available if column in (only or (available[0], available[-1])))
+    return replace(setup, columns=columns, sampling=sampling, max_new_tokens=max_new_tokens or setup.max_new_tokens)
+
+
+def read_run(run: Path) -> ChatSetup:
+    """Return a chat with the run's own base, template, thinking setting, sampling, stops and length."""
+    adapter, merged, note = find_saved(run)
+    config = config_of(run)
+    with show_import():
+        use_one_gpu()
+        import torch
+    if torch.cuda.is_available() and not status_of(run).ended:
+        fix = "ask when it has ended"
+        raise UsageError("the run has the GPU, and the memory of a second model could end it", place=run, fix=fix)
+    model, data, train, ours = (config.get(section) or {} for section in ("model", "data", "train", "cogumi"))
+    base = read_section(run / DECISIONS, "base")
+    files = ModelFiles(
+        base=model.get("name"),
+        revision=base["commit"] if base.get("name") == model.get("name") else model.get("revision"),
+        adapter=adapter,
+        merged=merged,
+        dtype=model.get("dtype") or "auto",
+        quantization=model.get("quantization_config"),
+        attention=model.get("attn_implementation"),
+        stamp=stamp_of(adapter, merged),
+    )
+    is_rl, mix = ours.get("method") == "gspo", data.get("mix") or [{}]
+    generation = train | (train.get("generation_kwargs") or {})
+    sampling = SAMPLING | {key: generation[key] for key in SAMPLING if generation.get(key) is not None}
+    samples = read_jsonl(run / SAMPLES_FILE)
+    return ChatSetup(
+        place=run,
+        files=files,
+        columns=tuple(column for column in (BASE, ADAPTER, MERGED) if getattr(files, column)),
+        tokenizer=str(next((path for path in (adapter, merged) if has_tokenizer(path)), model.get("name"))),
+        format=mix[0].get("format") or data.get("format") or "fim",
+        sample=samples[0]["prompt"] if samples else None,
+        thinking=ours.get("thinking"),
+        today=read_section(run / DECISIONS, "data").get("today"),
+        template_kwargs=(train.get("chat_template_kwargs") if is_rl else None) or {},
+        stops=tuple(ours.get("stop") or ()),
+        max_new_tokens=train.get("max_completion_length") or MAX_NEW_TOKENS,
+        sampling={"do_sample": True, **sampling} if is_rl else {},
+        note=note,
+    )
+
+
+def find_saved(run: Path) -> tuple[Path | None, Path | None, str]:
+    """Return (adapter, merged model, note) of a run; before its end of its last good checkpoint, which the note names."""
+    adapter = run / "adapter" if (run / "adapter" / "adapter_config.json").is_file() else None
+    merged = run / "merged" if (run / "merged" / "config.json").is_file() else None
+    if adapter or merged:
+        return adapter, merged, ""
+    status, checkpoint = status_of(run), last_good_checkpoint(run / "checkpoints")
+    state = status.state + (f", step {status.step}" if status.step else "")
+    if checkpoint is None:
+        fix = "`cogumi status` says how it stands" if status.ended else f"`cogumi checkpoint {run}` has it save one"
+        below = "".join(f"; below it there is {path}" for path in runs_below(run)[:1])
+        raise UsageError(f"the run has saved nothing yet ({state}){below}", place=run, fix=fix)
+    note = f"the run is {state}: this is {checkpoint.name}, its last good checkpoint"
+    is_adapter = (checkpoint / "adapter_config.json").is_file()
+    return (checkpoint, None, note) if is_adapter else (None, checkpoint, note)
+
+
+def read_adapter(place: Path) -> ChatSetup:
+    """Return a chat with an adapter and the base that it names."""
+    from cogumi.merge.adapter_files import read_base_record, read_json
+
+    record, config = read_base_record(place), read_json(place / "adapter_config.json")
+    base = record.name if record else config.get("base_model_name_or_path")
+    if not base:
+        fix = "write it into its adapter_config.json as base_model_name_or_path"
+        raise UsageError("the adapter does not record its base", place=place, fix=fix)
+    revision = (record.commit or record.revision) if record else config.get("revision")
+    files = ModelFiles(base, revision, adapter=place, stamp=stamp_of(place))
+    return ChatSetup(place, files, (BASE, ADAPTER), str(place) if has_tokenizer(place) else base)
+
+
+def stamp_of(*directories: Path | None) -> int:
+    weights = (path for directory in directories if directory for path in directory.glob("*.safetensors"))
+    return max((path.stat().st_mtime_ns for path in weights), default=0)
+
+
+def has_tokenizer(directory: Path | None) -> bool:
+    return directory is not None and (directory / "tokenizer_config.json").is_file()
+
+
+# ---------------------------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: without the end token or stop sequence. ended: whether it came to one within the tokens that it had."""
+
+    text: str
+    ended: bool
+
+
+class LoadedModels:
+    """The models of a chat, each loaded when it first answers. Base and adapter share one base in memory."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self.files, self.models = files, dict[str, Any]()
+
+    @contextmanager
+    def model_of(self, column: str) -> Iterator[Any]:
+        from peft import PeftModel
+
+        from cogumi.models.adapters import check_base
+        from cogumi.models.loading import load_model, resolve_model
+
+        files, name = self.files, BASE if column == ADAPTER else column
+        if name not in self.models:
+            path, options = str(files.merged), {}
+            if name == BASE:
+                path = resolve_model(str(files.base), files.revision)
+                options = {"revision": files.revision, "quantization": files.quantization}
+            loaded = load_model(path, dtype=files.dtype, attention=files.attention, **options)
+            self.models[name] = loaded.eval()
+        model = self.models[name]
+        if column == ADAPTER and not isinstance(model, PeftModel):
+            assert files.adapter is not None
+            check_base(files.adapter, model.config, files.revision)
+            model = self.models[BASE] = PeftModel.from_pretrained(model, str(files.adapter)).eval()
+        with model.disable_adapter() if column == BASE and isinstance(model, PeftModel) else nullcontext():
+            yield model
+
+
+last_models: list[LoadedModels] = []
+"""The models of this process's last chat; the next one takes them if they are of the same files."""
+
+
+def open_chat(setup: ChatSetup) -> "Chat":
+    """Return a chat; models of the same files that are in memory are reused, others of an earlier chat are released."""
+    if not last_models or last_models[0].files != setup.files:
+        last_models[:] = [LoadedModels(setup.files)]
+    with show_import():
+        use_one_gpu()
+        return Chat(setup, last_models[0])
+
+
+class Chat:
+    """A conversation with the models of a setup; each column has its own, with its own answers in it.
+
+    Raises UsageError where the tokenizer cannot be loaded, or its template refuses the run's thinking setting.
+    """
+
+    def __init__(self, setup: ChatSetup, models: LoadedModels | None = None) -> None:
+        from cogumi.models.loading import load_tokenizer
+
+        self.setup, self.models = setup, models or LoadedModels(setup.files)
+        self.tokenizer: Any = load_tokenizer(setup.tokenizer)
+        self.template = template_of(setup, self.tokenizer)
+        self.fim: FimTokens | None = None if self.template else detect_fim_tokens(self.tokenizer)
+        self.fills = self.template is None and (setup.format == "fim" or (not setup.format and self.fim is not None))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.turns: dict[str, list[dict[str, str]]] = {column: [] for column in self.setup.columns}
+
+    def load(self) -> None:
+        """Load every model now instead of at its first answer."""
+        for column in self.setup.columns:
+            with self.models.model_of(column):
+                pass
+
+    def remember(self, message: str, answers: Mapping[str, Answer]) -> None:
+        """Add a message and its answers to the conversation; completions of text have none."""
+        if self.template is None:
+            return
+        for column, answer in answers.items():
+            # Without its thoughts, which templates leave out of earlier turns.
+            reply = visible_text(answer.text, self.template.thinking.style, self.template.prompt_opens_thought)
+            self.turns[column] += [{"role": "user", "content": message}, {"role": "assistant", "content": reply or ""}]
+
+    def answer(self, column: str, message: str, write: Callable[[str], None]) -> Answer:
+        """Return one column's answer to the conversation and the message.
+
+        Args:
+            column: The model that answers.
+            message: What the user says.
+            write: Receives the text piece by piece; what it raises, such as an interrupt, ends the answer.
+
+        Raises:
+            UsageError: If the context has no room for an answer.
+        """
+        from cogumi.models.completion import complete_with_ends, end_ids
+
+        setup, tokenizer, ids = self.setup, self.tokenizer, self.prompt_ids(column, message)
+        # The tokens that separate harmony's channels are control tokens.
+        plain = self.template is None or self.template.thinking.style != "harmony"
+        with self.models.model_of(column) as model:
+            context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            room = setup.max_new_tokens if context is None else min(setup.max_new_tokens, context - len(ids))
+            if room < 1:
+                problem = f"{len(ids):,} tokens were said, and the context of the model has {context:,}"
+                raise UsageError(problem, fix="/reset begins anew" if self.template else "make it shorter")
+            streamer = stream_to(write, tokenizer, setup.stops, skip_special_tokens=plain)
+            generation = {**setup.sampling, "eos_token_id": sorted(end_ids(model, tokenizer)), "streamer": streamer}
+            ((text, ended),) = complete_with_ends(model, tokenizer, [ids], room, setup.stops, plain, **generation)
+        return Answer(text, ended)
+
+    def prompt_ids(self, column: str, message: str) -> list[int]:
+        return list(self.tokenizer(self.prompt(column, message), add_special_tokens=self.template is None)["input_ids"])
+
+    def prompt(self, column: str, message: str) -> str:
+        """Return what the model of a column is given, as text."""
+        if self.template is not None:
+            try:
+                return self.template.prompt([*self.turns[column], {"role": "user", "content": message}])
+            except BadRow as error:
+                problem = f"the chat template refuses this conversation: {error.excerpt}"
+                raise UsageError(problem, fix="/reset begins anew") from error
+        prefix, marker, suffix = message.partition(FILL)
+        if not marker or not self.fills:
+            return message
+        if self.fim is None:
+            return INSTRUCTION.format(prefix=prefix, suffix=suffix)
+        return self.fim.prompt(prefix, suffix, PSM if self.fim.psm else SPM)
+
+    def describe(self) -> str:
+        """Return one line on how messages are taken and answers made."""
+        setup, thinking = self.setup, {True: ", thinking on", False: ", thinking off", None: ""}[self.setup.thinking]
+        mode = f"chat, by the model's template{thinking}"
+        if self.template is None:
+            why = "as the model has no chat template" if self.tokenizer.chat_template is None else "as in its training"
+            mode = f"each message is completed as text, {why}" + (f"; {FILL} in it is filled in" if self.fills else "")
+        sampling = f"temperature {setup.sampling['temperature']:g}" if setup.sampling else "greedy"
+        stops = f", stops at {', '.join(map(repr, setup.stops))}" if setup.stops else ""
+        columns = " and ".join(f"{BASE} ({setup.files.base})" if name == BASE else name for name in setup.columns)
+        return f"{setup.place}: {mode}; {columns}; {sampling}, up to {setup.max_new_tokens} tokens{stops}"
+
+
+def template_of(setup: ChatSetup, tokenizer: Any) -> ChatTemplate | None:
+    """Return the template that renders prompts; None where they are text, as the run's own were."""
+    if tokenizer.chat_template is None or setup.format == "fim":
+        return None
+    template = read_template(tokenizer, setup.thinking, setup.today)
+    template = replace(template, variables=template.variables | setup.template_kwargs)
+    if setup.format in (None, "chat") or setup.sample is None:
+        return template
+    # Prompts with completions are messages or text. Those that were rendered end in the generation prompt.
+    generation_prompt = template.prompt(QUESTION).rpartition(QUESTION[0]["content"])[2]
+    return template if setup.sample.endswith(generation_prompt) else None
+
+
+def stream_to(write: Callable[[str], None], tokenizer: Any, stops: Sequence[str], **decoding: Any) -> Any:
+    """Return a streamer for `generate` that writes an answer up to its stop sequence, holding back what may begin one."""
+    from transformers import TextStreamer
+
+    from cogumi.models.completion import cut_at_stop
+
+    class Writer(TextStreamer):
+        text, written = "", 0
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+            end = len(cut_at_stop(self.text, stops))
+            if not stream_end:
+                end = min(end, len(self.text) - max(map(len, stops), default=1) + 1)
+            write(self.text[self.written : end])
+            self.written = max(self.written, end)
+
+    return Writer(tokenizer, skip_prompt=True, **decoding)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to one message by column; a notebook shows them side by side."""
+
+    message: str
+    answers: dict[str, Answer]
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {column: answer.text for column, answer in self.answers.items()}
+
+    def __repr__(self) -> str:
+        shown = {column: text if text.strip() else describe_blank(text) for column, text in self.texts.items()}
+        return "\n".join(f"{column}:\n{text}" for column, text in shown.items())
+
+    def _repr_html_(self) -> str:
+        return inline_styles(render_talk([*self.texts], [(self.message, self.texts)]))
+
+
+def answer_once(chat: Chat, message: str) -> Answers:
+    """Answer one message in every column. Raises UsageError for an empty message, and as `Chat.answer` does."""
+    if not message.strip():
+        raise UsageError("the message is empty")
+    return Answers(message, {column: chat.answer(column, message, lambda _: None) for column in chat.setup.columns})
+
+
+# --------------------------------------------------------------------------------------------------------------- terminal
+
+
+def talk(chat: Chat) -> None:
+    """Show widgets in a notebook, elsewhere hold a conversation in the terminal."""
+    if is_notebook():
+        from IPython.display import display
+
+        widgets = ChatPanel(chat).box._repr_mimebundle_()[WIDGET]
+        display({WIDGET: widgets, "text/plain": chat.describe()}, raw=True)
+    else:
+        print_head(chat)
+        talk_in_terminal(chat)
+
+
+def print_head(chat: Chat, to_error: bool = False) -> None:
+    for line in filter(None, (chat.describe(), chat.setup.note)):
+        print_text(line, to_error=to_error)
+
+
+def print_answers(chat: Chat, message: str, labelled: bool = True) -> None:
+    """Print every column's answer while it is written. An interrupt ends it, and the message is forgotten."""
+    answers = {}
+    for column in chat.setup.columns:
+        if labelled:
+            print_text(f"{column}:")
+        answer = answers[column] = chat.answer(column, message, lambda piece: print_text(piece, end=""))
+        print_text("" if answer.text.strip() else describe_blank(answer.text))
+        if not answer.ended:
+            print_text(f"[{describe_cut(chat)}]", to_error=not labelled)
+    chat.remember(message, answers)
+
+
+def describe_cut(chat: Chat) -> str:
+    return f"cut before its end: {chat.setup.max_new_tokens} tokens, or what the context left"
+
+
+def talk_in_terminal(chat: Chat) -> None:
+    """Answer line after line until /exit, the end of the input, or an interrupt; one during an answer ends the answer."""
+
+    def read_message() -> str:
+        lines = [input("> ")]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(input(". "))
+        return "\n".join(lines).strip()
+
+    with suppress(ImportError):  # lets `input` edit a line and recall earlier ones
+        import readline  # noqa: F401
+    try:
+        with show_waiting("loading the models"):
+            chat.load()
+        print_text(COMMANDS)
+        while (message := read_message()) != "/exit":
+            try:
+                if message == "/reset":
+                    chat.reset()
+                    print_text("what was said is forgotten")
+                elif message:
+                    print_answers(chat, message)
+            except KeyboardInterrupt:
+                print_text("\n[interrupted; Ctrl-C again ends the chat]")
+            except UsageError as error:
+                print_text(f"cogumi: {error}", to_error=True)
+    except (EOFError, KeyboardInterrupt):
+        print_text()
+
+
+# --------------------------------------------------------------------------------------------------------------- notebook
+
+
+class ChatPanel:
+    """The widgets of a conversation. Answers are made in a thread of their own, so that the kernel is free meanwhile."""
+
+    def __init__(self, chat: Chat) -> None:
+        require_extra("ipywidgets", "notebook")
+        from ipywidgets import HTML, Button, HBox, Textarea, VBox
+
+        self.chat, self.said = chat, list[tuple[str, dict[str, str]]]()
+        self.drawn, self.thread = 0.0, threading.Thread()
+        head = "<br>".join(map(escape_text, filter(None, (chat.describe(), chat.setup.note))))
+        self.talk, self.state = HTML(), HTML()
+        self.message = Textarea(placeholder="a message", rows=3, layout={"width": "100%"})
+        self.send, self.stop = Button(description="Send"), Button(description="Stop", disabled=True)
+        self.send.on_click(self.on_send)
+        self.stop.on_click(lambda _: self.show_state("stopping", busy=False))
+        self.box = VBox([HTML(add_style(head)), self.talk, self.message, HBox([self.send, self.stop, self.state])])
+        self.box.add_class("cogumi-panel")
+
+    def on_send(self, _: Any) -> None:
+        message = self.message.value.strip()
+        if message and not self.thread.is_alive():
+            self.message.value = ""
+            self.show_state("loading the models, when they first answer", busy=True)
+            self.thread = threading.Thread(target=self.reply, args=(message,), name="cogumi chat", daemon=True)
+            self.thread.start()
+
+    def reply(self, message: str) -> None:
+        """Answer in every column. Errors are shown below the conversation; unexpected ones are raised as well."""
+        texts, note = dict.fromkeys(self.chat.setup.columns, ""), ""
+        self.said.append((message, texts))
+        self.draw()
+        try:
+            self.chat.load()
+            answers = {}
+            for column in texts:
+                answer = answers[column] = self.chat.answer(column, message, partial(self.take, texts, column))
+                texts[column] = answer.text
+                note = note if answer.ended else f"{column} is {describe_cut(self.chat)}"
+            self.chat.remember(message, answers)
+        except KeyboardInterrupt:
+            note = "stopped; what was said is not part of the conversation"
+        except UsageError as error:
+            note = str(error)
+        except BaseException as error:
+            note = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.draw()
+            self.show_state(note, busy=False)
+            self.send.disabled = False
+
+    def take(self, texts: dict[str, str], column: str, piece: str) -> None:
+        """Take a piece of an answer; each token makes one, which may be empty."""
+        if self.stop.disabled:
+            raise KeyboardInterrupt
+        texts[column] += piece
+        if time.monotonic() - self.drawn >= REDRAW_SECONDS:
+            self.draw()
+
+    def draw(self) -> None:
+        self.talk.value = wrap_piece(render_talk(self.chat.setup.columns, self.said))
+        self.drawn = time.monotonic()
+
+    def show_state(self, note: str, busy: bool) -> None:
+        """busy: an answer is being made, which can be stopped."""
+        self.send.disabled, self.stop.disabled = True, not busy
+        self.state.value = render_message(note)
+
+
+def render_talk(columns: Sequence[str], said: Iterable[tuple[str, dict[str, str]]]) -> str:
+    """Render a table: each message, and beside it what every column answered."""
+    rows = [[verbatim(message), *(render_completion(texts[column]) for column in columns)] for message, texts in said]
+    return table(["message", *columns], rows, kind="wide even")
