@@ -335,17 +335,16 @@ def test_a_score_that_is_no_number_is_an_error_that_names_the_reward() -> None:
         ({"tools/call_frequency": 1.5, "tools/failure_frequency": 0.1}, "tool calls", "green"),
         ({"episodes/without_end": 0.9, "episodes/cut_by_turns": 0.9}, "episodes end", "red"),
         ({"episodes/without_end": 0.1, "episodes/cut_by_tokens": 0.1}, "episodes end", "green"),
-        ({"episodes/masked_share": 0.95}, "masked tokens", "yellow"),
         ({"rewards/not_scored": 0.5}, "scored", "red"),
         ({"rewards/not_scored": 0.1}, "scored", "yellow"),
     ],
 )
 def test_flags_of_episodes(metrics: dict[str, float], name: str, level: str) -> None:
-    from cogumi.health.flags_episodes import EPISODES
+    from cogumi.health.rules import episodes_end, scored, tool_calls
 
     rows = [{"step": step, "reward": 0.5, **metrics} for step in range(1, 7)]
     history = RunHistory(setting=None, first=[], latest=rows)  # type: ignore[arg-type]
-    [found] = [flag for rule in EPISODES if (flag := rule(history)) is not None and flag.name == name]
+    [found] = [flag for rule in (tool_calls, episodes_end, scored) if (flag := rule(history)) is not None and flag.name == name]
     assert found.level == level
 
 

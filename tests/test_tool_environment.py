@@ -24,7 +24,7 @@ import cogumi
 from cogumi.core.run_directory import read_jsonl
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import Task
-from cogumi.health.flags_episodes import BUDGETS
+from cogumi.health.rules import BUDGETS
 from cogumi.rl.loss_check import TOLERANCE
 from cogumi.rl.sampling import use_rollout_logps
 

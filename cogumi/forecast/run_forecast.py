@@ -31,7 +31,7 @@ from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.process_plan import describe_processes, plan_processes
 from cogumi.forecast.rollout_plan import choose_with_engine, describe_sampler, estimate_rollout, forecast_rollout
 from cogumi.forecast.training_step import StepShape, count_decoding, forecast_weights, planned_trainer
-from cogumi.health.flags_by_method import ENOUGH_ROWS
+from cogumi.health.rules import FEW_LOSS_ROWS
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.logits import WORKING_BYTES
 from cogumi.merge.originals import find_original
@@ -414,7 +414,7 @@ def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
         return Line("time", said)
     steps = max(1, int(allowed[limit] / pace.seconds * pace.steps))
     said += f"; {limit} ends it at about step {steps:,}"
-    if pace.whole is not None and steps < ENOUGH_ROWS:  # a check of so few steps is refused
+    if pace.whole is not None and steps < FEW_LOSS_ROWS:  # a check of so few steps is refused
         return Line("time", said, "red", f"raise {limit}")
     key = "train.max_steps" if pace.whole is None else "cogumi.sanity"
     return Line("time", said, "red", f"set {key}: {steps}, or raise {limit}")

@@ -1,6 +1,6 @@
-"""What a flag is, what it is read from, and the statistics it is judged by: rows -> flags, without a trainer or state.
+"""Flags, what they are judged from, and the statistics they are judged by; no trainer and no state.
 
-A row is what the trainer logged at a step, with what the sentinel saw beside it under `seen/...`.
+A row is what the trainer logged at a step, with what the sentinel measured under `seen/...`.
 """
 
 import math
@@ -16,16 +16,43 @@ from cogumi.config.schema import Thresholds
 from cogumi.core.formatting import flag_sentence
 from cogumi.core.run_directory import SAMPLES_FILE, read_jsonl
 
-LONGEST_PIECE = 120  # characters of what is repeated
-LOOP_CHARACTERS = 20
+MAX_LOOP_PERIOD = 120  # characters of a repeated piece
+MIN_LOOP_CHARACTERS = 20
+SIGNIFICANT_FALL_Z = 4.0  # standard deviations from which a fall is more than noise
+USUAL_FALL_SHARE = 0.1  # of a loss in the first 100 steps, of its start: axolotl's training-stability page
+MIN_ORDER_Z = 2.5  # z of a trend below which the order of the values is chance
 
 Level = Literal["green", "yellow", "red"]
 Row = Mapping[str, Any]
 
 
+# A red flag explains others, which are then reported as its consequences, so that one fault has one cause. In this order.
+TEXT_FLAGS = ("gradient norm", "loss trend", "loss noise", "token frequencies", "held-out completions")
+UPDATE_FLAGS = ("gradient norm", "adapter moves")
+CONSEQUENCES: dict[str, tuple[str, ...]] = {
+    "finite numbers": (),  # every other flag
+    "learned tokens": ("adapter moves", *TEXT_FLAGS),
+    "padding": ("prompt and completion", *TEXT_FLAGS),
+    "learning-rate schedule": (*UPDATE_FLAGS, "loss trend", "preferences"),
+    "adapter moves": ("gradient norm", "loss trend", "loss noise", "token frequencies", "preferences"),
+    "loss trend": ("gradient norm", "loss noise", "token frequencies", "prompt and completion", "preferences"),
+    "prompt and completion": ("gradient norm", "loss noise", "token frequencies"),
+    "token frequencies": ("loss noise",),
+    "preferences": ("gradient norm",),
+    "sampler's weights": ("sampler and trainer", "KL to the sampler"),
+    "scored": (*UPDATE_FLAGS, "reward varies"),
+    "tool calls": (*UPDATE_FLAGS, "reward varies"),
+    "episodes end": ("completions end",),
+    "KL to the sampler": ("gradient norm", "entropy", "completions end", "reward varies"),
+    "entropy": ("gradient norm", "completions end", "reward varies"),
+    "reward varies": UPDATE_FLAGS,
+    "completions end": UPDATE_FLAGS,
+}
+
+
 @dataclass(frozen=True)
 class Flag:
-    """One judgement: the figure and the steps it is from, and, unless green, why and what to do."""
+    """One judgement. evidence: the figure and its steps. cause, knob: why, and what to change; only if it is not green."""
 
     name: str
     level: Level
@@ -41,8 +68,10 @@ class Flag:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the run was told. loss: train.loss_type, several joined by a comma.
-    rollout: completions that gspo samples at a time."""
+    """Settings of a run that the rules need. loss: train.loss_type, several joined by a comma.
+
+    rollout: completions that gspo samples at a time.
+    """
 
     method: str
     learning_rate: float
@@ -57,8 +86,10 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class PairLosses:
-    """Loss per learned token (nats) of some completions after their own prompt and after another example's.
-    `t`: Student's t of the paired difference. `step`: the optimizer step after which the model was asked."""
+    """Loss per learned token (nats) of completions after their own prompt and after another example's.
+
+    t: Student's t of the paired difference. step: the optimizer step after which it was measured.
+    """
 
     own: float
     other: float
@@ -68,9 +99,11 @@ class PairLosses:
 
 @dataclass(frozen=True)
 class WordOverlap:
-    """Whether completions share words with their own prompts rather than with others': Student's t of paired differences.
-    `t_within`: of pieces of the prompts and the rest of each, which do belong together. `alike`: share of the distinct
-    tokens of those pieces that the completions use too."""
+    """Words that completions share with their own prompt beyond those shared with other prompts, as Student's t.
+
+    t_within: the same of a piece of each prompt and the rest of it. alike: share of the distinct tokens of those pieces
+    that completions use too.
+    """
 
     t: float
     t_within: float
@@ -79,20 +112,24 @@ class WordOverlap:
 
 @dataclass(frozen=True)
 class AnswerOverlap:
-    """Words that answers of preference pairs share with their own prompt, beyond those shared with others. `t`: Student's t
-    of the chosen answers' share less the rejected ones'. `t_either`: of the sum of both. `together`: their correlation."""
+    """The same of the answers of preference pairs.
+
+    t: of the chosen answers' share less the rejected ones'. t_either: of the sum of both. correlation: of both.
+    """
 
     pairs: int
     t: float
     t_either: float
-    together: float
+    correlation: float
 
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What the collator makes of some examples before the first step. masked: examples without one learned token.
-    pads_learned: labelled places that the attention mask leaves out. ends: learned tokens that end a text. entropy: of the
-    learned tokens' frequencies, nats. pairs_now: the model when it was asked again."""
+    """What the collator makes of some examples before the first step.
+
+    masked: examples without a learned token. pads_learned: labelled places outside the attention mask. ends: learned end
+    tokens. entropy: of the learned tokens' frequencies, nats. pairs_now: measured again, with the model as it is now.
+    """
 
     examples: int
     masked: int
@@ -109,7 +146,7 @@ class BatchStatistics:
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Completions of held-out prompts after a step: how many in all, how many are empty, blank, a loop."""
+    """Completions of held-out prompts after a step: how many, and how many are empty, blank, a loop."""
 
     step: int
     count: int
@@ -124,8 +161,10 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """All that the rules read: `first` rows of the run and its `latest` ones once it has settled, both bounded. In a short run
-    the two overlap. written: of held-out prompts, by step; that of step 0 is of the base."""
+    """All that the rules read. first, latest: rows, both bounded; in a short run they overlap.
+
+    written: completions of held-out prompts by step; step 0 is the base.
+    """
 
     setting: RunSettings
     first: Sequence[Row]
@@ -145,47 +184,26 @@ class RunHistory:
         return int(rows[-1]["step"]) if rows else 0
 
     def series(self, key: str, rows: Sequence[Row] | None = None) -> tuple[list[int], list[float]]:
-        found = [(int(row["step"]), number(row, key)) for row in (self.rows if rows is None else rows)]
-        return [step for step, value in found if value is not None], [each for _, each in found if each is not None]
+        """Return steps and values of the rows with a finite number for a key."""
+        pairs = [(int(row["step"]), number(row, key)) for row in (self.rows if rows is None else rows)]
+        return [step for step, value in pairs if value is not None], [value for _, value in pairs if value is not None]
 
 
 Rule = Callable[[RunHistory], Flag | None]
 
-# A red flag explains others: those are told as its consequences, so that one cause is named for one fault. In this order.
-TEXT = "gradient norm, loss trend, loss noise, token frequencies, end tokens, held-out completions"
-FOLLOWS = {
-    "finite numbers": "*",
-    "learned tokens": f"adapter moves, {TEXT}",
-    "padding": f"prompt and completion, {TEXT}",
-    "learning-rate schedule": "adapter moves, gradient norm, loss trend, preferences, reward trend",
-    "adapter moves": "gradient norm, loss trend, loss noise, token frequencies, preferences, reward trend",
-    "loss trend": "gradient norm, loss noise, token frequencies, prompt and completion, preferences",
-    "prompt and completion": "gradient norm, loss noise, token frequencies",
-    "token frequencies": "loss noise",
-    "preferences": "gradient norm",
-    "sampler's weights": "sampler and trainer, sampler correction, KL to the sampler, reward trend",
-    "scored": "gradient norm, adapter moves, reward trend, reward varies",
-    "tool calls": "gradient norm, adapter moves, reward trend, reward varies",
-    "episodes end": "completions end",
-    "KL to the sampler": "gradient norm, entropy, completions end, reward trend, reward varies",
-    "entropy": "gradient norm, completions end, reward trend, reward varies",
-    "reward varies": "gradient norm, adapter moves, reward trend",
-    "completions end": "gradient norm, adapter moves, reward trend",
-}
-
 
 def resolve_consequences(flags: Sequence[Flag]) -> list[Flag]:
-    """The flags with those that follow from another red one turned yellow and saying so; red ones first, then yellow."""
-    found: dict[str, Flag] = {flag.name: flag for flag in flags}
-    for name, consequences in FOLLOWS.items():
-        if name not in found or found[name].level != "red":
+    """Turn flags that follow from another red one yellow, with that cause; return red ones first, then yellow."""
+    resolved: dict[str, Flag] = {flag.name: flag for flag in flags}
+    for name, consequences in CONSEQUENCES.items():
+        if name not in resolved or resolved[name].level != "red":
             continue
-        for other in found if consequences == "*" else consequences.split(", "):
-            if other != name and other in found and found[other].level != "green":
-                knob = found[name].knob
-                found[other] = replace(found[other], level="yellow", cause=f"follows from {name}", knob=knob)
+        for other in consequences or resolved:
+            if other != name and other in resolved and resolved[other].level != "green":
+                knob = resolved[name].knob
+                resolved[other] = replace(resolved[other], level="yellow", cause=f"follows from {name}", knob=knob)
     order = {"red": 0, "yellow": 1, "green": 2}
-    return sorted(found.values(), key=lambda flag: order[flag.level])
+    return sorted(resolved.values(), key=lambda flag: order[flag.level])
 
 
 def red_flags(flags: Sequence[Flag]) -> list[Flag]:
@@ -201,47 +219,38 @@ def share(part: float, whole: float) -> float:
 
 
 def number(row: Row, key: str) -> float | None:
-    """A finite number of a logged row; None where it is missing, None, NaN or infinite."""
+    """Return a finite number of a logged row, else None."""
     value = row.get(key)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def read_samples(run_dir: Path) -> list[SampleCounts]:
-    steps: dict[int, list[dict[str, Any]]] = {}
+    """Count the completions of samples.jsonl by step."""
+    steps: dict[int, list[str]] = {}
     for row in read_jsonl(run_dir / SAMPLES_FILE):
-        steps.setdefault(int(row["step"]), []).append(row)
+        steps.setdefault(int(row["step"]), []).append(row["completion"])
     return [
-        SampleCounts(
-            step,
-            len(rows),
-            empty=sum(not row["completion"] for row in rows),
-            blank=sum(row["completion"].isspace() for row in rows),
-            loops=sum(is_loop(row["completion"]) for row in rows),
-        )
-        for step, rows in sorted(steps.items())
+        SampleCounts(step, len(texts), texts.count(""), sum(map(str.isspace, texts)), sum(map(is_loop, texts)))
+        for step, texts in sorted(steps.items())
     ]
 
 
 def is_loop(completion: str) -> bool:
-    """Whether the end of a text is one piece over and over: three times at least, and half of the text."""
+    """Return whether a text ends in one piece repeated at least three times, over at least half of the text."""
     text = completion.strip()
-    for period in range(1, min(LONGEST_PIECE, len(text) // 3) + 1):
+    for period in range(1, min(MAX_LOOP_PERIOD, len(text) // 3) + 1):
         same = next((i for i in range(len(text) - period) if text[-1 - i] != text[-1 - i - period]), len(text) - period)
-        if same + period >= max(3 * period, LOOP_CHARACTERS, len(text) / 2):
+        if same + period >= max(3 * period, MIN_LOOP_CHARACTERS, len(text) / 2):
             return True
     return False
 
 
 # ----------------------------------------------------------------------------------------------------------- statistics
 
-BEYOND_NOISE = 4.0  # standard deviations from which a fall is more than noise
-USUAL_FALL = 0.1  # of the loss, as a share of its start: axolotl's training-stability page for the first 100 steps
-ORDERED = 2.5  # z of a trend below which the order of the values is chance
-
 
 @dataclass(frozen=True)
 class Trend:
-    """`slope` per unit of x; `z`: how many standard deviations the ordering of the values is from chance."""
+    """slope: per unit of x. z: standard deviations by which the order of the values differs from chance."""
 
     slope: float
     z: float
@@ -251,9 +260,11 @@ class Trend:
 
 
 def trend(x: Sequence[float], y: Sequence[float]) -> Trend:
-    """The median slope over all pairs (Sen 1968, doi:10.1080/01621459.1968.10480934), and Mann and Kendall's test of the
-    order. Its S is the number of rising minus falling pairs, of variance n(n-1)(2n+5)/18 less what ties take away. O(n^2).
-    x increasing. Fewer than three values have no trend."""
+    """Return Sen's slope (1968, doi:10.1080/01621459.1968.10480934) and the z of Mann and Kendall's test of the order.
+
+    Its S is the number of rising minus falling pairs, of variance n(n-1)(2n+5)/18 less what ties take away. O(n^2). x has
+    to increase; fewer than three values have no trend.
+    """
     n = len(y)
     if n < 3:
         return Trend(0.0, 0.0)
@@ -270,8 +281,10 @@ def trend(x: Sequence[float], y: Sequence[float]) -> Trend:
 
 
 def noise(y: Sequence[float]) -> float:
-    """The standard deviation of one value about a smooth curve. Of a normal scatter the median absolute difference of
-    neighbours is 0.6745 * sqrt(2) * sigma. Jumps and trends hardly count."""
+    """Return the standard deviation of one value about a smooth curve; jumps and trends hardly count.
+
+    The median absolute difference of neighbours of normal noise is 0.6745 * sqrt(2) * sigma.
+    """
     if len(y) < 3:
         return 0.0
     return float(np.median(np.abs(np.diff(np.asarray(y, dtype=np.float64))))) / (0.6744897501960817 * math.sqrt(2))
@@ -279,8 +292,10 @@ def noise(y: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Fall:
-    """A fall from the first values to the last. `z`: the fall in standard deviations of what noise alone would do.
-    `error`: one standard deviation of `start - end`. `share`: the fall as a share of the start."""
+    """A fall from the first values to the last. z: in standard deviations of what noise alone would do.
+
+    error: one standard deviation of `start - end`. share: the fall as a share of the start.
+    """
 
     start: float
     end: float
@@ -289,12 +304,12 @@ class Fall:
     share: float
 
     def is_by(self, least: float) -> bool:
-        """Whether it is beyond noise, and at least this share of the start."""
-        return self.z > BEYOND_NOISE and self.share >= least
+        """Return whether the fall is beyond noise, and at least this share of the start."""
+        return self.z > SIGNIFICANT_FALL_Z and self.share >= least
 
 
 def fall(y: Sequence[float]) -> Fall:
-    """The median of the first three values against that of the last fifth, held against the scatter of neighbours.
+    """Compare the median of the first three values with that of the last fifth, in units of the scatter of neighbours.
 
     z is of these, or of the first and last tenth or quarter where they show more: a slow fall is in all values. The
     median of n normal values has the standard deviation `1.2533 sigma / sqrt(n)`; neighbours differ on average by
@@ -307,10 +322,10 @@ def fall(y: Sequence[float]) -> Fall:
         if first >= 3
     ]
     order = trend(range(len(y)), y).z
-    found = [away / error for away, error in compared if error and away * order < 0 and abs(order) > ORDERED]
+    z_scores = [away / error for away, error in compared if error and away * order < 0 and abs(order) > MIN_ORDER_Z]
     start, end = statistics.median(y[:3]), statistics.median(y[-max(3, len(y) // 5) :])
     share_of_start = (start - end) / abs(start) if start else 0.0
-    return Fall(start, end, max(found, key=abs, default=0.0), compared[0][1], share_of_start)
+    return Fall(start, end, max(z_scores, key=abs, default=0.0), compared[0][1], share_of_start)
 
 
 def students_t(values: Sequence[float]) -> float:
@@ -319,5 +334,5 @@ def students_t(values: Sequence[float]) -> float:
 
 
 def smooth(y: Sequence[float]) -> list[float]:
-    """The median of each value and its two neighbours: one spike is gone, a step stays where it is."""
+    """Return the median of each value and its two neighbours, which removes a spike and keeps a step."""
     return [statistics.median(y[i : i + 3]) for i in range(max(1, len(y) - 2))] if len(y) else []

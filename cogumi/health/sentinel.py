@@ -1,4 +1,4 @@
-"""Watches one training: sees what the trainer does not log, judges it at each log, and does what the run asks for on red."""
+"""Watches a training: measures what the trainer does not log, judges the run, and does what `cogumi.on_red` says."""
 
 import logging
 import time
@@ -19,8 +19,7 @@ from cogumi.config.schema import Thresholds
 from cogumi.core.run_directory import read_json, write_json
 from cogumi.health.data_checks import examine_batches, measure_pairs
 from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, read_samples, red_flags
-from cogumi.health.flags_by_method import TELLS, token_frequencies
-from cogumi.health.flags_common import SETTLED_STEPS, is_not_finite
+from cogumi.health.rules import PAIR_T, SETTLED_STEP, is_not_finite, token_frequencies
 from cogumi.health.verdict import Check, judge
 from cogumi.patches.trl_internals import wrap_method
 from cogumi.stack.ranks import Ranks, whole_tensor
@@ -29,10 +28,10 @@ from cogumi.telemetry.status import SANITY_CHECKED, STOPPED
 log = logging.getLogger("cogumi")
 
 FIRST_ROWS, LATEST_ROWS = 10, 100
-EVERY, EARLY = 5, 25  # optimizer steps between two judgements, at least; twice as many after the early ones
+EARLY_STEPS, JUDGE_EVERY = 25, 5  # optimizer steps between judgements; twice as many after the early ones
 WRITE_SECONDS = 30.0
-ASK_AGAIN = 80  # the step at which prompts and completions are compared once more, by the model as it is then
-SAMPLED = 256  # elements of each trained tensor that are remembered, to see whether it moves
+PAIRS_AGAIN_STEPS = 80  # after which prompts and completions are compared with the model as it is then
+SAMPLED_ELEMENTS = 256  # of each trained tensor, to see whether it moves
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,20 @@ class EarlyEnd:
 
 
 class Sentinel(TrainerCallback):
-    """Judges a trainer's training while it runs. directory: of flags.json. excused: in whose block the training may be silent.
-    pause: what on_red "pause" does, with the reason. ranks: the processes of the training, of which the first judges.
+    """Judges a trainer's training while it runs. `begin()` checks the data; call it before `trainer.train()`.
 
-    `begin()` checks the data, before `trainer.train()`. For a sharded model it is called when the shards are there.
+    A sharded model is examined when the training begins, as its shards exist only then.
+
+    Args:
+        trainer: The trainer.
+        directory: Where flags.json is written.
+        method: sft, dpo or gspo.
+        thresholds: The limits that the run may move.
+        on_red: What a red flag does.
+        sanity: The step after which the run stops, for a sanity check.
+        excused: A context manager in whose block the training may be silent.
+        pause: What on_red "pause" does, with the reason.
+        ranks: The processes of the training, of which the first judges.
     """
 
     def __init__(
@@ -81,9 +90,9 @@ class Sentinel(TrainerCallback):
         wrap_method(trainer, "get_batch_samples", self.time_batches)
 
     def begin(self) -> None:
-        if self.path.exists():  # of the part before
-            for each in read_json(self.path)["was_red"]:
-                self.was_red[each["name"]] = each.pop("step"), Flag(**each)
+        if self.path.exists():  # of the run that this one resumes
+            for record in read_json(self.path)["was_red"]:
+                self.was_red[record["name"]] = record.pop("step"), Flag(**record)
         with self.excused():
             if self.method != "gspo":
                 self.batches = examine_batches(self.trainer, self.method)
@@ -98,18 +107,17 @@ class Sentinel(TrainerCallback):
             log.warning("the run resumes with other versions, so its curves may jump: %s", other)
         # What was red before the step that the run resumes from stays known.
         self.was_red = {name: red for name, red in self.was_red.items() if red[0] <= state.global_step}
-        for row in state.log_history:  # of the part before, where the run resumes
+        for row in state.log_history:  # of the part before a resume
             if "loss" in row:
                 self.remember(dict(row))
         self.judged_at = state.global_step
 
     def time_batches(self, get_batch_samples: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The batches of one optimizer step, and how long the trainer took to get them."""
         began = time.perf_counter()
-        found = get_batch_samples(*args, **kwargs)
+        batches = get_batch_samples(*args, **kwargs)
         waited = time.perf_counter() - began
         self.seen.update({"seen/wait": waited, "seen/seconds": waited})
-        return found
+        return batches
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.began = time.perf_counter()  # after a pause, if there was one
@@ -121,14 +129,14 @@ class Sentinel(TrainerCallback):
             self.ended = self.ended or EarlyEnd(SANITY_CHECKED, f"the first {self.sanity} steps are done")
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
-        if "loss" not in logs:  # of an evaluation, or the summary
+        if "loss" not in logs:  # an evaluation, or the summary
             return
         row = {**logs, "step": state.global_step, **self.seen}
         self.seen.clear()
         if any(is_not_finite(logs.get(key)) for key in ("loss", "grad_norm")) and "finite numbers" not in self.was_red:
             row["seen/broken"] = find_broken_weight(self.trainer.model)
         self.remember(row)
-        step, every = state.global_step, EVERY if state.global_step <= EARLY else 2 * EVERY
+        step, every = state.global_step, JUDGE_EVERY if state.global_step <= EARLY_STEPS else 2 * JUDGE_EVERY
         due = step - self.judged_at >= every or step in (1, self.sanity, state.max_steps)
         if not (due or "seen/broken" in row):
             return
@@ -138,7 +146,7 @@ class Sentinel(TrainerCallback):
             row["seen/moved"] = self.ranks.tell(moved)
             self.moved = row["seen/moved"] > 0
         batches = self.batches
-        # The loss that is asked for is computed by all processes together.
+        # All processes compute the loss together.
         if batches is not None and self.ranks.tell(self.should_measure_pairs(batches, step)):
             with self.excused():
                 self.batches = replace(batches, pairs_now=measure_pairs(self.trainer))
@@ -146,26 +154,24 @@ class Sentinel(TrainerCallback):
         self.act_on_red(control)
 
     def remember(self, row: dict[str, Any]) -> None:
-        """Among the first rows, the latest, or both: where every tenth step is logged a sanity check has ten rows in all."""
+        """Keep a row among the first, the latest, or both: with logging_steps 10 a sanity check has ten rows in all."""
         if len(self.first) < FIRST_ROWS:
             self.first.append(row)
-        if row["step"] > SETTLED_STEPS:
+        if row["step"] > SETTLED_STEP:
             self.latest.append(row)
 
     def should_measure_pairs(self, batches: BatchStatistics, step: int) -> bool:
-        """Whether to ask the model as it is now: once, where the base cannot tell prompts apart. Where the base can, when its
-        loss comes to rest at the tokens' frequencies."""
+        """Return whether to measure pairs again: once if the base cannot tell prompts apart, else when its loss rests."""
         if batches.pairs is None:
             return False
-        asked = None if batches.pairs_now is None else batches.pairs_now.step
-        if batches.pairs.t < TELLS:
-            return asked is None and step >= min(ASK_AGAIN, self.sanity or ASK_AGAIN, self.setting.max_steps)
+        measured = None if batches.pairs_now is None else batches.pairs_now.step
+        if batches.pairs.t < PAIR_T:
+            return measured is None and step >= min(PAIRS_AGAIN_STEPS, self.sanity or PAIRS_AGAIN_STEPS, self.setting.max_steps)
         flag = token_frequencies(self.run())
-        return flag is not None and flag.level != "green" and (asked is None or step - asked >= ASK_AGAIN)
+        return flag is not None and flag.level != "green" and (measured is None or step - measured >= PAIRS_AGAIN_STEPS)
 
     def look(self, step: int, write: bool = False) -> None:
-        """Judge, say which flags are red for the first time, and keep flags.json. One that only gains green flags is written
-        later, since that waits for the disk."""
+        """Judge, log flags that are red for the first time, and write flags.json if a flag changed, else every WRITE_SECONDS."""
         before = {(flag.name, flag.level) for flag in self.flags if flag.level != "green"}
         self.flags = judge(self.run())
         for flag in red_flags(self.flags):
@@ -184,11 +190,11 @@ class Sentinel(TrainerCallback):
         return RunHistory(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Judge what there is at the end of the steps; a run asks again after the samples that are written after them."""
+        """Judge at the last step; a run looks again after the samples that follow."""
         self.look(self.trainer.state.global_step, write=True)
 
     def release(self) -> None:
-        """Drop every reference to the trainer; the flags and `run` stay, for the verdict."""
+        """Drop every reference to the trainer; the flags and `run` stay for the verdict."""
         self.trainer, self.excused, self.pause = None, nullcontext, lambda reason: None
 
     def act_on_red(self, control: TrainerControl) -> None:
@@ -223,15 +229,15 @@ def setting_of(trainer: Any, method: str) -> RunSettings:
 
 
 def other_versions(output_dir: str | None, step: int) -> str:
-    """What differs between the packages that the checkpoint of a step was saved with and those here; "" of no checkpoint."""
+    """Describe packages whose versions differ from those that the checkpoint of a step was saved with; "" if none do."""
     manifest = read_manifest(Path(output_dir or ".") / f"checkpoint-{step}")
-    there, here = (manifest.versions if manifest else {}), versions()
-    return ", ".join(f"{name} {there[name]} -> {here.get(name)}" for name in there if there[name] != here.get(name))
+    saved, here = (manifest.versions if manifest else {}), versions()
+    return ", ".join(f"{name} {saved[name]} -> {here.get(name)}" for name in saved if saved[name] != here.get(name))
 
 
 def sample_weights(model: Any) -> dict[str, Tensor]:
     return {
-        name: whole_tensor(weight.detach()).flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
+        name: whole_tensor(weight.detach()).flatten()[:: max(1, weight.numel() // SAMPLED_ELEMENTS)].clone()
         for name, weight in model.named_parameters()
         if weight.requires_grad
     }
@@ -241,17 +247,17 @@ def changes_since(model: Any, start: dict[str, Tensor]) -> dict[str, float]:
     now = sample_weights(model)
     if not start:
         return {}
-    apart = torch.stack(
+    changes = torch.stack(
         [(now[name] - start[name].to(now[name].device)).abs().amax().float() for name in start]
     ).nan_to_num(nan=1.0)
-    return dict(zip(start, apart.tolist(), strict=True))
+    return dict(zip(start, changes.tolist(), strict=True))
 
 
 def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
-    """Whether training changed the weights. Of an adapter B counts: weight decay moves A without a gradient."""
+    """Check that training changed the weights. Only B of an adapter counts: weight decay moves A without a gradient."""
     changes = changes_since(model, start)
     if tuning == "full":
-        moved = sum(each > 0 for each in changes.values())
+        moved = sum(change > 0 for change in changes.values())
         figure = f"{moved} of {len(changes)} tensors moved, by {max(changes.values(), default=0.0):.2e} at most"
         return Check("weights", figure, "most of them", moved > len(changes) / 2, "raise train.learning_rate")
     ups = [change for name, change in changes.items() if "lora_B" in name or "lora_embedding_B" in name]

@@ -1,4 +1,4 @@
-"""From flags to their causes, and from checks to the verdict."""
+"""The verdict of a run: the checks it has to pass, its flags, and whether it is safe to scale."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,10 +9,9 @@ from typing import Any
 
 from cogumi.core.run_directory import read_json
 from cogumi.health.flags import (
-    BEYOND_NOISE,
-    USUAL_FALL,
+    SIGNIFICANT_FALL_Z,
+    USUAL_FALL_SHARE,
     Flag,
-    Rule,
     RunHistory,
     fall,
     number,
@@ -20,19 +19,10 @@ from cogumi.health.flags import (
     resolve_consequences,
     trend,
 )
-from cogumi.health.flags_by_method import DPO, ENOUGH_ROWS, RL, SFT, TREND_STEPS, TREND_Z, rollouts
-from cogumi.health.flags_common import COMMON
-from cogumi.health.flags_episodes import EPISODES
-from cogumi.health.flags_sampler import SAMPLER
+from cogumi.health.rules import FEW_LOSS_ROWS, RULES, TREND_Z, UNSETTLED_STEPS, rollouts
 from cogumi.rl.watch import RECORD
 
-RULES: dict[str, tuple[Rule, ...]] = {
-    "sft": (*COMMON, *SFT),
-    "dpo": (*COMMON, *DPO),
-    "gspo": (*COMMON, *RL, *EPISODES, *SAMPLER),
-}
-# Flags that cost time when they are yellow, and say nothing of what is learned.
-COSTS_TIME = {"waiting for data", "clip fraction"}
+COSTS_TIME = {"waiting for data"}  # flags that say nothing of what is learned
 
 
 class Scale(StrEnum):
@@ -47,15 +37,17 @@ class Scale(StrEnum):
 
 
 def judge(run: RunHistory) -> list[Flag]:
-    """The flags of a run so far, red ones first. A rule that has too few rows yet gives none."""
+    """Return the flags of a run so far, red ones first. A rule that has too few rows yet gives none."""
     return resolve_consequences([flag for rule in RULES[run.setting.method] if (flag := rule(run)) is not None])
 
 
 def safe_to_scale(run: RunHistory, flags: Sequence[Flag], was_red: Iterable[Flag] = ()) -> tuple[Scale, str]:
-    """The answer and its reason in one sentence. was_red: the flags that were red at any time.
-    The flags decide first, and then the loss; for gspo the reward in place of the loss."""
+    """Return the answer and its reason in one sentence: by the flags, then by the loss, or for gspo by the reward.
+
+    was_red: the flags that were red at any time.
+    """
     now = {flag.name: flag for flag in flags}
-    # Equal rewards of one rollout may be chance, which the next ones show; any other red flag has told of a fault.
+    # Equal rewards of one rollout may be chance, which the next ones show; any other red flag has found a fault.
     red = [flag for flag in was_red if flag.name != "reward varies" or now.get(flag.name, flag).level != "green"]
     if red := list({flag.name: flag for flag in [*red, *red_flags(flags)]}.values()):
         return Scale.NO, "; ".join(f"{flag.name}: {flag.cause} ({flag.knob})" for flag in red)
@@ -70,38 +62,40 @@ def judge_loss(run: RunHistory) -> tuple[Scale, str]:
     steps, losses = run.series("loss")
     if not losses:
         return Scale.NOT_SHOWN, "no loss was logged"
-    found = fall(losses)
-    figures = f"from {found.start:.3f} to {found.end:.3f} in {len(losses)} logged losses to step {steps[-1]}"
-    if len(losses) < ENOUGH_ROWS:
+    change = fall(losses)
+    figures = f"from {change.start:.3f} to {change.end:.3f} in {len(losses)} logged losses to step {steps[-1]}"
+    if len(losses) < FEW_LOSS_ROWS:
         few = f"{len(losses)} logged losses, from {losses[0]:.3f} to {losses[-1]:.3f}, are too few to tell"
-        return Scale.NOT_SHOWN, f"{few}, and {ENOUGH_ROWS} are needed"
+        return Scale.NOT_SHOWN, f"{few}, and {FEW_LOSS_ROWS} are needed"
     half = len(losses) // 2
-    lately, latest = trend(steps[half:], losses[half:]), fall(losses[half:])
-    if found.z < -BEYOND_NOISE:
-        return Scale.NO, f"the loss rose {figures}, {-found.z:.1f} times what its noise explains"
-    if lately.z > TREND_Z and latest.z < -BEYOND_NOISE:
-        return Scale.NO, f"the loss rose from {latest.start:.3f} to {latest.end:.3f} since step {steps[half]}"
-    if found.is_by(USUAL_FALL):
-        return Scale.YES, f"the loss fell by {found.share:.0%}, {figures}, {found.z:.1f} times what its noise explains"
-    if found.z > BEYOND_NOISE:
-        return Scale.NOT_SHOWN, f"the loss fell by {found.share:.0%}, {figures}, and {USUAL_FALL:.0%} is usual"
-    most = found.start - found.end + 2 * found.error  # that it may have fallen by
-    if steps[-1] >= run.setting.warmup_steps + TREND_STEPS and most < USUAL_FALL * abs(found.start):
+    recent_trend, recent = trend(steps[half:], losses[half:]), fall(losses[half:])
+    if change.z < -SIGNIFICANT_FALL_Z:
+        return Scale.NO, f"the loss rose {figures}, {-change.z:.1f} times what its noise explains"
+    if recent_trend.z > TREND_Z and recent.z < -SIGNIFICANT_FALL_Z:
+        return Scale.NO, f"the loss rose from {recent.start:.3f} to {recent.end:.3f} since step {steps[half]}"
+    fell = f"the loss fell by {change.share:.0%}, {figures}"
+    if change.is_by(USUAL_FALL_SHARE):
+        return Scale.YES, f"{fell}, {change.z:.1f} times what its noise explains"
+    if change.z > SIGNIFICANT_FALL_Z:
+        return Scale.NOT_SHOWN, f"{fell}, and {USUAL_FALL_SHARE:.0%} is usual"
+    largest_fall = change.start - change.end + 2 * change.error
+    is_settled = steps[-1] >= run.setting.warmup_steps + UNSETTLED_STEPS
+    if is_settled and largest_fall < USUAL_FALL_SHARE * abs(change.start):
         return Scale.NO, f"the loss stayed where it was, {figures}"
-    return Scale.NOT_SHOWN, f"the loss went {figures}, which its noise of {found.error:.3f} may explain"
+    return Scale.NOT_SHOWN, f"the loss went {figures}, which its noise of {change.error:.3f} may explain"
 
 
 def judge_reward(run: RunHistory) -> tuple[Scale, str]:
     steps, rewards = run.series("reward", rollouts(run))
-    if len(rewards) < ENOUGH_ROWS:
-        return Scale.NOT_SHOWN, f"{len(rewards)} rollouts were scored, and {ENOUGH_ROWS} are needed"
-    found = fall(rewards)
-    figures = f"from {found.start:.3f} to {found.end:.3f} in {len(rewards)} rollouts to step {steps[-1]}"
-    if found.z < -BEYOND_NOISE:
-        return Scale.YES, f"the reward rose {figures}, {-found.z:.1f} times what its noise explains"
-    if found.z > BEYOND_NOISE:
-        return Scale.NO, f"the reward fell {figures}, {found.z:.1f} times what its noise explains"
-    return Scale.NOT_SHOWN, f"the reward went {figures}, which its noise of {found.error:.3f} may explain"
+    if len(rewards) < FEW_LOSS_ROWS:
+        return Scale.NOT_SHOWN, f"{len(rewards)} rollouts were scored, and {FEW_LOSS_ROWS} are needed"
+    change = fall(rewards)
+    figures = f"from {change.start:.3f} to {change.end:.3f} in {len(rewards)} rollouts to step {steps[-1]}"
+    if change.z < -SIGNIFICANT_FALL_Z:
+        return Scale.YES, f"the reward rose {figures}, {-change.z:.1f} times what its noise explains"
+    if change.z > SIGNIFICANT_FALL_Z:
+        return Scale.NO, f"the reward fell {figures}, {change.z:.1f} times what its noise explains"
+    return Scale.NOT_SHOWN, f"the reward went {figures}, which its noise of {change.error:.3f} may explain"
 
 
 # -------------------------------------------------------------------------------------------------------------- verdict
@@ -109,7 +103,7 @@ def judge_reward(run: RunHistory) -> tuple[Scale, str]:
 
 @dataclass(frozen=True)
 class Check:
-    """One requirement and the figure that met or missed it. `fix`: what to do where it was missed, "" where it was met."""
+    """One requirement and the figure that met or missed it. fix: what to do if it was missed, else ""."""
 
     name: str
     figure: str
@@ -118,18 +112,20 @@ class Check:
     fix: str = ""
 
     def __post_init__(self) -> None:
-        if self.passed:  # so that callers may give it whatever the figure is
+        if self.passed:  # callers may pass a fix in any case
             object.__setattr__(self, "fix", "")
 
     def __str__(self) -> str:
-        said = f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.figure} (required: {self.requirement})"
-        return f"{said}; {self.fix}" if self.fix else said
+        line = f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.figure} (required: {self.requirement})"
+        return f"{line}; {self.fix}" if self.fix else line
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The checks decide whether a run passed. `flags`: its last ones, red first. `was_red`: those that were red at any
-    time, with the step. `safe_to_scale`: the answer of a sanity check, true for yes alone."""
+    """The result of a run. checks: they decide whether it passed. flags: its last ones, red first.
+
+    was_red: flags that were red at any time, with the step. safe_to_scale: the answer of a sanity check.
+    """
 
     checks: tuple[Check, ...]
     flags: tuple[Flag, ...] = ()
@@ -154,37 +150,37 @@ class Verdict:
 
 
 def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, early: bool = False) -> list[Check]:
-    """Checks every run must pass: it trained to the end, on finite numbers. early: it was to end before, and does."""
+    """Check what every run must pass: it trained to the end, on finite numbers. early: it was to end before, and did."""
     done = Check("steps", f"{steps}", f"{max_steps}", steps == max_steps, "read in run.log what ended it")
     if early:
         done = Check("steps", f"{steps} of {max_steps}", "as far as it was to go", True)
     logged = [row[key] for row in metrics for key in ("loss", "eval_loss", "grad_norm") if key in row]
-    trained, finite = any("loss" in row for row in metrics), count_finite(logged)
+    has_loss, finite = any("loss" in row for row in metrics), count_finite(logged)
     figure, required = f"{finite} of {len(logged)} logged values finite", "all, and a training loss among them"
-    fix = "lower train.learning_rate" if trained else "set train.logging_steps to train.max_steps or less"
-    return [done, Check("loss and gradient norm", figure, required, finite == len(logged) > 0 and trained, fix)]
+    fix = "lower train.learning_rate" if has_loss else "set train.logging_steps to train.max_steps or less"
+    return [done, Check("loss and gradient norm", figure, required, finite == len(logged) > 0 and has_loss, fix)]
 
 
 def count_finite(values: Sequence[Any]) -> int:
-    return sum(isinstance(each, (int, float)) and math.isfinite(each) for each in values)
+    return sum(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
 
 
 def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
-    """What GSPO adds: completions were scored, the loss that was asked for ran, and every ratio is a number."""
+    """Check what GSPO adds: completions were scored, the requested loss ran, and every ratio is a number."""
     # TRL 1.15 logs None for a rollout in which every reward function returned None for every completion.
     rewards = [number(row, "reward") for row in metrics if "reward" in row]
     scored = sum(reward is not None for reward in rewards)
     fix = "change cogumi.rewards, so that one scores these completions: every advantage was 0, and nothing was learned"
     ratios = [row[key] for row in metrics for key in ("policy/min_ratio", "policy/max_ratio") if key in row]
     clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
-    finite, all_of_them = count_finite(ratios + clipped), len(ratios + clipped)
-    span = f"{finite} of {all_of_them} values finite"
-    if finite == all_of_them > 0:
+    finite, total = count_finite(ratios + clipped), len(ratios + clipped)
+    span = f"{finite} of {total} values finite"
+    if finite == total > 0:
         span = f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
     return [
         Check("rewards", f"{scored} of {len(rewards)} batches scored", "at least one", scored > 0, fix),
         judge_loss_record(run_dir),
-        Check("ratio and clip fraction", span, "all finite", finite == all_of_them > 0, "lower train.learning_rate"),
+        Check("ratio and clip fraction", span, "all finite", finite == total > 0, "lower train.learning_rate"),
     ]
 
 
@@ -193,11 +189,11 @@ def judge_loss_record(run_dir: Path) -> Check:
     if not path.exists():
         return Check(name, "no step was made", required, False, "raise train.max_steps")
     record = read_json(path)
-    what = f"{record['loss']} by {'.'.join(record['function'].split('.')[-2:])} ({record['backend']})"
+    loss = f"{record['loss']} by {'.'.join(record['function'].split('.')[-2:])} ({record['backend']})"
     if record["unproven"]:
-        return Check(name, f"{what}; not compared: {', '.join(record['unproven'])}", "its settings", True)
+        return Check(name, f"{loss}; not compared: {', '.join(record['unproven'])}", "its settings", True)
     apart = record["relative_difference"]
-    figure = f"{what}, {max(apart['loss'], apart['gradient']):.1e} apart over {apart['steps']} steps"
+    figure = f"{loss}, {max(apart['loss'], apart['gradient']):.1e} apart over {apart['steps']} steps"
     if not record["asserted"]:
         fix = "change cogumi.rewards, so that the rewards of a group differ"
         return Check(name, f"{figure}, none with a gradient to compare", required, False, fix)
