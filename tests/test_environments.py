@@ -344,7 +344,9 @@ def test_flags_of_episodes(metrics: dict[str, float], name: str, level: str) -> 
 
     rows = [{"step": step, "reward": 0.5, **metrics} for step in range(1, 7)]
     history = RunHistory(setting=None, first=[], latest=rows)  # type: ignore[arg-type]
-    [found] = [flag for rule in (tool_calls, episodes_end, scored) if (flag := rule(history)) is not None and flag.name == name]
+    [found] = [
+        flag for rule in (tool_calls, episodes_end, scored) if (flag := rule(history)) is not None and flag.name == name
+    ]
     assert found.level == level
 
 

@@ -181,7 +181,8 @@ def test_rollouts_are_what_the_trainer_was_rewarded_for(sft: Config, tmp_path: P
 
 
 def test_a_completion_that_nobody_scored_has_no_reward() -> None:
-    from cogumi.telemetry.recorder import spread_by_reward, text_of, weighted_sum
+    from cogumi.data.chat import transcript_of
+    from cogumi.telemetry.recorder import spread_by_reward, weighted_sum
 
     nan = float("nan")
     assert weighted_sum((0.5, nan), [2.0, 1.0]) == 1.0
@@ -190,8 +191,8 @@ def test_a_completion_that_nobody_scored_has_no_reward() -> None:
     assert spread_by_reward([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == [5, 3, 4, 0]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so", "tool_calls": [call]}]
-    assert text_of(said) == 'user: hi\nassistant: so add({"a": 1})'
-    assert text_of([*said[1:], {"role": "tool", "content": None}]) == 'assistant: so add({"a": 1})\ntool: '
+    assert transcript_of(said) == 'user: hi\nassistant: so add({"a": 1})'
+    assert transcript_of([*said[1:], {"role": "tool", "content": None}]) == 'assistant: so add({"a": 1})\ntool: '
 
 
 def test_rewards_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> None:

@@ -336,3 +336,23 @@ def refuse_empty_prompt(prompt: Side) -> None:
     said = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if "tool_calls" not in each]
     if not "".join(said).strip():
         raise BadRow("with an empty prompt")
+
+
+def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a completion's text, of messages that of the last one; "" for a message without content (a bare tool call)."""
+    if isinstance(completion, str):
+        return completion
+    return (completion[-1].get("content") or "") if completion else ""
+
+
+def transcript_of(messages: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return text as it is, and messages as `role: content`, a line each, with their calls as `name({"argument": 1})`."""
+    if isinstance(messages, str):
+        return messages
+    lines = []
+    for message in messages:
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        called = [f"{call.get('name')}({json.dumps(call.get('arguments', {}), default=str)})" for call in calls]
+        words = filter(None, [str(message.get("content") or ""), *called])
+        lines.append(f"{message['role']}: {' '.join(words)}")
+    return "\n".join(lines)

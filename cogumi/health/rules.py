@@ -31,7 +31,9 @@ UNSETTLED_STEPS = 50  #                    steps; before them a loss may still b
 TREND_Z = 3.0  #                           standard deviations of Mann and Kendall's test
 LOSS_RISE_SHARE = 0.1  #                   of the first loss
 LOSS_FALL_SHARE = 0.03  #                  of the first loss, in a hundred steps; a tenth is usual
-OVERFLOWING_RATE = 0.1  #                  learning rate; Adam moves a weight by about the rate, and weights are hundredths
+OVERFLOWING_RATE = (
+    0.1  #                  learning rate; Adam moves a weight by about the rate, and weights are hundredths
+)
 WAIT_ROWS = 20
 WAIT_SHARES = 0.2, 0.5  #                  yellow, red: of the time
 UNTRAINED_SHARE = 0.05  #                  of log(vocabulary): distance within which a first loss is that of guessing
@@ -53,7 +55,9 @@ PAIR_CORRELATION = 0.3  #                  from here both answers of a pair are 
 POLICY_ROWS = 10
 ROLLOUTS, MIN_ROLLOUTS = 8, 4  #           rollouts: averaged over, needed
 EQUAL_REWARDS = 1e-5  #                    deviation of equal rewards: TRL 1.15 asks for 0, which float32 misses for 0.7
-DEAD_COMPLETIONS = 64  #                   in a row without reward; of 64, 1 in 20 succeeds even at a success rate of 5 %
+DEAD_COMPLETIONS = (
+    64  #                   in a row without reward; of 64, 1 in 20 succeeds even at a success rate of 5 %
+)
 KL_STEPS, MIN_KL_STEPS = 16, 5
 TRUNCATED_SHARE = 0.3  #                   yellow: of the completions                              AXOLOTL
 ENTROPY_NATS, ENTROPY_SHARE = 0.05, 0.2  # nats a token, of the start                              AXOLOTL
@@ -469,7 +473,9 @@ def tool_calls(run: RunHistory) -> Flag | None:
         cause = "no tool is ever called, so the policy cannot learn to"
         return Flag("tool calls", "red", evidence, cause, "a model that was trained to call tools")
     cause = "calls name no tool, have wrong arguments, or the tool raises"
-    return Flag("tool calls", level_above(failed, *FAILED_CALL_SHARES), evidence, cause, "the docstrings of cogumi.tools")
+    return Flag(
+        "tool calls", level_above(failed, *FAILED_CALL_SHARES), evidence, cause, "the docstrings of cogumi.tools"
+    )
 
 
 def episodes_end(run: RunHistory) -> Flag | None:

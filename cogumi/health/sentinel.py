@@ -166,7 +166,9 @@ class Sentinel(TrainerCallback):
             return False
         measured = None if batches.pairs_now is None else batches.pairs_now.step
         if batches.pairs.t < PAIR_T:
-            return measured is None and step >= min(PAIRS_AGAIN_STEPS, self.sanity or PAIRS_AGAIN_STEPS, self.setting.max_steps)
+            return measured is None and step >= min(
+                PAIRS_AGAIN_STEPS, self.sanity or PAIRS_AGAIN_STEPS, self.setting.max_steps
+            )
         flag = token_frequencies(self.run())
         return flag is not None and flag.level != "green" and (measured is None or step - measured >= PAIRS_AGAIN_STEPS)
 

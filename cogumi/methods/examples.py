@@ -223,7 +223,7 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
     """The first held-out examples as prompts, with what would be the answer, for samples.jsonl."""
     rows = held_out.select(range(min(SAMPLE_ROWS, len(held_out))))
 
-    def text_of(ids: list[int]) -> str:
+    def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
     if options.method == "gspo":
@@ -232,14 +232,14 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
         texts = {name: list(map(shown_value, rows[name])) for name in names}
         return decode_rows(Dataset.from_dict({**texts, "prompt": prompts, "prompt_ids": ids}), names)
     if options.method == "dpo":
-        given = [(row["prompt_ids"], {side: text_of(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
+        given = [(row["prompt_ids"], {side: decode(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
     else:
         given, answer = [], "middle" if options.format == "fim" else "answer"
         for row in rows:
             ids, end = row["input_ids"], len(row["completion_mask"]) - row["completion_mask"][::-1].index(1)
             start = next((at for at in range(end, 0, -1) if not row["completion_mask"][at - 1]), 0)
             if start > 1:  # else all of it is learned, and nothing is asked
-                given.append((ids[:start], {answer: text_of(ids[start:end])}))
+                given.append((ids[:start], {answer: decode(ids[start:end])}))
     found = [{"prompt": tokenizer.decode(ids), **answers, "prompt_ids": ids} for ids, answers in given]
     return Dataset.from_list(found) if found else None
 

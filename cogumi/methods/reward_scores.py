@@ -16,9 +16,10 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.run_directory import jsonable_numbers
+from cogumi.data.chat import text_of, transcript_of
 from cogumi.rewards.distribution import Distribution, describe_rewards, share_of_equal_groups, weighted_total
 from cogumi.rewards.entries import RUN_SETTINGS, weights_of
-from cogumi.rewards.functions import parameters_of, text_of
+from cogumi.rewards.functions import parameters_of
 from cogumi.rewards.lengths import reads_thoughts
 from cogumi.rewards.named_rewards import as_annotated, messages_of, needed_columns, rewards_of
 
@@ -235,9 +236,7 @@ def last_message(recorded: str) -> str:
 
 def prompt_key(prompt: Any) -> str:
     """A prompt as rollouts.jsonl has it."""
-    from cogumi.telemetry.recorder import text_of as recorded_text
-
-    return recorded_text(prompt)[-RECORDED_CHARACTERS:]
+    return transcript_of(prompt)[-RECORDED_CHARACTERS:]
 
 
 def prompts_of(run: RunConfig) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from cogumi.core.errors import require_extra
-from cogumi.data.chat import CLOSE, OPEN
+from cogumi.data.chat import CLOSE, OPEN, text_of
 from cogumi.data.chat_templates import visible_text
 from cogumi.data.encoding import special_texts
 
@@ -54,13 +54,6 @@ def parses(
     """
     triples = zip(prefix, completions, suffix, strict=True)
     return [float(is_python(before + text_of(each) + after)) for before, each, after in triples]
-
-
-def text_of(completion: Completion) -> str:
-    """The completion's text; a chat message's content may be None (a bare tool call), which is no text."""
-    if isinstance(completion, str):
-        return completion
-    return (completion[-1].get("content") or "") if completion else ""
 
 
 def is_python(source: str) -> bool:

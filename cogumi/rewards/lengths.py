@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat import CLOSE, OPEN
+from cogumi.data.chat import CLOSE, OPEN, text_of
 from cogumi.data.chat_templates import CHANNEL, MESSAGE
-from cogumi.rewards.functions import Completion, Reward, parameters_of, replies_of, text_of, with_columns
+from cogumi.rewards.functions import Completion, Reward, parameters_of, replies_of, with_columns
 
 THOUGHT_COLUMNS = ("thought_tokens", "replies")
 """What a run gives a reward that names it: the tokens of each completion's thought, and its whole text with the thought."""

@@ -17,7 +17,8 @@ from pydantic import Field
 
 from cogumi.core.errors import require_extra
 from cogumi.core.worker import Worker
-from cogumi.rewards.functions import Completion, text_of
+from cogumi.data.chat import text_of
+from cogumi.rewards.functions import Completion
 
 # An answer with one of these says itself where its expression is; another one is an expression as a whole.
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")

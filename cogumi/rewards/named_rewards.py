@@ -15,6 +15,7 @@ from typing import Any
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError, ends_by_signal
 from cogumi.core.user_code import load_object
+from cogumi.data.chat import text_of
 from cogumi.rewards.entries import ALWAYS_THERE, bind_parameters, hints_of, is_column, read_entries, with_names
 from cogumi.rewards.functions import (
     Reward,
@@ -26,7 +27,6 @@ from cogumi.rewards.functions import (
     format_match,
     parameters_of,
     parses,
-    text_of,
     with_columns,
 )
 from cogumi.rewards.lengths import THOUGHT_COLUMNS, overlong, thought_price

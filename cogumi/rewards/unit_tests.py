@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cogumi.data.chat import text_of
 from cogumi.rewards import unit_test_program
-from cogumi.rewards.functions import Completion, text_of
+from cogumi.rewards.functions import Completion
 from cogumi.sandbox import SandboxResult, default_sandbox
 
 # The last fence counts, as in open-r1: the ones before are drafts. One that never closes goes to the end.

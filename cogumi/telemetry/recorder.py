@@ -1,7 +1,6 @@
 """What a training shows: metrics.jsonl, one progress bar, a line in run.log every so often; what the model writes; the run's
 log and status."""
 
-import json
 import logging
 import math
 import random
@@ -9,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from cogumi.core.run_directory import (
     write_atomic,
     write_json,
 )
+from cogumi.data.chat import transcript_of
 from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 from cogumi.stack.ranks import Ranks
@@ -229,7 +229,7 @@ def rollout_row(trainer: Any) -> dict[str, Any]:
     logs, weights = logged_completions(trainer), trainer.reward_weights.tolist()
     rewards = {name: [round(value, 6) for value in values] for name, values in logs["rewards"].items()}
     total = [weighted_sum(each, weights) for each in zip(*rewards.values(), strict=True)]
-    prompts, completions = map(text_of, logs["prompt"]), map(text_of, logs["completion"])
+    prompts, completions = map(transcript_of, logs["prompt"]), map(transcript_of, logs["completion"])
     rows = [
         {"prompt": prompt[-MOST_CHARACTERS:], "completion": completion[:MOST_CHARACTERS], "reward": reward}
         for prompt, completion, reward in zip(prompts, completions, total, strict=True)
@@ -249,19 +249,6 @@ def spread_by_reward(rewards: list[float]) -> list[int]:
     if len(ranked) <= SHOWN:
         return ranked
     return [ranked[round((len(ranked) - 1) * n / (SHOWN - 1))] for n in range(SHOWN)]
-
-
-def text_of(said: Any) -> str:
-    if isinstance(said, str):
-        return said
-    return "\n".join(f"{each['role']}: {message_text(each)}" for each in said)
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """What a message says, and each call in it as `name({"argument": 1})`."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    called = [f"{call.get('name')}({json.dumps(call.get('arguments', {}), default=str)})" for call in calls]
-    return " ".join(filter(None, [str(message.get("content") or ""), *called]))
 
 
 class Samples(TrainerCallback):

@@ -2,11 +2,11 @@
 
 FLOP per token = 4 N + 2 N_trained + 12 L d_attn T
 
-N counts the weights that a token is multiplied with: all matrices with the LM head, without the embedding table. Of a
-mixture of experts it counts the share that a token is routed to. The forward pass takes 2 N, the gradient of the inputs 2 N,
-and that of the weights 2 N_trained (Kaplan et al. 2020, arXiv:2001.08361; Hu et al. 2021, arXiv:2106.09685). Attention takes
+N counts the weights that a token is multiplied with: all matrices with the LM head, without the embedding table, and of a
+mixture of experts the share that a token is routed to. The forward pass takes 2 N, the gradient of the inputs 2 N, and that
+of the weights 2 N_trained (Kaplan et al. 2020, arXiv:2001.08361; Hu et al. 2021, arXiv:2106.09685). Attention takes
 12 L d_attn T, for L layers, d_attn = heads x head_dim, and T tokens attended to (PaLM, arXiv:2204.02311, appendix B). It
-is not halved for causality. T is sum n^2 / sum n over the documents, or the window of a layer where that is less.
+is not halved for causality, and T = sum n^2 / sum n over the documents also for layers that see a window only.
 
 With gradient checkpointing a perfect machine shows an MFU of 67 % with LoRA and 75 % without. TRL's chunked losses multiply
 the LM head only with learned tokens, which MFU does not know. A step that is made again after a kill counts again.
@@ -35,33 +35,35 @@ from cogumi.stack.ranks import Ranks
 HEARTBEAT = "heartbeat.json"
 ROLLOUT, PAUSED_STAGE = "rollout", "paused"
 NOT_MULTIPLIED = {"original_module", "lora_embedding_A", "lora_embedding_B"}  # PEFT's: replaced by a copy, looked up
+ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """`weights`, `trained`: N, N_trained. `attention`: the (d_attn, window) of each layer that attends; math.inf sees all."""
+    """weights, trained: N, N_trained. attention: the sum of d_attn over the layers that attend."""
 
     weights: float
     trained: float
-    attention: tuple[tuple[float, float], ...]
+    attention: float
 
     def model(self, context: float) -> float:
-        attending = sum(12 * width * min(context, window) for width, window in self.attention)
-        return 4 * self.weights + 2 * self.trained + attending
+        return 4 * self.weights + 2 * self.trained + 12 * self.attention * context
 
     def forward(self, context: float) -> float:
-        """FLOP of a token's forward pass, which gradient checkpointing repeats."""
-        return 2 * self.weights + sum(4 * width * min(context, window) for width, window in self.attention)
+        """Return the FLOP of a token's forward pass, which gradient checkpointing repeats."""
+        return 2 * self.weights + 4 * self.attention * context
 
     def hardware(self, context: float, recomputed: bool) -> float:
         return self.model(context) + (self.forward(context) if recomputed else 0.0)
 
 
 def flops_of(model: nn.Module) -> TokenFlops:
-    """What a token costs in the training of a loaded model, adapters included.
-    Raises ValueError for experts without a known routing, and for packed weights that are no nn.Linear."""
+    """Count what a token costs in the training of a loaded model, adapters included.
+
+    Raises ValueError for experts without a known routing, and for packed weights that are no nn.Linear.
+    """
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     towers = tuple(f"{name}." for name in find_towers(model))  # a token of a text does not meet them
     weights = trained = 0.0
@@ -79,11 +81,11 @@ def flops_of(model: nn.Module) -> TokenFlops:
             elements *= routed_share(config, name) if "experts" in parts else 1.0
             weights += elements
             trained += elements * parameter.requires_grad
-    return TokenFlops(weights, trained, attention_of(config))
+    return TokenFlops(weights, trained, attention_width(config))
 
 
 def count_elements(module: nn.Module, name: str, parameter: nn.Parameter) -> float:
-    """The elements of the matrix that a parameter stands for; a 4-bit one is stored packed."""
+    """Count the elements of the matrix that a parameter stands for; a 4-bit one is stored packed."""
     if isinstance(module, nn.Linear):
         return float(module.in_features * module.out_features)
     if isinstance(module, ParametrizationList) and hasattr(module[0], "quant_state"):  # experts, by bitsandbytes
@@ -104,27 +106,24 @@ def routed_share(config: Any, name: str) -> float:
     return routed / among
 
 
-def attention_of(config: Any) -> tuple[tuple[float, float], ...]:
-    """(d_attn, window) of every layer that attends. Where keys and values differ (DeepSeek), d_attn is the mean of both."""
-    window, kinds = getattr(config, "sliding_window", None) or math.inf, getattr(config, "layer_types", None)
-    if kinds is None:  # one kind for all layers: a window where the config has one that is in use
-        slides = getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
-    chunk = float(getattr(config, "attention_chunk_size", None) or math.inf)
-    windows = {"full_attention": math.inf, "sliding_attention": window, "chunked_attention": chunk}
-    attending = [windows[kind] for kind in kinds if kind in windows]
-    if not attending:  # and the config has no heads
-        return ()
+def attention_width(config: Any) -> float:
+    """Return the sum of d_attn over the layers that attend; where keys and values differ (DeepSeek) d_attn is their mean."""
+    kinds = getattr(config, "layer_types", None)
+    layers = config.num_hidden_layers if kinds is None else sum(kind in ATTENDING for kind in kinds)
+    if not layers:  # and the config has no heads
+        return 0.0
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     if getattr(config, "qk_head_dim", None) and getattr(config, "v_head_dim", None):
         width = heads * (config.qk_head_dim + config.v_head_dim) / 2
-    return tuple((width, limit) for limit in attending)
+    return float(layers * width)
 
 
 class Meter:
-    """Counts seconds from the moment it is made. Every second belongs to one stage, the innermost.
-    price_per_hour: what the machine costs while it is held; None if it was not given."""
+    """Counts seconds since it was made; every second belongs to one stage, the innermost.
+
+    price_per_hour: what the machine costs while it is held, None if it was not given.
+    """
 
     def __init__(self, price_per_hour: float | None = None, stage: str = "data") -> None:
         self.price_per_hour, self.stage = price_per_hour, stage
@@ -134,7 +133,7 @@ class Meter:
         self.began = self.since = time.monotonic()
 
     def resume_from(self, run_dir: Path) -> None:
-        """Count on from where the earlier parts of the run in this directory ended: their heartbeat is the record."""
+        """Continue from where the earlier parts of the run in this directory ended, by their heartbeat."""
         if (run_dir / HEARTBEAT).exists():
             beat = read_json(run_dir / HEARTBEAT)
             self.earlier, self.started, self.counts = beat["elapsed_seconds"], beat["started"], beat["counts"]
@@ -146,7 +145,7 @@ class Meter:
 
     @contextmanager
     def stage_inside(self, stage: str) -> Iterator[None]:
-        """A piece of work of its own within a stage: an evaluation, a rollout, samples."""
+        """Count the block as a stage of its own: an evaluation, a rollout, samples."""
         outer = self.stage
         self.enter(stage)
         try:
@@ -155,7 +154,7 @@ class Meter:
             self.enter(outer)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by stage, in the order in which they were first entered."""
+        """Return seconds by stage, in the order in which they were first entered."""
         stage, since, spent = self.stage, self.since, dict(self.spent)
         spent[stage] = spent.get(stage, 0.0) + max(0.0, time.monotonic() - since)
         return spent
@@ -164,14 +163,16 @@ class Meter:
         return self.earlier + time.monotonic() - self.began
 
     def cost(self, more_seconds: float = 0.0) -> float | None:
-        """What the run has cost, or will have after so many seconds more; None without a price."""
+        """Return what the run has cost, or will have after so many more seconds; None without a price."""
         return None if self.price_per_hour is None else (self.elapsed() + more_seconds) / 3600 * self.price_per_hour
 
 
 @dataclass
 class TokenCounts:
-    """Sums over the batches of a training. tokens: without padding. squared: of the lengths of the documents. step_seconds:
-    with rollouts and reading data, without what lies between steps: saving, logging, evaluation."""
+    """Sums over the batches of a training. tokens: without padding. squared: of the lengths of the documents.
+
+    step_seconds: with rollouts and reading data, without saving, logging and evaluation, which lie between steps.
+    """
 
     tokens: float = 0.0
     squared: float = 0.0
@@ -181,9 +182,11 @@ class TokenCounts:
 
 
 class Throughput:
-    """Counts what one trainer's loss is computed on, by looking at the batches that its `compute_loss` is given.
-    Sums stay on the device until `read`, which waits for it: call it where the trainer has just waited for a loss.
-    ranks: the processes of the training, which add up what each has, and read together."""
+    """Counts what one trainer's loss is computed on, from the batches that its `compute_loss` is given.
+
+    Sums stay on the device until `read`, which waits for it: call it where the trainer has just waited for a loss. ranks: the
+    processes of the training, which read together.
+    """
 
     def __init__(self, trainer: Any, meter: Meter, ranks: Ranks | None = None) -> None:
         self.trainer = weakref.ref(trainer)  # the heartbeat outlives it, and the merge needs its memory
@@ -198,9 +201,9 @@ class Throughput:
             self.steps_per_rollout = micro_batches / trainer.args.gradient_accumulation_steps
 
     def time_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
-        """A rollout ends in texts and rewards, on the host: its seconds are the clock's."""
+        """Count the seconds of a rollout by the clock: it ends in texts and rewards on the host."""
         trainer = self.trainer()
-        if trainer is None or not trainer.model.training:  # of an evaluation
+        if trainer is None or not trainer.model.training:  # an evaluation
             return make(inputs)
         before = self.meter.seconds().get(ROLLOUT, 0.0)
         with self.meter.stage_inside(ROLLOUT):
@@ -218,7 +221,7 @@ class Throughput:
         return compute_loss(model, inputs, *args, **kwargs)
 
     def read(self) -> None:
-        """Take what is on the device into the totals, and leave them where the heartbeat finds them."""
+        """Add what is on the device to the totals, and hand those to the meter."""
         if self.on_device is not None:
             squared, tokens = self.ranks.total(self.on_device.tolist())
             self.total.tokens += tokens
@@ -236,7 +239,7 @@ class Throughput:
         return done.tokens / done.step_seconds if done.tokens and done.step_seconds > 0 else None
 
     def mfu(self, done: TokenCounts) -> float | None:
-        """The share of the card's peak, of the seconds of steps without their rollouts (which no formula here counts)."""
+        """Return the share of the card's peak, over the seconds of steps without their rollouts, which no formula here counts."""
         seconds = done.step_seconds - done.rollout_seconds
         if not self.work or not self.peak or not done.tokens or seconds <= 0:
             return None
@@ -244,7 +247,7 @@ class Throughput:
 
 
 def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | None]:
-    """(what a token costs, the card's peak in dense bf16 FLOP/s, why there is no MFU)."""
+    """Return (what a token costs, the card's peak in dense bf16 FLOP/s, why there is no MFU)."""
     try:
         work = flops_of(model)
     except ValueError as error:
@@ -258,9 +261,9 @@ def flops_and_peak(model: Any) -> tuple[TokenFlops | None, float | None, str | N
 
 
 def document_lengths(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(sum of the squared lengths of the documents, tokens without padding) of a batch, both on its device.
+    """Return (sum of the squared lengths of the documents, tokens without padding) of a batch, both on its device.
 
-    inputs: of TRL's trainers. GRPO has prompt and completion apart, and SFT and DPO rows with an attention mask. With
+    inputs: as TRL's trainers make them. GRPO has prompt and completion apart, and SFT and DPO rows with an attention mask. With
     packing the positions of a row start anew at each document: over a document the sum of 2 p + 1 is n^2.
     """
     masks = ("prompt_mask", "completion_mask") if "completion_ids" in inputs else ("attention_mask",)
