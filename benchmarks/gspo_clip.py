@@ -55,7 +55,9 @@ def run(quick: bool = False) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         sft = cogumi.train(CONFIGS / "chat-sft.yaml", cogumi__run_dir=Path(folder, "sft")).merged
         assert sft is not None
-        records = [train(sft, *key, QUICK if quick else SMALL) for key in itertools.product(seeds, rates, ARMS)]
+        sizes = QUICK if quick else SMALL
+        arms = itertools.product(seeds, rates, ARMS)
+        records = [train(sft, seed, rate, arm, sizes) for seed, rate, arm in arms]
     yield from summarize(records)
 
 
@@ -64,9 +66,9 @@ def continue_log(model: Path, log: Path) -> Iterator[Row]:
     quiet()
     records = read_jsonl(log) if log.exists() else []
     finished = {(record["seed"], record["rate"], record["arm"]) for record in records}
-    for key in itertools.product(REAL_SEEDS, REAL_RATES, ARMS):
-        if key not in finished:
-            records.append(train(model, *key, REAL))
+    for seed, rate, arm in itertools.product(REAL_SEEDS, REAL_RATES, ARMS):
+        if (seed, rate, arm) not in finished:
+            records.append(train(model, seed, rate, arm, REAL))
             append_jsonl(log, records[-1])
     yield from summarize(records)
 

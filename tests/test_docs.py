@@ -26,7 +26,8 @@ from cogumi.cli.app import app
 from cogumi.config.schema import load_config
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))]
+DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMOKE = "a minute or more of other tests' work: "
 BOX = "needs a rented box"

@@ -234,7 +234,7 @@ class LoadedModels:
 
         files, name = self.files, BASE if column == ADAPTER else column
         if name not in self.models:
-            path, options = str(files.merged), {}
+            path, options = str(files.merged), dict[str, Any]()
             if name == BASE:
                 path = resolve_model(str(files.base), files.revision)
                 options = {"revision": files.revision, "quantization": files.quantization}

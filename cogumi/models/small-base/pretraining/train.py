@@ -86,7 +86,7 @@ def digest(source: str) -> str:
 def standard_library() -> list[str]:
     """The standard library's functions, sorted by file: what is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    found: list[str] = []
     for file in sorted(root.rglob("*.py")):
         if not {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(file.relative_to(root).parts):
             found += functions(file.read_bytes().decode("utf-8-sig", "replace"))
