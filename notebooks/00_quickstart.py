@@ -3,11 +3,11 @@
 # At the end you have a model that does what you ask, a table that shows what each stage changed, and a report to keep.
 #
 # The base is a small model of Python code that comes with the package. You ask it to rename a variable in a few lines of real code.
-# SFT imitates demonstrations. We made about half of them careless: each renames only the first place.
+# SFT imitates demonstrations. About half of them are careless on purpose: they rename only the first place.
 # GSPO sees other tasks and no demonstration. It rewards right answers, and so corrects what SFT has copied.
 # Nothing is downloaded, and no GPU is needed.
 #
-# For a real model, change the two names in the next cell. Each cell needs only the first one and the files in `RUNS`.
+# For a real model, change the two names in the next cell. Every other cell needs only that cell and the files in `RUNS`.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -18,7 +18,7 @@ SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"  # on a GPU: "qwen3-4b-sft", "qw
 RUNS = "runs/quickstart"
 
 # %% [markdown]
-# **Look at the demonstrations.** The assistant's words are what the model learns, right or careless.
+# **Look at the demonstrations.** The model learns the assistant's words, right or careless.
 
 # %%
 cogumi.preview(SFT, examples=6)
@@ -52,13 +52,13 @@ models = {"base": "cogumi:small-base", "SFT": f"{RUNS}/sft/merged", "GSPO": f"{R
 completions.compare(models, GSPO)
 
 # %% [markdown]
-# **See how it learned**: how the rewards of single completions are spread, in the first quarter of the steps and in the last.
+# **Rewards.** The distribution of rewards over completions, in the first quarter of the steps and in the last.
 
 # %%
 figures.rewards(f"{RUNS}/gspo")
 
 # %% [markdown]
-# **Keep the report**: one file that you can open when the machine is gone.
+# **Keep the report**: one HTML file that you can open when the machine is gone.
 
 # %%
 from IPython.display import FileLink

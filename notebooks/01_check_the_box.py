@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Check the box before you pay for it
-# At the end you know whether this machine is fit to train, whether a run fits it, and what that run costs on a card that you might rent.
+# # Check the machine before you pay for it
+# At the end you know whether this machine is fit to train, whether a run fits, and what the run costs on a card that you might rent.
 #
-# Nothing is trained here, so there is no text to compare. This takes half a minute.
+# Nothing is trained here. This takes half a minute.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -12,13 +12,13 @@ CONFIG = "smoke/llama-3.1-8b-sft"  # the real one: "llama-3.1-8b-sft"
 CARD = "H100 SXM"
 
 # %% [markdown]
-# **The machine**: Python, disks, driver and packages. What is wrong comes with its cause and its fix.
+# **The machine**: Python, disks, driver and packages. Each problem comes with its cause and its fix.
 
 # %%
 print(cogumi.doctor())
 
 # %% [markdown]
-# **The run on this machine**: memory, disk and time. One step is computed on tensors that take no memory, with this model, this data and this loss.
+# **The run on this machine**: memory, disk and time. One training step of this model, data and loss is computed on tensors without memory.
 
 # %%
 cogumi.preflight(CONFIG)
@@ -30,7 +30,7 @@ cogumi.preflight(CONFIG)
 cogumi.preflight(CONFIG, card=CARD, cogumi__price_per_hour=2.5)
 
 # %% [markdown]
-# **Change the config** in a form that knows every key of TRL and PEFT. The YAML stands beside it. *preflight* makes the forecast; *write* writes the YAML.
+# **Change the configuration** in a form that checks each value. *write* writes a YAML file.
 
 # %%
 cogumi.configure(CONFIG)

@@ -2,7 +2,7 @@
 # # See what would be trained on
 # At the end you know which tokens a model would learn from your file, how long the examples are, and which rows are left out and why.
 #
-# Nothing is trained here, so there is no text to compare. This takes half a minute.
+# Nothing is trained here. This takes half a minute.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -18,13 +18,13 @@ RUNS = "runs/data"
 cogumi.preview(CHAT, examples=2)
 
 # %% [markdown]
-# **Fill in the middle.** A piece is cut out of a function. The model sees what stands before and after it, and learns the piece.
+# **Fill in the middle.** A piece is cut out of a function. The model sees the text before and after it, and learns the piece.
 
 # %%
 cogumi.preview(FIM, examples=2)
 
 # %% [markdown]
-# Any key of the config can be tried. Here every example has its suffix first, and the pieces are 40 to 80 characters long.
+# Try any key of the configuration. Here every example has its suffix first, and the pieces are 40 to 80 characters long.
 
 # %%
 cogumi.preview(FIM, examples=1, data__fim__spm_rate=1.0, data__fim__middle_chars=[40, 80])

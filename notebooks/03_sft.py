@@ -2,7 +2,7 @@
 # # Fine-tune on conversations
 # At the end you have a model that follows an instruction, and the same prompts answered before and after.
 #
-# A LoRA learns every turn of the assistant. Rows are packed if a probe finds that packing changes nothing on this model. This takes a minute on two CPU cores.
+# A LoRA learns every turn of the assistant. Rows are packed if a probe finds that packing changes nothing on this model. It takes a minute on two CPU cores.
 
 # %% tags=["parameters"]
 try: import cogumi
@@ -13,7 +13,7 @@ CONFIG = "smoke/llama-3.1-8b-sft"  # the real one: "llama-3.1-8b-sft"
 RUN = "runs/sft-chat"
 
 # %% [markdown]
-# **Fifty steps first.** `cogumi.sanity` trains the first steps of the run. It answers whether it is safe to train the rest: yes, no, or not shown.
+# **Fifty steps first.** `cogumi.sanity` trains the first steps of the run. It answers whether the rest is safe to train: yes, no, or not shown.
 
 # %%
 print(cogumi.start(CONFIG, cogumi__run_dir=RUN, cogumi__sanity=50).wait())

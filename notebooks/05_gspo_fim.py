@@ -2,9 +2,9 @@
 # # GSPO on code: fill in the middle
 # At the end you have the rewards of a GSPO run on code with holes, and a proof of which loss trained it.
 #
-# A piece is cut out of a function. The model sees what stands before and after, and writes the piece. This takes two minutes on two CPU cores.
+# A piece is cut out of a function. The model sees the text before and after it, and writes the piece. This takes two minutes on two CPU cores.
 #
-# **The small base is too weak for this task**: its completions are hardly better to read after the training. For text, use a real code model, or see the [quickstart](00_quickstart.ipynb).
+# **The small base is too weak for this task**: its completions hardly improve. For readable completions use a real code model, or see the [quickstart](00_quickstart.ipynb).
 
 # %% tags=["parameters"]
 import json
@@ -18,7 +18,7 @@ SFT, GSPO = "smoke/sft", "smoke/gspo"  # a real one needs no SFT: "qwen2.5-coder
 RUNS = "runs/fim"
 
 # %% [markdown]
-# **Teach the format first.** The small base does not know fill-in-the-middle. Qwen2.5-Coder does: leave this cell out for it.
+# **Teach the format first.** The small base does not know fill-in-the-middle. Qwen2.5-Coder does: skip this cell for it.
 
 # %%
 print(cogumi.start(SFT, cogumi__run_dir=f"{RUNS}/sft").wait())

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Watch it, stop it, take it up again
+# # Watch, stop and resume a run
 # At the end you have left a run, found it again, paused it, stopped it, and continued it from its checkpoint.
 #
-# The run trains in a process of its own. You can restart the kernel, close the laptop, or attach from another notebook. What the model
-# learns is not the subject here, so no text is compared. This takes a minute on two CPU cores.
+# The run trains in a process of its own. You can restart the kernel, close the laptop, or attach from another notebook. This
+# takes a minute on two CPU cores.
 
 # %% tags=["parameters"]
 import time
@@ -28,7 +28,7 @@ print(run)
 print("logged so far:", run.metrics()[-1:])
 
 # %% [markdown]
-# **Pause.** The panel has buttons for this, and for a checkpoint. A pause keeps the memory of the machine; a stop gives it back.
+# **Pause.** The panel has buttons for this, and for a checkpoint. A pause keeps the memory allocated; a stop frees it.
 
 # %%
 run = cogumi.attach(RUN)
@@ -39,14 +39,14 @@ print(run)
 run.unpause()
 
 # %% [markdown]
-# **Stop.** The step is finished. A checkpoint is written, read back and compared, and the process ends.
+# **Stop.** The last finished step is saved, read back and compared, and the process ends.
 
 # %%
 print(cogumi.attach(RUN).stop().checkpoint)
 print("whole:", cogumi.last_good_checkpoint(f"{RUN}/checkpoints"))
 
 # %% [markdown]
-# **The same call continues the run**, bit for bit as if it had not stopped.
+# **The same call continues the run**, bit for bit as if it had never stopped.
 
 # %%
 again = cogumi.start(CONFIG, cogumi__run_dir=RUN, train__max_steps=STEPS, cogumi__price_per_hour=2.5)

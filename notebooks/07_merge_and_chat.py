@@ -14,7 +14,7 @@ CONFIG = "smoke/llama-3.1-8b-sft"  # the real one: "llama-3.1-8b-sft"
 RUN, OUT = "runs/to-merge", "runs/merged-again"
 
 # %% [markdown]
-# **Train an adapter.** A run merges it by itself (`cogumi.merge: true` is the default). Here the merge is a step of its own.
+# **Train an adapter.** A run merges it by itself (`cogumi.merge: true` is the default). Here the merge is a separate step.
 
 # %%
 print(cogumi.start(CONFIG, cogumi__run_dir=RUN, cogumi__merge=False).wait())
@@ -27,7 +27,7 @@ report = cogumi.merge_adapter(f"{RUN}/adapter", OUT) if not Path(OUT).exists() e
 report
 
 # %% [markdown]
-# **Check it again later**: has a byte changed, and are base and adapter those that were merged? `cogumi merge --check` does the same.
+# **Check it again later**: did a byte change, and are base and adapter the ones that were merged? `cogumi merge --check` does the same.
 
 # %%
 from cogumi.merge import check_merged

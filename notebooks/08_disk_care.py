@@ -1,8 +1,8 @@
 # %% [markdown]
-# # Disks: keep them from filling
-# At the end you know how much space a run will need, what takes the space now, and which checkpoint is whole. You have a monitor for scripts of your own.
+# # Disk space: predict, watch, free
+# At the end you know how much space a run will need, what takes the space now, and which checkpoints are complete. You have a monitor for your own scripts.
 #
-# What the model learns is not the subject here, so no text is compared. This takes half a minute.
+# This takes half a minute.
 
 # %% tags=["parameters"]
 from pathlib import Path
@@ -39,11 +39,11 @@ for use in disk.list_uses(Path(RUN)):
     print(use.what, disk.format_bytes(use.bytes))
 
 # %% [markdown]
-# **In a script of your own**: the monitor watches the disk of a directory. `trainer.add_callback(cogumi.DiskMonitorCallback())` does so for any Hugging Face trainer. `cogumi.protect(trainer)` makes its checkpoints whole or absent.
+# **In your own script**: the monitor watches the disk of a directory. `trainer.add_callback(cogumi.DiskMonitorCallback())` does so for any Hugging Face trainer. `cogumi.protect(trainer)` makes its checkpoints complete or absent.
 
 # %%
 with cogumi.DiskMonitor(".", warn=0.7, alarm=0.9) as monitor:
     print(monitor.sample())
 
 # %% [markdown]
-# **Next**: `docs/disk-space.md` has what is deleted, what never is, and what happens on a full disk.
+# **Next**: `docs/reliability.md` describes what is deleted, what never is, and what happens on a full disk.

@@ -2,10 +2,10 @@
 # # Your own reward, your own tools
 # At the end you have a model that was trained on a reward you wrote, and one that was trained to use a tool.
 #
-# A reward is a function in a file, and a tool environment is a class. A config names either.
+# A reward is a function in a file, and a tool environment is a class. A configuration names either.
 # The models here are too small to write text worth reading: look at the rewards. This takes a minute and a half on two CPU cores.
 #
-# For a real model, change the names and lower the learning rate. Leave out the cell that teaches the call: such a model can call tools already.
+# For a real model, change the names and lower the learning rate. Leave out the cell that teaches the call: such a model can already call tools.
 
 # %% tags=["parameters"]
 import json
@@ -116,7 +116,7 @@ figures.rewards(f"{RUNS}/tools")
 print(json.loads(Path(RUNS, "tools", "rollouts.jsonl").read_text().splitlines()[-1])["shown"][-1]["completion"])
 
 # %% [markdown]
-# **Was what the tool says left out of the loss?** `masked_share` is its share of the tokens. The loss and its gradient were compared
+# **Is the tool's text left out of the loss?** `masked_share` is its share of the tokens. The loss and its gradient were compared
 # with the formula at every token. At the tool's tokens the gradient has to be 0.
 
 # %%

@@ -1,4 +1,4 @@
-"""The table of docs/big-models.md: what `cogumi preflight` says of released models' shapes in each format.
+"""The table of docs/measured.md: what `cogumi preflight` says of released models' shapes in each format.
 
 `python -m tests.big_models` writes it anew. The run is an SFT with LoRA of rank 16 on the linear layers, four examples of
 2,048 tokens at once. A model is a config.json of its shapes: nothing is downloaded. The card is the first that fits.
@@ -22,7 +22,7 @@ from transformers import (
 
 from cogumi.core.errors import UsageError
 
-PAGE = Path(__file__).parents[1] / "docs" / "big-models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
 CARDS = ("A100 40GB", "A100 80GB", "H200")  # of 39.5, 79.1 and 140 GiB free
 NF4 = {
     "quant_method": "bitsandbytes",

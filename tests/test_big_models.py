@@ -1,4 +1,4 @@
-"""The table of docs/big-models.md agrees with `cogumi preflight` of each row."""
+"""The table of docs/measured.md agrees with `cogumi preflight` of each row."""
 
 import pytest
 from big_models import FORMATS, PAGE, row

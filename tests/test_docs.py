@@ -38,8 +38,6 @@ NOT_RUN = {
     "make lab": "a JupyterLab that stays; tests/test_box.py starts it",
     "make lint": "this is part of what runs this test",
     "make test-slow": "this is one of its tests",
-    "make test-all": "this is one of its tests",
-    "make golden": "it runs tests, of which this is one",
     ".venv/bin/python -m pytest tests/test_config.py": "this is how a test is run",
     "cd /workspace/cogumi": BOX,
     "export HF_HOME=/workspace/.cache/huggingface": BOX,
@@ -75,11 +73,10 @@ START = ["cogumi start configs/smoke/llama-3.1-8b-sft.yaml"]
 MINE = "cogumi train configs/smoke/sft.yaml data.source=my_code.parquet data.column=text cogumi.run_dir=runs/mine"
 BEFORE = {
     "docs/quickstart.md": ["cogumi cp qwen3-4b-sft my-run.yaml"],
-    "docs/disk-space.md": START,
     "docs/runs.md": START,
     "docs/merging.md": [MINE],
     "docs/preflight.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml"],
-    "docs/reliability.md": ["rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml", MINE],
+    "docs/reliability.md": [*START, "rm -f my.yaml; cogumi cp smoke/llama-3.1-8b-sft my.yaml", MINE],
     "docs/scale.md": ["rm -f my.yaml; cogumi cp smoke/sft my.yaml"],
 }
 TRAINER = """

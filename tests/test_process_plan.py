@@ -132,7 +132,7 @@ def test_all_the_cards_of_another_machine_are_not_known() -> None:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config.json of Llama-3.1-8B, which is enough to plan with (docs/h100.md)."""
+    """The config.json of Llama-3.1-8B, which is enough to plan with (docs/measured.md)."""
     path = tmp_path_factory.mktemp("shapes")
     LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128256, num_attention_heads=32,

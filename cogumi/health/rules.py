@@ -65,7 +65,7 @@ FAILED_CALL_SHARES = 0.2, 0.5  #           yellow, red: of tool calls           
 ENDLESS_SHARES = 0.3, 0.8  #               yellow, red: of episodes that a budget cut              as TRUNCATED_SHARE
 UNSCORED_SHARES = 0.02, 0.2  #             yellow, red: of completions                             none
 LAG_SHARES = 0.02, 0.05  #                 yellow, red: of the trainer's change; 0.05 to 0.2 if only the head stays old
-SAMPLER_NATS = 0.1, 0.3  #                 yellow, red: nats a token; 0.02 in bfloat16             docs/mismatch.md
+SAMPLER_NATS = 0.1, 0.3  #                 yellow, red: nats a token; 0.02 in bfloat16             docs/rollouts.md
 BUDGETS = {
     "turns": "train.max_tool_calling_iterations, higher",
     "tokens": "train.max_completion_length, higher",

@@ -154,7 +154,7 @@ def iterate_parameters(generation: Any) -> Iterator[tuple[str, Tensor]]:
     """TRL's `_iter_named_params`, which leaves a base under an adapter as it was, to the bit.
 
     TRL merges the adapter into the base in place and subtracts it again. In bfloat16 that rounds twice: after 100 rollouts
-    20 % of the small base's weights were others, 1.5e-3 of their norm away (docs/mismatch.md).
+    20 % of the small base's weights were others, 1.5e-3 of their norm away (docs/rollouts.md).
     """
     # Not at the top: unsloth has to be imported before PEFT.
     from peft import PeftModel

@@ -1,7 +1,7 @@
 """Score the old log-probabilities of unsloth's GRPO trainer by the forward pass that trains.
 
 unsloth scores a whole rollout at once without a gradient (prompts shared, rows packed, other attention kernels), and
-trains on shuffled micro-batches. On an H200 its ratios were up to 0.018 away from 1 before the first step (docs/h100.md).
+trains on shuffled micro-batches. On an H200 its ratios were up to 0.018 away from 1 before the first step (docs/measured.md).
 """
 
 from collections.abc import Callable

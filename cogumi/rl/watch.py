@@ -40,7 +40,7 @@ log = logging.getLogger("cogumi")
 RECORD = "loss.json"
 PREFIX = "policy/"
 FP32_HEAD = "Take an fp32 head on both sides"
-EXACT_TRL = "With cogumi.backend: trl they were 1 to the bit where this was measured (docs/h100.md); take it"
+EXACT_TRL = "With cogumi.backend: trl they were 1 to the bit where this was measured (docs/measured.md); take it"
 NOT_THE_USERS = ("trl.", "transformers.", "unsloth", "cogumi.")
 EXTREMES = {f"{PREFIX}max_ratio": max, f"{PREFIX}min_ratio": min}
 
