@@ -71,7 +71,7 @@ def choose_backend(run: RunConfig) -> Backend:
 def needs_exact_ratios(run: RunConfig) -> bool:
     """Whether the clip of a sequence's ratio acts, which is some 1e-4 wide: each rollout is used for several steps.
 
-    On an H200 unsloth's ratios were up to 0.018 away from 1 before the first step (docs/measured.md), and TRL's were 1 to the bit.
+    On an H200 unsloth's ratios were up to 0.018 away from 1 before the first step (docs/measured.md), TRL's were 1.
     """
     train, options = run.train, run.cogumi
     if options.method != "gspo" or train.get("loss_type", "gspo") not in OURS:
