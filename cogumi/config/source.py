@@ -56,7 +56,7 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
 
 
 def find_config(path: Path) -> Path:
-    """Find a configuration of the package by name (`smoke/sft`) or README path (`configs/smoke/sft.yaml`), else return the path."""
+    """Find a packaged configuration by name (`smoke/sft`) or README path (`configs/smoke/sft.yaml`); else return the path."""
     name = path.as_posix()
     packaged = name.startswith("configs/") or not is_yaml(path)
     if path.exists() or not packaged:

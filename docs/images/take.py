@@ -1,7 +1,7 @@
 """The pictures of README and docs: the quickstart, run in a real JupyterLab in a real Chromium. `python -m docs.images.take`
 
 panel.png: the panel while GSPO trains, light; compare.png: base, SFT and GSPO side by side; panel-dark.png: another kernel
-on the same run, dark; form.png: the form of smoke/sft, one value changed; report.png: a screen of the report, opened as a
+on the same run, dark; report.png: a screen of the report, opened as a
 file.
 """
 
@@ -45,25 +45,6 @@ def take(directory: Path) -> None:
         shown.locator(".cogumi-panel").screenshot(path=HERE / "panel-dark.png")
         assert not wrong, wrong
     report(directory / "runs" / "quickstart" / "gspo" / "report.html")
-    (directory / "form").mkdir()
-    form(directory / "form")
-
-
-def form(directory: Path) -> None:
-    cell = "import cogumi\ncogumi.configure('smoke/sft', save_as='my-sft.yaml')"
-    write_notebook(directory / "form.ipynb", [cell])
-    with lab(directory) as address, page(width=1500, height=1900) as (shown, wrong):
-        open_notebook(shown, address, "form.ipynb")
-        command(shown, "application:toggle-left-area")
-        command(shown, "notebook:run-all-cells")
-        panel = shown.locator(".cogumi-form").first
-        panel.locator(".lm-TabBar-tab").filter(has_text="train").click()
-        panel.get_by_label("max_steps").fill("20")
-        panel.get_by_role("button", name="write", exact=True).click()
-        panel.get_by_role("button", name="preflight", exact=True).click()
-        shown.get_by_text("nothing is red").wait_for()
-        panel.screenshot(path=HERE / "form.png")
-        assert not wrong, wrong
 
 
 def until_step(shown: Any, directory: Path, step: int) -> None:
