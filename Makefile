@@ -1,4 +1,4 @@
-# `make smoke` and `make test` need nothing but Python 3.11 or 3.12: they make .venv and install the lane that fits.
+# `make smoke`, `make lab` and `make test` need nothing but Python 3.11 or 3.12: they create .venv and install the lane that fits.
 SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
@@ -11,11 +11,11 @@ smoke: .venv/lane
 lab: .venv/lane
 	sh notebooks/lab.sh
 
-# A process for each core, each with one thread: on tiny models more threads only wait for each other. One that has nothing
-# left to do takes tests from another. Bytecode is kept, of the tests as well, which every process would compile again.
+# One process per core with one thread each, because more threads only wait for each other on tiny models. Idle processes
+# take tests from others. Bytecode is kept, or every process would compile it again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-# Two tiers, both of which a change must pass: this one on every change, and what takes long.
+# Two tiers, both required: this one on every change, and test-slow.
 test: lint
 	$(PYTEST) -m "not slow and not sweep"
 
@@ -25,19 +25,19 @@ test-slow: .venv/test
 test-all: lint
 	$(PYTEST)
 
-# Writes tests/golden/ anew from the tests that use it, all tiers of them; the diff is for review.
+# Rewrite tests/golden/ from the tests of all tiers that use it; review the diff.
 golden: .venv/test
 	OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --golden
 
-# Not part of `make test`: a virtual environment of its own with unsloth, which runs on a CPU there.
+# Not part of `make test`: unsloth on a CPU, in an environment of its own.
 test-unsloth: .venv-unsloth/lane
 	.venv-unsloth/bin/python -m pytest tests/test_unsloth.py
 
-# Nor is this: a virtual environment of its own with vLLM, on a CPU too.
+# Not part of `make test`: vLLM on a CPU, in an environment of its own.
 test-vllm: .venv-vllm/lane
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_parity.py tests/test_vllm_sizing.py
 
-# Not part of `make test` either: a torch whose Dynamo cannot take a 4-bit layer, for the bottom of graph_break's ladder.
+# Not part of `make test`: torch 2.7, whose Dynamo cannot trace a 4-bit layer, for graph_break's last strategy.
 test-torch27: .venv-torch27/lane
 	.venv-torch27/bin/python -m pytest --noconftest tests/test_graph_break_older_torch.py
 
@@ -58,40 +58,40 @@ size:
 			END { printf "%-10s %3d files, %6d lines; median %d, longest %d (%s)\n", part, n, all, lines[int(n / 2)], lines[n - 1], name }'; \
 	done
 
-# What tests take from Debian, beside Python.
+# Debian packages that tests use.
 tools: browser bubblewrap
 
-# Debian's chromium, for the tests that look at notebooks as a person does. Without it those are skipped, and fail where CI is set.
+# chromium, for the browser tests. Without it they are skipped, and fail where CI is set.
 browser:
 	@command -v chromium >/dev/null || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; } || \
 		echo "chromium cannot be installed here (it takes Debian or Ubuntu, and root): the browser tests will say so"
 
-# For the tests of the sandbox's strongest level. Without it those are skipped, and fail where CI is set.
+# bubblewrap, for the sandbox's strongest level. Without it those tests are skipped, and fail where CI is set.
 bubblewrap:
 	@command -v bwrap >/dev/null || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends bubblewrap; } || \
 		echo "bubblewrap cannot be installed here (it takes Debian or Ubuntu, and root): the sandbox's tests will say so"
 
-# Each .ipynb from its .py, with the outputs of a run on this machine: a quarter of an hour.
+# Each .ipynb from its .py, with the outputs of a run on this machine (15 minutes).
 notebooks: .venv/test
 	$(PYTHON_IN) notebooks/generate.py
 
 bench: .venv/test
 	$(PYTHON_IN) -m benchmarks cpu
 
-# A quarter of an hour and 10 GB in TMPDIR; as root, which mounting small disks takes.
+# 15 minutes and 10 GB in TMPDIR; needs root, to mount small disks.
 faults: .venv/test
 	$(PYTHON_IN) -m benchmarks faults
 
-# Every pinned file, from requirements/lanes.toml and *.in. `make lock UPGRADE=--upgrade` takes newer versions of what those leave open.
+# Resolve every pinned file from requirements/lanes.toml and *.in. `make lock UPGRADE=--upgrade` takes newer versions where they are open.
 lock: .venv/test
 	$(PYTHON_IN) requirements/lock.py $(UPGRADE)
 
 lock-check: .venv/test
 	$(PYTHON_IN) requirements/lock.py --check
 
-# Which CUDA the wheels are linked to. The first time about 400 MB from the package index, then what is new.
+# Read which CUDA the wheels are linked to. Downloads about 400 MB the first time.
 elf: .venv/test
 	$(PYTHON_IN) requirements/elf.py
 
