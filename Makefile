@@ -54,7 +54,7 @@ reference: .venv/test
 # Files and lines of each part. The small base's training script is not part of the package.
 size:
 	@for part in cogumi benchmarks tests; do \
-		git ls-files "$$part/*.py" ":!*/pretraining/*" | xargs wc -l | sort -n | awk -v part=$$part '$$2 != "total" { lines[n++] = $$1; all += $$1; name = $$2 } \
+		git ls-files "$$part/*.py" ":!cogumi/models/small-base/*" | xargs wc -l | sort -n | awk -v part=$$part '$$2 != "total" { lines[n++] = $$1; all += $$1; name = $$2 } \
 			END { printf "%-10s %3d files, %6d lines; median %d, longest %d (%s)\n", part, n, all, lines[int(n / 2)], lines[n - 1], name }'; \
 	done
 
