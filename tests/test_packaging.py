@@ -1,6 +1,7 @@
 """The built wheel works outside the clone without optional parts, and pyproject.toml declares what the package imports."""
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import builders
 import pytest
 
+import cogumi
 from cogumi.core.errors import UsageError, require_extra
 
 REPOSITORY = Path(__file__).parents[1]
@@ -48,6 +50,12 @@ def test_every_import_is_declared() -> None:
     optional = set().union(*map(requirement_names, PROJECT["optional-dependencies"].values()))
     assert imported_distributions(top_level=False) - required - optional == PROBED
     assert required <= imported_distributions(top_level=False)
+
+
+def test_public_names_are_documented() -> None:
+    members = [(name, getattr(cogumi, name)) for name in cogumi.__all__ if callable(getattr(cogumi, name))]
+    members += [(f"Run.{name}", value) for name, value in vars(cogumi.Run).items() if not name.startswith("_")]
+    assert [name for name, value in members if not inspect.getdoc(value)] == []
 
 
 def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
