@@ -158,13 +158,6 @@ def test_the_wheel_has_them() -> None:
     assert found >= {*ALL, *list_templates().values(), PACKAGE / "data" / "tulu.jinja"}
 
 
-def test_a_readme_path_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where an archive turned the repository's link `configs` into a text file."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").write_text("cogumi/configs")
-    assert load_config("configs/smoke/sft.yaml").cogumi.method == "sft"
-
-
 def test_a_config_goes_where_it_is_wanted_and_replaces_nothing(tmp_path: Path) -> None:
     assert copy_template("smoke/sft", tmp_path) == tmp_path / "sft.yaml"
     assert (

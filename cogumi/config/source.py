@@ -56,12 +56,10 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
 
 
 def find_config(path: Path) -> Path:
-    """Find a packaged configuration by name (`smoke/sft`) or README path (`configs/smoke/sft.yaml`); else return the path."""
-    name = path.as_posix()
-    packaged = name.startswith("configs/") or not is_yaml(path)
-    if path.exists() or not packaged:
+    """A config that comes with the package where `path` is its name, as in `cogumi cp`: `smoke/sft`; else the path."""
+    if is_yaml(path) or path.exists():
         return path
-    return list_templates().get(name.removeprefix("configs/").removesuffix(".yaml"), path)
+    return list_templates().get(path.as_posix(), path)
 
 
 def is_yaml(path: Path) -> bool:
