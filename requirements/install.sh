@@ -2,7 +2,6 @@
 # Create .venv and install the lane that fits this machine's NVIDIA driver, or a CPU lane if there is no NVIDIA GPU.
 # A GPU whose driver fails is an error; LANE=cpu installs a CPU lane all the same.
 # `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
-# `sh requirements/install.sh peers` adds what `python -m benchmarks merge` compares with, and no lane needs.
 # `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth; `vllm` makes .venv-vllm.
 set -eu
 cd "$(dirname "$0")/.."
@@ -113,9 +112,6 @@ if [ "${1:-}" = test ]; then
     install --no-deps --upgrade --target $venv/oracles -r requirements/oracles.txt
     # The S3 server that the tests of the mirror start: botocore asks for an older python-dateutil than the lanes have.
     install --no-deps --upgrade --target $venv/s3-server -r requirements/s3-server.txt
-fi
-if [ "${1:-}" = peers ]; then
-    install --no-deps --upgrade --target $venv/peers -r requirements/peers.txt
 fi
 $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 case $lane in stable*) $venv/bin/python requirements/flash_attn.py $lane ;; esac
