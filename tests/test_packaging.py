@@ -19,10 +19,10 @@ from cogumi.core.errors import UsageError, require_extra
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTIONS = {"yaml": "pyyaml", "bs4": "beautifulsoup4", "IPython": "ipython", "pydantic_core": "pydantic"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "IPython": "ipython", "pydantic_core": "pydantic"}
 # Looked for and used if they are there: by the doctor, by transformers, by TRL.
 PROBED = {"flash-attn", "kernels", "torchvision", "triton", "wandb", "xformers"}
-OPTIONAL = ["IPython", "bitsandbytes", "bs4", "gguf", "ipywidgets", "math_verify", "rapidfuzz", "unsloth", "vllm"]
+OPTIONAL = ["IPython", "bitsandbytes", "gguf", "ipywidgets", "math_verify", "rapidfuzz", "unsloth", "vllm"]
 
 
 def requirement_names(requirements: list[str]) -> set[str]:
