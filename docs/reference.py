@@ -1,19 +1,59 @@
 """Write docs/reference.md from the signatures and docstrings of what cogumi offers: `make reference`."""
 
 import inspect
+import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 import cogumi
 from cogumi.cli.app import app
 from cogumi.config import schema
 from cogumi.notebook import completions, figures
-from cogumi.notebook.form import Field, section_fields
+from cogumi.notebook.form import format_value
 
 PAGE = Path(__file__).with_name("reference.md")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key of the `model:`, `data:` or `cogumi:` section, dotted below it. choices: () where a value is typed."""
+
+    key: str
+    choices: tuple[Any, ...] = ()
+    default: Any = None
+    doc: str = ""
+
+    def shown(self, value: Any) -> str:
+        """Format a value as a YAML has it, or a choice as its word."""
+        return value if self.choices and isinstance(value, str) else format_value(value)
+
+
+def section_fields(section: type[BaseModel], prefix: str = "") -> Iterator[Field]:
+    """Yield the keys of a section, those of its groups (`fim.seed`) included."""
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from section_fields(info.annotation, f"{prefix}{name}.")
+            continue
+        parts = type_parts(info.annotation)
+        words = [word for part in parts for word in ((True, False) if part is bool else get_args(part))]
+        is_choice = all(get_origin(part) is Literal or part in (bool, type(None)) for part in parts)
+        default = None if info.default is PydanticUndefined else to_jsonable_python(info.default)
+        choices = (*([None] if type(None) in parts else []), *words) if is_choice else ()
+        yield Field(f"{prefix}{name}", choices, default, info.description or "")
+
+
+def type_parts(hint: Any) -> list[Any]:
+    if get_origin(hint) is Annotated:
+        return type_parts(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return [part for each in get_args(hint) for part in type_parts(each)]
+    return [hint]
 
 
 def page() -> str:

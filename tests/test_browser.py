@@ -13,7 +13,7 @@ import yaml
 import cogumi
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.run_directory import is_running, write_json
-from cogumi.notebook import panel
+from cogumi.notebook import html_components, panel
 from cogumi.notebook.report import write_report
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 from tests.test_notebook_panel import until
@@ -215,9 +215,9 @@ def test_a_message_is_typed_and_both_models_answer_side_by_side(tmp_path: Path) 
 
 
 def test_a_long_sample_is_cut_between_two_lines() -> None:
-    sample = panel.wrap_piece(panel.render_excerpt("<fim_middle>\n" * 30))
+    sample = html_components.wrap_piece(panel.render_excerpt("<fim_middle>\n" * 30))
     with page() as (shown, wrong):
-        shown.set_content(panel.add_style(sample))
+        shown.set_content(html_components.add_style(sample))
         seen, whole, line = shown.locator("pre").evaluate(
             "pre => [pre.clientHeight, pre.scrollHeight, parseFloat(getComputedStyle(pre).lineHeight)]"
         )
@@ -252,18 +252,17 @@ def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cogumi.methods.preview import Preview, Shares
-    from cogumi.notebook.html_components import preview, render_html
 
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "nobody"))  # whose notebooks are trusted is kept there
     shares = Shares("rows", 9, 8, {"too long": 1}, 0, 0, 90, 30)
     pieces = (("context", "def f():"), ("learned", "return 1"), ("rejected", "return 2"))
     found = Preview(shares, None, (), ((0, 4, 3), (5, 9, 5)), (pieces,), 12)
-    outputs = [nbformat.v4.new_output("display_data", data={"text/html": render_html(found)})]
+    outputs = [nbformat.v4.new_output("display_data", data={"text/html": html_components.render_html(found)})]
     write_notebook(tmp_path / "saved.ipynb", ["found"])
     saved = nbformat.read(tmp_path / "saved.ipynb", as_version=4)
     saved.cells[0].outputs = outputs
     nbformat.write(saved, tmp_path / "saved.ipynb")
-    assert "<img" in preview(found)
+    assert "<img" in html_components.preview(found)
     with lab(tmp_path) as address, page() as (shown, wrong):
         open_notebook(shown, address, "saved.ipynb")
         shown.locator(".cogumi-piece .learned").first.wait_for()

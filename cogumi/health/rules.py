@@ -1,6 +1,6 @@
 """The rules: each reads a run's history and returns its flag, or None while there is too little to judge.
 
-Limits without a source are those that separate the broken and whole runs of benchmarks/verdict.py.
+Limits without a source separate the broken and whole runs of benchmarks/verdict.py; axolotl: its training-stability page.
 """
 
 import math
@@ -23,7 +23,6 @@ from cogumi.health.flags import (
     trend,
 )
 
-AXOLOTL = "axolotl, training stability"  # https://docs.axolotl.ai/docs/training_stability.html
 # limit                      value         unit                                                    source, if not the suite
 SETTLED_STEP = 10  #                       step; before it the model has hardly moved, or warms up
 FEW_LOSS_ROWS = 8  #                       logged losses
@@ -31,9 +30,7 @@ UNSETTLED_STEPS = 50  #                    steps; before them a loss may still b
 TREND_Z = 3.0  #                           standard deviations of Mann and Kendall's test
 LOSS_RISE_SHARE = 0.1  #                   of the first loss
 LOSS_FALL_SHARE = 0.03  #                  of the first loss, in a hundred steps; a tenth is usual
-OVERFLOWING_RATE = (
-    0.1  #                  learning rate; Adam moves a weight by about the rate, and weights are hundredths
-)
+OVERFLOWING_RATE = 0.1  #                  learning rate; Adam moves a weight by it, and weights are hundredths
 WAIT_ROWS = 20
 WAIT_SHARES = 0.2, 0.5  #                  yellow, red: of the time
 UNTRAINED_SHARE = 0.05  #                  of log(vocabulary): distance within which a first loss is that of guessing
@@ -55,12 +52,10 @@ PAIR_CORRELATION = 0.3  #                  from here both answers of a pair are 
 POLICY_ROWS = 10
 ROLLOUTS, MIN_ROLLOUTS = 8, 4  #           rollouts: averaged over, needed
 EQUAL_REWARDS = 1e-5  #                    deviation of equal rewards: TRL 1.15 asks for 0, which float32 misses for 0.7
-DEAD_COMPLETIONS = (
-    64  #                   in a row without reward; of 64, 1 in 20 succeeds even at a success rate of 5 %
-)
+DEAD_COMPLETIONS = 64  #                   without reward; so many fail by chance once in 20 at a success rate of 5 %
 KL_STEPS, MIN_KL_STEPS = 16, 5
-TRUNCATED_SHARE = 0.3  #                   yellow: of the completions                              AXOLOTL
-ENTROPY_NATS, ENTROPY_SHARE = 0.05, 0.2  # nats a token, of the start                              AXOLOTL
+TRUNCATED_SHARE = 0.3  #                   yellow: of the completions                              axolotl
+ENTROPY_NATS, ENTROPY_SHARE = 0.05, 0.2  # nats a token, of the start                              axolotl
 FAILED_CALL_SHARES = 0.2, 0.5  #           yellow, red: of tool calls                              none
 ENDLESS_SHARES = 0.3, 0.8  #               yellow, red: of episodes that a budget cut              as TRUNCATED_SHARE
 UNSCORED_SHARES = 0.02, 0.2  #             yellow, red: of completions                             none

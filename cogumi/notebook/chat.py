@@ -21,16 +21,8 @@ from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, read_jsonl, read_
 from cogumi.data.chat_templates import ChatTemplate, read_template, visible_text
 from cogumi.data.fim import INSTRUCTION, PSM, SPM, FimTokens, detect_fim_tokens
 from cogumi.data.rows import BadRow
+from cogumi.notebook import html_components as html
 from cogumi.notebook.completions import render_completion
-from cogumi.notebook.html_components import (
-    add_style,
-    describe_blank,
-    escape_text,
-    inline_styles,
-    table,
-    verbatim,
-    wrap_piece,
-)
 from cogumi.notebook.panel import WIDGET, render_message
 from cogumi.notebook.report import config_of
 from cogumi.stack.gpus import use_one_gpu
@@ -400,11 +392,11 @@ class Answers:
         return {column: answer.text for column, answer in self.answers.items()}
 
     def __repr__(self) -> str:
-        shown = {column: text if text.strip() else describe_blank(text) for column, text in self.texts.items()}
+        shown = {column: text if text.strip() else html.describe_blank(text) for column, text in self.texts.items()}
         return "\n".join(f"{column}:\n{text}" for column, text in shown.items())
 
     def _repr_html_(self) -> str:
-        return inline_styles(render_talk([*self.texts], [(self.message, self.texts)]))
+        return html.inline_styles(render_talk([*self.texts], [(self.message, self.texts)]))
 
 
 def answer_once(chat: Chat, message: str) -> Answers:
@@ -441,7 +433,7 @@ def print_answers(chat: Chat, message: str, labelled: bool = True) -> None:
         if labelled:
             print_text(f"{column}:")
         answer = answers[column] = chat.answer(column, message, lambda piece: print_text(piece, end=""))
-        print_text("" if answer.text.strip() else describe_blank(answer.text))
+        print_text("" if answer.text.strip() else html.describe_blank(answer.text))
         if not answer.ended:
             print_text(f"[{describe_cut(chat)}]", to_error=not labelled)
     chat.remember(message, answers)
@@ -494,13 +486,13 @@ class ChatPanel:
 
         self.chat, self.said = chat, list[tuple[str, dict[str, str]]]()
         self.drawn, self.thread = 0.0, threading.Thread()
-        head = "<br>".join(map(escape_text, filter(None, (chat.describe(), chat.setup.note))))
+        head = "<br>".join(map(html.escape_text, filter(None, (chat.describe(), chat.setup.note))))
         self.talk, self.state = HTML(), HTML()
         self.message = Textarea(placeholder="a message", rows=3, layout={"width": "100%"})
         self.send, self.stop = Button(description="Send"), Button(description="Stop", disabled=True)
         self.send.on_click(self.on_send)
         self.stop.on_click(lambda _: self.show_state("stopping", busy=False))
-        self.box = VBox([HTML(add_style(head)), self.talk, self.message, HBox([self.send, self.stop, self.state])])
+        self.box = VBox([HTML(html.add_style(head)), self.talk, self.message, HBox([self.send, self.stop, self.state])])
         self.box.add_class("cogumi-panel")
 
     def on_send(self, _: Any) -> None:
@@ -545,7 +537,7 @@ class ChatPanel:
             self.draw()
 
     def draw(self) -> None:
-        self.talk.value = wrap_piece(render_talk(self.chat.setup.columns, self.said))
+        self.talk.value = html.wrap_piece(render_talk(self.chat.setup.columns, self.said))
         self.drawn = time.monotonic()
 
     def show_state(self, note: str, busy: bool) -> None:
@@ -556,5 +548,7 @@ class ChatPanel:
 
 def render_talk(columns: Sequence[str], said: Iterable[tuple[str, dict[str, str]]]) -> str:
     """Render a table: each message, and beside it what every column answered."""
-    rows = [[verbatim(message), *(render_completion(texts[column]) for column in columns)] for message, texts in said]
-    return table(["message", *columns], rows, kind="wide even")
+    rows = [
+        [html.verbatim(message), *(render_completion(texts[column]) for column in columns)] for message, texts in said
+    ]
+    return html.table(["message", *columns], rows, kind="wide even")

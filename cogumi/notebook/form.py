@@ -4,16 +4,12 @@ The form loads neither torch nor trl: values are checked as `cogumi.start` check
 """
 
 import os
-import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
 from cogumi.config import schema
 from cogumi.config.binding import bind_mapping, reject_unknown
@@ -22,7 +18,7 @@ from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.notices import is_notebook
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import write_atomic
-from cogumi.notebook.html_components import add_style
+from cogumi.notebook.html_components import add_style, escape_text
 
 RL_KEYS = ("train.num_generations", "train.max_completion_length", "cogumi.rewards")
 MAIN_KEYS = (
@@ -31,50 +27,8 @@ MAIN_KEYS = (
     "train.per_device_train_batch_size", "train.gradient_accumulation_steps", "train.max_length", "cogumi.method",
     "cogumi.tuning", "cogumi.run_dir", "cogumi.merge", "cogumi.on_red", "cogumi.price_per_hour", *RL_KEYS,
 )  # fmt: skip
+SCHEMA = {"model": schema.ModelSection, "data": schema.DataSection, "cogumi": schema.CogumiSection}
 MESSAGE = '<p role="status">{}</p>'
-
-
-@dataclass(frozen=True)
-class Field:
-    """A key of the `model:`, `data:` or `cogumi:` section, dotted below it. choices: () where a value is typed."""
-
-    key: str
-    choices: tuple[Any, ...] = ()
-    default: Any = None
-    doc: str = ""
-
-    def shown(self, value: Any) -> str:
-        """Format a value as a YAML has it, or a choice as its word."""
-        text = value if isinstance(value, str) else format_value(value)
-        return text if self.choices or parse_scalar(text) == value else format_value(value)
-
-
-def section_fields(section: type[BaseModel], prefix: str = "") -> Iterator[Field]:
-    """Yield the keys of a section, those of its groups (`fim.seed`) included."""
-    for name, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from section_fields(info.annotation, f"{prefix}{name}.")
-            continue
-        parts = type_parts(info.annotation)
-        words = [word for part in parts for word in ((True, False) if part is bool else get_args(part))]
-        is_choice = all(get_origin(part) is Literal or part in (bool, type(None)) for part in parts)
-        default = None if info.default is PydanticUndefined else to_jsonable_python(info.default)
-        choices = (*([None] if type(None) in parts else []), *words) if is_choice else ()
-        yield Field(f"{prefix}{name}", choices, default, info.description or "")
-
-
-def type_parts(hint: Any) -> list[Any]:
-    if get_origin(hint) is Annotated:
-        return type_parts(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
-        return [part for each in get_args(hint) for part in type_parts(each)]
-    return [hint]
-
-
-def format_value(value: Any) -> str:
-    """Format a value as one line of YAML."""
-    text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf"))
-    return text.strip()[1:-1]
 
 
 def configure(
@@ -101,15 +55,6 @@ class Form:
         self.source, file = ("a mapping", Path("run.yaml")) if is_mapping else (str(config), Path(origins.label))
         # A config of the package is written to the working directory.
         self.save_as = Path(save_as or (file.name if file.resolve().is_relative_to(PACKAGE) else file))
-        self.fields = {
-            f"{section}.{field.key}": field
-            for section, model in (
-                ("model", schema.ModelSection),
-                ("data", schema.DataSection),
-                ("cogumi", schema.CogumiSection),
-            )
-            for field in section_fields(model)
-        }
         self._panel: FormPanel | None = None
 
     @property
@@ -196,18 +141,20 @@ class FormPanel:
         import ipywidgets
 
         self.form, self.is_filling = form, False
-        self.entries: dict[str, Any] = {}
         self.state, self.yaml, self.note = (ipywidgets.HTML() for _ in range(3))
-        for key in dict.fromkeys(MAIN_KEYS):
-            field = form.fields.get(key, Field(key))
-            look = {"description": key, "tooltip": field.doc, "style": {"description_width": "18em"}}
-            look["layout"] = {"width": "40em"}
-            if field.choices:
-                words = {field.shown(choice): choice for choice in field.choices}
-                self.entries[key] = ipywidgets.Dropdown(options={"": None} | words, **look)
+        self.entries: dict[str, Any] = {}
+        for key in MAIN_KEYS:
+            section, _, name = key.partition(".")
+            info = SCHEMA[section].model_fields[name] if section in SCHEMA else None
+            look = {"description": key, "style": {"description_width": "18em"}, "layout": {"width": "40em"}}
+            look["tooltip"] = (info and info.description) or ""
+            words = (True, False) if info and info.annotation is bool else info and get_args(info.annotation)
+            if words and all(isinstance(word, str | bool) for word in words):
+                self.entries[key] = ipywidgets.Dropdown(
+                    options={"": None} | {str(word): word for word in words}, **look
+                )
             else:
-                default = field.shown(field.default) if key in form.fields else ""
-                self.entries[key] = ipywidgets.Text(placeholder=default, continuous_update=False, **look)
+                self.entries[key] = ipywidgets.Text(continuous_update=False, **look)
             self.entries[key].observe(self.on_entry, "value")
         self.file = ipywidgets.Text(str(form.save_as), description="file")
         self.replace = ipywidgets.Checkbox(description="replace an existing file", indent=False)
@@ -223,22 +170,23 @@ class FormPanel:
         """Show the form's values, what is wrong with them, and the YAML."""
         self.is_filling = True
         for key, entry in self.entries.items():
-            value, field = self.form.get(key), self.form.fields.get(key, Field(key))
-            if field.choices:
-                value = value if value in field.choices else {True: "on", False: "off"}.get(value)
-            entry.value = value if field.choices else "" if value is None else field.shown(value)
+            value = self.form.get(key)
+            if hasattr(entry, "options"):
+                entry.value = value if value in dict(entry.options).values() else None
+            else:
+                entry.value = "" if value is None else format_value(value)
         self.is_filling = False
         self.rows.children = [self.entries[key] for key in self.form.main_keys()]
         problem = self.form.problem
         state = f"problem: {problem}" if problem else f"ok: {self.form.source} is a config for {self.form.method}"
-        self.state.value = add_style(MESSAGE.format(escape(redact_text(state))))
+        self.state.value = add_style(MESSAGE.format(escape_text(state)))
         text = yaml.safe_dump(schema.redact(yaml.safe_load(self.form.yaml)), sort_keys=False, allow_unicode=True)
-        self.yaml.value = add_style(f"<pre>{escape(text)}</pre>")
+        self.yaml.value = add_style(f"<pre>{escape_text(text)}</pre>")
 
     def on_entry(self, change: Any) -> None:
         if not self.is_filling:
-            value, field = change.new, self.form.fields.get(change.owner.description)
-            if not (field and field.choices):
+            value = change.new
+            if not hasattr(change.owner, "options"):
                 value = parse_scalar(value) if value.strip() else None
             self.form.set(change.owner.description, value)
 
@@ -248,4 +196,12 @@ class FormPanel:
             note = f"written: {path}. Next: cogumi.preflight({str(path)!r}), then cogumi.start({str(path)!r})"
         except UsageError as error:
             note = str(error)
-        self.note.value = add_style(MESSAGE.format(escape(redact_text(note))))
+        self.note.value = add_style(MESSAGE.format(escape_text(note)))
+
+
+def format_value(value: Any) -> str:
+    """Format a value as one line of YAML."""
+    if isinstance(value, str) and parse_scalar(value) == value:
+        return value
+    text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf"))
+    return text.strip()[1:-1]

@@ -18,17 +18,7 @@ from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.notices import is_notebook
 from cogumi.core.run_directory import FORECAST, ROLLOUTS, SAMPLES_FILE, read_section
 from cogumi.notebook import figures
-from cogumi.notebook.html_components import (
-    add_style,
-    checkpoints,
-    describe_blank,
-    escape_text,
-    flags,
-    folded,
-    level,
-    table,
-    wrap_piece,
-)
+from cogumi.notebook import html_components as html
 from cogumi.telemetry.status import (
     Status,
     checks,
@@ -160,7 +150,7 @@ class RunPanel:
         self.drawn_flags: list[dict[str, Any]] = []  # in the plots
         self.pressed = threading.Event()  # ends the wait between two redraws
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
-        self.head.value = add_style("reading the run")
+        self.head.value = html.add_style("reading the run")
 
     def follow(self) -> None:
         """Draw until the run has ended. Errors are shown in the panel; unexpected ones are raised as well."""
@@ -182,7 +172,7 @@ class RunPanel:
     def draw(self, look: RunSnapshot) -> None:
         """Update the widgets; ipywidgets sends the browser only values that changed."""
         ended, paused = look.status.ended, look.status.state == "paused"
-        self.head.value = add_style(render_head(look))
+        self.head.value = html.add_style(render_head(look))
         self.flags.value = render_flags(look)
         if look.changed or look.was_red != self.drawn_flags:  # a flag is judged after its row is written
             self.plots.value, self.drawn_flags = render_plots(look), look.was_red
@@ -200,7 +190,9 @@ class RunPanel:
         self.drawn_state = state
 
     def end(self, reason: str) -> None:
-        self.head.value = add_style(f"<b>{escape_text(reason)}</b><br>What stands below is the last that was seen.")
+        self.head.value = html.add_style(
+            f"<b>{html.escape_text(reason)}</b><br>What stands below is the last that was seen."
+        )
         for button in (self.stop, self.save, self.pause):
             button.disabled = True
 
@@ -233,21 +225,21 @@ class RunPanel:
 
 
 def render_message(text: str) -> str:
-    return f'<span class="cogumi-piece" role="status">{escape_text(text)}</span>'
+    return f'<span class="cogumi-piece" role="status">{html.escape_text(text)}</span>'
 
 
 def render_head(look: RunSnapshot) -> str:
     """Render where the run is, how far, how long yet, what it costs, and what the machine does."""
     status = look.status
-    lines = [f"<b>{escape_text(format_headline(status))}</b>"]
+    lines = [f"<b>{html.escape_text(format_headline(status))}</b>"]
     if status.step is not None and status.steps:
         share = min(1.0, status.step / status.steps)
         label = f"step {status.step} of {status.steps}"
         lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{label}">{share:.0%}</progress>')
     if status.reason:
-        lines.append(escape_text(" ".join(status.reason.split())))
+        lines.append(html.escape_text(" ".join(status.reason.split())))
     values = (format_metrics(status), format_machine(status.heartbeat))
-    lines += [escape_text(text.replace("  ", " · ")) for text in values if text]
+    lines += [html.escape_text(text.replace("  ", " · ")) for text in values if text]
     return "<br>".join(lines)
 
 
@@ -256,14 +248,14 @@ def render_flags(look: RunSnapshot) -> str:
     verdict_checks, verdict = checks(look.status), ""
     if verdict_checks:
         failed = failed_checks(verdict_checks)
-        state = level("red" if failed or reds(look.status) else "green", "verdict")
+        state = html.level("red" if failed or reds(look.status) else "green", "verdict")
         missed = [f"FAIL {format_failed_check(check)} (required: {check['requirement']})" for check in failed]
-        verdict = f"<p>{state} {'<br>'.join(map(escape_text, [format_checks(look.status), *missed]))}</p>"
-    return wrap_piece(flags(look.flags, look.was_red), verdict)
+        verdict = f"<p>{state} {'<br>'.join(map(html.escape_text, [format_checks(look.status), *missed]))}</p>"
+    return html.wrap_piece(html.flags(look.flags, look.was_red), verdict)
 
 
 def render_plots(look: RunSnapshot) -> str:
-    return wrap_piece(figures.render_plots(look.curves.plots(), figures.flag_marks({"was_red": look.was_red})))
+    return html.wrap_piece(figures.render_plots(look.curves.plots(), figures.flag_marks({"was_red": look.was_red})))
 
 
 def render_samples(look: RunSnapshot) -> str:
@@ -275,30 +267,30 @@ def render_samples(look: RunSnapshot) -> str:
         row = [render_excerpt(str(sample["prompt"]), "end"), render_excerpt(str(sample["completion"]))]
         if last:
             value = sample[last]
-            row.append(escape_text(format_value(value)) if last == "reward" else render_excerpt(str(value)))
+            row.append(html.escape_text(format_value(value)) if last == "reward" else render_excerpt(str(value)))
         rows.append(row)
     heads = ["prompt (its end)", "completion", *filter(None, [last if last in ("", "reward") else "expected"])]
-    return wrap_piece(f"<h4>newest samples, step {look.sampled_at}</h4>", table(heads, rows))
+    return html.wrap_piece(f"<h4>newest samples, step {look.sampled_at}</h4>", html.table(heads, rows))
 
 
 def render_excerpt(text: str, shows: str = "start") -> str:
     """Render what is read at a glance. shows: which part of a long text is visible unscrolled, "start" or "end"."""
     if not text.strip():
-        text = describe_blank(text)
+        text = html.describe_blank(text)
     elif len(text) > MAX_CHARACTERS:
         text = "…" + text[-MAX_CHARACTERS:] if shows == "end" else text[:MAX_CHARACTERS] + "…"
-    return f'<pre class="glance {shows}">{escape_text(text)}</pre>'
+    return f'<pre class="glance {shows}">{html.escape_text(text)}</pre>'
 
 
 def render_rest(look: RunSnapshot) -> str:
     """Render checkpoints, disk and the end of the log."""
     parts = []
     if look.checkpoints:
-        parts += ["<h4>checkpoints</h4>", checkpoints(look.checkpoints, look.broke)]
+        parts += ["<h4>checkpoints</h4>", html.checkpoints(look.checkpoints, look.broke)]
     if look.disk:
-        parts += ["<h4>disk</h4>", "<br>".join(map(escape_text, look.disk))]
+        parts += ["<h4>disk</h4>", "<br>".join(map(html.escape_text, look.disk))]
     log = tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]
     if log:
-        lines = escape_text("\n".join(log))
-        parts.append(folded(relative_path(look.status.log), f'<pre class="glance end">{lines}</pre>'))
-    return wrap_piece(*parts)
+        lines = html.escape_text("\n".join(log))
+        parts.append(html.folded(relative_path(look.status.log), f'<pre class="glance end">{lines}</pre>'))
+    return html.wrap_piece(*parts)

@@ -17,9 +17,9 @@ from cogumi.core import __version__
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_duration, format_memory
 from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, read_section, write_atomic
-from cogumi.notebook import figures, html_components
+from cogumi.notebook import figures
+from cogumi.notebook import html_components as html
 from cogumi.notebook.completions import render_columns, render_rollouts
-from cogumi.notebook.html_components import checkpoints, escape_text, facts, folded, level, style, verbatim
 from cogumi.notebook.panel import RunSnapshot
 from cogumi.telemetry.status import (
     BROKEN_OFF,
@@ -74,7 +74,7 @@ def render_report(look: RunSnapshot) -> str:
         "Data": data(run),
         "Memory": memory(run, metrics.get("memory", {})),
         "Merge": merge(run),
-        "Checkpoints": checkpoints(look.checkpoints, look.broke),
+        "Checkpoints": html.checkpoints(look.checkpoints, look.broke),
         "Log": logs(run, status),
         "Configuration": configuration(run),
     }
@@ -84,12 +84,12 @@ def render_report(look: RunSnapshot) -> str:
             anchor = title.lower().replace(" ", "-")
             nav += f'<li><a href="#{anchor}">{title}</a></li>'
             body += f'<section><h2 id="{anchor}">{title}</h2>\n{content}</section>\n'
-    name = escape_text(run.absolute().name)
+    name = html.escape_text(run.absolute().name)
     state, word = headline(status)
-    reason = f'<p class="reason">{escape_text(status.reason)}</p>' if status.reason else ""
+    reason = f'<p class="reason">{html.escape_text(status.reason)}</p>' if status.reason else ""
     if not status.ended:
         reason = f'<p class="reason">It is still at work: this is how far it was, {format_time(time.time())}.</p>'
-    sheets = style() + files("cogumi.notebook").joinpath("report.css").read_text(encoding="utf-8")
+    sheets = html.style() + files("cogumi.notebook").joinpath("report.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -97,12 +97,12 @@ def render_report(look: RunSnapshot) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{name}: {escape_text(word)}</title>
+<title>{name}: {html.escape_text(word)}</title>
 <style>{sheets}</style>
 </head>
 <body>
 <main class="cogumi-piece">
-<h1>{level(state, word)} {name}</h1>
+<h1>{html.level(state, word)} {name}</h1>
 {reason}
 <nav aria-label="Sections"><ul>{nav}</ul></nav>
 {body}<footer>Made by cogumi {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from the files of the run.</footer>
@@ -129,7 +129,7 @@ def headline(status: Status) -> tuple[str, str]:
 def verdict(run: Path, status: Status) -> str:
     judged = read_json_or_empty(run / "verdict.json")
     if not judged:
-        state = escape_text(format_state(status))
+        state = html.escape_text(format_state(status))
         return f"<p>There is no verdict: {state}. Checks are made when a training has ended by itself.</p>"
     red = reds(status)
     missed = map(format_missed_check, failed_checks(judged["checks"]))
@@ -137,8 +137,8 @@ def verdict(run: Path, status: Status) -> str:
     if "safe_to_scale" in judged:
         text += f". Safe to scale: {judged['safe_to_scale']}"
     failed = "" if judged["passed"] and not red else "RED" if judged["passed"] else "FAIL"
-    word = level("red", failed) if failed else level("green", "passed")
-    return f"<p>{word} {escape_text(text)}.</p>" + html_components.checks(judged["checks"])
+    word = html.level("red", failed) if failed else html.level("green", "passed")
+    return f"<p>{word} {html.escape_text(text)}.</p>" + html.checks(judged["checks"])
 
 
 def flags(look: RunSnapshot) -> str:
@@ -146,7 +146,7 @@ def flags(look: RunSnapshot) -> str:
         return "<p>Nothing was judged yet: there is no flags.json.</p>"
     at = f"<p>As of step {look.judged['step']}.</p>" if "step" in look.judged else ""
     green = ", ".join(flag["name"] for flag in look.flags if flag["level"] == "green")
-    return at + html_components.flags(look.flags, look.was_red) + f"<p>Green: {escape_text(green)}.</p>"
+    return at + html.flags(look.flags, look.was_red) + f"<p>Green: {html.escape_text(green)}.</p>"
 
 
 def summary(status: Status, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
@@ -177,8 +177,8 @@ def summary(status: Status, config: Mapping[str, Any], metrics: Mapping[str, Any
         "machine": ", ".join(filter(None, [status.host, *machine])),
         "sandbox": read_section(run / DECISIONS, "sandbox").get("what", "").removeprefix("sandbox: "),
     }
-    directory = f"<code>{escape_text(run.absolute())}</code>"
-    return facts([("directory", directory), *((name, escape_text(value)) for name, value in rows.items())])
+    directory = f"<code>{html.escape_text(run.absolute())}</code>"
+    return html.facts([("directory", directory), *((name, html.escape_text(value)) for name, value in rows.items())])
 
 
 def format_time(seconds: float | None) -> str:
@@ -199,16 +199,16 @@ def rewards(run: Path) -> str:
 
 def completions(run: Path) -> str:
     try:
-        html = render_columns(run)
+        content = render_columns(run)
     except UsageError as error:
-        html = f"<p>{escape_text(error)}</p>"
+        content = f"<p>{html.escape_text(error)}</p>"
     sampled: list[Mapping[str, Any]] = []
     for row in figures.read_rows(run / ROLLOUTS):  # keep the first one and the last
         if row.get("shown"):
             sampled = [*sampled[:1], row]
     if sampled:
-        html += folded("Sampled while it trained, first and last, with rewards", render_rollouts(sampled))
-    return html
+        content += html.folded("Sampled while it trained, first and last, with rewards", render_rollouts(sampled))
+    return content
 
 
 def data(run: Path) -> str:
@@ -216,20 +216,20 @@ def data(run: Path) -> str:
     accounts = [section[part] for part in ("train", "held_out") if section.get(part)]
     if not accounts:
         return "<p>What became of the rows is not in decisions.json.</p>"
-    return html_components.data(accounts, section["train"]["lengths"], section.get("max_length"))
+    return html.data(accounts, section["train"]["lengths"], section.get("max_length"))
 
 
 def memory(run: Path, peaks: Mapping[str, Any]) -> str:
-    html = facts((name, format_memory(peaks[key])) for key, name in PEAKS.items() if peaks.get(key))
+    content = html.facts((name, format_memory(peaks[key])) for key, name in PEAKS.items() if peaks.get(key))
     forecast = read_section(run / FORECAST, "preflight")
     if not forecast:
-        return html + "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
-    return html + "<h4>Preflight</h4>" + html_components.preflight(forecast)
+        return content + "<p>No forecast: the run made none (a run without a GPU begins without one).</p>"
+    return content + "<h4>Preflight</h4>" + html.preflight(forecast)
 
 
 def merge(run: Path) -> str:
     if (run / "merged" / figures.MERGE_MANIFEST).exists():
-        return html_components.merged(run / "merged")
+        return html.merged(run / "merged")
     if (run / "merged").is_dir():
         return "<p>merged/ was trained whole (cogumi.tuning: full): there was nothing to merge.</p>"
     return "<p>There is no merged model" + (", and an adapter." if (run / "adapter").is_dir() else ".") + "</p>"
@@ -237,17 +237,17 @@ def merge(run: Path) -> str:
 
 def logs(run: Path, status: Status) -> str:
     """Render the ends of run.log and of what a detached process printed; open if the run broke off."""
-    html = ""
+    content = ""
     for path in dict.fromkeys((run / "run.log", Path(status.log))):
         if lines := tail_lines(path, LOG_BYTES)[-LOG_LINES:]:
-            content = verbatim("\n".join(lines))
-            html += folded(f"the last {len(lines)} lines of {path.name}", content, status.state in BROKEN_OFF)
-    return html or "<p>There is no log.</p>"
+            summary = f"the last {len(lines)} lines of {path.name}"
+            content += html.folded(summary, html.verbatim("\n".join(lines)), status.state in BROKEN_OFF)
+    return content or "<p>There is no log.</p>"
 
 
 def configuration(run: Path) -> str:
     path = run / "config.yaml"
     if not path.exists():
         return "<p>There is no config.yaml: the run had not come as far.</p>"
-    content = verbatim(path.read_text(encoding="utf-8"))
-    return folded("config.yaml, resolved; secrets are redacted", content, is_open=True)
+    content = html.verbatim(path.read_text(encoding="utf-8"))
+    return html.folded("config.yaml, resolved; secrets are redacted", content, is_open=True)
