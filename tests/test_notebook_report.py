@@ -296,7 +296,7 @@ def test_a_run_at_any_stage(state: str, run: Path, tmp_path: Path) -> None:
     page = page_of(run)
     check_self_contained(page)
     expected = {
-        "starting": "starting", "running": "It is still at work", "died": "its process is gone without a word",
+        "starting": "starting", "running": "It is still at work", "died": "disappeared without an exit record",
         "refused": "no such key", "failed": "ValueError: <boom>", "bare": "finished",
     }  # fmt: skip
     assert expected[state] in page.sections[""]

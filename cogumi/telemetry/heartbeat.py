@@ -1,5 +1,4 @@
-"""heartbeat.json says once a second, in every stage, what a run does, how long it still takes and what it costs.
-metrics.json says at the end what the run came to, whether it finished or not."""
+"""heartbeat.json: stage, step, time left and cost, once a second; metrics.json: the totals at the end of any run."""
 
 import logging
 import resource
@@ -30,7 +29,7 @@ FINAL = ("loss", "eval_loss", "reward")
 
 @dataclass
 class Progress:
-    """How far the training is. step_time: when the last step ended. eta_seconds: to the end of the training, as of then."""
+    """The progress of the training. step_time: when the last step ended. eta_seconds: from then to its end."""
 
     step: int = 0
     steps: int | None = None
@@ -41,14 +40,16 @@ class Progress:
 
 
 class Heartbeat:
-    """`with Heartbeat(run_dir, meter) as heart:` beats in a thread of its own until the block ends, and once more then.
-    A training that hangs keeps its `step_time`, and one that holds the interpreter keeps its `time`."""
+    """Writes heartbeat.json from a thread of its own until the block ends, and once more then.
+
+    A training that hangs keeps its `step_time`, and one that holds the interpreter keeps its `time`.
+    """
 
     def __init__(self, run_dir: Path, meter: Meter) -> None:
         self.run_dir, self.meter = run_dir, meter
         self.progress = Progress()
         self.throughput: Throughput | None = None
-        self.stalled: Callable[[], str] = str  # what a mirror says that falls behind, "" where it does not
+        self.stalled: Callable[[], str] = str  # describes a mirror that falls behind; "" if none does
         self.failing = False
         self.over = threading.Event()
         self.has_nvml = torch.cuda.is_available()
@@ -76,7 +77,7 @@ class Heartbeat:
             self.beat()
 
     def beat(self) -> None:
-        """A beat that fails is told once, and ends nothing: a disk may have room again, and a lost GPU ends the training."""
+        """Write heartbeat.json; log a failure once and go on, as a disk may have room again."""
         try:
             write_json(self.run_dir / HEARTBEAT, self.now())
         except Exception as error:  # noqa: BLE001
@@ -87,7 +88,7 @@ class Heartbeat:
             self.failing = False
 
     def now(self) -> dict[str, Any]:
-        """Bytes are bytes, percentages 0 to 100. `used` memory of a GPU is everybody's, without NVML this process's."""
+        """Return the values. Bytes are bytes, percentages 0 to 100; without NVML, GPU memory is this process's alone."""
         meter, left = self.meter, self.progress.eta_seconds
         memory, disk = psutil.virtual_memory(), shutil.disk_usage(self.run_dir)
         return {
@@ -110,7 +111,7 @@ class Heartbeat:
     def gpu(self) -> dict[str, Any] | None:
         if not torch.cuda.is_available():
             return None
-        # Not cudaMemGetInfo, a call of the CUDA runtime: the main thread may be capturing a graph.
+        # Not cudaMemGetInfo: a call of the CUDA runtime breaks a graph that the main thread may be capturing.
         used = torch.cuda.device_memory_used() if self.has_nvml else torch.cuda.memory_reserved()
         utilization = torch.cuda.utilization() if self.has_nvml else None
         name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
@@ -119,7 +120,7 @@ class Heartbeat:
 
 @contextmanager
 def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
-    """The run's heart beats in the block. metrics.json then says what the run came to, unless setup refused it."""
+    """Emit heartbeats for the duration of the block, then write metrics.json, unless setup refused the run."""
     meter.resume_from(run_dir)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -129,7 +130,7 @@ def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
             yield heart
         if heart.throughput is not None:
             heart.throughput.read()
-    except RefusedAtSetup:  # nothing was measured, and the directory goes unless there was something in it
+    except RefusedAtSetup:  # nothing was measured, and a new directory is removed
         raise
     except BaseException:
         write_summary(heart)
@@ -138,14 +139,14 @@ def measure_run(run_dir: Path, meter: Meter) -> Iterator[Heartbeat]:
 
 
 def compare_rollouts(run_dir: Path, done: TokenCounts) -> dict[str, float | None]:
-    """The mean seconds of a rollout, rewards included, beside the preflight's forecast where it made one."""
+    """Return the mean seconds of a rollout, rewards included, and the preflight's forecast if it made one."""
     figures = read_section(run_dir / FORECAST, "preflight").get("figures", {})
     forecast, measured = figures.get("time", {}).get("rollout"), done.rollout_seconds / done.rollouts
     return {"forecast_seconds": forecast, "measured_seconds": measured, "factor": forecast and measured / forecast}
 
 
 def write_summary(heart: Heartbeat) -> None:
-    """Seconds, tokens, cost: of all parts of the run. Rates: of its steps. Memory: of this process."""
+    """Write metrics.json. Seconds, tokens and cost cover all parts of a resumed run, memory this process."""
     meter, throughput, path = heart.meter, heart.throughput, heart.run_dir / SUMMARY
     found: dict[str, Any] = {
         "steps": heart.progress.step,
@@ -184,5 +185,5 @@ def write_summary(heart: Heartbeat) -> None:
             log.info("GPU memory: %s at its peak; %s (%+.1f %%)", format_bytes(peak), at_most, more)
     try:
         write_json(path, found)
-    except OSError as error:  # what went wrong first is what the run ends with
+    except OSError as error:  # must not replace the run's own error
         log.error("%s could not be written: %s", path, error.strerror)

@@ -1,5 +1,4 @@
-"""What a training shows: metrics.jsonl, one progress bar, a line in run.log every so often; what the model writes; the run's
-log and status."""
+"""What a training writes: metrics.jsonl, a progress bar and lines in run.log, rollouts and samples, log and status."""
 
 import logging
 import math
@@ -45,8 +44,8 @@ from cogumi.telemetry.throughput import PAUSED_STAGE, ROLLOUT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
 LINE_SECONDS = 30.0
-# Of what is logged, what the bar and the log show.
-WORDS = {
+# What the bar and the log show of a logged row.
+FORMATS = {
     "loss": "loss {:.3g}",
     "eval_loss": "eval_loss {:.3g}",
     "reward": "reward {:.3g}",
@@ -60,8 +59,10 @@ WORDS = {
 
 
 class StepTimer:
-    """The seconds of a step, with reading its data and without saving or evaluation; and those to the end, with both.
-    The clock stops in a pause and in a rollout, which serves several steps and is counted by `Throughput`."""
+    """Measures the seconds of a step, with reading its data, without saving or evaluation; `eta` includes those.
+
+    The clock stops in a pause and in a rollout, which serves several steps and is counted by `Throughput`.
+    """
 
     def __init__(self, meter: Meter) -> None:
         self.meter, self.steps = meter, 0
@@ -81,14 +82,16 @@ class StepTimer:
         return seconds
 
     def eta(self, steps_left: int) -> float | None:
-        """At the mean pace since the first step, which warms up; None before the second."""
+        """Return seconds at the mean pace since the first step, which warms up; None before the second."""
         return steps_left * (self.mark - self.first) / (self.steps - 1) if self.steps > 1 else None
 
 
 class Telemetry(TrainerCallback):
     """Follows one trainer: adds perf/... to its rows with a loss, writes them into the run directory, and shows them.
+
     perf/tokens_per_second counts no padding, perf/mfu is a share, perf/gpu_memory_gb the peak of reserved memory. ranks: the
-    processes of the training, over which tokens are summed up."""
+    processes of the training, over which tokens are summed up.
+    """
 
     def __init__(self, trainer: Any, heart: Heartbeat, name: str, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
@@ -102,14 +105,14 @@ class Telemetry(TrainerCallback):
         self.unwritten: list[dict[str, Any]] = []
         self.full = False
         trainer.evaluate = self.stage_beside("eval")(trainer.evaluate)
-        # In place of transformers' own progress output, and before the reporters, which then read a row that is whole.
+        # Replaces transformers' own progress output; before the reporters, which then read complete rows.
         trainer.pop_callback(ProgressCallback)
         trainer.pop_callback(PrinterCallback)
         trainer.callback_handler.callbacks.insert(0, self)
 
     @contextmanager
     def stage_beside(self, stage: str) -> Iterator[None]:
-        """Work between two steps that is no part of either, and that the rest of the run will have again."""
+        """Count the block as a stage between two steps that is no part of either."""
         with self.meter.stage_inside(stage):
             yield
         self.pace.begin_step()
@@ -138,7 +141,7 @@ class Telemetry(TrainerCallback):
         self.bar.update(state.global_step - self.bar.n)
 
     def eta(self, step: int, steps: int) -> float | None:
-        """Seconds from one step to another, with the rollouts that begin between them; None before the second step."""
+        """Return seconds from one step to another, with the rollouts that begin between them; None before the second step."""
         seconds, done = self.pace.eta(steps - step), self.throughput.total
         if seconds is None or not done.rollouts:
             return seconds
@@ -156,27 +159,27 @@ class Telemetry(TrainerCallback):
             logs |= self.performance()
         self.unwritten.append({"step": state.global_step, "time": time.time(), **logs})
         self.write_unless_full(self.write_rows)
-        said = ", ".join(words.format(logs[key]) for key, words in WORDS.items() if logs.get(key) is not None)
+        summary = ", ".join(words.format(logs[key]) for key, words in FORMATS.items() if logs.get(key) is not None)
         if self.bar is not None:
-            self.bar.set_postfix_str(said, refresh=False)
+            self.bar.set_postfix_str(summary, refresh=False)
         now, left = time.monotonic(), state.max_steps - state.global_step
         if self.ranks.leads and "loss" in logs and (now - self.last_line >= LINE_SECONDS or left <= 0):
             seconds = self.heart.progress.eta_seconds
             to_go = f", {format_duration(seconds)} to go" if seconds and left > 0 else ""
-            log.info("step %d/%d, %s%s", state.global_step, state.max_steps, said, to_go)
+            log.info("step %d/%d, %s%s", state.global_step, state.max_steps, summary, to_go)
             self.last_line = now
         self.pace.begin_step()
 
     def performance(self) -> dict[str, float]:
         done, progress = self.throughput.window(), self.heart.progress
         progress.tokens_per_second, progress.mfu = self.throughput.tokens_per_second(done), self.throughput.mfu(done)
-        found = {"perf/tokens_per_second": progress.tokens_per_second, "perf/mfu": progress.mfu}
-        found["perf/cost"] = self.meter.cost()
+        row = {"perf/tokens_per_second": progress.tokens_per_second, "perf/mfu": progress.mfu}
+        row["perf/cost"] = self.meter.cost()
         if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run resumes
-            found["num_tokens"] = int(self.throughput.total.tokens)
+            row["num_tokens"] = int(self.throughput.total.tokens)
         if torch.cuda.is_available():
-            found["perf/gpu_memory_gb"] = self.ranks.largest(torch.cuda.max_memory_reserved()) / 1e9
-        return {key: value for key, value in found.items() if value is not None}
+            row["perf/gpu_memory_gb"] = self.ranks.largest(torch.cuda.max_memory_reserved()) / 1e9
+        return {key: value for key, value in row.items() if value is not None}
 
     def write_rows(self) -> None:
         while self.unwritten:
@@ -184,7 +187,7 @@ class Telemetry(TrainerCallback):
             del self.unwritten[0]
 
     def write_unless_full(self, write: Callable[[], None]) -> None:
-        """Write, or on a full disk leave it for later: a training does not end for want of a line about it."""
+        """Write, or on a full disk leave it for later: a training does not end because a line about it is lost."""
         try:
             write()
             self.full = False
@@ -203,57 +206,58 @@ class Telemetry(TrainerCallback):
 
 # -------------------------------------------------------------------------------------------------- completions
 
-SHOWN = 4  # completions of a rollout
-MOST_CHARACTERS = 4000  # of a prompt, its end; of a completion, its beginning
-SAMPLES = 4  # held-out prompts
-# Where the config does not say: so often on the way, and not more often than every so many steps.
-TIMES, FEWEST = 10, 50
-SHARE = 0.02  # of the training's time, at most, for those
+ROLLOUT_EXAMPLES = 4  # completions shown of a rollout
+MAX_CHARACTERS = 4000  # of a prompt, its end; of a completion, its beginning
+SAMPLE_PROMPTS = 4
+# If the config does not say: at most so many looks, so many steps apart, for such a share of the training's time.
+MAX_LOOKS, MIN_LOOK_STEPS, MAX_LOOK_TIME_SHARE = 10, 50, 0.02
 
 
 def record_rollouts(trainer: Any, telemetry: Telemetry) -> None:
-    """Have each rollout of a trainer written down. What TRL keeps for its table of completions is read, not computed."""
+    """Have each rollout of a trainer written down, from what TRL keeps for its table of completions."""
 
     def record(make: Callable[[Any], Any], inputs: Any) -> Any:
-        found = make(inputs)
+        batch = make(inputs)
         if trainer.model.training:
             row = {"step": trainer.state.global_step + 1, **rollout_row(trainer)}
             telemetry.write_unless_full(lambda: append_jsonl(telemetry.run_dir / ROLLOUTS, row))
-        return found
+        return batch
 
     observe_rollouts(trainer, record)
 
 
 def rollout_row(trainer: Any) -> dict[str, Any]:
-    """Of the rollout that a trainer has just made, which is what its logs hold. NaN where no function scored a completion."""
+    """Return the row of the rollout that a trainer just made; a reward is NaN if no function scored the completion."""
     logs, weights = logged_completions(trainer), trainer.reward_weights.tolist()
     rewards = {name: [round(value, 6) for value in values] for name, values in logs["rewards"].items()}
-    total = [weighted_sum(each, weights) for each in zip(*rewards.values(), strict=True)]
+    total = [weighted_sum(scores, weights) for scores in zip(*rewards.values(), strict=True)]
     prompts, completions = map(transcript_of, logs["prompt"]), map(transcript_of, logs["completion"])
     rows = [
-        {"prompt": prompt[-MOST_CHARACTERS:], "completion": completion[:MOST_CHARACTERS], "reward": reward}
+        {"prompt": prompt[-MAX_CHARACTERS:], "completion": completion[:MAX_CHARACTERS], "reward": reward}
         for prompt, completion, reward in zip(prompts, completions, total, strict=True)
     ]
     return {"reward": total, "rewards": rewards, "shown": [rows[n] for n in spread_by_reward(total)]}
 
 
 def weighted_sum(rewards: tuple[float, ...], weights: list[float]) -> float:
-    """As TRL adds them up: those that are numbers, and NaN where none is."""
+    """Add rewards up as TRL does: those that are numbers; NaN if none is."""
     scored = [reward * weight for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
     return round(math.fsum(scored), 6) if scored else math.nan
 
 
 def spread_by_reward(rewards: list[float]) -> list[int]:
-    """The places of a few rewards, from the lowest to the highest."""
+    """Return the indices of a few rewards, from the lowest to the highest."""
     ranked = sorted((n for n, reward in enumerate(rewards) if not math.isnan(reward)), key=rewards.__getitem__)
-    if len(ranked) <= SHOWN:
+    if len(ranked) <= ROLLOUT_EXAMPLES:
         return ranked
-    return [ranked[round((len(ranked) - 1) * n / (SHOWN - 1))] for n in range(SHOWN)]
+    return [ranked[round((len(ranked) - 1) * n / (ROLLOUT_EXAMPLES - 1))] for n in range(ROLLOUT_EXAMPLES)]
 
 
 class Samples(TrainerCallback):
-    """Writes samples after every `every` steps. None: after each tenth of the steps, at least FEWEST apart, while this takes
-    at most SHARE of the time. first: those before the first step, too."""
+    """Writes samples after every `every` steps; None: at tenths of the steps, within the limits above.
+
+    first: also before the first step.
+    """
 
     def __init__(
         self,
@@ -275,17 +279,17 @@ class Samples(TrainerCallback):
             with self.telemetry.stage_beside("samples"):
                 write_samples(self.telemetry.run_dir, model, self.tokenizer, self.prompts, 0, self.stops)
         if self.limited:
-            self.every = max(FEWEST, math.ceil(state.max_steps / TIMES))
+            self.every = max(MIN_LOOK_STEPS, math.ceil(state.max_steps / MAX_LOOKS))
         on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
         when = f"before the first step, {on_the_way}and at the end (cogumi.samples_every)"
         if self.telemetry.ranks.leads:
-            log.info("samples: %d held-out prompts %s", min(SAMPLES, len(self.prompts)), when)
+            log.info("samples: %d held-out prompts %s", min(SAMPLE_PROMPTS, len(self.prompts)), when)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
         run_dir, step, spent = self.telemetry.run_dir, state.global_step, self.telemetry.meter.seconds()
         if not self.every or step % self.every or step >= state.max_steps:
             return
-        too_much = self.limited and spent.get("samples", 0.0) > SHARE * spent.get("train", 0.0)
+        too_much = self.limited and spent.get("samples", 0.0) > MAX_LOOK_TIME_SHARE * spent.get("train", 0.0)
         if not self.telemetry.ranks.tell(too_much):
             with self.telemetry.stage_beside("samples"):
                 write_samples(run_dir, model, self.tokenizer, self.prompts, step, self.stops)
@@ -295,9 +299,11 @@ def write_samples(
     run_dir: Path, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset, step: int, stops: Sequence[str]
 ) -> None:
     """Add completions of the first prompts to samples.jsonl, in place of rows of this step and of later ones.
-    prompts: `prompt` (text), `prompt_ids`, and what would be the answer."""
+
+    prompts: `prompt` (text), `prompt_ids`, and the expected answer.
+    """
     drop_later_rows(run_dir / SAMPLES_FILE, step - 1)
-    examples = prompts.select(range(min(SAMPLES, len(prompts))))
+    examples = prompts.select(range(min(SAMPLE_PROMPTS, len(prompts))))
     with preserve_rng_and_mode(model):
         written = complete_with_ends(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
     for example, (completion, ended) in zip(examples.remove_columns("prompt_ids"), written, strict=True):
@@ -306,15 +312,15 @@ def write_samples(
 
 @contextmanager
 def preserve_rng_and_mode(model: nn.Module) -> Iterator[None]:
-    """Put back, after the block, every random state, and which modules were in training mode."""
+    """Restore, after the block, every random state and the training mode of every module."""
     modes = {module: module.training for module in model.modules()}
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         for module, training in modes.items():
             module.training = training
 
@@ -323,30 +329,32 @@ def preserve_rng_and_mode(model: nn.Module) -> Iterator[None]:
 
 
 class RunLog(logging.FileHandler):
-    """run.log. Where it takes no line (a full disk, one that became read-only) that is said once, in one line."""
+    """run.log. If it cannot be written (disk full or read-only), that is printed once."""
 
-    said = False
+    reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self.said:
-            self.said = True
+        elif not self.reported:
+            self.reported = True
             print(f"cogumi: {self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
         try:
             super().close()
-        except OSError:  # what is buffered does not fit, which has been said; the run's own error is not replaced by it
-            if not self.said:
+        except OSError:  # of the buffer, which was reported; it must not replace the run's own error
+            if not self.reported:
                 raise
 
 
 @contextmanager
 def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
-    """Write log lines to run.log and the run's end to status.json. Without a handler of the root logger's, lines are
-    printed too. resumed: the directory holds an earlier part of this run, which is kept."""
+    """Write log lines to run.log and the run's end to status.json; print them too if the root logger has no handler.
+
+    resumed: the directory holds an earlier part of this run, which is kept.
+    """
     to_file = RunLog(run_dir / "run.log", encoding="utf-8")
     to_file.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
     on_stdout = logging.StreamHandler(sys.stdout)
@@ -360,7 +368,7 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, RefusedAtSetup) and not resumed:
-            shutil.rmtree(run_dir)  # nothing in it is worth keeping, and the corrected run may want its name
+            shutil.rmtree(run_dir)  # it holds no training, and the corrected run may want its name
             raise
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         reason = f"{type(error).__name__}: {error}"
@@ -382,44 +390,50 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
 
 
 def requested_by(error: BaseException) -> str:
-    """What asked the run to end, where it was asked and has put everything in order; else ""."""
+    """Return what asked the run to end, if it was asked and has saved everything; else ""."""
     if FINISHED_AND_SAVED in error.args:
         return "Ctrl-C"
-    asked = {128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP (the terminal was closed)"}
-    return asked.get(error.code, "") if isinstance(error, SystemExit) else ""  # type: ignore[arg-type]
+    signals = {128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+    return signals.get(error.code, "") if isinstance(error, SystemExit) else ""  # type: ignore[arg-type]
 
 
 def terminal_loggers() -> list[logging.Logger]:
     streams = sys.stdout, sys.stderr
-    return [each for each in (logging.root, log) if any(getattr(h, "stream", None) in streams for h in each.handlers)]
+    return [
+        logger
+        for logger in (logging.root, log)
+        if any(getattr(handler, "stream", None) in streams for handler in logger.handlers)
+    ]
 
 
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
     try:
         write_json(run_dir / "status.json", {"state": state, "time": time.time(), **this_process(), **more})
-    except OSError as error:  # how a run ends is not left unsaid
+    except OSError as error:  # only the end of a run has to be written
         if error.errno not in NO_SPACE or state not in ("running", "paused"):
             raise
         log.error("status.json stays as it was: %s", error)
 
 
 def truncate_metrics(run_dir: Path, state: Any) -> None:
-    """Let the metrics end at the step that the training resumes from, since later ones are logged again. On a machine that
-    fetched its checkpoint from a mirror they are what that checkpoint remembers."""
+    """Drop the metrics after the step that the training resumes from, since those are logged again.
+
+    On a machine that fetched its checkpoint from a mirror, write what that checkpoint remembers.
+    """
     path = run_dir / "metrics.jsonl"
     rows = read_jsonl(path)
     if not any("loss" in row for row in rows):
         rows += state.log_history
-    # A summary at the end of a training that a signal ended is of a part of it.
-    kept = [row for row in rows if row["step"] <= state.global_step and "train_runtime" not in row]
-    text = "".join(map(json_line, kept))
+    # The summary of a training that a signal ended covers a part of it.
+    remaining = [row for row in rows if row["step"] <= state.global_step and "train_runtime" not in row]
+    text = "".join(map(json_line, remaining))
     if text and not (path.exists() and text == path.read_text(encoding="utf-8")):
         write_atomic(path, text)
 
 
 def drop_later_rows(path: Path, step: int) -> None:
-    """Drop the rows of steps after this one: they are of a training that is made again from here."""
+    """Drop the rows of steps after this one, from which the training is made again."""
     rows = read_jsonl(path)
-    kept = [row for row in rows if row["step"] <= step]
-    if len(kept) < len(rows):
-        write_atomic(path, "".join(map(json_line, kept)))
+    remaining = [row for row in rows if row["step"] <= step]
+    if len(remaining) < len(rows):
+        write_atomic(path, "".join(map(json_line, remaining)))

@@ -1,4 +1,4 @@
-"""How a run stands, from its directory and the table of processes alone: milliseconds, no torch, nothing changed."""
+"""The status of a run, read in milliseconds from its directory and the process table, without torch."""
 
 import difflib
 import json
@@ -26,25 +26,25 @@ from cogumi.core.run_directory import (
     same_process,
 )
 
-AT_WORK = ("starting", "running", "paused")  # a run that was killed says so too
+AT_WORK = ("starting", "running", "paused")  # also in the status.json of a run that was killed
 BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
-# What cogumi itself ended.
+# States of runs that cogumi itself ended.
 SANITY_CHECKED = "sanity checked"
 STOPPED = "stopped by a red flag"
 NON_FINITE = "stopped by non-finite numbers"
 BUDGET_SPENT = "budget spent"
-FRESH_SECONDS = 300.0  # a run on another machine counts as living as long as its last sign of life is no older
+FRESH_SECONDS = 300.0  # a run on another machine counts as alive while its last sign of life is no older
 TAIL_BYTES = 65536
-NAMED = 3  # of the runs that a hint could name
+MAX_HINTED_RUNS = 3
 
 
 @dataclass(frozen=True)
 class Status:
-    """One look at a run. Times are seconds since 1970; what the run does not say (yet) is None.
+    """A run as it was at one look. Times are seconds since 1970; None is what the run does not tell (yet).
 
-    state: as in status.json, or died (its process is gone without a word), or refused (its start; there is no run). alive:
-    None where this machine cannot say. began: when the process did. last_sign: when the run last wrote its status or
-    heartbeat. latest, latest_steps: the last value of each metric and its step. log: the file with the run's messages.
+    state: as in status.json, or died (the process disappeared), or refused (at its start; there is no run). alive: None if
+    this machine cannot tell. began: when the process did. last_sign: when the run last wrote its status or heartbeat.
+    latest, latest_steps: the last value of each metric, and its step. log: the file with the run's messages.
     """
 
     run_dir: str
@@ -68,7 +68,7 @@ class Status:
     def __str__(self) -> str:
         return format_sentence(self)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # as the last word of a cell
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # the value of a notebook cell
         printer.text(str(self))
 
     @property
@@ -81,7 +81,7 @@ class Status:
 
     @property
     def passed(self) -> bool:
-        """Whether the run came to its end and every check of its verdict passed."""
+        """Return whether the run came to its end and every check of its verdict passed."""
         verdict = read_json_or_empty(Path(self.run_dir) / "verdict.json")
         return self.ended and self.state not in (*BROKEN_OFF, "refused") and verdict.get("passed") is True
 
@@ -91,31 +91,31 @@ class Status:
 
 
 def status_of(run_dir: Path) -> Status:
-    said, started = read_json_or_empty(run_dir / "status.json"), read_json_or_empty(run_dir / START)
-    if not said and not started:
+    record, started = read_json_or_empty(run_dir / "status.json"), read_json_or_empty(run_dir / START)
+    if not record and not started:
         if not is_run(run_dir):
             raise UsageError(f"no run there{hint_of_runs(run_dir)}", place=run_dir)
-        said = {"state": "starting"}  # a directory that is just being begun
+        record = {"state": "starting"}  # the directory was just made
     beat = read_json_or_empty(run_dir / "heartbeat.json")
-    last_sign = max((each["time"] for each in (said, started, beat) if "time" in each), default=None)
-    detached = bool(started) and same_process(started, said)
-    # A start that has no status of its own yet is what there is to tell, whatever was before it.
-    begins = bool(started) and not detached and started["time"] > said.get("time", 0)
-    newest = started if begins else said
+    last_sign = max((each["time"] for each in (record, started, beat) if "time" in each), default=None)
+    detached = bool(started) and same_process(started, record)
+    # A start without a status of its own yet counts, whatever was before it.
+    begins = bool(started) and not detached and started["time"] > record.get("time", 0)
+    newest = started if begins else record
     alive = is_alive(run_dir, newest, last_sign)
-    state, reason = said.get("state", "starting"), said.get("reason")
+    state, reason = record.get("state", "starting"), record.get("reason")
     if begins:
-        state, reason = state_of_start(state if said else None, started, alive)
+        state, reason = state_of_start(state if record else None, started, alive)
     elif state in AT_WORK and alive is False:
-        state, reason = "died", describe_death(started if detached else {}, said.get("stage") or state)
-    there = list_checkpoints(run_dir / "checkpoints")
+        state, reason = "died", describe_death(started if detached else {}, record.get("stage") or state)
+    saved = list_checkpoints(run_dir / "checkpoints")
     latest, latest_steps = latest_metrics(run_dir / "metrics.jsonl")
     # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
-    reached = [each["step"] for each in (beat, latest) if "step" in each] + [step_of(path) for path in there[:1]]
+    reached = [source["step"] for source in (beat, latest) if "step" in source] + [step_of(path) for path in saved[:1]]
     return Status(
         run_dir=str(run_dir),
         state=state,
-        stage=said.get("stage") if state in AT_WORK and not begins else None,
+        stage=record.get("stage") if state in AT_WORK and not begins else None,
         step=max(reached, default=None),
         steps=beat.get("steps"),
         eta_seconds=beat.get("eta_seconds") if state in AT_WORK else None,
@@ -123,7 +123,7 @@ def status_of(run_dir: Path) -> Status:
         alive=alive,
         **{key: newest.get(key) for key in ("pid", "host", "began")},
         last_sign=last_sign,
-        checkpoint=there[0].name if there else None,
+        checkpoint=saved[0].name if saved else None,
         heartbeat=beat,
         latest=latest,
         latest_steps=latest_steps,
@@ -133,7 +133,7 @@ def status_of(run_dir: Path) -> Status:
 
 
 def state_of_start(before: str | None, started: dict[str, Any], alive: bool | None) -> tuple[str, str | None]:
-    """State and reason while the newest word is that of a start. before: the state of the run that it was to resume."""
+    """Return state and reason while the newest record is that of a start. before: the state of the run it resumes."""
     if started.get("refused"):
         return before or "refused", f"the last start was refused: {started['refused']}"
     if started.get("exit") == 128 + Signals.SIGTERM:
@@ -144,10 +144,10 @@ def state_of_start(before: str | None, started: dict[str, Any], alive: bool | No
 
 
 def describe_death(started: dict[str, Any], during: str) -> str:
-    """Of a process that left no word itself: what its supervisor saw, or what is left to think."""
+    """Describe the end of a process that recorded none, from what its supervisor saw."""
     code = started.get("exit")
     if code is None:
-        return f"its process is gone without a word (during: {during}): killed, or the machine went down"
+        return f"its process disappeared without an exit record (during: {during}): killed, or the machine went down"
     if code >= 0:
         return f"its process ended with exit status {code} (during: {during})"
     by = ", as the kernel does when memory runs out, or as kill -9 does" if -code == Signals.SIGKILL else ""
@@ -169,7 +169,7 @@ def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> 
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is no file, or nothing in it yet."""
+    """Return the object in a JSON file; {} if there is no file, or nothing in it yet."""
     try:
         return dict(read_json(path)) if path.stat().st_size else {}
     except (FileNotFoundError, NotADirectoryError):
@@ -177,7 +177,7 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
 
 
 def latest_metrics(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The last value of each metric in the end of a file of metrics, which may be long, and the step that it is of."""
+    """Return the last value of each metric in the tail of metrics.jsonl, and its step."""
     latest: dict[str, Any] = {}
     steps: dict[str, int] = {}
     for line in tail_lines(path):
@@ -188,7 +188,7 @@ def latest_metrics(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
-    """The whole lines in the last `size` bytes of a file; none where there is no file."""
+    """Return the complete lines in the last `size` bytes of a file; none if there is no file."""
     try:
         with path.open("rb") as file:
             begin = max(0, os.fstat(file.fileno()).st_size - size)
@@ -200,57 +200,57 @@ def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a run, be it one that is just being begun."""
+    """Return whether a directory is that of a run, even one that is just starting."""
     return any((directory / name).exists() for name in ("status.json", START, CONSOLE))
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The run in a directory, or those below it. Raises UsageError, with what is near, where there is none."""
-    found = [path] if is_run(path) else runs_below(path)
-    if not found:
+    """Return the run in a directory, or those below it. Raises UsageError with a hint if there is none."""
+    runs = [path] if is_run(path) else runs_below(path)
+    if not runs:
         raise UsageError(f"no run there{hint_of_runs(path)}", place=path)
-    return found
+    return runs
 
 
 def runs_below(directory: Path) -> list[Path]:
-    """The run directories below a directory, by name: right below it, and one further down, as stages of one project."""
+    """Return the run directories below a directory, by name: one or two levels down, as the stages of a project are."""
     places = [f"{depth}/{mark}" for depth in ("*", "*/*") for mark in ("status.json", START)]
     return sorted({path.parent for place in places for path in directory.glob(place)})
 
 
 def hint_of_runs(run_dir: Path) -> str:
-    """A hint for a path that is no run: the runs below it, else the one that it nearly names, else those beside it."""
+    """Return a hint for a path that is no run: the runs below it, else the one it nearly names, else those beside it."""
     if below := runs_below(run_dir):
-        return f"; below it there is {', '.join(map(str, below[:NAMED]))}"
+        return f"; below it there is {', '.join(map(str, below[:MAX_HINTED_RUNS]))}"
     beside = {path.name: path for path in runs_below(run_dir.parent) if path.parent == run_dir.parent}
-    found = ([] if run_dir.exists() else difflib.get_close_matches(run_dir.name, beside, n=1)) or list(beside)
-    return f"; there is {', '.join(str(beside[name]) for name in found[:NAMED])}" if found else ""
+    names = ([] if run_dir.exists() else difflib.get_close_matches(run_dir.name, beside, n=1)) or list(beside)
+    return f"; there is {', '.join(str(beside[name]) for name in names[:MAX_HINTED_RUNS])}" if names else ""
 
 
 # -------------------------------------------------------------------------------------------------------------- in words
 
 LOG_LINES = 8
-# Of what trainers log, in this order; the rest is in metrics.jsonl.
+# Metrics that are shown, in this order; the rest is in metrics.jsonl.
 RESULTS = ("loss", "eval_loss", "reward", "reward_std", "rewards/margins", "rewards/accuracies")
 SHOWN = (*RESULTS, "grad_norm", "learning_rate", "entropy", "kl")
 
 
 def format_headline(status: Status) -> str:
-    said = [f"{relative_path(status.run_dir)}: {format_state(status)}"]
+    parts = [f"{relative_path(status.run_dir)}: {format_state(status)}"]
     if status.step is not None and status.steps is not None:
-        said.append(f"step {status.step}/{status.steps}")
+        parts.append(f"step {status.step}/{status.steps}")
     if status.eta_seconds is not None and not status.ended:
-        said.append(f"{format_duration(status.eta_seconds)} to go")
+        parts.append(f"{format_duration(status.eta_seconds)} to go")
     if status.alive and not status.ended:
-        said.append(f"process {status.pid}")
-    return escape_controls(", ".join(said))
+        parts.append(f"process {status.pid}")
+    return escape_controls(", ".join(parts))
 
 
 def format_sentence(status: Status) -> str:
-    """The line, with what was checked, why it ended and what it would resume from."""
+    """Return the headline with what was checked, why the run ended and what it would resume from."""
     counted, merged = count_flags(status), Path(status.run_dir) / "merged"
-    missed = [each for each in failed_checks(checks(status)) if each["figure"] not in (status.reason or "")]
-    said = [
+    missed = [check for check in failed_checks(checks(status)) if check["figure"] not in (status.reason or "")]
+    parts = [
         format_headline(status),
         format_checks(status) if counted else "",
         f"flags: {counted}" if status.ended and counted else "",
@@ -259,17 +259,17 @@ def format_sentence(status: Status) -> str:
         describe_resume(status) if status.state in BROKEN_OFF else "",
         f"the merged model is {relative_path(str(merged))}" if status.ended and merged.is_dir() else "",
     ]
-    return escape_controls("; ".join(filter(None, said)))
+    return escape_controls("; ".join(filter(None, parts)))
 
 
 def describe_resume(status: Status) -> str:
-    """Of a run that was broken off: what it has, and what starting it again does."""
-    there = f"the newest checkpoint is {status.checkpoint}" if status.checkpoint else "there is no checkpoint yet"
-    return f"{there}; the same command {'resumes from it' if status.checkpoint else 'starts the run again'}"
+    """Describe what an interrupted run has saved, and what starting it again does."""
+    saved = f"the newest checkpoint is {status.checkpoint}" if status.checkpoint else "there is no checkpoint yet"
+    return f"{saved}; the same command {'resumes from it' if status.checkpoint else 'starts the run again'}"
 
 
 def format_screen(status: Status) -> str:
-    """Everything worth a look, as plain text of some twenty lines."""
+    """Return the status as plain text of some twenty lines."""
     signed = status.last_sign is not None and not status.ended
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
     lines = [
@@ -280,13 +280,13 @@ def format_screen(status: Status) -> str:
         format_machine(status.heartbeat),
         str(status.heartbeat.get("stalled") or ""),
         *(
-            f"{each['level']}: {each['name']}: {flag_sentence(each)}"
-            for each in flags(status)
-            if each["level"] != "green"
+            f"{flag['level']}: {flag['name']}: {flag_sentence(flag)}"
+            for flag in flags(status)
+            if flag["level"] != "green"
         ),
         describe_resume(status) if status.state in BROKEN_OFF else "",
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
-        *(f"FAIL  {format_failed_check(each)}" for each in failed_checks(checks(status))),
+        *(f"FAIL  {format_failed_check(check)}" for check in failed_checks(checks(status))),
     ]
     end = [f"--- {relative_path(status.log)}", *log] if log else []
     return escape_controls("\n".join([*filter(None, lines), *end]))
@@ -299,7 +299,7 @@ def format_state(status: Status) -> str:
 
 
 def format_metrics(status: Status) -> str:
-    """The last values, with the step of each that is older than the newest: beside it, it would read as of now."""
+    """Return the last values; one that is older than the newest is followed by its step."""
     steps = {key: status.latest_steps[key] for key in SHOWN if key in status.latest}
     newest = max(steps.values(), default=0)
     older = {key: f" (step {step})" if step < newest else "" for key, step in steps.items()}
@@ -307,9 +307,9 @@ def format_metrics(status: Status) -> str:
 
 
 def format_machine(heartbeat: dict[str, Any]) -> str:
-    """What a heartbeat says beside the step, as far as it does: speed, money, GPU, memory, disk."""
+    """Return speed, money, GPU, memory and disk, as far as the heartbeat has them."""
     gpu, memory, disk = (heartbeat.get(key) or {} for key in ("gpu", "memory", "disk"))
-    said = {
+    values = {
         "{:,.0f} tokens/s": heartbeat.get("tokens_per_second"),
         "MFU {:.0%}": heartbeat.get("mfu"),
         "${:.2f} so far": heartbeat.get("cost_so_far"),
@@ -319,7 +319,7 @@ def format_machine(heartbeat: dict[str, Any]) -> str:
         "memory {:.0%}": memory and memory["used"] / memory["total"],
         "{:.0f} GB of disk free": disk and disk["free"] / 1e9,
     }
-    return "  ".join(words.format(value) for words, value in said.items() if isinstance(value, int | float))
+    return "  ".join(words.format(value) for words, value in values.items() if isinstance(value, int | float))
 
 
 def flags(status: Status) -> list[dict[str, Any]]:
@@ -327,12 +327,12 @@ def flags(status: Status) -> list[dict[str, Any]]:
 
 
 def reds(status: Status) -> list[str]:
-    return [str(each["name"]) for each in flags(status) if each["level"] == "red"]
+    return [str(flag["name"]) for flag in flags(status) if flag["level"] == "red"]
 
 
 def count_flags(status: Status) -> str:
-    """The flags in a few words: `12 green`, or `RED loss trend, 1 yellow, 10 green`; "" where nothing was judged yet."""
-    counts = Counter(each["level"] for each in flags(status))
+    """Count the flags: `12 green`, or `RED loss trend, 1 yellow, 10 green`; "" before a judgement."""
+    counts = Counter(flag["level"] for flag in flags(status))
     red = [f"RED {' and '.join(reds(status))}"] if counts["red"] else []
     return ", ".join([*red, *(f"{counts[level]} {level}" for level in ("yellow", "green") if counts[level])])
 
@@ -341,12 +341,12 @@ def checks(status: Status) -> list[dict[str, Any]]:
     return list(read_json_or_empty(Path(status.run_dir) / "verdict.json").get("checks", [])) if status.ended else []
 
 
-def failed_checks(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [each for each in found if not each["passed"]]
+def failed_checks(verdict_checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [check for check in verdict_checks if not check["passed"]]
 
 
 def format_missed_check(check: dict[str, Any]) -> str:
-    """A check that was missed in one clause: its name and its fix, or the figure where nothing is to be done."""
+    """Return a failed check in one clause: its name and its fix, or the figure if there is no fix."""
     return f"FAIL {check['name']}: {check.get('fix') or check['figure']}"
 
 
@@ -355,13 +355,14 @@ def format_failed_check(check: dict[str, Any]) -> str:
 
 
 def format_checks(status: Status) -> str:
-    """`9 of 9 checks passed`, or "" before there is a verdict. While a flag is red, nothing is said to have passed."""
-    return count_checks(found, reds(status)) if (found := checks(status)) else ""
+    """Return `9 of 9 checks passed`, or "" before a verdict; while a flag is red, nothing is reported as passed."""
+    verdict_checks = checks(status)
+    return count_checks(verdict_checks, reds(status)) if verdict_checks else ""
 
 
-def count_checks(found: list[dict[str, Any]], red: list[str]) -> str:
-    """How many of the checks of a verdict passed, beside the names of the red flags."""
-    met = f"{sum(each['passed'] for each in found)} of {len(found)} checks"
+def count_checks(verdict_checks: list[dict[str, Any]], red: list[str]) -> str:
+    """Return how many checks passed, and the names of the red flags."""
+    met = f"{sum(check['passed'] for check in verdict_checks)} of {len(verdict_checks)} checks"
     return f"{met} are met, but {' and '.join(red)} {'is' if len(red) == 1 else 'are'} RED" if red else f"{met} passed"
 
 
@@ -370,6 +371,6 @@ def format_value(value: Any) -> str:
 
 
 def relative_path(path: str) -> str:
-    """A path below the working directory as one would type it."""
+    """Return a path below the working directory as a relative one."""
     short = os.path.relpath(path)
     return path if short.startswith("..") else short

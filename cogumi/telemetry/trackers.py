@@ -1,6 +1,6 @@
-"""Where a run's metrics are shown besides its own files: `train.report_to`, with TensorBoard where nothing is said.
+"""Trackers beside the run's own files: `train.report_to`, TensorBoard by default.
 
-Whether there is a package, a key, a network for what a run reports and uploads to is asked before anything is paid.
+Packages, keys and network for what a run reports and uploads to are checked before anything is paid for.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ WITHOUT_WANDB = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline
 
 
 def refuse_unreachable(train: Mapping[str, Any]) -> None:
-    """Raise UsageError where what `train:` reports or uploads to would fail in the middle of the run, or when it begins."""
+    """Raise UsageError if a tracker or an upload of `train:` would fail."""
     report_to = train.get("report_to") or []
     for name in [report_to] if isinstance(report_to, str) else report_to:
         if name in PACKAGES and not is_installed(name):
@@ -39,7 +39,7 @@ def refuse_unreachable(train: Mapping[str, Any]) -> None:
 
 
 def is_installed(reporter: str) -> bool:
-    """Whether a reporter's package is there. W&B writes a directory of its own name, which Python finds as well."""
+    """Return whether a reporter's package is installed; W&B's own `wandb/` directory, which Python finds too, is none."""
     spec = importlib.util.find_spec(reporter)
     return spec is not None and spec.origin is not None
 
@@ -62,7 +62,7 @@ def refuse_wandb_without_key() -> None:
 
 
 def refuse_no_upload(repository: str | None, token: str | None) -> None:
-    """Raise UsageError where there is no name or no token for what is uploaded; the hub itself is asked by the trainer."""
+    """Raise UsageError without a name or a token for the upload; the trainer asks the hub itself."""
     from huggingface_hub import constants, get_token
 
     problem, fix = "", ""
@@ -85,8 +85,10 @@ def default_reporter() -> str:
 
 
 def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
-    """Have TensorBoard's files written into the run directory, unless TENSORBOARD_LOGGING_DIR says where. transformers would
-    write them below checkpoints/, in a directory for each start, and into ./runs."""
+    """Have TensorBoard's files written into the run directory, unless TENSORBOARD_LOGGING_DIR names another.
+
+    transformers would write them below checkpoints/, in a directory for each start, and into ./runs.
+    """
     for board in callbacks_of(trainer, TensorBoardCallback):
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)
@@ -95,43 +97,45 @@ def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
 
 
 def survive_full_disk(board: TensorBoardCallback) -> None:
-    """Have a training continue where TensorBoard's file does not fit on the disk; metrics.jsonl has the same rows."""
-    told = False
+    """Let a training continue if TensorBoard's file does not fit on the disk; metrics.jsonl has the same rows."""
+    warned = False
 
     @contextmanager
     def unless_full() -> Iterator[None]:
-        nonlocal told
+        nonlocal warned
         try:
             yield
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            board.tb_writer = None  # one that failed fails at each call; the next row is given a new one
-            if not told:
+            board.tb_writer = None  # it would fail at each call; the next row gets a new one
+            if not warned:
                 log.warning("TensorBoard's file does not fit on the disk; training continues without it")
-            told = True
+            warned = True
 
     for event in ("on_train_begin", "on_log", "on_train_end"):
         setattr(board, event, unless_full()(getattr(board, event)))
 
 
 def begin_wandb(trainer: Any) -> None:
-    """Have W&B make its run now, or raise RefusedAtSetup with W&B's own words.
-    transformers would do it when the training begins, and its failure would end the training with a traceback."""
-    for each in callbacks_of(trainer, WandbCallback):
+    """Have W&B make its run now. Raises RefusedAtSetup with W&B's own words.
+
+    transformers would do it when the training begins, and its failure would end the training with a traceback.
+    """
+    for callback in callbacks_of(trainer, WandbCallback):
         import wandb
 
         try:
-            each.setup(trainer.args, trainer.state, trainer.model)
+            callback.setup(trainer.args, trainer.state, trainer.model)
         except wandb.errors.Error as error:
             raise RefusedAtSetup(f"wandb: {quote_error(error)}", key="train.report_to", fix=WITHOUT_WANDB) from error
 
 
 def close_tensorboard(trainer: Any) -> None:
-    """Close TensorBoard's file, which what is logged after the training has opened again."""
-    for each in callbacks_of(trainer, TensorBoardCallback):
-        each.on_train_end(trainer.args, trainer.state, trainer.control)
+    """Close TensorBoard's file, which logging after the training has opened again."""
+    for callback in callbacks_of(trainer, TensorBoardCallback):
+        callback.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 def callbacks_of(trainer: Any, kind: type) -> list[Any]:
-    return [each for each in trainer.callback_handler.callbacks if isinstance(each, kind)]
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)]
