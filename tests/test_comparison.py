@@ -1,7 +1,9 @@
 """Models side by side: the scores by hand, the completions by transformers' own generate, and what is refused."""
 
+import re
+from html import unescape
+
 import pytest
-from bs4 import BeautifulSoup
 
 from cogumi.core.errors import UsageError
 from cogumi.methods.preview import Comparison, compare_models
@@ -39,8 +41,11 @@ def test_the_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPa
     written = {"SFT": ["b = 1", "a < c"], "GSPO": ["b = 1", "b < c\n"]}
     found = Comparison(["Rename a to b:", "the second"], ["b = 1", "b < c"], written)
     monkeypatch.setattr("cogumi.methods.preview.compare_models", lambda *_: found)
-    page = BeautifulSoup(completions.compare(dict.fromkeys(written, "anywhere"), "any")._repr_html_(), "html.parser")
-    rows = [[cell.get_text(" ", strip=True) for cell in row.find_all(["td", "th"])] for row in page.find_all("tr")]
+    html = completions.compare(dict.fromkeys(written, "anywhere"), "any")._repr_html_()
+    rows = [
+        [unescape(" ".join(re.sub("<[^>]*>", " ", cell).split())) for cell in re.findall("<t[dh].*?</t[dh]>", row)]
+        for row in re.findall("<tr.*?</tr>", html, re.DOTALL)
+    ]
     assert rows == [
         ["asked", "SFT", "GSPO", "right"],
         ["exactly right", "50.0%", "100.0%", ""],

@@ -84,15 +84,10 @@ class ChatSetup:
 def read_setup(
     place: Path, only: Sequence[str] = (), temperature: float | None = None, max_new_tokens: int | None = None
 ) -> ChatSetup:
-    """Find out what can be talked to in the directory of a run, an adapter or a model.
+    """Find out what can be talked to in the directory of a run, an adapter or a model; raises UsageError if there is nothing.
 
-    Args:
-        place: The directory.
-        only: The columns; by default the base and what was trained, merged if it is there.
-        temperature: 0 is greedy; None, like `max_new_tokens`, is the run's own.
-
-    Raises:
-        UsageError: If there is nothing to talk to, or not what `only` names.
+    only: the columns; by default the base and what was trained, merged if it is there. temperature: 0 is greedy; None, like
+    `max_new_tokens`, is the run's own.
     """
     if not place.is_dir():
         problem = "it is a file, not a directory" if place.exists() else "there is no such directory"
@@ -290,15 +285,9 @@ class Chat:
             self.turns[column] += [{"role": "user", "content": message}, {"role": "assistant", "content": reply or ""}]
 
     def answer(self, column: str, message: str, write: Callable[[str], None]) -> Answer:
-        """Return one column's answer to the conversation and the message.
+        """Return one column's answer to a message. Raises UsageError if the context has no room for one.
 
-        Args:
-            column: The model that answers.
-            message: What the user says.
-            write: Receives the text piece by piece; what it raises, such as an interrupt, ends the answer.
-
-        Raises:
-            UsageError: If the context has no room for an answer.
+        write: receives the text piece by piece; what it raises, such as an interrupt, ends the answer.
         """
         from cogumi.models.completion import complete_with_ends, end_ids
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from cogumi.config import schema
@@ -27,7 +28,11 @@ MAIN_KEYS = (
     "train.per_device_train_batch_size", "train.gradient_accumulation_steps", "train.max_length", "cogumi.method",
     "cogumi.tuning", "cogumi.run_dir", "cogumi.merge", "cogumi.on_red", "cogumi.price_per_hour", *RL_KEYS,
 )  # fmt: skip
-SCHEMA = {"model": schema.ModelSection, "data": schema.DataSection, "cogumi": schema.CogumiSection}
+SCHEMA: dict[str, type[BaseModel]] = {
+    "model": schema.ModelSection,
+    "data": schema.DataSection,
+    "cogumi": schema.CogumiSection,
+}
 MESSAGE = '<p role="status">{}</p>'
 
 
