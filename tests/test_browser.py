@@ -14,7 +14,7 @@ import cogumi
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.run_directory import is_running, write_json
 from cogumi.notebook import html_components, panel
-from cogumi.notebook.report import write_report
+from cogumi.notebook.panel import write_report
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 from tests.test_notebook_panel import until
 

@@ -16,8 +16,7 @@ from cogumi.checkpoints.manifest import write_manifest
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
 from cogumi.notebook import panel
 from cogumi.notebook.figures import Curves, format_number, render_plots, render_svg
-from cogumi.notebook.panel import RunPanel, RunSnapshot
-from cogumi.notebook.report import write_report
+from cogumi.notebook.panel import RunPanel, RunSnapshot, write_report
 
 EVIL = "</pre><script>alert(1)</script>"
 FLAG = {"cause": "a rate too high", "knob": "train.learning_rate"}

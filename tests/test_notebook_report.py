@@ -24,8 +24,7 @@ from cogumi.methods.preview import Preview, Shares
 from cogumi.notebook import completions, figures
 from cogumi.notebook.figures import format_number
 from cogumi.notebook.html_components import render_html, style
-from cogumi.notebook.panel import RunSnapshot
-from cogumi.notebook.report import write_report
+from cogumi.notebook.panel import RunSnapshot, write_report
 from tests.test_notebook_figures import contrast, words_in
 
 SECRET = HUB_TOKEN

@@ -255,7 +255,7 @@ def test_a_flag_says_one_thing_in_one_sentence() -> None:
 
 @pytest.mark.parametrize("level", ["red", "yellow"])
 def test_the_headline_withholds_its_word_while_a_flag_is_red(level: str, tmp_path: Path) -> None:
-    from cogumi.notebook.report import headline, verdict
+    from cogumi.notebook.panel import headline, verdict
 
     checks = [{"name": "steps", "figure": "9", "requirement": "9", "passed": True}]
     flag = {"name": "completions end", "level": level, "evidence": "all are cut", "cause": "too short", "knob": "x"}
@@ -270,7 +270,7 @@ def test_the_headline_withholds_its_word_while_a_flag_is_red(level: str, tmp_pat
 
 
 def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) -> None:
-    from cogumi.notebook.report import headline, verdict
+    from cogumi.notebook.panel import headline, verdict
 
     met = Check("steps", "24", "24", True, "a fix of what is met is not told")
     lost = Check("merged logits", "rms 4.4e-03", "<= 3.7e-03", False, "raise train.learning_rate")

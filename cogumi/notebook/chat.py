@@ -23,8 +23,7 @@ from cogumi.data.fim import INSTRUCTION, PSM, SPM, FimTokens, detect_fim_tokens
 from cogumi.data.rows import BadRow
 from cogumi.notebook import html_components as html
 from cogumi.notebook.completions import render_completion
-from cogumi.notebook.panel import WIDGET, render_message
-from cogumi.notebook.report import config_of
+from cogumi.notebook.panel import WIDGET, config_of, render_message
 from cogumi.stack.gpus import use_one_gpu
 from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
 

@@ -91,7 +91,7 @@ class Run:
 
     def report(self, out: str | os.PathLike[str] | None = None) -> Path:
         """Write report.html into its directory, or the file `out`: all there is to know of the run. Returns its path."""
-        from cogumi.notebook.report import write_report
+        from cogumi.notebook.panel import write_report
 
         return write_report(self.run_dir, out)
 

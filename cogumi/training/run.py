@@ -36,7 +36,7 @@ from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 from cogumi.models.unsloth_models import Backend, choose_backend
-from cogumi.notebook.report import write_report
+from cogumi.notebook.panel import write_report
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, disable_cudnn_attention, refuse_several_gpus, use_one_gpu
 from cogumi.stack.ranks import Ranks
