@@ -361,7 +361,7 @@ def stream_to(write: Callable[[str], None], tokenizer: Any, stops: Sequence[str]
             self.text += text
             end = len(cut_at_stop(self.text, stops))
             if not stream_end:
-                end = min(end, len(self.text) - max(map(len, stops), default=1) + 1)
+                end = max(0, min(end, len(self.text) - max(map(len, stops), default=1) + 1))
             write(self.text[self.written : end])
             self.written = max(self.written, end)
 

@@ -62,7 +62,10 @@ class Run:
         return read_jsonl(self.run_dir / "metrics.jsonl")
 
     def dashboard(self) -> None:
-        """Show the run, also one that has ended: in a notebook a panel with buttons, elsewhere one screen of text."""
+        """Show the run, also one that has ended: in a notebook a panel with buttons, elsewhere one screen of text.
+
+        The panel is drawn until the run has ended and does not block. Its buttons are answered while no cell runs.
+        """
         from cogumi.notebook.panel import show_panel
 
         show_panel(self)
