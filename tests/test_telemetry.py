@@ -49,6 +49,25 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+def after_step(patch: pytest.MonkeyPatch, act: Callable[[Any, Any, Any], None]) -> None:
+    """Have `act(telemetry, args, state)` called at the end of each step."""
+    on_step_end = recorder.Telemetry.on_step_end
+
+    def acting(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        act(self, args, state)
+
+    patch.setattr(recorder.Telemetry, "on_step_end", acting)
+
+
+def fail_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    def fail(_: Any, __: Any, state: Any) -> None:
+        if state.global_step == step:
+            raise RuntimeError("the card fell off the bus")
+
+    after_step(patch, fail)
+
+
 # ------------------------------------------------------------------------------------------------------- a whole run
 
 
@@ -134,14 +153,7 @@ def prompts_of(result: Any) -> int:
 
 
 def test_a_run_that_fails_says_what_it_came_to(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_step_end = recorder.Telemetry.on_step_end
-
-    def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-        on_step_end(self, args, state, control, **more)
-        if state.global_step == 3:
-            raise RuntimeError("the card fell off the bus")
-
-    monkeypatch.setattr(recorder.Telemetry, "on_step_end", failing)
+    fail_at(monkeypatch, 3)
     with pytest.raises(RuntimeError, match="fell off"):
         cogumi.train(sft)
     run_dir = Path(sft["cogumi"]["run_dir"])
@@ -197,15 +209,8 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
 
 def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
-    on_step_end = recorder.Telemetry.on_step_end
     with monkeypatch.context() as patched:
-
-        def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-            on_step_end(self, args, state, control, **more)
-            if state.global_step == 4:
-                raise RuntimeError("the card fell off the bus")
-
-        patched.setattr(recorder.Telemetry, "on_step_end", failing)
+        fail_at(patched, 4)
         with pytest.raises(RuntimeError):
             cogumi.train(sft, cogumi__samples_every=1)
     run_dir = Path(sft["cogumi"]["run_dir"])
@@ -469,16 +474,13 @@ def test_a_reporter_that_is_not_installed_is_refused_before_anything_is_loaded(
     assert not Path(sft["cogumi"]["run_dir"]).exists()
 
 
-def test_without_tensorboard_a_run_trains_and_has_its_metrics(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
-    result = cogumi.train(sft, train__max_steps=1)
+@pytest.mark.parametrize("train", [{}, {"report_to": "none"}])
+def test_without_tensorboard_a_run_has_its_metrics(sft: Config, train: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "is_installed", lambda name: bool(train))
+    sft["train"] |= {"max_steps": 1, **train}
+    result = cogumi.train(sft)
     assert not (result.run_dir / "tensorboard").exists()
     assert result.series("loss")
-
-
-def test_none_is_none(sft: Config) -> None:
-    result = cogumi.train(sft, train__max_steps=1, train__report_to="none")
-    assert not (result.run_dir / "tensorboard").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- secrets
@@ -490,17 +492,15 @@ def test_no_file_of_a_run_holds_a_secret(sft: Config, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WANDB_API_KEY", other)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     sft["train"] |= {"hub_token": TOKEN, "save_strategy": "steps", "save_steps": 2}
-    on_step_end = recorder.Telemetry.on_step_end
     seen = []
 
-    def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-        on_step_end(self, args, state, control, **more)
+    def fail(_: Any, args: Any, state: Any) -> None:
         seen.append(args.hub_token)
         if state.global_step == 5:
             logging.getLogger("cogumi").warning("asking https://me:%s@hub with %s", TOKEN, other)
             raise RuntimeError(f"401 for https://me:{TOKEN}@hub, key {other}")
 
-    monkeypatch.setattr(recorder.Telemetry, "on_step_end", failing)
+    after_step(monkeypatch, fail)
     with pytest.raises(RuntimeError, match=TOKEN):
         cogumi.train(sft, cogumi__samples_every=2)
     assert set(seen) == {TOKEN}  # whoever uses it has it

@@ -219,13 +219,11 @@ def share(part: float, whole: float) -> float:
 
 
 def number(row: Row, key: str) -> float | None:
-    """Return a finite number of a logged row, else None."""
     value = row.get(key)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def read_samples(run_dir: Path) -> list[SampleCounts]:
-    """Count the completions of samples.jsonl by step."""
     steps: dict[int, list[str]] = {}
     for row in read_jsonl(run_dir / SAMPLES_FILE):
         steps.setdefault(int(row["step"]), []).append(row["completion"])

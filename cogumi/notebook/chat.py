@@ -112,7 +112,6 @@ def read_setup(
 
 
 def read_run(run: Path) -> ChatSetup:
-    """Return a chat with the run's own base, template, thinking setting, sampling, stops and length."""
     adapter, merged, note = find_saved(run)
     config = config_of(run)
     with show_import():
@@ -172,7 +171,6 @@ def find_saved(run: Path) -> tuple[Path | None, Path | None, str]:
 
 
 def read_adapter(place: Path) -> ChatSetup:
-    """Return a chat with an adapter and the base that it names."""
     from cogumi.merge.adapter_files import read_base_record, read_json
 
     record, config = read_base_record(place), read_json(place / "adapter_config.json")
@@ -265,7 +263,6 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said."""
         self.turns: dict[str, list[dict[str, str]]] = {column: [] for column in self.setup.columns}
 
     def load(self) -> None:
@@ -308,7 +305,6 @@ class Chat:
         return list(self.tokenizer(self.prompt(column, message), add_special_tokens=self.template is None)["input_ids"])
 
     def prompt(self, column: str, message: str) -> str:
-        """Return what the model of a column is given, as text."""
         if self.template is not None:
             try:
                 return self.template.prompt([*self.turns[column], {"role": "user", "content": message}])
@@ -323,7 +319,6 @@ class Chat:
         return self.fim.prompt(prefix, suffix, PSM if self.fim.psm else SPM)
 
     def describe(self) -> str:
-        """Return one line on how messages are taken and answers made."""
         setup, thinking = self.setup, {True: ", thinking on", False: ", thinking off", None: ""}[self.setup.thinking]
         mode = f"chat, by the model's template{thinking}"
         if self.template is None:
@@ -398,7 +393,6 @@ def answer_once(chat: Chat, message: str) -> Answers:
 
 
 def talk(chat: Chat) -> None:
-    """Show widgets in a notebook, elsewhere hold a conversation in the terminal."""
     if is_notebook():
         from IPython.display import display
 

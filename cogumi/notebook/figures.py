@@ -117,7 +117,6 @@ class Curve:
 
     @property
     def is_constant(self) -> bool:
-        """Return whether at least two values were logged and all are equal."""
         return not self.broken and self.bins[COUNT].sum() > 1 and bool(self.low.min() == self.high.max())
 
     def __bool__(self) -> bool:
@@ -186,7 +185,6 @@ class Curves:
                 self.of[key].add(values[present, 0], values[present, column])
 
     def plots(self) -> list[tuple[Plot, dict[str, Curve]]]:
-        """Return the plots that have values, in the order of PLOTS."""
         plots = [(plot, {key: self.of[key] for key in plot.keys if self.of[key]}) for plot in PLOTS]
         return [(plot, curves) for plot, curves in plots if curves]
 
@@ -260,7 +258,6 @@ def lengths(buckets: Sequence[Sequence[int]], max_length: int | None = None) -> 
 
 
 def histogram(firsts: np.ndarray, lasts: np.ndarray, heights: np.ndarray) -> Curve:
-    """Return the outline of bars."""
     x = np.stack([firsts, lasts], axis=1).ravel()
     return Curve.through(np.array([x[0], *x, x[-1]]), np.array([0.0, *np.repeat(heights, 2), 0.0]))
 
@@ -428,7 +425,6 @@ def render_text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def describe_plot(plot: Plot, lines: Mapping[str, Curve]) -> str:
-    """Return the text alternative of a plot."""
     parts = [f"{plot.title} by {plot.x}"]
     for key, curve in lines.items():
         if len(curve.low):
@@ -445,7 +441,6 @@ def format_step(value: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format a number to fit beside an axis: `0.0123`, `1,234`, `12.3k`, `-7.5e-05`."""
     if abs(value) >= 1e9 or abs(value) < 1e-4:
         return f"{value:.2g}"
     if abs(value) >= 1e6:

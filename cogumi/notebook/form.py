@@ -67,7 +67,6 @@ class Form:
         return str(self.values.get("cogumi", {}).get("method"))
 
     def main_keys(self) -> list[str]:
-        """Return the settings that the form shows for the method, by section."""
         hidden = ("train.max_length",) if self.method == "gspo" else RL_KEYS
         shown = [key for key in MAIN_KEYS if key not in hidden]
         return sorted(shown, key=lambda key: SECTIONS.index(key.partition(".")[0]))
@@ -106,7 +105,6 @@ class Form:
 
     @property
     def yaml(self) -> str:
-        """The text that `write` writes."""
         values = {section: self.values[section] for section in SECTIONS if self.values.get(section)}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
@@ -172,7 +170,6 @@ class FormPanel:
         self.show()
 
     def show(self) -> None:
-        """Show the form's values, what is wrong with them, and the YAML."""
         self.is_filling = True
         for key, entry in self.entries.items():
             value = self.form.get(key)
@@ -205,7 +202,6 @@ class FormPanel:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as one line of YAML."""
     if isinstance(value, str) and parse_scalar(value) == value:
         return value
     text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf"))

@@ -79,7 +79,6 @@ def verbatim(value: object, max_characters: int = 20_000) -> str:
 
 
 def describe_blank(text: str) -> str:
-    """Describe a text that shows nothing."""
     return f"(only white space, of length {len(text):,})" if text else "(nothing)"
 
 
@@ -172,7 +171,6 @@ def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]]
 
 
 def checks(verdict_checks: Iterable[Mapping[str, Any]]) -> str:
-    """Render the checks of a verdict, failed ones first."""
     rows = []
     for check in sorted(verdict_checks, key=lambda check: bool(check["passed"])):
         state = level("green", "pass") if check["passed"] else level("red", "FAIL")
@@ -207,7 +205,6 @@ def checkpoints(states: "Sequence[CheckpointState]", broke: str) -> str:
 
 
 def preflight(report: Mapping[str, Any]) -> str:
-    """Render a preflight, as `PreflightReport.as_dict()` returns it."""
     verdict = level("green", "nothing is red") if report["fits"] else level("red", "RED: it does not fit")
     rows = []
     for line in report["lines"]:

@@ -124,7 +124,6 @@ open_panels: dict[Path, "RunPanel"] = {}
 
 
 def show_panel(run: Any) -> None:
-    """Display the panel of a `cogumi.Run` in a notebook; elsewhere print one screen of text."""
     screen = format_screen(run.status())
     if not is_notebook():
         print(screen)
@@ -243,7 +242,6 @@ def render_message(text: str) -> str:
 
 
 def render_head(look: RunSnapshot) -> str:
-    """Render where the run is, how far, how long yet, what it costs, and what the machine does."""
     status = look.status
     lines = [f"<b>{html.escape_text(format_headline(status))}</b>"]
     if status.step is not None and status.steps:
@@ -258,7 +256,6 @@ def render_head(look: RunSnapshot) -> str:
 
 
 def render_flags(look: RunSnapshot) -> str:
-    """Render the flags, and the verdict if there is one."""
     verdict_checks, verdict = checks(look.status), ""
     if verdict_checks:
         failed = failed_checks(verdict_checks)
@@ -297,7 +294,6 @@ def render_excerpt(text: str, shows: str = "start") -> str:
 
 
 def render_rest(look: RunSnapshot) -> str:
-    """Render checkpoints, disk and the end of the log."""
     parts = []
     if look.checkpoints:
         parts += ["<h4>checkpoints</h4>", html.checkpoints(look.checkpoints, look.broke)]
@@ -338,7 +334,6 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
 
 
 def render_report(look: RunSnapshot) -> str:
-    """Render the whole page."""
     status, run = look.status, Path(look.status.run_dir)
     config, metrics = config_of(run), read_json_or_empty(run / "metrics.json")
     parts = {

@@ -246,7 +246,6 @@ def weighted_sum(rewards: tuple[float, ...], weights: list[float]) -> float:
 
 
 def spread_by_reward(rewards: list[float]) -> list[int]:
-    """Return the indices of a few rewards, from the lowest to the highest."""
     ranked = sorted((n for n, reward in enumerate(rewards) if not math.isnan(reward)), key=rewards.__getitem__)
     if len(ranked) <= ROLLOUT_EXAMPLES:
         return ranked

@@ -188,7 +188,6 @@ def latest_metrics(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
-    """Return the complete lines in the last `size` bytes of a file; none if there is no file."""
     try:
         with path.open("rb") as file:
             begin = max(0, os.fstat(file.fileno()).st_size - size)
@@ -200,7 +199,6 @@ def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory is that of a run, even one that is just starting."""
     return any((directory / name).exists() for name in ("status.json", START, CONSOLE))
 
 
@@ -269,7 +267,6 @@ def describe_resume(status: Status) -> str:
 
 
 def format_screen(status: Status) -> str:
-    """Return the status as plain text of some twenty lines."""
     signed = status.last_sign is not None and not status.ended
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
     lines = [
@@ -307,7 +304,6 @@ def format_metrics(status: Status) -> str:
 
 
 def format_machine(heartbeat: dict[str, Any]) -> str:
-    """Return speed, money, GPU, memory and disk, as far as the heartbeat has them."""
     gpu, memory, disk = (heartbeat.get(key) or {} for key in ("gpu", "memory", "disk"))
     values = {
         "{:,.0f} tokens/s": heartbeat.get("tokens_per_second"),
@@ -371,6 +367,5 @@ def format_value(value: Any) -> str:
 
 
 def relative_path(path: str) -> str:
-    """Return a path below the working directory as a relative one."""
     short = os.path.relpath(path)
     return path if short.startswith("..") else short

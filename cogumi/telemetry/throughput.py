@@ -154,7 +154,6 @@ class Meter:
             self.enter(outer)
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds by stage, in the order in which they were first entered."""
         stage, since, spent = self.stage, self.since, dict(self.spent)
         spent[stage] = spent.get(stage, 0.0) + max(0.0, time.monotonic() - since)
         return spent

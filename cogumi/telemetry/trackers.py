@@ -132,7 +132,6 @@ def begin_wandb(trainer: Any) -> None:
 
 
 def close_tensorboard(trainer: Any) -> None:
-    """Close TensorBoard's file, which logging after the training has opened again."""
     for callback in callbacks_of(trainer, TensorBoardCallback):
         callback.on_train_end(trainer.args, trainer.state, trainer.control)
 
