@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from cogumi.core.safetensors_file import read_shard
 from cogumi.merge import merge_adapter
 from cogumi.merge.completeness import find_faults
+from cogumi.merge.parameter_map import meta_model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -180,7 +181,10 @@ def reported_faults(path: Path) -> set[str]:
 def found_faults(path: Path) -> set[str]:
     config = AutoConfig.from_pretrained(path)
     stored = {span.name: (span.shape, span.dtype) for span in read_shard(path / "model.safetensors").spans}
-    return {fault.parameter for fault in find_faults(config, getattr(transformers, config.architectures[0]), stored)}
+    return {
+        fault.parameter
+        for fault in find_faults(meta_model(config, getattr(transformers, config.architectures[0])), stored)
+    }
 
 
 def without_tensor(base: Path, copy: Path, name: str) -> Path:

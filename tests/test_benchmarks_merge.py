@@ -266,7 +266,6 @@ def test_a_quick_run_has_every_part_and_no_failure() -> None:
         "cogumi / cp -r",
         "PEFT / cogumi",
         "shards that differ between workers",
-        "largest error",
         "sampled elements off",
         "merges that died of it",
         "half-merged OUT",

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cogumi.core.errors import DiskFull, MergeError, UsageError
 from cogumi.merge import export
-from cogumi.merge.gguf import check_gguf, fim_template, modelfile
+from cogumi.merge.export import check_gguf, modelfile
 from cogumi.models.small_base import train_tokenizer
 
 CONVERSATIONS = (
@@ -189,8 +189,7 @@ def test_a_run_is_exported_as_q8_0_by_the_command(
     assert report["check"]["exact"] < report["check"]["tensors"]
     assert 0 < report["check"]["largest_error"] < 0.0235
     text = (tmp_path / "out" / "Modelfile").read_text()
-    tokenizer = AutoTokenizer.from_pretrained(finished_sft.home / "merged")
-    assert fim_template(tokenizer) in text
+    assert "<fim_prefix>{{ .Prompt }}" in text
     assert "FROM ./out-q8_0.gguf\n" in text
 
 
@@ -364,13 +363,14 @@ def test_a_template_that_refuses_the_conversation_leaves_the_end_of_sequence() -
 
 def test_without_a_chat_template_a_hole_is_filled_in_the_models_own_way(sources: list[str]) -> None:
     tokenizer = train_tokenizer(sources[:50])
-    assert fim_template(tokenizer) == (
+    filled = (
         "{{ if .Suffix }}<fim_prefix>{{ .Prompt }}<fim_suffix>{{ .Suffix }}<fim_middle>{{ else }}{{ .Prompt }}{{ end }}"
     )
+    assert f'TEMPLATE """{filled}"""' in modelfile("model.gguf", tokenizer)[0]
     bare = PreTrainedTokenizerFast(
         tokenizer_object=train_tokenizer(sources[:50], [], "<|endoftext|>").backend_tokenizer
     )
-    assert fim_template(bare) == "{{ .Prompt }}"
+    assert 'TEMPLATE """{{ .Prompt }}"""' in modelfile("model.gguf", bare)[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals

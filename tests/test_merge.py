@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -11,11 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import builders
 import peft
 import prepared_process
 import pytest
 import torch
 from blake3 import blake3
+from builders import INPUT_IDS, LINEARS
+from builders import all_tensors as tensors_of
 from disk_mounts import mounting
 from golden import Golden
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
@@ -39,18 +43,7 @@ from cogumi.core.errors import DiskFull, UsageError
 from cogumi.merge import MergeError, check_logits, merge_adapter, stream
 from cogumi.merge.plan import RowRange
 
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-    "head_dim": 16,
-}
-INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
+SIZES = builders.SIZES | {"head_dim": 16}
 
 
 def save_base(path: Path, model: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -82,15 +75,14 @@ def qwen_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("bases") / "qwen3", qwen3())
 
 
-def make_adapter(base: Path, path: Path, config: Any = None, trained: bool = True) -> Path:
+def make_adapter(base: Path, path: Path, config: Any = None) -> Path:
     """A real adapter, saved by PEFT, with the factors a trained one might have (B is zero before training)."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(2)
     adapted = get_peft_model(model, config or LoraConfig(r=8, lora_alpha=16, target_modules=LINEARS))
-    if trained:
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name or "lora_embedding_A" in name:
-                torch.nn.init.normal_(parameter, std=0.01)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name or "lora_embedding_A" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
     adapted.save_pretrained(str(path))
     return path
 
@@ -101,13 +93,6 @@ def load_live(base: Path, adapter: Path) -> Any:
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for shard in sorted(path.glob("*.safetensors")):
-        found |= load_file(shard)
-    return found
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -154,8 +139,6 @@ def test_merge_agrees_with_three_oracles(case: str, tmp_path: Path, request: pyt
     }
     assert report.tensors_merged == len(layers) > 0
     assert report.tensors_copied == len(before) - len(layers)
-    assert report.largest_error is not None
-    assert 0 <= report.largest_error <= 1
     assert before.keys() == after.keys()
     # Every untouched tensor, to the bit; every touched one against the closed form in float64, and different.
     deltas = {}
@@ -234,8 +217,6 @@ def test_output_is_a_complete_directory(llama_base: Path, tmp_path: Path) -> Non
     assert len(manifest["tensors"]) == report.tensors_merged == 14
     for entry in manifest["tensors"].values():
         assert entry["elements"] in (64 * 64, 32 * 64, 64 * 96)
-        assert entry["not_nearest"] < 0.01 * entry["elements"]
-        assert 0 <= entry["largest_error"] <= 1
         assert entry["delta_retained"] == pytest.approx(1, abs=0.01)
         assert 0 < entry["delta_over_weight"] <= report.max_delta_ratio
     assert report.delta_retained == pytest.approx(1, abs=0.01)
@@ -358,17 +339,19 @@ def test_refuses_what_would_merge_wrongly(kind: str, llama_base: Path, tmp_path:
     assert nothing_left(out)
 
 
-@pytest.mark.parametrize("init", ["corda", "loftq", "lora_ga"])
-def test_refuses_altered_bases_by_name(init: str, llama_base: Path, tmp_path: Path, golden: Golden) -> None:
-    """These need data or scipy to make for real; the config's word for them is what the refusal reads."""
-    adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), init_lora_weights=init)
-    with golden.raises("merge", message=f"init_lora_weights='{init}'"):
-        merge_adapter(adapter, tmp_path / "merged", progress=False)
+EDITED: dict[str, tuple[dict[str, Any], str]] = {
+    # Made for real, the first three need data or scipy; the config's word for them is what the refusal reads.
+    **{name: ({"init_lora_weights": name}, f"init_lora_weights='{name}'") for name in ("corda", "loftq", "lora_ga")},
+    "unknown entry": ({"use_fancy_lora": True}, "use_fancy_lora=True"),
+    "another rank": ({"r": 4}, "need (4, "),
+}
 
 
-def test_refuses_an_entry_it_does_not_know(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
-    adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), use_fancy_lora=True)
-    with golden.raises("merge", message="use_fancy_lora=True"):
+@pytest.mark.parametrize("case", EDITED)
+def test_refuses_configs(case: str, llama_base: Path, tmp_path: Path) -> None:
+    changes, text = EDITED[case]
+    adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), **changes)
+    with pytest.raises(UsageError, match=re.escape(text)):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
@@ -396,29 +379,31 @@ def test_refuses_embeddings_of_another_base(llama_base: Path, tmp_path: Path) ->
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
-def test_refuses_a_head_that_is_not_the_bases(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
-    """PEFT stores the head's base weight with its factors, and loads it over the base's: it has to be the same one."""
-    adapter = make_adapter(llama_base, tmp_path / "adapter", LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
-    edit_adapter(adapter, lambda name, tensor: tensor * (1.01 if "base_layer" in name else 1))
-    with golden.raises("merge", message="lm_head.base_layer.weight"):
-        merge_adapter(adapter, tmp_path / "merged", progress=False)
-
-
-def test_refuses_an_untrained_adapter(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
-    adapter = make_adapter(llama_base, tmp_path / "adapter", trained=False)
-    with golden.raises("merge", message=str(adapter)):
-        merge_adapter(adapter, tmp_path / "merged", progress=False)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_refuses_broken_factors(value: float, llama_base: Path, tmp_path: Path, golden: Golden) -> None:
+def spoiled(value: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
     def spoil(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if "layers.1.mlp.up_proj.lora_A" in name:
             tensor[3, 5] = value
         return tensor
 
-    adapter = edit_adapter(make_adapter(llama_base, tmp_path / "adapter"), spoil)
-    with golden.raises("merge", message="layers.1.mlp.up_proj.lora_A.weight"):
+    return spoil
+
+
+# Changes of an adapter's tensors, and a word of the refusal. PEFT stores a head's base weight with its factors, and loads
+# it over the base's: it has to be the same one.
+HEAD = LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
+SPOILED: dict[str, tuple[Any, Callable[[str, torch.Tensor], torch.Tensor | None], str]] = {
+    "another head": (HEAD, lambda name, t: t * (1.01 if "base_layer" in name else 1), "lm_head.base_layer.weight"),
+    "untrained": (None, lambda name, t: t * ("lora_A" in name), "changes nothing"),
+    "half a pair": (None, lambda name, t: None if "1.mlp.up_proj.lora_B" in name else t, "up_proj.lora_A.weight"),
+    **{str(number): (None, spoiled(number), "1.mlp.up_proj.lora_A") for number in (math.nan, math.inf, -math.inf)},
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_refuses_tensors(case: str, llama_base: Path, tmp_path: Path) -> None:
+    config, change, text = SPOILED[case]
+    adapter = edit_adapter(make_adapter(llama_base, tmp_path / "adapter", config), change)
+    with pytest.raises(UsageError, match=re.escape(text)):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
@@ -437,21 +422,6 @@ def test_refuses_a_wrong_base(llama_base: Path, qwen_base: Path, tmp_path: Path,
     GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256)).save_pretrained(other)
     with pytest.raises(UsageError, match="does not fit base"):
         merge_adapter(adapter, tmp_path / "merged", base=other, progress=False)
-
-
-def test_refuses_half_a_pair(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
-    adapter = edit_adapter(
-        make_adapter(llama_base, tmp_path / "adapter"),
-        lambda name, tensor: None if "layers.1.mlp.up_proj.lora_B" in name else tensor,
-    )
-    with golden.raises("merge", message="up_proj.lora_A.weight"):
-        merge_adapter(adapter, tmp_path / "merged", progress=False)
-
-
-def test_refuses_a_rank_that_the_config_does_not_explain(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
-    adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), r=4)
-    with golden.raises("merge", message="need (4, "):
-        merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 
 def test_refuses_quantized_bases(llama_base: Path, tmp_path: Path, golden: Golden) -> None:
@@ -634,8 +604,8 @@ def test_one_wrong_element_is_caught(
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     original = stream.write_run
 
-    def corrupting(run: RowRange, directory: Path, draft: Any) -> None:
-        original(run, directory, draft)
+    def corrupting(run: RowRange, directory: Path, out: torch.Tensor) -> None:
+        original(run, directory, out)
         target = run.tensor.target
         if target.name == tensor:
             with (directory / target.path).open("r+b") as file:
@@ -686,8 +656,8 @@ def test_infinity_in_one_block_and_a_wrong_element_in_another(
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     original = stream.write_run
 
-    def corrupting(run: RowRange, directory: Path, draft: Any) -> None:
-        original(run, directory, draft)
+    def corrupting(run: RowRange, directory: Path, out: torch.Tensor) -> None:
+        original(run, directory, out)
         target = run.tensor.target
         if target.name == "model.layers.0.self_attn.q_proj.weight":
             with (directory / target.path).open("r+b") as file:
@@ -710,12 +680,3 @@ def test_overflow_of_a_narrow_dtype_is_caught(tmp_path: Path, golden: Golden) ->
     with golden.raises("merge", MergeError, message="q_proj.weight: element (0, 0) becomes"):
         merge_adapter(adapter, tmp_path / "merged", dtype="float16", progress=False)
     assert nothing_left(tmp_path / "merged")
-
-
-def test_half_ulp_is_exact() -> None:
-    from cogumi.merge.element_check import half_ulp
-
-    values = torch.tensor([0.0, 1.0, 1.5, -2.0, 3.99, 1e-40, 2.0**-126, 65504.0], dtype=torch.float64)
-    expected = [2.0**-134, 2.0**-8, 2.0**-8, 2.0**-7, 2.0**-7, 2.0**-134, 2.0**-134, 2.0**7]
-    assert half_ulp(values, torch.bfloat16).tolist() == expected
-    assert half_ulp(torch.tensor([1e-6], dtype=torch.float64), torch.float16).item() == 2.0**-25

@@ -9,35 +9,21 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
+from builders import INPUT_IDS, LINEARS, SIZES
+from builders import all_tensors as tensors_of
 from golden import Golden
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
 from cogumi.merge.adapter_files import write_base_record
 from cogumi.models.quantization import reads_4bit_rows
 
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-}
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 NF4_SINGLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
-INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}
 READS_ROWS = reads_4bit_rows(SIZES["intermediate_size"])  # of itself, before the fixture
 
@@ -94,10 +80,6 @@ def edit_config(path: Path, **changes: Any) -> Path:
     file = path / ("adapter_config.json" if (path / "adapter_config.json").is_file() else "config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return path
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
 
 
 def manifest_of(out: Path) -> dict[str, Any]:

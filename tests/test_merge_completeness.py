@@ -36,7 +36,7 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen3Config, Qwen3
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
 from cogumi.merge.bases import read_model
-from cogumi.merge.untrained import expected_base, plan_adapter
+from cogumi.merge.preflight import expected_base, plan_adapter
 
 Tensors = dict[str, torch.Tensor]
 SMALL = SIZES | {"num_hidden_layers": 1}

@@ -101,13 +101,11 @@ def test_a_merge_is_the_live_adapter_and_rounds_once(kind: str, bases: dict[str,
     adapter = train_adapter(bases[family], tmp_path / "adapter", **lora)
     out = tmp_path / "merged"
 
-    report = merge_adapter(adapter, out, base=bases[family], dtype="float32", progress=False)
+    merge_adapter(adapter, out, base=bases[family], dtype="float32", progress=False)
 
     difference, effect = distances(bases[family], adapter, out)
     assert effect > 0.002
     assert difference < 1e-5 * effect + 1e-6  # float32 sums in another order, and nothing else
-    assert report.largest_error is not None
-    assert report.largest_error <= 1
     tied = json.loads((out / "config.json").read_text()).get("tie_word_embeddings", False)
     assert tied == (kind in STILL_TIED or (family == "gpt2"))
     _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -126,4 +124,4 @@ def test_a_merge_is_the_live_adapter_and_rounds_once(kind: str, bases: dict[str,
         # The float32 merge is rounded once already, so it may lie on the other side of a tie, by a float32's error.
         other, ours = (each[chosen].double() for each in (value.bfloat16(), rounded[name]))
         assert ((value[chosen].double() - (other + ours) / 2).abs() <= 1e-3 * (other - ours).abs() + 2e-9).all()
-    assert off <= report.not_nearest + 1e-4 * report.elements + 3
+    assert off <= 1e-4 * report.elements + 3

@@ -37,7 +37,7 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
 from cogumi.core.safetensors_file import Span, matrix_shape
 from cogumi.merge import merge_adapter
-from cogumi.merge.completeness import read_faults
+from cogumi.merge.completeness import find_faults
 from cogumi.merge.parameter_map import Place, parameter_places
 
 # Every conversion that transformers registers ends in the right places or in none.
@@ -168,10 +168,10 @@ def test_every_registered_conversion_is_mapped_right_or_not_at_all() -> None:
             (mapped if places else unmapped).add(operations)
             # Whether the checkpoint is whole is known of each, also of those that no adapter can change.
             stored = {name: (span.shape, span.dtype) for name, span in spans.items()}
-            assert not read_faults(stub_model(registered, shapes), stored), (registered, operations)
+            assert not find_faults(stub_model(registered, shapes), stored), (registered, operations)
             last = max(stored)
             del stored[last]
-            assert read_faults(stub_model(registered, shapes), stored), (registered, last)
+            assert find_faults(stub_model(registered, shapes), stored), (registered, last)
     assert tried == set(converters())
     assert mapped == KNOWN
     assert {"Interleave(dim=1)", "Chunk(dim=0) PermuteForRope", "ErnieFuseAndSplitTextVisionExperts"} <= unmapped

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
+from builders import INPUT_IDS, LINEARS
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
@@ -34,19 +36,8 @@ from transformers import (
 
 from cogumi.merge.logits import NotCompared, check_directory, check_logits, prompt_tokens, trained_tokens
 
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-    "head_dim": 16,
-}
+SIZES = builders.SIZES | {"head_dim": 16}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-INPUT_IDS = torch.arange(2 * 24).reshape(2, 24) * 5 % 256
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 BASES: dict[str, Callable[[], Any]] = {

@@ -23,7 +23,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.forecast.training_step import forecast_weights
-from cogumi.merge.originals import find_original, prove_original
+from cogumi.merge.preflight import find_original, prove_original
 from cogumi.models.loading import resolve_model
 from cogumi.models.packed_layers import PackedFormat, read_format
 from cogumi.models.quantization import refuse_untrainable

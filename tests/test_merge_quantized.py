@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
-from bitsandbytes import functional
 from bitsandbytes.functional import quantize_4bit
+from builders import all_tensors as tensors_of
 from golden import Golden
 from peft.utils.integrations import dequantize_module_weight
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Shard, read_shard
 from cogumi.merge.bases import BaseProof, compare_models, read_model
 from cogumi.merge.quantized import (
@@ -37,15 +39,7 @@ from cogumi.merge.quantized import (
     quantized_tensors,
 )
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "head_dim": 16,
-}
+SIZES = builders.SIZES | {"head_dim": 16}
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 FORMATS = {
     "nf4": NF4,
@@ -58,8 +52,6 @@ FORMATS = {
         load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head", "layers.1.mlp.down_proj"]
     ),
 }
-
-pytestmark = pytest.mark.usefixtures("reads_4bit")
 
 
 def shards_of(path: Path) -> tuple[Shard, ...]:
@@ -90,18 +82,11 @@ def save_quantized(full: Path, path: Path, how: BitsAndBytesConfig, **options: A
 
 def copy_with(path: Path, out: Path, changes: dict[str, torch.Tensor | None], **config: Any) -> Path:
     """A copy of the checkpoint with other tensors (None: without it) and other config fields."""
-    tensors = {
-        name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()
-    }
-    changed = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+    changed = {name: tensor for name, tensor in (tensors_of(path) | changes).items() if tensor is not None}
     out.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out / "model.safetensors")
     (out / "config.json").write_text(json.dumps(config_of(path) | config))
     return out
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -166,16 +151,24 @@ def test_quantization_is_read_from_the_config(full: Path, quantized: dict[str, P
     assert quantization({"quantization_config": None}) is None
 
 
-def save_4bit(path: Path, weight: torch.Tensor, **how: Any) -> tuple[Bnb4bit, torch.Tensor]:
-    """A file with one weight quantized by bitsandbytes; what bitsandbytes makes of it again."""
-    packed, state = quantize_4bit(weight, **how)
+def save_4bit(path: Path, weight: torch.Tensor, **options: Any) -> tuple[Bnb4bit, torch.Tensor]:
+    """Write a file with one weight that bitsandbytes quantized; return it, and its values computed in float64 here."""
+    packed, state = quantize_4bit(weight, **options)
     tensors = {"w.weight": packed} | {f"w.weight.{key}": part for key, part in state.as_dict(packed=True).items()}
     save_file(tensors, path / "model.safetensors")
-    found = quantized_tensors(shards_of(path), {"quantization_config": {"load_in_4bit": True}})["w.weight"]
-    assert set(found.auxiliary) == tensors.keys() - {"w.weight"}
-    # bitsandbytes compiles its odd-sized path, for tens of seconds; uncompiled it computes the same.
-    with torch.compiler.set_stance("force_eager"):
-        return found, functional.dequantize_4bit(packed, state)
+    tensor = quantized_tensors(shards_of(path), {"quantization_config": {"load_in_4bit": True}})["w.weight"]
+    assert set(tensor.auxiliary) == tensors.keys() - {"w.weight"}
+    absmax = state.absmax
+    if state.nested:
+        outer = state.state2.absmax.double().repeat_interleave(state.state2.blocksize)[: len(absmax)]
+        absmax = state.state2.code.double()[absmax.int()] * outer + state.offset
+    codes = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], dim=1).flatten()[: weight.numel()].int()
+    scale = absmax.double().repeat_interleave(state.blocksize)[: weight.numel()]
+    return tensor, (state.code.double()[codes] * scale).view(weight.shape)
+
+
+def assert_decoded(rows: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(rows.double(), expected, rtol=torch.finfo(rows.dtype).eps, atol=0)
 
 
 # 100 columns: rows begin inside blocks of 64. 33 x 7: an odd number of elements. 4096: one block, not full.
@@ -183,16 +176,16 @@ def save_4bit(path: Path, weight: torch.Tensor, **how: Any) -> tuple[Bnb4bit, to
 @pytest.mark.parametrize("blocksize", [64, 128, 4096])
 @pytest.mark.parametrize("nested", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_rows_are_bitsandbytes_own_bits(
-    kind: str, nested: bool, blocksize: int, shape: tuple[int, int], tmp_path: Path
-) -> None:
+def test_rows_are_decoded(kind: str, nested: bool, blocksize: int, shape: tuple[int, int], tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         torch.manual_seed(1)
         weight = (torch.randn(shape) * 0.02).to(dtype)
         tensor, expected = save_4bit(tmp_path, weight, quant_type=kind, blocksize=blocksize, compress_statistics=nested)
         rows = shape[0]
         for first, last in ((0, rows), (0, 1), (1, 2), (5, 18), (rows - 1, rows), (3, 3)):
-            assert same_bits(dequantize_rows(tensor, first, last), expected[first:last]), (dtype, first, last)
+            decoded = dequantize_rows(tensor, first, last)
+            assert decoded.dtype == dtype
+            assert_decoded(decoded, expected[first:last])
 
 
 def test_many_nested_blocks(tmp_path: Path) -> None:
@@ -203,9 +196,17 @@ def test_many_nested_blocks(tmp_path: Path) -> None:
     ranges = [(first, min(600, first + 7)) for first in range(0, 600, 7)]
     with ThreadPoolExecutor(4) as pool:
         pieces = list(pool.map(lambda rows: dequantize_rows(tensor, *rows), ranges))
-    assert same_bits(torch.cat(pieces), expected)
+    assert_decoded(torch.cat(pieces), expected)
 
 
+def test_without_bitsandbytes_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, _ = save_4bit(tmp_path, torch.randn(8, 64), quant_type="nf4")
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(UsageError, match="bitsandbytes, which is not installed"):
+        dequantize_rows(tensor, 0, 8)
+
+
+@pytest.mark.usefixtures("reads_4bit")
 @pytest.mark.parametrize("name", FORMATS)
 def test_saved_models_come_back_as_peft_dequantizes_them(name: str, full: Path, quantized: dict[str, Path]) -> None:
     path = quantized[name]

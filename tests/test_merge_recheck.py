@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 from blake3 import blake3
@@ -26,15 +27,7 @@ from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memor
 from cogumi.merge import CheckReport, MergeError, check_merged, merge_adapter
 from cogumi.merge.merge_manifest import read_back
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "head_dim": 16,
-}
+SIZES = builders.SIZES | {"head_dim": 16}
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False)
 EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
 
@@ -164,8 +157,18 @@ def test_two_weighted_adapters(merged: Merged, tmp_path: Path) -> None:
     merge_adapter([(merged.adapter, 0.5), (other, -2.0)], out, progress=False)
     assert check_merged(out, progress=False).elements == merged.elements
     edit_manifest(out, lambda manifest: manifest["adapters"][1].update(weight=-2.01))
-    with pytest.raises(MergeError, match=r"model\.layers\.\d\.\S+: element .* rounding allows"):
+    with pytest.raises(MergeError, match=r"model\.layers\.\d\.\S+: element .* where W"):
         check_merged(out, progress=False)
+
+
+@pytest.mark.parametrize(("lora", "is_compared"), [({}, True), ({"use_dora": True}, False)])
+def test_a_directory_of_the_version_before(lora: dict[str, Any], is_compared: bool, tmp_path: Path) -> None:
+    """Format 3 computed DoRA in float32: its files are checked, its elements are not computed again."""
+    base = make_base(tmp_path / "base", LLAMA)
+    merge_adapter(make_adapter(base, tmp_path / "adapter", **lora), tmp_path / "merged", progress=False)
+    edit_manifest(tmp_path / "merged", lambda manifest: manifest.update(format=3))
+    report = check_merged(tmp_path / "merged", progress=False)
+    assert (report.missing is None, bool(report.elements)) == (is_compared, is_compared)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -219,7 +222,7 @@ def test_a_change_that_the_manifest_agrees_with_is_found_too(merged: Merged, cli
         edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(blake3=digest))  # type: ignore[misc]
         done = cli("merge", "--check", merged.out)
         assert done.status == 1, path
-        assert "rounding allows" in done.err or "should be the base's bytes" in done.err
+        assert "where W + delta is" in done.err or "should be the base's bytes" in done.err
         assert done.err.count("\n") == 1
         path.write_bytes(before)
         digest = blake3(before).hexdigest()
@@ -271,7 +274,7 @@ def test_what_is_no_merged_directory_is_status_2(
         done = cli("merge", "--check", path)
         assert (done.status, done.out) == (2, "")
         assert done.err == f"cogumi: {path} holds no cogumi-merge.json, so it is not a directory that cogumi merged\n"
-    edit_manifest(merged.out, lambda manifest: manifest.update(format=4))
+    edit_manifest(merged.out, lambda manifest: manifest.update(format=5))
     with golden.raises("merge", message="cogumi-merge.json", fix="merge again"):
         check_merged(merged.out, progress=False)
 

@@ -37,8 +37,8 @@ from cogumi.disk import disk_bytes
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import keep_on_meta, without_machine
 from cogumi.hub.downloads import find_commit, plan_download
-from cogumi.merge.originals import find_original
 from cogumi.merge.parameter_map import named_class
+from cogumi.merge.preflight import find_original
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config, lora_of

@@ -34,7 +34,7 @@ from cogumi.forecast.training_step import StepShape, count_decoding, forecast_we
 from cogumi.health.rules import FEW_LOSS_ROWS
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.logits import WORKING_BYTES
-from cogumi.merge.originals import find_original
+from cogumi.merge.preflight import find_original
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_segments, with_values
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder

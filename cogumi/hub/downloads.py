@@ -1,7 +1,7 @@
-"""Models and data sets of the Hugging Face hub: which commit, which files, is there room; then their download.
+"""Downloads of models and data sets of the Hugging Face hub: commit, files, disk space, then the download itself.
 
-huggingface_hub downloads into its cache, and tries again where a connection breaks. It begins a file anew that a kill
-broke off (its pull request 4228), so that two at a time bound what is lost.
+huggingface_hub downloads into its cache, and tries again where a connection breaks. It restarts a file whose download was
+killed (its pull request 4228), so that two files at a time bound the loss.
 """
 
 import errno
@@ -41,7 +41,7 @@ from cogumi.core.run_directory import write_json
 
 log = logging.getLogger("cogumi")
 
-AT_ONCE = 2  # files
+MAX_FILES_AT_ONCE = 2
 KEYS = {"model": "model.name", "dataset": "data.source"}
 NAMES = {"model": "model", "dataset": "data set"}
 NO_MODEL = "for an adapter use model.adapter, for a GGUF file name its full-precision original"
@@ -81,56 +81,55 @@ class Download:
         return sum(self.sizes[path] for path in self.missing)
 
     def __str__(self) -> str:
-        said = f"{self.name} at {self.commit[:7]}: {len(self.sizes)} files, {format_bytes(self.total)}"
-        return f"{said}; {format_bytes(self.to_fetch)} to fetch into {hub_cache()}"
+        size = f"{len(self.sizes)} files, {format_bytes(self.total)}; {format_bytes(self.to_fetch)} to fetch"
+        return f"{self.name} at {self.commit[:7]}: {size} into {hub_cache()}"
 
 
 def refuse_no_room(downloads: Sequence[Download]) -> None:
-    """Raise UsageError where the filesystem of the cache does not have room for all that is missing."""
-    wanted = [each for each in downloads if each.missing]
-    if not wanted:  # the cache may be another user's, and not to be written to
+    """Raise UsageError where the filesystem of the cache does not have room for all missing files."""
+    incomplete = [download for download in downloads if download.missing]
+    if not incomplete:  # the cache may be another user's and read-only
         return
-    for each in wanted:
-        remove_leftovers(each)
-    missing = sum(each.to_fetch for each in wanted)
-    (disk,) = group_needs([Need(wanted[0].kind, hub_cache(), missing, missing)])
+    for download in incomplete:
+        remove_leftovers(download)
+    missing, kind = sum(download.to_fetch for download in incomplete), incomplete[0].kind
+    (disk,) = group_needs([Need(kind, hub_cache(), missing, missing)])
     if disk.refusal:
         free = f"{disk.filesystem.mount} has {format_bytes(disk.filesystem.space.free)} free"
-        said = "; ".join(map(str, wanted))
-        raise UsageError(f"{said}; {free}: {disk.refusal}", key=KEYS[wanted[0].kind], fix=MORE_ROOM)
+        raise UsageError(f"{'; '.join(map(str, incomplete))}; {free}: {disk.refusal}", key=KEYS[kind], fix=MORE_ROOM)
 
 
-def fetch(download: Download, told: Callable[[int, int], None] = lambda here, total: None) -> Path:
-    """Download what is missing and return the snapshot's directory. Files that an earlier download finished stay.
+def fetch(download: Download, report: Callable[[int, int], None] = lambda done, total: None) -> Path:
+    """Download the missing files and return the snapshot's directory. Files that an earlier download finished stay.
 
-    told: called with the bytes that are here and the bytes there will be, first and then once a second. Raises
-    UsageError when the hub does not answer, or the disk is full.
+    Raises UsageError when the hub does not answer, or the disk is full. report: called with the bytes on the disk and
+    in total, first and then once a second.
     """
     log.info("download: %s", download)
     if not download.missing:
         return download.snapshot
-    told(download.total - download.to_fetch, download.total)
+    report(download.total - download.to_fetch, download.total)
     try:
         hf.snapshot_download(
             download.name,
             repo_type=download.kind,
             revision=download.commit,
             allow_patterns=[glob.escape(path) for path in download.sizes],
-            max_workers=AT_ONCE,
-            tqdm_class=bar_for(download, told),
+            max_workers=MAX_FILES_AT_ONCE,
+            tqdm_class=bar_for(download, report),
         )
     except (OSError, httpx.TransportError) as error:
         if getattr(error, "errno", None) in UNWRITABLE:
             raise describe_hub_error(download.name, download.commit, error, download.kind) from None
-        said = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
-        said += f"; {format_bytes(download.to_fetch)} of {format_bytes(download.total)} are missing"
+        what = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
+        what += f"; {format_bytes(download.to_fetch)} of {format_bytes(download.total)} are missing"
         fix = "start again with the same words: whole files stay"
-        raise UsageError(said, key=KEYS[download.kind], fix=fix) from None
+        raise UsageError(what, key=KEYS[download.kind], fix=fix) from None
     return download.snapshot
 
 
 def remove_leftovers(download: Download) -> None:
-    """Remove the parts of files that a killed download left: huggingface_hub neither continues nor removes them."""
+    """Remove partial files of a killed download: huggingface_hub neither continues nor removes them."""
     locks = hub_cache() / ".locks" / download.storage.name
     locks.mkdir(parents=True, exist_ok=True)
     for part in (download.storage / "blobs").glob("*.incomplete"):
@@ -138,22 +137,22 @@ def remove_leftovers(download: Download) -> None:
             part.unlink(missing_ok=True)
 
 
-def bar_for(download: Download, told: Callable[[int, int], None]) -> type[Any]:
-    """A progress bar of huggingface_hub's that tells how much is here, once a second."""
-    one_at_a_time = threading.Lock()
+def bar_for(download: Download, report: Callable[[int, int], None]) -> type[Any]:
+    """Return a progress bar class for huggingface_hub that reports the bytes on the disk once a second."""
+    lock = threading.Lock()
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            self.of_bytes = options.get("name") == "huggingface_hub.snapshot_download"
-            self.arrived, self.told_at = download.total - download.to_fetch, 0.0
+            self.counts_bytes = options.get("name") == "huggingface_hub.snapshot_download"
+            self.arrived, self.reported_at = download.total - download.to_fetch, 0.0
             super().__init__(*args, **options)
 
         def update(self, n: float | None = 1) -> bool | None:
             self.arrived += int(n or 0)
-            with one_at_a_time:  # threads that fetch other files come here, too, and write the same status file
-                if self.of_bytes and time.monotonic() > self.told_at + 1:
-                    told(self.arrived, download.total)
-                    self.told_at = time.monotonic()
+            with lock:  # the threads of several files write the same status file
+                if self.counts_bytes and time.monotonic() > self.reported_at + 1:
+                    report(self.arrived, download.total)
+                    self.reported_at = time.monotonic()
             return super().update(n)  # type: ignore[no-any-return]
 
     return Bar
@@ -166,8 +165,10 @@ BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additi
 
 
 def find_commit(name: str, revision: str | None = None) -> str | None:
-    """The commit that a model's hub id means now, or None for what is no hub id: a directory, or an impossible name.
-    Without a network it is the one that the cache knows. Raises UsageError where the hub does not give the model."""
+    """Return the current commit of a model's hub id; None for a directory, or an impossible name.
+
+    Without a network it is the commit in the cache. Raises UsageError where the hub does not give the model.
+    """
     if Path(name).exists():
         return None
     try:
@@ -185,24 +186,31 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
 
 
 def plan_download(name: str, commit: str | None) -> Download | None:
-    """What is to be fetched for a model at a commit; None for a directory. Raises UsageError where the repository has no
-    weights that transformers loads. Without a network the cache must have all weights."""
+    """List the files of a model at a commit that transformers needs; None for a directory.
+
+    Raises UsageError where the repository has no weights that transformers loads. Without a network the cache must have
+    all weights.
+    """
     if commit is None or Path(name).exists():
         return None
-    answered = True
+    is_online = True
     with hub_errors_refused(name, commit, "model"):
         try:
             tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
             sizes = {file.path: file.size for file in tree if isinstance(file, hf.RepoFile)}
         except (httpx.TransportError, OfflineModeIsEnabled):
-            answered, snapshot = False, Download(name, commit, {}).snapshot
+            is_online, snapshot = False, Download(name, commit, {}).snapshot
             files = [path for path in snapshot.rglob("*") if path.is_file()]
             sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}
-        weights = weight_files(name, commit, sizes)
+        first = next((path for path in WEIGHTS if path in sizes), None)
+        weights = [] if first is None else [first]
+        if first is not None and first.endswith(".index.json"):
+            index = json.loads(Path(hf.hf_hub_download(name, first, revision=commit)).read_text(encoding="utf-8"))
+            weights = sorted(set(index["weight_map"].values()))
     missing = next((path for path in weights if path not in sizes), None if weights else " or ".join(WEIGHTS[::2]))
     if missing is not None:
         what, fix = f"{name} has no {missing}, so transformers cannot load it", NO_MODEL
-        if not answered:
+        if not is_online:
             what = f"{hub_cache()} has {name} without {missing}, and {hf.constants.ENDPOINT} does not answer"
             fix = "connect, or unset HF_HUB_OFFLINE"
         raise UsageError(what, key="model.name", fix=fix)
@@ -211,31 +219,24 @@ def plan_download(name: str, commit: str | None) -> Download | None:
     return Download(name, commit, {path: sizes[path] for path in sorted({*weights, *beside})})
 
 
-def weight_files(name: str, commit: str, paths: Mapping[str, int]) -> list[str]:
-    """Of a repository's weights those that transformers would load; none where it has none that transformers loads."""
-    first = next((path for path in WEIGHTS if path in paths), None)
-    if first is None or not first.endswith(".index.json"):
-        return [] if first is None else [first]
-    index = json.loads(Path(hf.hf_hub_download(name, first, revision=commit)).read_text(encoding="utf-8"))
-    return sorted(set(index["weight_map"].values()))
-
-
 def read_headers(download: Download) -> dict[str, Any]:
-    """Tensor -> its dtype and shape, of a model that is not here yet: of the headers of its files alone.
-    Raises UsageError where the repository has no safetensors, or the hub does not answer."""
+    """Return tensor -> dtype and shape of a model that is not downloaded yet, from the headers of its files.
+
+    Raises UsageError where the repository has no safetensors, or the hub does not answer.
+    """
     if not any(path.endswith(".safetensors") for path in download.sizes):
         what = f"{download.name} has no safetensors, which alone are merged"
         raise UsageError(what, key="model.name", fix="name a repository that has them")
     with hub_errors_refused(download.name, download.commit, "model"):
-        found = hf.HfApi().get_safetensors_metadata(download.name, revision=download.commit)
-    return {name: info for file in found.files_metadata.values() for name, info in file.tensors.items()}
+        metadata = hf.HfApi().get_safetensors_metadata(download.name, revision=download.commit)
+    return {name: info for file in metadata.files_metadata.values() for name, info in file.tensors.items()}
 
 
 def dataset_files(name: str, revision: str | None, split: str | None, subset: str | None) -> tuple[str, list[str]]:
-    """(the commit, the files there) of one split of a data set: "train", or the only one, by default.
+    """Return the commit and the files of one split of a data set: "train", or the only one, by default.
 
-    What `datasets` said of a commit is kept, so that a pinned data set needs no network once it is there. Raises
-    UsageError when the hub has no such data set, revision, subset or split, or does not let this token read it.
+    The splits that `datasets` finds in a commit are recorded, so that a pinned data set needs no network once it is
+    cached. Raises UsageError when the hub has no such data set, revision, subset or split, or refuses this token.
     """
     with hub_errors_refused(name, revision, "dataset"):
         commit = str(hf.HfApi().resolve_revision(name, revision=revision, repo_type="dataset").resolved)
@@ -246,15 +247,15 @@ def dataset_files(name: str, revision: str | None, split: str | None, subset: st
     if not record.is_file():
         with hub_errors_refused(name, revision, "dataset"):
             hf.HfApi().auth_check(name, repo_type="dataset")
-            found = split_files(name, subset, commit)
+            splits = split_files(name, subset, commit)
         base = f"hf://datasets/{name}@{commit}/"
         record.parent.mkdir(parents=True, exist_ok=True)
-        write_json(record, {each: [url.removeprefix(base) for url in urls] for each, urls in found.items()})
+        write_json(record, {key: [url.removeprefix(base) for url in urls] for key, urls in splits.items()})
     return commit, choose_split(name, json.loads(record.read_text(encoding="utf-8")), split)
 
 
 def fetch_dataset(name: str, commit: str, paths: Sequence[str]) -> list[Path]:
-    """These files, downloaded where they are not in the cache. Raises UsageError where the disk has no room for them."""
+    """Download these files where they are not in the cache. Raises UsageError where the disk has no room for them."""
     download = Download(name, commit, dict.fromkeys(paths, 0), "dataset")
     if download.missing:
         with hub_errors_refused(name, commit, "dataset"):
@@ -267,18 +268,18 @@ def fetch_dataset(name: str, commit: str, paths: Sequence[str]) -> list[Path]:
 
 
 def split_of(directory: str, split: str) -> list[Path]:
-    """The files of one split of a local directory that is laid out like a data set of the hub."""
+    """Return the files of one split of a local directory that is laid out like a data set of the hub."""
     with hub_errors_refused(directory, None, "dataset"):
         splits = split_files(directory, None, None)
     return [Path(file) for file in choose_split(directory, splits, split)]
 
 
 def split_files(name: str, subset: str | None, commit: str | None) -> dict[str, list[str]]:
-    """Split -> its files, as `datasets` finds them."""
+    """Return split -> its files, as `datasets` finds them."""
     from datasets import load_dataset_builder
 
-    found = load_dataset_builder(name, subset, revision=commit).config.data_files or {}
-    return {str(split): [str(file) for file in files] for split, files in found.items()}
+    splits = load_dataset_builder(name, subset, revision=commit).config.data_files or {}
+    return {str(split): [str(file) for file in files] for split, files in splits.items()}
 
 
 def choose_split(name: str, splits: Mapping[str, Sequence[str]], split: str | None) -> list[str]:
@@ -292,7 +293,7 @@ def choose_split(name: str, splits: Mapping[str, Sequence[str]], split: str | No
 
 @contextmanager
 def hub_errors_refused(name: str, revision: str | None, kind: str) -> Iterator[None]:
-    """What goes wrong on the way to the hub, as a UsageError. A file that is not in a repository is the caller's."""
+    """Raise errors of the hub as UsageError. A file that is not in a repository is left to the caller."""
     try:
         yield
     except (HFValidationError, RemoteEntryNotFoundError):
@@ -303,10 +304,10 @@ def hub_errors_refused(name: str, revision: str | None, kind: str) -> Iterator[N
 
 
 def describe_hub_error(name: str, revision: str | None, error: Exception, kind: str) -> UsageError:
-    """What the hub's error means for the config, in one line."""
+    """Describe an error of the hub in one line, with the key of the configuration."""
     endpoint, token, key = hf.constants.ENDPOINT, hf.get_token() is not None, KEYS[kind]
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
-    what, status, said = NAMES[kind], status_of(error), f"{name}: {one_line(error)[:300]}"
+    what, status, reason = NAMES[kind], status_of(error), f"{name}: {one_line(error)[:300]}"
     if isinstance(error, GatedRepoError):
         text = f"{name} is gated, and {'the account of HF_TOKEN has no access yet' if token else 'no HF_TOKEN is set'}"
         fix = f"accept its licence at {page}, and set HF_TOKEN to a token of that account"
@@ -320,9 +321,9 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
         text = f"{endpoint} answers {status} about {name}"
         fix = "unset HF_TOKEN, or set it to a valid one" if status == 401 else "try again later"
     elif getattr(error, "errno", None) in UNWRITABLE:
-        text, fix = said, MORE_ROOM
+        text, fix = reason, MORE_ROOM
     elif isinstance(error, ValueError | RuntimeError) or type(error).__module__.startswith("datasets"):
-        text, fix = said, "data.subset names one of several" if isinstance(error, ValueError) else ""
+        text, fix = reason, "data.subset names one of several" if isinstance(error, ValueError) else ""
     else:
         here = f"there is no such file or directory (looked from {Path.cwd()})"
         text = f"no {what} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
@@ -331,11 +332,11 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
 
 
 def suggest_name(name: str, kind: str) -> str:
-    """A repository of the same owner whose name is near, as words to add."""
+    """Return "did you mean ...?" with a repository of the same owner whose name is near, or an empty string."""
     owner = name.partition("/")[0]
-    listed: Any = hf.HfApi().list_models if kind == "model" else hf.HfApi().list_datasets
+    list_repositories: Any = hf.HfApi().list_models if kind == "model" else hf.HfApi().list_datasets
     try:
-        near = nearest(name, [found.id for found in listed(author=owner, limit=500)])
+        near = nearest(name, [repository.id for repository in list_repositories(author=owner, limit=500)])
     except httpx.HTTPError:
         return ""
     return f"did you mean {near}?" if near else ""

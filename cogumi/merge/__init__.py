@@ -44,18 +44,18 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 AdapterPath = str | os.PathLike[str]
+CHOICES = {"base_mode": ("full", "dequant"), "dtype": ("keep", *OUTPUT_DTYPES), "verify": ("elements", "logits")}
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a finished merge did.
+    """Result of a merge.
 
     tensors_replaced: those taken from the adapter (trained whole, or resized). tensors_converted: dequantized, or stored in
     another dtype, without an update. bytes: of all output shards. max_delta: the largest change of an element before
     rounding. max_delta_ratio: the largest Frobenius |delta| / |W| of a tensor, on a sample. delta_retained: the share of
-    all updates that rounding kept, on a sample. It is None where all updates are zero.
-
-    elements: how many were read back and compared with W + delta. not_nearest, largest_error: as in ElementCheck.
+    all updates that rounding kept, on a sample; None where all updates are zero. elements: how many were computed, each
+    the nearest value to W + delta, and read back.
     """
 
     out: Path
@@ -69,18 +69,16 @@ class MergeReport:
     max_delta_ratio: float
     delta_retained: float | None
     elements: int
-    not_nearest: int
-    largest_error: float
     logits: LogitCheck | None
     seconds: float
 
     def __str__(self) -> str:
-        others = {"replaced": self.tensors_replaced, "converted": self.tensors_converted, "copied": self.tensors_copied}
-        rest = "".join(f", {count} {what}" for what, count in others.items() if count)
+        counts = {"replaced": self.tensors_replaced, "converted": self.tensors_converted, "copied": self.tensors_copied}
+        rest = "".join(f", {count} {name}" for name, count in counts.items() if count)
         return (
             f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
             f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
-            f"{self.elements:,} computed elements read back and checked, {self.not_nearest:,} of them next to a tie; "
+            f"{self.elements:,} computed elements read back and checked, each the nearest value; "
             f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
             + (f"\n{self.logits}" if self.logits else "")
         )
@@ -101,79 +99,77 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
 
-    Every element of a sum is the nearest value to W + scaling * B @ A. What float32 does not decide is computed
-    in float64. Any other update is checked in float64, and every byte is read back. Shards, names and (with dtype="keep")
+    Every element is computed in float64 and rounded once, to the nearest value to W + scaling * B @ A (or DoRA's formula),
+    and every byte is read back. Shards, names and (with dtype="keep")
     dtypes are the base's. A head that no longer equals the embedding it was tied to gets its own tensor. Memory holds one
     layer's factors and a few megabytes of blocks.
 
-    adapter: a directory from PEFT's save_pretrained, or one around it, such as a run's; or (directory, weight) pairs, whose
-    updates are added.
-    base: a directory, or a hub id in the local cache. The default is the base and the commit that the adapter records.
-    base_mode: "full" merges into full-precision weights. Where the base is quantized, it finds the full-precision model
-    by name and proves that it is the original. "dequant" merges into the quantized base's dequantized weights.
-    dtype: "keep", "bfloat16", "float16" or "float32".
-    verify: "elements", or "logits", which also runs base + adapter and the merged model, one at a time.
-    workers: threads that compute, by default one, or with DoRA one for each core. progress: show a bar in a terminal.
+    Args:
+        adapter: A directory from PEFT's save_pretrained, or one around it, such as a run's; or (directory, weight) pairs,
+            whose updates are added.
+        out: The directory to write, which must not exist.
+        base: A directory, or a hub id in the local cache. By default the base and the commit that the adapter records.
+        base_revision: Revision of a hub id.
+        base_mode: "full" merges into full-precision weights. Where the base is quantized, it finds the full-precision
+            model by name and proves that it is the original. "dequant" merges into the dequantized weights.
+        dtype: "keep", "bfloat16", "float16" or "float32".
+        verify: "elements", or "logits", which also runs base + adapter and the merged model, one at a time.
+        workers: Threads that compute, by default one, or with DoRA one for each core.
+        progress: Show a bar in a terminal.
 
-    Raises UsageError when the adapter or base cannot be merged exactly, they do not fit together, or `out` exists or is
-    not writable. Raises DiskFull, a UsageError, when the disk is too small. Raises MergeError when the verification
-    fails, and OSError when the disk fails. After any error or interruption, the merge leaves a complete `out` or none.
+    Raises:
+        UsageError: The adapter or base cannot be merged exactly, they do not fit together, `out` exists or is not
+            writable, or (DiskFull) the disk is too small.
+        MergeError: The verification failed.
+        OSError: The disk failed.
+
+    After any error or interruption, `out` is complete or absent.
     """
     started = time.monotonic()
-    for name, value, known in (
-        ("base_mode", base_mode, ("full", "dequant")),
-        ("dtype", dtype, ("keep", *OUTPUT_DTYPES)),
-        ("verify", verify, ("elements", "logits")),
-    ):
-        if value not in known:
-            raise UsageError(f"{name}={value!r} is not one of {', '.join(known)}")
+    options = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
+    for name, choices in CHOICES.items():
+        if options[name] not in choices:
+            raise UsageError(f"{name}={options[name]!r} is not one of {', '.join(choices)}")
     if base_mode == "dequant" and verify == "logits":
         fix = "with base_mode='dequant' use verify='elements'"
         raise UsageError("verify='logits' runs the full-precision base", fix=fix)
     target = Path(out)
     check_target(target)
     show_stage(progress, "reading the adapter and its base")
-    pairs = [(find_adapter(path), weight) for path, weight in weighted(adapter)]
+    pairs = weighted(adapter)
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
     found = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
     plan = build_plan(adapters, found, dtype)
     remove_stale(target)
     with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
-        with progress_bar(progress, "merging", plan.shard_bytes) as merged:
-            outcome = write_and_verify(plan, partial, workers, merged)
+        with progress_bar(progress, "merging", plan.shard_bytes) as advance:
+            outcome = write_and_verify(plan, partial, workers, advance)
         write_side_files(plan, partial)
-        show_stage(progress and verify == "logits", "running base + adapter and the merged model")
         figures, logits = totals(plan, outcome), None
         if verify == "logits":
+            show_stage(progress, "running base + adapter and the merged model")
             logits = check_directory(pairs, partial, found.path, kept=figures["delta_retained"])
             if not logits.passed:
                 raise MergeError(f"{logits}; nothing was committed")
-        options = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
         write_manifest(partial, build_manifest(plan, outcome, options, logits))
         commit_output(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
     unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]
     if unchanged:
-        what = "%d of %d updates are zero (never trained?), the first is %s"
-        log.warning(what, len(unchanged), len(outcome.stats), unchanged[0])
-    return MergeReport(
-        out=target,
-        base=found.name,
-        logits=logits,
-        seconds=time.monotonic() - started,
-        **figures,
-    )
+        message = "%d of %d updates are zero (never trained?), the first is %s"
+        log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
+    return MergeReport(out=target, base=found.name, logits=logits, seconds=time.monotonic() - started, **figures)
 
 
 def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list[tuple[Path, float]]:
-    """(directory, weight) of each adapter. Raises UsageError for a weight that is zero or not a number."""
+    """Return (directory, weight) of each adapter. Raises UsageError for a weight that is zero or not a number."""
     if isinstance(adapter, str | os.PathLike):
-        return [(Path(adapter), 1.0)]
+        return [(find_adapter(Path(adapter)), 1.0)]
     pairs = [(Path(path), float(weight)) for path, weight in adapter]
     for path, weight in pairs:
         if not math.isfinite(weight) or weight == 0:
             raise UsageError(f"adapter {path} has weight {weight}", fix="give it a number other than 0")
     if not pairs:
         raise UsageError("no adapter was given", fix="pass a directory or (directory, weight) pairs")
-    return pairs
+    return [(find_adapter(path), weight) for path, weight in pairs]

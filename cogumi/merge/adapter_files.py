@@ -1,4 +1,4 @@
-"""What an adapter's directory holds: weights that are fit for an exact merge, and a record of the base it was trained on.
+"""Files of an adapter: weights that are fit for an exact merge, and a record of the base it was trained on.
 
 The record, cogumi-base.json, is written while the model is in memory: afterwards the commit can only be guessed.
 """
@@ -72,7 +72,7 @@ class Adapter:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UsageError for anything else."""
+    """Read a JSON object. Raises UsageError for anything else."""
     again = "save or download it again"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -84,30 +84,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_adapter(path: Path) -> Path:
-    """The directory of an adapter: `path`, or the only directory in it that holds one. PEFT writes an adapter that has a
-    name so, and cogumi that of a run. Raises UsageError where there are several."""
+    """Return `path`, or the only adapter's directory in it (PEFT's of a named adapter, a run's). Raises UsageError."""
     if (path / "adapter_config.json").is_file():
         return path
-    match adapters_in(path):
-        case [only]:
-            log.info("%s has no adapter_config.json; taking the adapter in %s", path, only)
-            return only
-        case [first, *_] as several:
-            names = ", ".join(inside.name for inside in several)
-            raise UsageError(
-                f"adapter {path} holds several adapters: {names}", fix=f"pass one of them, such as {first}"
-            )
-    return path
+    inside = adapters_in(path)
+    if len(inside) > 1:
+        names = ", ".join(directory.name for directory in inside)
+        raise UsageError(
+            f"adapter {path} holds several adapters: {names}", fix=f"pass one of them, such as {inside[0]}"
+        )
+    if inside:
+        log.info("%s has no adapter_config.json; taking the adapter in %s", path, inside[0])
+    return inside[0] if inside else path
 
 
 def adapters_in(path: Path) -> list[Path]:
-    """The directories in `path` that hold an adapter, by name."""
+    """Return the directories in `path` that hold an adapter, by name."""
     return sorted(config.parent for config in path.glob("*/adapter_config.json"))
 
 
 def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
-    """Read an adapter directory. Raises UsageError when it is missing, damaged, untrained, or of a refused kind.
-    factors_alone: untrained is one whose every update is zero, whatever else is in the file."""
+    """Read an adapter. Raises UsageError if it is damaged, of a refused kind, or untrained (every update, or tensor, zero)."""
     if not (path / "adapter_config.json").is_file():
         what = "has no adapter_config.json" if path.is_dir() else "is not a directory"
         fix = "pass the directory that PEFT's save_pretrained wrote"
@@ -138,8 +135,10 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
 
 
 def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
-    """The tensors of an adapter's file. Raises UsageError for one that PEFT does not write so, and for an adapter that
-    changes nothing. A single zero module is allowed: a layer that never receives gradient keeps its B at zero."""
+    """Read the tensors of an adapter's file. Raises UsageError for one that PEFT does not write, or an unchanged model.
+
+    A single zero module is allowed: a layer that never receives gradient keeps its B at zero.
+    """
     spans = read_shard(path / ADAPTER_WEIGHTS).spans
     names = {span.name for span in spans}
     pairs, zero = set(), set()
@@ -173,14 +172,11 @@ def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
 
 
 def wrapper_of(name: str) -> str | None:
-    """What a wrapper put into the name of an adapter's tensor, as in `_orig_mod.`; None where there is nothing of it."""
+    """Return the part that a wrapper put into the name of an adapter's tensor, such as `_orig_mod`; None without one."""
     parts = name.removeprefix("module.").removeprefix(PREFIX).split(".")
     if name.startswith("module.") or parts[0] == "module":  # elsewhere it may be a model's own
         return "module"
     return next((part for part in parts if part in WRAPPERS and part != "module"), None)
-
-
-# ---------------------------------------------------------------------------------------------------- record of the base
 
 
 BASE_RECORD_NAME = "cogumi-base.json"
@@ -190,8 +186,10 @@ Text = Annotated[str, Field(min_length=1)]
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the base was quantized. method: transformers' quant_method, such as bitsandbytes, gptq or fp8.
-    type (nf4, fp4) and double are for bitsandbytes' 4 bits only. double: the block scales were quantized, too."""
+    """Quantization of a base. method: transformers' quant_method, such as bitsandbytes, gptq or fp8.
+
+    type (nf4, fp4) and double are for bitsandbytes' 4 bits only. double: the block scales were quantized, too.
+    """
 
     method: str
     bits: int | None = None
@@ -204,8 +202,10 @@ class Quantization:
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """The base as it was loaded: a directory, or a hub id with the commit that it was and the revision that was asked
-    for. dtype: of the weights that were not quantized. weights: `weights_sample` of a directory without a commit."""
+    """The base as it was loaded: a directory, or a hub id with its commit and the requested revision.
+
+    dtype: of the weights that were not quantized. weights: `weights_sample` of a directory without a commit.
+    """
 
     name: Text
     commit: str | None
@@ -217,8 +217,7 @@ class BaseRecord:
 
 
 def write_base_record(adapter: Path, model: Any, revision: str | None = None) -> BaseRecord:
-    """Write cogumi-base.json into the adapter's directory, from the model that was trained (PEFT's or the base itself).
-    revision: what the model was loaded with. Raises ValueError when the model does not know what it was loaded from."""
+    """Write cogumi-base.json from the trained model. Raises ValueError if it was not loaded with from_pretrained."""
     config = model.config
     if not config.name_or_path:
         raise ValueError("the model does not know its base: it was not loaded with from_pretrained")
@@ -231,8 +230,10 @@ def write_base_record(adapter: Path, model: Any, revision: str | None = None) ->
 
 
 def weights_sample(name: str) -> str | None:
-    """SHA-256 of what tells one model's safetensors files from another's; None where there are none in a directory.
-    Of each file: name, size, header, and 16 blocks of 64 KiB. A few altered elements can be missed."""
+    """Return the SHA-256 of a sample of a directory's safetensors files; None where there are none.
+
+    Of each file: name, size, header, and 16 blocks of 64 KiB. A few altered elements can be missed.
+    """
     files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
     digest = hashlib.sha256()
     for path in files:
@@ -249,11 +250,11 @@ def weights_sample(name: str) -> str | None:
 
 
 def quantization_of(config: Any) -> Quantization | None:
-    """From a loaded model's config, where transformers leaves the quantization that it applied or found."""
-    found = getattr(config, "quantization_config", None)  # the attribute is absent, not None, on a plain model
-    if found is None:
+    """Read the quantization that transformers applied or found from a loaded model's config."""
+    settings = getattr(config, "quantization_config", None)  # the attribute is absent, not None, on a plain model
+    if settings is None:
         return None
-    entries = found if isinstance(found, dict) else found.to_dict()
+    entries = settings if isinstance(settings, dict) else settings.to_dict()
     method = entries["quant_method"]
     name = str(getattr(method, "value", method))
     if entries.get("load_in_4bit"):
@@ -262,7 +263,7 @@ def quantization_of(config: Any) -> Quantization | None:
 
 
 def read_base_record(adapter: Path) -> BaseRecord | None:
-    """The record beside an adapter, None where cogumi did not train it. Raises UsageError when it is damaged."""
+    """Read the record beside an adapter, None where cogumi did not train it. Raises UsageError when it is damaged."""
     path = adapter / BASE_RECORD_NAME
     if not path.is_file():
         return None

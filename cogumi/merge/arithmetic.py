@@ -1,44 +1,47 @@
-"""The update itself: what one piece of a stored tensor becomes, in the precision it is asked for.
+"""Arithmetic of a merge: stored rows with their update, computed in float64 and rounded once.
 
-The merge writes in float32. The check computes in float64 what float32 does not decide. LoRA: `W + scaling * B @ A`
-(https://arxiv.org/abs/2106.09685, section 4.1). scaling is alpha / r, or alpha / sqrt(r) for rsLoRA
-(https://arxiv.org/abs/2312.03732). DoRA: `m * V / |V|` with `V = W + scaling * B @ A`
-(https://arxiv.org/abs/2402.09353, equation 5). |V| is the norm over the inputs of each output.
+LoRA: `W + scaling * B @ A` (https://arxiv.org/abs/2106.09685, section 4.1). scaling is alpha / r, or alpha / sqrt(r) for
+rsLoRA (https://arxiv.org/abs/2312.03732). DoRA: `m * V / |V|` with `V = W + scaling * B @ A`
+(https://arxiv.org/abs/2402.09353, equation 5), where |V| is the norm over the inputs of each output.
+
+Every element is the nearest value of the output dtype. Only float64's own error of about 2**-52 of |W| + |B| |A| limits
+this: closer to a tie than that, the other neighbour may be chosen.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
+from cogumi.core.errors import MergeError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, matrix_shape, read_into
 from cogumi.merge.parameter_map import Change, LowRank, Place
-from cogumi.merge.plan import MergePlan, Piece, Source, TensorPlan, source_row_bytes
+from cogumi.merge.plan import MergePlan, Piece, RowRange, Source, TensorPlan, source_row_bytes
 from cogumi.merge.quantized import dequantize_rows
 
-# Rows are merged in blocks of about this many elements, 512 KiB in float32: few enough to stay in a core's cache, and
-# enough that threads seldom wait for Python's lock. Fixed, because a block's shape can change the last bit of a product.
+# Rows are merged in blocks of about this many elements, 1 MiB in float64: few enough to stay in a core's cache, and enough
+# that threads seldom wait for Python's lock. Fixed, because a block's shape can change the last bit of a product.
 BLOCK_ELEMENTS = 1 << 17
-# Half a float32 ulp, relative: what one float32 operation can be off by.
-UNIT = 2.0**-24
+# Bits of a float32 that are zero where it is a 16-bit number or lies in the middle of two, also among the subnormals.
+LOW_BITS = {torch.bfloat16: 0x7FFF, torch.float16: 0x0FFF}
 
-# Adapter file -> its open tensors, as safe_open gives them: views of the file, in no memory of ours until they are used.
+# Adapter file -> its open tensors: views of the file that take no memory until they are used.
 Weights = Mapping[Path, Any]
 
 
 @dataclass(frozen=True)
 class Update:
-    """A piece's change, loaded: left [rows, r] (scaled) and right [r, columns], in the layout of the stored tensor.
+    """A piece's change, loaded in float64: left [rows, r] (scaled) and right [r, columns], in the stored layout.
 
-    magnitude: DoRA's, float64 [rows, 1], where its outputs are rows; where they are columns, factor: the magnitude
-    divided by the norms already, [1, columns]. rows, values: stored rows that are replaced, int64 [n] and [n,
-    columns].
+    magnitude: DoRA's, [rows, 1], where its outputs are rows. factor: the magnitude divided by the norms, [1, columns], where
+    they are columns. rows, values: stored rows that are replaced, int64 [n] and [n, columns].
     """
 
     left: torch.Tensor
@@ -48,49 +51,35 @@ class Update:
     rows: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
-    @property
-    def plain(self) -> bool:
-        """Whether it is a sum, W + left @ right, and nothing is scaled by its norms (DoRA) or replaced."""
-        return self.magnitude is None and self.factor is None and self.rows is None
+
+@dataclass
+class DeltaStats:
+    """Effect of the updates of one tensor, over all its runs.
+
+    max_abs_delta: the largest change before rounding. The other fields come from a sample, the first block of each run.
+    along_delta: the sum of rounding error times delta.
+    """
+
+    max_abs_delta: float = 0.0
+    delta_squares: float = 0.0
+    weight_squares: float = 0.0
+    along_delta: float = 0.0
+
+    def add(self, other: "DeltaStats") -> None:
+        self.max_abs_delta = max(self.max_abs_delta, other.max_abs_delta)
+        self.delta_squares += other.delta_squares
+        self.weight_squares += other.weight_squares
+        self.along_delta += other.along_delta
 
     @property
-    def normed(self) -> bool:
-        """Whether W + delta is scaled by its norms (DoRA)."""
-        return self.magnitude is not None or self.factor is not None
-
-    @cached_property
-    def single(self) -> "Update":
-        """The same in float32, but for the magnitude and the row numbers."""
-        rounded = (None if part is None else part.float() for part in (self.factor, self.values))
-        factor, values = rounded
-        return Update(self.left.float(), self.right.float(), self.magnitude, factor, self.rows, values)
-
-    @cached_property
-    def right_by_column(self) -> torch.Tensor:
-        """right transposed in memory, from which columns are picked in one piece each."""
-        return self.right.T.contiguous()
-
-    @cached_property
-    def largest_change(self) -> torch.Tensor:
-        """At least the largest |left @ right| of each row: |a||b|, with the longest column b. float64 [rows]."""
-        return self.left.norm(dim=1) * (self.right.norm(dim=0).amax() if self.right.numel() else 0.0)
+    def ratio(self) -> float | None:
+        """Frobenius |delta| / |W| of the sample; None for a weight that is all zero."""
+        return math.sqrt(self.delta_squares / self.weight_squares) if self.weight_squares else None
 
     @property
-    def product_errors(self) -> torch.Tensor:
-        """At most how far each row of left @ right in float32 is from the exact product: float64 [rows].
-
-        The dot product of vectors a and b of length r errs by at most `r u sum |a_i||b_i|`, in any order. This is section
-        3.1 of Higham, Accuracy and Stability of Numerical Algorithms. Rounding the factors adds 2 u of that sum, which is
-        at most `|a||b|`. u is 2**-24.
-        """
-        return self.largest_change * ((self.left.shape[1] + 4) * UNIT)
-
-    @cached_property
-    def probe(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(signs, sums): a float32 vector [columns] of 1 and -1, and left @ right @ signs in float64 [rows]."""
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(0, 2, (self.right.shape[1],), generator=generator).mul_(2).sub_(1).double()
-        return signs.float(), self.left @ (self.right @ signs)
+    def retained(self) -> float | None:
+        """Share of delta that rounding kept, <out - W, delta> / <delta, delta>, of the sample; None where delta is zero."""
+        return 1 + self.along_delta / self.delta_squares if self.delta_squares else None
 
 
 @contextmanager
@@ -141,8 +130,7 @@ def ieee_matmul() -> Iterator[None]:
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Run each matrix product on the thread that calls it.
-    This is faster for small blocks on many threads. The result's bits do not depend on the number of threads."""
+    """Run each matrix product on the thread that calls it: faster for small blocks, with bits that depend on no count."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -152,12 +140,12 @@ def one_thread_each() -> Iterator[None]:
 
 
 def block_rows(columns: int) -> int:
-    """How many rows of a matrix are merged at once."""
+    """Return how many rows of a matrix are merged at once."""
     return max(1, BLOCK_ELEMENTS // max(1, columns))
 
 
 def row_blocks(first: int, last: int, columns: int) -> Iterator[tuple[int, int]]:
-    """(first, past last) row of each block of rows `first` to `last`."""
+    """Yield (first, past last) row of each block of rows `first` to `last`."""
     step = block_rows(columns)
     for start in range(first, last, step):
         yield start, min(start + step, last)
@@ -167,38 +155,31 @@ thread_scratch = threading.local()
 
 
 def scratch(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised [rows, columns] tensor, valid until this thread asks for the same name and dtype again.
-    Allocating memory for each block would take as long as the arithmetic."""
-    kept = getattr(thread_scratch, f"{name} {dtype}", None)
-    if kept is None or kept.numel() < rows * columns:
-        kept = torch.empty(rows * columns, dtype=dtype)
-        setattr(thread_scratch, f"{name} {dtype}", kept)
-    return kept[: rows * columns].view(rows, columns)
+    """Return an uninitialised tensor that this thread reuses: allocating one for each block would cost as much as the sums."""
+    buffer = getattr(thread_scratch, f"{name} {dtype}", None)
+    if buffer is None or buffer.numel() < rows * columns:
+        buffer = torch.empty(rows * columns, dtype=dtype)
+        setattr(thread_scratch, f"{name} {dtype}", buffer)
+    return buffer[: rows * columns].view(rows, columns)
 
 
 class Stored:
-    """The stored rows of one run in memory, from row `first` on, or where they are quantized the means to decode them.
-    bytes: a flat uint8 tensor, empty for a quantized tensor."""
+    """Stored rows of one run from row `first` on. bytes: flat uint8, empty for a quantized tensor, decoded on demand."""
 
     def __init__(self, source: Source, first: int, bytes: torch.Tensor) -> None:
         self.source, self.first, self.bytes = source, first, bytes
         self.columns = matrix_shape(source.shape)[1]
 
-    def rows(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the tensor as a matrix in `dtype`, in scratch memory."""
-        values = scratch("weight", last - first, self.columns, dtype)
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Rows of the tensor as a matrix, in the dtype that they are stored in or decode to."""
         if not isinstance(self.source, Span):
-            return values.copy_(dequantize_rows(self.source, first, last))
-        return values.copy_(self.matrix()[first - self.first : last - self.first])
-
-    def matrix(self) -> torch.Tensor:
-        """All rows in the dtype that they are stored in. Not for a quantized tensor."""
-        assert isinstance(self.source, Span)
-        return self.bytes.view(FLOAT_DTYPES[self.source.dtype]).view(-1, self.columns)
+            return dequantize_rows(self.source, first, last)
+        values = self.bytes.view(FLOAT_DTYPES[self.source.dtype]).view(-1, self.columns)
+        return values[first - self.first : last - self.first]
 
 
 def read_stored_rows(source: Source, first: int, last: int, file: BinaryIO, buffer: torch.Tensor) -> Stored:
-    """Rows `first` to `last` of a tensor, read from its open file into the beginning of a uint8 buffer."""
+    """Read rows `first` to `last` of a tensor from its open file into the beginning of a uint8 buffer."""
     if not isinstance(source, Span):
         return Stored(source, first, buffer[:0])
     width = source_row_bytes(source)
@@ -206,10 +187,9 @@ def read_stored_rows(source: Source, first: int, last: int, file: BinaryIO, buff
 
 
 class Updates:
-    """The loaded updates of the pieces that are in work, for any number of threads. Several runs share a piece, so the
-    last few are kept."""
+    """Loaded updates of the pieces in work, for any number of threads. Runs share a piece, so the last few are kept."""
 
-    KEPT = 2
+    MAX_LOADED = 2
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -217,10 +197,9 @@ class Updates:
         self.loaded: dict[int, tuple[Piece, Update]] = {}
 
     def load(self, piece: Piece, tensor: TensorPlan) -> Update:
-        """A piece's update in float64."""
         with self.lock:
             if id(piece) not in self.loaded:
-                while len(self.loaded) >= self.KEPT:
+                while len(self.loaded) >= self.MAX_LOADED:
                     del self.loaded[next(iter(self.loaded))]
                 # The piece is kept too, so that no other one gets its identity.
                 self.loaded[id(piece)] = piece, load_update(piece, tensor, self.weights)
@@ -228,7 +207,7 @@ class Updates:
 
 
 def load_update(piece: Piece, tensor: TensorPlan, weights: Weights) -> Update:
-    """Load a piece's factors in float64, cut and turned to the piece's rows of the stored tensor; none where unchanged."""
+    """Load a piece's factors in float64, cut and turned to its rows of the stored tensor; none where unchanged."""
     change, place = piece.change or Change(), piece.place
     columns = matrix_shape(tensor.source.shape)[1]
     sides = [factors(term, place, weights[term.file]) for term in change.terms]
@@ -252,7 +231,7 @@ def load_update(piece: Piece, tensor: TensorPlan, weights: Weights) -> Update:
 
 
 def factors(term: LowRank, place: Place, weights: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(left [rows, r], scaled, right [r, columns]) of one term for the stored rows of a place, in float64."""
+    """Return left [rows, r], scaled, and right [r, columns] of one term for the stored rows of a place, in float64."""
     b = weights.get_tensor(term.key_b)
     if term.key_a is None:
         left, right = b[:, None], torch.ones(1, 1)
@@ -269,35 +248,102 @@ def factors(term: LowRank, place: Place, weights: Any) -> tuple[torch.Tensor, to
 
 
 def column_norms(piece: Piece, tensor: TensorPlan, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The norms of V = W + left @ right over the rows of each column, float64 [columns]."""
+    """Return the norms of V = W + left @ right over the rows of each column, float64 [columns]."""
     place, width = piece.place, source_row_bytes(tensor.source)
     squares = torch.zeros(right.shape[1], dtype=torch.float64)
     with tensor.source.path.open("rb", buffering=0) as file:
         for first, last in row_blocks(place.first, place.last, len(squares)):
             buffer = torch.empty((last - first) * width, dtype=torch.uint8)
-            block = read_stored_rows(tensor.source, first, last, file, buffer).rows(first, last, torch.float64)
+            block = read_stored_rows(tensor.source, first, last, file, buffer).rows(first, last).double()
             squares += block.addmm_(left[first - place.first : last - place.first], right).square().sum(dim=0)
     return squares.sqrt()
 
 
-def exact_sums(update: Update, stored: Stored, where: torch.Tensor, start: int) -> torch.Tensor:
-    """W + left @ right in float64 at flat positions of the stored rows, whose first is row `start` of the update."""
-    weight = stored.matrix().view(-1).index_select(0, where).double()
-    left = update.left.index_select(0, where // stored.columns + start)
-    right = update.right_by_column.index_select(0, where % stored.columns)
-    return weight + torch.linalg.vecdot(left, right)
+def merge_rows(run: RowRange, stored: Stored, update: Update, out: torch.Tensor) -> DeltaStats | None:
+    """Merge one run into `out`, a matrix of the output dtype. Raises MergeError where an element is not finite."""
+    unchanged = run.piece.change is None
+    stats, columns = DeltaStats(), stored.columns
+    for first, last in row_blocks(run.first, run.last, columns):
+        rounded = out[first - run.first : last - run.first]
+        if unchanged:  # W in another dtype, exactly or rounded once
+            rounded.copy_(stored.rows(first, last))
+            if not all_finite(rounded):
+                refuse_overflow(run, first, stored.rows(first, last).double(), rounded)
+            continue
+        weight, delta, merged = (scratch(name, last - first, columns, torch.float64) for name in ("W", "delta", "V"))
+        apply_update(weight.copy_(stored.rows(first, last)), update, run.piece, first, merged)
+        low, high = torch.aminmax(torch.sub(merged, weight, out=delta))
+        change = max(-low.item(), high.item())
+        if not math.isfinite(change):
+            what = "base weight or update is not finite; is the base damaged, or a factor too large?"
+            raise MergeError(f"{run.tensor.target.name}: {what}")
+        round_once(merged, rounded)
+        if not all_finite(rounded):
+            refuse_overflow(run, first, merged, rounded)
+        stats.max_abs_delta = max(stats.max_abs_delta, change)
+        if first == run.first:
+            stats.weight_squares += weight.square().sum().item()
+            stats.delta_squares += delta.square().sum().item()
+            stats.along_delta += ((rounded - merged) * delta).sum().item()
+    return None if unchanged else stats
 
 
 def apply_update(weight: torch.Tensor, update: Update, piece: Piece, first: int, out: torch.Tensor) -> torch.Tensor:
-    """What the stored rows from `first` on become, in `out`. weight, out: [rows, columns] in the update's dtype."""
+    """Compute the stored rows from `first` on with their update. weight, out: float64 [rows, columns]."""
     count, start = len(weight), first - piece.place.first
     merged = torch.addmm(weight, update.left[start : start + count], update.right, out=out)
     if update.magnitude is not None:
-        norms = torch.linalg.vector_norm(merged, dim=1, keepdim=True, dtype=torch.float64)
-        merged *= (update.magnitude[start : start + count] / norms).to(merged.dtype)
+        merged *= update.magnitude[start : start + count] / torch.linalg.vector_norm(merged, dim=1, keepdim=True)
     if update.factor is not None:
         merged *= update.factor
     if update.rows is not None and update.values is not None:
         here = (update.rows >= first) & (update.rows < first + count)
         merged[update.rows[here] - first] = update.values[here]
     return merged
+
+
+def round_once(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Round a float64 matrix to the dtype of `out`, each element once, to the nearest value.
+
+    Rounding by way of float32 rounds twice, which is wrong only where the float32 lies in the middle of two 16-bit
+    numbers. LOW_BITS finds these few elements, and they are rounded to odd first.
+    """
+    if out.dtype not in LOW_BITS:
+        out.copy_(values)
+        return
+    nearest = scratch("nearest", *values.shape, torch.float32).copy_(values)
+    bits = scratch("bits", *values.shape, torch.int32)
+    torch.bitwise_and(nearest.view(torch.int32), LOW_BITS[out.dtype], out=bits)
+    where = torch.from_numpy(np.flatnonzero(bits.numpy() == 0))
+    nearest.view(-1)[where] = round_to_odd(values.view(-1)[where])
+    out.copy_(nearest)
+
+
+def round_to_odd(values: torch.Tensor) -> torch.Tensor:
+    """Round float64 to float32 towards zero, and set the last bit where that is not exact.
+
+    Rounding the result to 16 bits gives what rounding `values` at once would (S. Boldo, G. Melquiond, When double
+    rounding is odd, 2005).
+    """
+    nearest = values.float()
+    towards_zero = torch.where(nearest.double().abs() > values.abs(), nearest.nextafter(torch.zeros(())), nearest)
+    return (towards_zero.view(torch.int32) | (towards_zero.double() != values)).view(torch.float32)
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def refuse_overflow(run: RowRange, first: int, exact: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Raise MergeError for the first element that is NaN or became infinite: nearest, and still not what was trained."""
+    bad = rounded.isnan() | (rounded.isinf() & exact.isfinite())
+    if not bool(bad.any()):
+        return  # the base's own infinities, in another dtype
+    row, column = bad.nonzero()[0].tolist()
+    dtype = run.tensor.target.dtype
+    place = f"{run.tensor.target.name}: element {(first + row, column)}"
+    if rounded[row, column].isnan():
+        raise MergeError(f"{place} is NaN; is the base damaged?")
+    limit = f"beyond the largest {dtype}, {torch.finfo(rounded.dtype).max:.6g}; merge with another dtype"
+    raise MergeError(f"{place} becomes {exact[row, column].item():.9g}, {limit}")

@@ -1,4 +1,4 @@
-"""Which base: found, read, and, where the adapter was trained on a quantized one, proven to be what that was made from.
+"""Find and read the base; where the adapter was trained on a quantized one, prove that it was made from this one.
 
 A name proves nothing: base and instruct models have the same shapes. Two things do prove it. What the quantizer left alone
 (embeddings, norms, heads, router weights) must be the candidate's, bit for bit. And quantizing the candidate's weights must
@@ -39,10 +39,9 @@ IDENTITY = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_v
 
 @dataclass(frozen=True)
 class BaseProof:
-    """Why the full-precision base is the right one.
+    """Why the full-precision base is the right one. The last three are compare_codes' of 4 bits, else 0 or None.
 
-    tensors_equal: those that the quantized checkpoint holds unquantized. The rest is compare_codes' of bitsandbytes' 4
-    bits, else 0 or None.
+    tensors_equal: those that the quantized checkpoint holds unquantized.
     """
 
     tensors_equal: int
@@ -72,7 +71,7 @@ class Base:
 
     @property
     def tensors(self) -> dict[str, Span]:
-        """The tensors of the model by name; quantized ones with the shape and dtype that they decode to."""
+        """Tensors of the model by name; quantized ones with the shape and dtype that they decode to."""
         auxiliary = {name for tensor in self.quantized.values() for name in tensor.auxiliary}
         spans = {span.name: span for shard in self.shards for span in shard.spans if span.name not in auxiliary}
         for name, tensor in self.quantized.items():
@@ -82,7 +81,7 @@ class Base:
 
 
 def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_mode: str) -> Base:
-    """The model to merge into: a directory, or a hub id whose snapshot is in the local cache.
+    """Find the model to merge into: a directory, or a hub id whose snapshot is in the local cache.
 
     Without `base`, the adapter names it: in cogumi-base.json, with the commit it was trained on, else in its config.
     Where the base is quantized, base_mode="full" finds the full-precision model by name and proves that it is the
@@ -96,16 +95,16 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
     trained_at = (record and (record.commit or record.revision)) or adapter.config.get("revision")
     if revision is None and name == recorded and not Path(name).is_dir():
         revision = trained_at
-    found = read_model(name, revision)
+    model = read_model(name, revision)
     if base_mode == "dequant":
-        return dequantized_base(found)
-    if kind := quantization(found.config):
-        return find_full_precision(found, kind)
-    return compare_with_recorded(found, record, recorded, trained_at)
+        return dequantized_base(model)
+    if kind := quantization(model.config):
+        return find_full_precision(model, kind)
+    return compare_with_recorded(model, record, recorded, trained_at)
 
 
 def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str | None, revision: str | None) -> Base:
-    """A full-precision base with what is known of the one that the adapter was trained on."""
+    """Add to a full-precision base what is known of the one that the adapter was trained on."""
     trained_on = found
     if recorded and recorded != found.name:
         try:
@@ -127,7 +126,7 @@ def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str 
 
 
 def find_full_precision(found: Base, kind: str) -> Base:
-    """The full-precision model of a quantized base: the first that its name leads to, that is here and proven."""
+    """Return the first model on the disk that a quantized base's name leads to and that is proven to be its original."""
     names = full_precision_names(found.name, kind)
     refused = []
     for name in filter(is_local, names):
@@ -156,7 +155,7 @@ def dequant_hint(kind: str) -> str:
 
 
 def dequantized_base(found: Base) -> Base:
-    """A 4-bit bitsandbytes checkpoint, to be read as floats. Raises UsageError for any other."""
+    """Have a 4-bit bitsandbytes checkpoint read as floats. Raises UsageError for any other."""
     kind = quantization(found.config)
     if kind != BNB_4BIT:
         what = f"base {found.name} is {f'quantized ({kind})' if kind else 'not quantized on disk'}"
@@ -179,14 +178,14 @@ def read_model(name: str, revision: str | None) -> Base:
 
 
 def is_local(name: str) -> bool:
-    """Whether there is a model of this name, whole or not: a directory with a config, or a snapshot in the hub's cache."""
+    """Return whether a model of this name, whole or not, is on the disk: a directory, or a snapshot in the hub's cache."""
     if Path(name).is_dir():
         return (Path(name) / "config.json").is_file()
     return is_hub_id(name) and isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path:
-    """The hub cache's directory for `name`. Nothing is downloaded: a merge must not fill the disk by surprise."""
+    """Return the hub cache's directory for `name`. Nothing is downloaded: a merge must not fill the disk by surprise."""
     try:
         config = try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError as error:
@@ -202,13 +201,13 @@ def cached_snapshot(name: str, revision: str | None) -> Path:
 
 
 def snapshot_commit(path: Path) -> str | None:
-    """The commit of a hub cache directory (.../snapshots/<40 hex digits>), or None for any other directory."""
-    found = re.search("/snapshots/([0-9a-f]{40})$", path.resolve().as_posix())
-    return found[1] if found else None
+    """Return the commit of a hub cache directory (.../snapshots/<40 hex digits>), or None for any other directory."""
+    match = re.search("/snapshots/([0-9a-f]{40})$", path.resolve().as_posix())
+    return match[1] if match else None
 
 
 def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
-    """Every weight file of the base in `path`, and whether an index names them. Same precedence as transformers."""
+    """Read the weight files of a base, and whether an index names them. Same precedence as transformers."""
     single, index, again = path / "model.safetensors", path / "model.safetensors.index.json", "download the base again"
     if single.is_file():
         return (read_shard(single),), False

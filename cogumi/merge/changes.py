@@ -1,4 +1,4 @@
-"""What an adapter does to each parameter, by PEFT's own account.
+"""Changes that an adapter makes to each parameter, by PEFT's own account.
 
 PEFT injects the adapter into the model on the meta device. This gives the rank, scaling and orientation of each layer
 by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The merge refuses a file with others.
@@ -6,7 +6,7 @@ by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The
 
 import copy
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cogumi.core.errors import UsageError
@@ -18,15 +18,12 @@ from cogumi.patches.trl_internals import swaps_features
 
 
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: Any = None) -> Changes:
-    """Every change that the adapter makes. Each of its keys is used exactly once, or UsageError names it.
-    lora: its LoraConfig, where it is not on the disk yet."""
+    """Return every change of an adapter; each key is used once or refused. lora: its LoraConfig, if not on the disk yet."""
     from peft import LoraConfig, get_peft_model
 
-    model = meta_model(
-        *trained_class(base, adapter)
-    )  # PEFT changes the model it is given, so each adapter gets its own
-    held = {span.name: span for span in adapter.spans}
-    changes = Changes(vocabulary=resize_vocabulary(model, held))
+    model = meta_model(*trained_class(base, adapter))  # PEFT changes it, so each adapter gets its own
+    spans = {span.name: span for span in adapter.spans}
+    changes = Changes(vocabulary=resize_vocabulary(model, spans))
     config = copy.deepcopy(lora) or LoraConfig.from_pretrained(str(adapter.path))
     config.init_lora_weights = True  # how A and B began no longer matters
     config.base_model_name_or_path = None  # PEFT would warn of every base that is not at the recorded place
@@ -34,49 +31,50 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
         layers = get_peft_model(model, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
         raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
-    expected = check_keys(adapter, base, held, layers)
-    changes.parameters, used = layer_changes(adapter, base, layers.get_base_model(), held)
-    for key in expected - used:  # a bias trained whole (bias="all" or "lora_only")
+    expected = check_keys(adapter, base, spans, layers)
+    collector = LayerChanges(adapter, base, spans)
+    for name, module in layers.get_base_model().named_modules():
+        collector.add_module(name, module)
+    changes.parameters = collector.changes
+    for key in expected - collector.used:  # a bias trained whole (bias="all" or "lora_only")
         if not key.endswith(".bias"):
             raise adapter.refused(f"{key} is of a kind that this merge does not know")
-        changes.parameters[key.removeprefix(PREFIX).replace(".base_layer", "")] = Change(whole=held[key])
-    for key in held.keys() - expected:
-        check_saved_embedding(adapter, base, changes, held[key], checkpoint)
+        changes.parameters[key.removeprefix(PREFIX).replace(".base_layer", "")] = Change(whole=spans[key])
+    for key in spans.keys() - expected:
+        check_saved_embedding(adapter, base, changes, spans[key], checkpoint)
     return changes
 
 
-def resize_vocabulary(model: Any, held: dict[str, Span]) -> int | None:
-    """Resize the meta model to the vocabulary of an embedding of another size that the adapter brings; that size."""
+def resize_vocabulary(model: Any, spans: dict[str, Span]) -> int | None:
+    """Resize the meta model to the vocabulary of an embedding of another size that the adapter brings; return that size."""
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding)
     # PEFT saves it under a name of the layer that it wrapped it in.
     keys = (f"{PREFIX}{name}{inner}.weight" for inner in ("", ".base_layer", ".token_adapter.base_layer"))
-    found = next((held[key].shape[0] for key in keys if key in held), None)
-    if found in (None, embedding.weight.shape[0]):
+    size = next((spans[key].shape[0] for key in keys if key in spans), None)
+    if size in (None, embedding.weight.shape[0]):
         return None
-    model.resize_token_embeddings(found, mean_resizing=False)
-    return found
+    model.resize_token_embeddings(size, mean_resizing=False)
+    return size
 
 
-def check_keys(adapter: Adapter, base: Base, held: dict[str, Span], layers: Any) -> set[str]:
-    """Raise UsageError unless the file holds exactly what PEFT would save for this adapter; the keys that it always saves."""
+def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any) -> set[str]:
+    """Raise UsageError unless the file holds exactly what PEFT would save; return the keys that it always saves."""
     from peft import get_peft_model_state_dict
 
     expected = get_peft_model_state_dict(layers, save_embedding_layers=False)
     allowed = get_peft_model_state_dict(layers, save_embedding_layers=True) | expected  # what it adds at times, too
-    for key in sorted(held.keys() - allowed.keys()):
+    for key in sorted(spans.keys() - allowed.keys()):
         what = f"{key} belongs to nothing that the adapter's configuration puts on base {base.name}"
-        task, advice = adapter.config.get("task_type"), OTHER_BASE
+        task, fix = adapter.config.get("task_type"), OTHER_BASE
         if task not in (None, "CAUSAL_LM"):
-            advice = (
-                f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
-            )
+            fix = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
         elif f"{key.removeprefix(PREFIX).partition('.lora_')[0]}.weight" in base.tensors:
-            advice = f"it names layers as an older transformers did: {WITH_PEFT}"
-        raise adapter.refused(what, fix=advice)
-    for key in sorted(expected.keys() - held.keys()):
+            fix = f"it names layers as an older transformers did: {WITH_PEFT}"
+        raise adapter.refused(what, fix=fix)
+    for key in sorted(expected.keys() - spans.keys()):
         raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
-    for key, span in held.items():
+    for key, span in spans.items():
         needed = tuple(allowed[key].shape)
         if span.shape != needed:
             what = f"{key} has shape {span.shape} where base {base.name} and the adapter's configuration need {needed}"
@@ -88,7 +86,7 @@ def check_keys(adapter: Adapter, base: Base, held: dict[str, Span], layers: Any)
 
 
 def resized_rows(model: Any, key: str, shape: tuple[int, ...], needed: tuple[int, ...]) -> int | None:
-    """The size of the vocabulary where a tensor of embedding or head has that of another one, else None."""
+    """Return the size of the vocabulary where a tensor of embedding or head has that of another one, else None."""
     sides = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = [name for name, module in model.named_modules() if any(module is side for side in sides)]
     if not any(key.startswith(f"{PREFIX}{name}.") for name in names) or len(shape) != len(needed):
@@ -97,68 +95,77 @@ def resized_rows(model: Any, key: str, shape: tuple[int, ...], needed: tuple[int
     return other[0][0] if len(other) == 1 and other[0][1] == model.config.get_text_config().vocab_size else None
 
 
-def layer_changes(
-    adapter: Adapter, base: Base, model: Any, held: dict[str, Span]
-) -> tuple[dict[str, Change], set[str]]:
-    """(change by parameter, keys used), from the layers that PEFT put into the model."""
-    from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
-    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+@dataclass
+class LayerChanges:
+    """Changes of the layers that PEFT put into a model, by parameter, and the keys of the file that they use.
 
-    changes: dict[str, Change] = {}
-    used: set[str] = set()
-    tokens: dict[int, Rows] = {}  # by the identity of PEFT's token adapter, which tied layers share
-    own = set(model.state_dict())
+    tokens: by the identity of PEFT's token adapter, which tied layers share.
+    """
 
-    def add(parameter: str, change: Change, *keys: str) -> None:
-        if parameter in changes:
-            raise adapter.refused(f"it changes {parameter} in two ways at once")
-        changes[parameter] = change
-        used.update(keys)
+    adapter: Adapter
+    base: Base
+    spans: dict[str, Span]
+    changes: dict[str, Change] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    tokens: dict[int, Rows] = field(default_factory=dict)
 
-    for name, module in model.named_modules():
+    def add(self, parameter: str, change: Change, *keys: str) -> None:
+        if parameter in self.changes:
+            raise self.adapter.refused(f"it changes {parameter} in two ways at once")
+        self.changes[parameter] = change
+        self.used.update(keys)
+
+    def add_module(self, name: str, module: Any) -> None:
+        from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
         key, parameter = f"{PREFIX}{name}", name.replace(".base_layer", "")
         if isinstance(module, ParamWrapper):
-            term = expert_term(adapter, key, module)
-            add(f"{parameter}.{module.parameter_name}", Change(terms=(term,)), term.key_b, str(term.key_a))
+            self.add_bare_parameter(key, f"{parameter}.{module.parameter_name}", module)
         elif isinstance(module, Linear | Embedding):
-            embedding = isinstance(module, Embedding)  # PEFT's update of one is (B @ A).T on a weight [rows, dim]
-            kind = "lora_embedding_{}" if embedding else "lora_{}.weight"
-            key_a, key_b = (f"{key}.{kind.format(side)}" for side in "AB")
-            rank, scaling = module.r["default"], float(module.scaling["default"])
-            transposed = embedding or bool(module.fan_in_fan_out)
-            term = LowRank(adapter.weights, key_a, key_b, rank, scaling, transposed=transposed)
-            magnitude = f"{key}.lora_magnitude_vector" if module.use_dora["default"] else None
-            change = Change(terms=(term,), magnitude=(adapter.weights, magnitude) if magnitude else None)
-            add(f"{parameter}.weight", change, term.key_b, str(term.key_a), *([magnitude] if magnitude else []))
-            if f"{key}.lora_B.bias" in held:
-                if f"{name}.base_layer.bias" not in own:
-                    what = f"lora_bias trained a bias on {name}, which has none in base {base.name}"
-                    raise adapter.refused(what)
-                bias = LowRank(adapter.weights, None, f"{key}.lora_B.bias", 1, module.scaling["default"])
-                add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
+            self.add_matrix(key, parameter, module, isinstance(module, Embedding))
         elif isinstance(module, LoraLayer):
             kind = type(module.get_base_layer()).__name__
-            raise adapter.refused(f"{name} is a {kind}, not a linear layer, an embedding or a stack of experts")
+            raise self.adapter.refused(f"{name} is a {kind}, not a linear layer, an embedding or a stack of experts")
         elif isinstance(module, ModulesToSaveWrapper):
             for part in module.modules_to_save["default"].state_dict():
-                add(f"{parameter}.{part}", Change(whole=held[f"{key}.{part}"]), f"{key}.{part}")
+                self.add(f"{parameter}.{part}", Change(whole=self.spans[f"{key}.{part}"]), f"{key}.{part}")
         elif isinstance(module, TrainableTokensWrapper):
             layer = module.token_adapter
             if layer.tied_adapter is None:
                 delta = f"{key}.token_adapter.trainable_tokens_delta"
-                tokens[id(layer)] = Rows(adapter.weights, delta, tuple(layer.token_indices["default"]))
-                used.add(delta)
-            add(f"{parameter}.weight", Change(rows=tokens[id(layer.tied_adapter or layer)]))
-    return changes, used
+                self.tokens[id(layer)] = Rows(self.adapter.weights, delta, tuple(layer.token_indices["default"]))
+                self.used.add(delta)
+            self.add(f"{parameter}.weight", Change(rows=self.tokens[id(layer.tied_adapter or layer)]))
 
+    def add_bare_parameter(self, key: str, parameter: str, layer: Any) -> None:
+        """Add the update of target_parameters: of a matrix, or a stack of experts in PEFT's layout.
 
-def expert_term(adapter: Adapter, key: str, layer: Any) -> LowRank:
-    """The update of a bare parameter (target_parameters): a matrix, or a stack of experts in PEFT's layout. PEFT swaps
-    its idea of in and out for experts that are [in, out]; guessing it from shapes would be ambiguous."""
-    transposed = len(layer.get_param().shape) == 3 and not swaps_features(layer)
-    rank, scaling = layer.r["default"], float(layer.scaling["default"])
-    key_a, key_b = (f"{key}.lora_{side}.weight" for side in "AB")
-    return LowRank(adapter.weights, key_a, key_b, rank, scaling, layer.num_experts, transposed)
+        PEFT swaps its idea of in and out for experts that are [in, out]; guessing it from shapes would be ambiguous.
+        """
+        transposed = len(layer.get_param().shape) == 3 and not swaps_features(layer)
+        rank, scaling = layer.r["default"], float(layer.scaling["default"])
+        key_a, key_b = (f"{key}.lora_{side}.weight" for side in "AB")
+        term = LowRank(self.adapter.weights, key_a, key_b, rank, scaling, layer.num_experts, transposed)
+        self.add(parameter, Change(terms=(term,)), key_a, key_b)
+
+    def add_matrix(self, key: str, parameter: str, layer: Any, is_embedding: bool) -> None:
+        """Add the update of a linear layer or an embedding; PEFT's of one is (B @ A).T on a weight [rows, dim]."""
+        weights, rank, scaling = self.adapter.weights, layer.r["default"], float(layer.scaling["default"])
+        kind = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
+        key_a, key_b = (f"{key}.{kind.format(side)}" for side in "AB")
+        transposed = is_embedding or bool(layer.fan_in_fan_out)
+        term = LowRank(weights, key_a, key_b, rank, scaling, transposed=transposed)
+        magnitude = f"{key}.lora_magnitude_vector" if layer.use_dora["default"] else None
+        change = Change(terms=(term,), magnitude=(weights, magnitude) if magnitude else None)
+        self.add(f"{parameter}.weight", change, key_a, key_b, *([magnitude] if magnitude else []))
+        if f"{key}.lora_B.bias" in self.spans:
+            if getattr(layer.get_base_layer(), "bias", None) is None:
+                name = key.removeprefix(PREFIX)
+                what = f"lora_bias trained a bias on {name}, which has none in base {self.base.name}"
+                raise self.adapter.refused(what)
+            bias = LowRank(weights, None, f"{key}.lora_B.bias", 1, scaling)
+            self.add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
 
 
 def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
@@ -170,14 +177,15 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     key = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?\.[^.]+$", ".weight", span.name)
     parameter = key.removeprefix(PREFIX)
     change = changes.parameters.get(parameter, Change())
-    held = {other.name: other for other in adapter.spans}
-    again = change.whole if span.name.endswith(".modules_to_save.weight") else None
+    duplicate = change.whole if span.name.endswith(".modules_to_save.weight") else None
     if span.name.endswith(".trainable_tokens_delta") and change.rows:
-        again = held[change.rows.key]
-    if again is not None:
-        if again.shape != span.shape or not leading_rows_equal(span, again):
-            what = f"{span.name} and {again.name} should be the same and differ"
-            raise adapter.refused(what, fix="save it again")
+        rows_key = change.rows.key
+        duplicate = next(other for other in adapter.spans if other.name == rows_key)
+    if duplicate is not None:
+        if duplicate.shape != span.shape or not leading_rows_equal(span, duplicate):
+            raise adapter.refused(
+                f"{span.name} and {duplicate.name} should be the same and differ", fix="save it again"
+            )
         return
     home = parameter if parameter in checkpoint.places else checkpoint.tied.get(parameter, parameter)
     stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(home, ())]

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds all that transformers loads a model from.
+"""Check that a checkpoint holds everything that transformers loads a model from.
 
 transformers fills a missing tensor with random numbers and says so in its log alone. Its own loader is run here on tensors
 that have a shape and no memory: those of the base, then those of the planned output.
@@ -6,8 +6,7 @@ that have a shape and no memory: those of the base, then those of the planned ou
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,36 +28,35 @@ Stored = Mapping[str, tuple[tuple[int, ...], str]]  # tensor -> (shape, safetens
 
 @dataclass(frozen=True)
 class Fault:
-    """A parameter that would not be loaded. there: its shape or dtype in the checkpoint, "" where it is missing.
-    needed: the shape or dtype that the model has. tensor: a stored tensor whose absence explains it, else None."""
+    """A parameter that would not be loaded.
+
+    stored: its shape or dtype in the checkpoint, "" where it is missing. needed: the shape or dtype that the model has.
+    tensor: a stored tensor whose absence explains it, else None.
+    """
 
     parameter: str
-    there: str
+    stored: str
     needed: str
     tensor: str | None = None
 
     def __str__(self) -> str:
         if self.tensor is not None:
             return f"{self.tensor} is missing, a part of {self.parameter} {self.needed}"
-        if self.there:
-            return f"{self.parameter} is {self.there} where {self.needed} is needed"
+        if self.stored:
+            return f"{self.parameter} is {self.stored} where {self.needed} is needed"
         return f"{self.parameter} {self.needed} is missing, which transformers fills with random numbers"
 
 
-def find_faults(config: Any, kind: Any, stored: Stored) -> list[Fault]:
-    """What transformers would fill with random numbers, or refuse, if it loaded these tensors; sorted by parameter.
+def find_faults(model: Any, stored: Stored) -> list[Fault]:
+    """Return what transformers would fill with random numbers, or refuse, if it loaded these tensors; by parameter.
 
-    config, kind: as for meta_model. Tied weights and what the class leaves to be computed are no faults. Tensors that the
-    class does not load are none either: many checkpoints hold some.
+    Tied weights, what the class leaves to be computed, and stored tensors that it does not load are no faults.
+    model: on the meta device; it is used up.
     """
-    return read_faults(meta_model(config, kind), stored)
-
-
-def read_faults(model: Any, stored: Stored) -> list[Fault]:
-    """find_faults for a model on the meta device, into which the tensors are loaded: it is used up."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils import logging as transformers_logging
 
     needed = dict(model.state_dict())
     shapes = {name: str(list(tensor.shape)) for name, tensor in needed.items()}
@@ -69,24 +67,28 @@ def read_faults(model: Any, stored: Stored) -> list[Fault]:
     tensors = {name: torch.empty(shape, device="meta") for name, (shape, _) in stored.items()}
     tied = dict(model.all_tied_weights_keys)
     loading = LoadStateDictConfig(weight_mapping=transforms, dtype=torch.float32, device_map={"": "meta"})
-    with without_progress():
-        found, _ = convert_and_load_state_dict_in_model(model, tensors, loading, None)
-    drop_ignored_keys(model, found)
-    missing = without_tied(found.missing_keys, tied)
-    faults = {name: Fault(name, "", shapes[name]) for name in missing | found.conversion_errors.keys()}
-    faults |= {name: Fault(name, str(list(there)), shapes[name]) for name, there, _ in found.mismatched_keys}
+    shows_progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded, _ = convert_and_load_state_dict_in_model(model, tensors, loading, None)
+    finally:
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
+    drop_ignored_keys(model, loaded)
     packed = [name for name, (_, dtype) in stored.items() if dtype not in CAST_DTYPES]
+    missing = without_tied(loaded.missing_keys, tied) | loaded.conversion_errors.keys()
+    faults = {name: Fault(name, "", shapes[name]) for name in missing}
+    faults |= {name: Fault(name, str(list(shape)), shapes[name]) for name, shape, _ in loaded.mismatched_keys}
     for tensor, name, _ in renamed_tensors(model, packed) if packed else ():
         if name in needed and needed[name].is_floating_point():
             faults.setdefault(name, Fault(name, stored[tensor][1], "a float dtype"))
-    if faults:
-        name_absent_parts(model, stored, faults)
+    for name, tensor in absent_parts(model, stored, faults).items() if faults else ():
+        faults[name] = replace(faults[name], tensor=tensor)
     return [faults[name] for name in sorted(faults)]
 
 
 def without_tied(missing: set[str], tied: dict[str, str]) -> set[str]:
-    """The missing parameters without those that transformers ties to one that is there, whichever is tied to which.
-    Where all of them are missing, the one is left that the others are tied to."""
+    """Leave out parameters that transformers ties to a stored one; where none of a group is stored, keep the source."""
     groups: dict[str, set[str]] = {}
     for target, source in tied.items():
         groups.setdefault(source, {source}).add(target)
@@ -96,56 +98,38 @@ def without_tied(missing: set[str], tied: dict[str, str]) -> set[str]:
     return left
 
 
-def name_absent_parts(model: Any, stored: Stored, faults: dict[str, Fault]) -> None:
-    """Where a parameter is stacked from a numbered list (experts) and one of them is absent, have its fault name it."""
+def absent_parts(model: Any, stored: Stored, parameters: Collection[str]) -> dict[str, str]:
+    """Return, by parameter that is stacked from numbered lists (experts), the first tensor that is not stored."""
     sources: dict[str, list[str]] = {}
     for tensor, name, pattern in renamed_tensors(model, stored):
-        if name in faults and pattern is not None and "*" in pattern:
+        if name in parameters and pattern is not None and "*" in pattern:
             sources.setdefault(name, []).append(tensor)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    absent = {}
     for name, tensors in sources.items():
-        if absent := absent_part(tensors, shapes[name][0]):
-            faults[name] = replace(faults[name], tensor=absent)
-
-
-def absent_part(tensors: Collection[str], count: int) -> str | None:
-    """The first of several lists numbered from 0 to count - 1 that is not among these names, which are of one layer."""
-    parts = [re.split(r"(?<=\.)(\d+)(?=\.)", tensor) for tensor in tensors]
-    for place in range(1, min(map(len, parts)), 2):
-        if len({part[place] for part in parts}) > 1:
-            for stem in sorted({("".join(part[:place]), "".join(part[place + 1 :])) for part in parts}):
-                for number in range(count):
-                    if (name := f"{stem[0]}{number}{stem[1]}") not in tensors:
-                        return name
-    return None
-
-
-@contextmanager
-def without_progress() -> Iterator[None]:
-    """Without transformers' bar over the weights: nothing is loaded."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
-# ----------------------------------------------------------------------------------------- the base, and what is planned
+        numbered = [re.split(r"(?<=\.)(\d+)(?=\.)", tensor) for tensor in tensors]
+        # The number of the expert is the first that differs between the tensors, which are of one layer.
+        places = range(1, min(map(len, numbered)), 2)
+        place = next((place for place in places if len({part[place] for part in numbered}) > 1), None)
+        if place is not None:
+            stems = sorted({("".join(part[:place]), "".join(part[place + 1 :])) for part in numbered})
+            count = model.state_dict()[name].shape[0]
+            names = (f"{before}{number}{after}" for before, after in stems for number in range(count))
+            if (first := next((part for part in names if part not in tensors), None)) is not None:
+                absent[name] = first
+    return absent
 
 
 def check_base(base: Base, checkpoint: Checkpoint, adapters: Collection[Adapter]) -> frozenset[str]:
     """Raise UsageError unless transformers loads the whole base under the class that the adapter was trained on.
-    Returns the parameters that an adapter brings whole and that the base lacks, or has in another shape (a head)."""
+
+    Returns the parameters that an adapter brings whole and that the base lacks, or has in another shape (a head).
+    """
     whole = {span.name.removeprefix(PREFIX) for adapter in adapters for span in adapter.spans}
-    faults = find_faults(checkpoint.config, checkpoint.kind, stored_of(checkpoint.spans.values()))
+    faults = find_faults(meta_model(checkpoint.config, checkpoint.kind), stored_of(checkpoint.spans.values()))
     brought = frozenset(
         fault.parameter
         for fault in faults
-        if fault.parameter in whole and (fault.parameter in checkpoint.spans or not fault.there)
+        if fault.parameter in whole and (fault.parameter in checkpoint.spans or not fault.stored)
     )
     if lacking := [fault for fault in faults if fault.parameter not in brought]:
         raise incomplete(base, checkpoint.architecture, lacking)
@@ -161,14 +145,16 @@ def check_output(
     vocabulary: int | None,
 ) -> None:
     """Raise UsageError unless transformers will load all of the planned output, as its own config.json says.
-    entries: that config. targets: the planned tensors. vocabulary: its size, where the adapter resized it."""
+
+    entries: that config. targets: the planned tensors. vocabulary: its size, where the adapter resized it.
+    """
     with TemporaryDirectory() as directory:  # transformers decodes what JSON has no word for (infinity) in files alone
         (Path(directory) / "config.json").write_text(json.dumps(entries), encoding="utf-8")
         config = read_config(base, Path(directory))
     kind, stored = named_class(config) or checkpoint.kind, stored_of(targets)
     if kind is checkpoint.kind and entries == base.config and stored == stored_of(checkpoint.spans.values()):
         return  # what check_base has found whole
-    faults = find_faults(config, kind, stored)
+    faults = find_faults(meta_model(config, kind), stored)
     if resized := [fault for fault in faults if vocabulary is not None and fault.needed.startswith(f"[{vocabulary}")]:
         what = (
             f"it resized the vocabulary to {vocabulary} and does not bring all of it: {resized[0]} in the merged model"

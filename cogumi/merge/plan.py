@@ -1,4 +1,4 @@
-"""What the merge will write, decided in full and checked before the first byte."""
+"""Plan of a merge: every output tensor, decided and checked before the first byte is written."""
 
 import json
 import warnings
@@ -25,16 +25,8 @@ from cogumi.merge.adapter_files import Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
 from cogumi.merge.completeness import check_base, check_output
-from cogumi.merge.heads import set_head
-from cogumi.merge.output_directory import output_config, side_files
-from cogumi.merge.parameter_map import (
-    Change,
-    Changes,
-    Checkpoint,
-    LowRank,
-    Place,
-    read_checkpoint,
-)
+from cogumi.merge.output_directory import output_config, set_head, side_files
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -55,8 +47,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One output tensor. The pieces follow each other and hold every row of it, seen as a matrix of its last
-    dimension. replaced: the source is the adapter's (a module trained whole, a resized embedding), not the base's."""
+    """One output tensor. The pieces follow each other and hold every row of it, seen as a matrix of its last dimension.
+
+    replaced: the source is the adapter's (a module trained whole, a resized embedding), not the base's.
+    """
 
     source: Source
     target: Span
@@ -73,13 +67,13 @@ class TensorPlan:
 
     @property
     def copied(self) -> bool:
-        """Whether the output has the base's bytes: no update, nothing of the adapter's, no other dtype, not decoded."""
+        """Return whether the output has the base's bytes: no update or replacement, no other dtype, not decoded."""
         same = isinstance(self.source, Span) and self.source.dtype == self.target.dtype
         return same and not (self.updated or self.replaced)
 
     @property
     def summed(self) -> bool:
-        """Whether the output is W + B @ A, W itself or other values in its place, with nothing scaled (DoRA)."""
+        """Return whether the output is W + B @ A, W or another tensor, with nothing scaled (DoRA) and no rows replaced."""
         return not any(piece.change and (piece.change.magnitude or piece.change.rows) for piece in self.pieces)
 
     @property
@@ -108,7 +102,7 @@ class RowRange:
 
     @property
     def copied(self) -> bool:
-        """Whether the output has the source's bytes."""
+        """Return whether the output has the source's bytes."""
         source = self.tensor.source
         return self.piece.change is None and isinstance(source, Span) and source.dtype == self.tensor.target.dtype
 
@@ -124,13 +118,13 @@ class RowRange:
 
 
 def source_row_bytes(source: Source) -> int:
-    """Bytes of one row of a source, seen as a matrix; 0 for a quantized tensor."""
+    """Return the bytes of one row of a source, seen as a matrix; 0 for a quantized tensor."""
     return (source.end - source.start) // max(1, matrix_shape(source.shape)[0]) if isinstance(source, Span) else 0
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One output shard: its name, its header, ready to write, and its tensors in file order."""
+    """One output shard: its name, its header, and its tensors in file order."""
 
     name: str
     header: bytes
@@ -156,7 +150,7 @@ class MergePlan:
 
     @property
     def small_bytes(self) -> int:
-        """At most, of the other files. Manifest and index take some 600 bytes a tensor; blocks have up to 4 KiB."""
+        """Upper bound for the other files. Manifest and index take some 600 bytes a tensor; blocks have up to 4 KiB."""
         copied = sum(path.stat().st_size + 4096 for path in self.side_files.values())
         return 64 * 1024 + 600 * len(self.tensors) + copied
 
@@ -166,42 +160,44 @@ class MergePlan:
 
 
 def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str) -> MergePlan:
-    """Plan every output tensor of base + the weighted sum of the adapters. Raises UsageError naming the key when an
-    adapter and the base do not fit together, or cannot be merged exactly."""
-    checkpoint = read_checkpoint(base, adapters[0][0])
-    brought = check_base(base, checkpoint, [adapter for adapter, _ in adapters])
+    """Plan every tensor of base + the weighted sum of the adapters. Raises UsageError naming a key that does not fit."""
+    adapter = adapters[0][0]
+    checkpoint = read_checkpoint(base, adapter)
+    brought = check_base(base, checkpoint, [each for each, _ in adapters])
     # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        each = [adapter_changes(adapter, base, checkpoint) for adapter, _ in adapters]
-    changes = weighted_sum(each, adapters)
-    untied, fresh = find_untied(changes, checkpoint, base)
-    stored = changes_by_tensor(changes, checkpoint, brought, base, adapters[0][0])
+        changes = weighted_sum([adapter_changes(each, base, checkpoint) for each, _ in adapters], adapters)
+    is_untied, fresh = find_untied(changes, checkpoint, base)
+    stored = changes_by_tensor(changes, checkpoint, brought, base, adapter)
     heads = {name: whole_of(stored[name]) for name in sorted(brought - checkpoint.spans.keys())}
     new = {name: span for name, span in heads.items() if span is not None}
-    last = len(base.shards) - 1
-    shards = tuple(
-        plan_shard(shard, base, stored, fresh, new if number == last else {}, checkpoint.spans, dtype)
-        for number, shard in enumerate(base.shards)
-    )
-    files = side_files(adapters[0][0].path, base.path)
+    shards = []
+    for shard in base.shards:
+        # The base's tensors in its order, heads that were tied to one of them, and behind all the adapter's own.
+        own = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
+        own |= {head: own[embedding] for head, embedding in fresh.items() if embedding in own}
+        own |= new if shard is base.shards[-1] else {}
+        drafts = [plan_tensor(name, span, stored.get(name, []), base, dtype) for name, span in own.items()]
+        shards.append(plan_shard(shard, drafts))
+    files = side_files(adapter.path, base.path)
     as_dtype = None if dtype == "keep" else dtype
-    config = output_config(base.config, dtype=as_dtype, untied=untied, vocab_size=changes.vocabulary)
+    config = output_config(base.config, dtype=as_dtype, is_untied=is_untied, vocab_size=changes.vocabulary)
     if brought:
         set_head(config, checkpoint, files)
-    plan = MergePlan(tuple(adapters), base, shards, output_index(base, shards), config_bytes(base, config), files)
-    check_output(
-        base, checkpoint, adapters[0][0], config, [tensor.target for tensor in plan.tensors], changes.vocabulary
-    )
+    text = (base.path / "config.json").read_bytes()  # byte for byte, unless something in it changes
+    if config != base.config:
+        text = (json.dumps(config, indent=2) + "\n").encode()
+    plan = MergePlan(tuple(adapters), base, tuple(shards), output_index(base, shards), text, files)
+    check_output(base, checkpoint, adapter, config, [tensor.target for tensor in plan.tensors], changes.vocabulary)
     return plan
 
 
-def weighted_sum(each: list[Changes], adapters: Sequence[tuple[Adapter, float]]) -> Changes:
-    """The changes of several adapters as one: their low-rank updates added up with their weights. Raises UsageError
-    where a sum means nothing: DoRA, whole modules and replaced rows are values, not differences."""
-    if len(each) == 1 and adapters[0][1] == 1:
-        return each[0]
+def weighted_sum(parts: list[Changes], adapters: Sequence[tuple[Adapter, float]]) -> Changes:
+    """Add up low-rank updates with their weights. Raises UsageError for values that are no differences (DoRA, whole, rows)."""
+    if len(parts) == 1 and adapters[0][1] == 1:
+        return parts[0]
     total = Changes()
-    for changes, (adapter, weight) in zip(each, adapters, strict=True):
+    for changes, (adapter, weight) in zip(parts, adapters, strict=True):
         if changes.vocabulary is not None:
             raise adapter.refused("it resized the vocabulary, so it cannot be weighted", fix="merge it alone")
         for name, change in changes.parameters.items():
@@ -214,14 +210,14 @@ def weighted_sum(each: list[Changes], adapters: Sequence[tuple[Adapter, float]])
 
 
 def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[bool, dict[str, str]]:
-    """(whether a head no longer equals its embedding, {new stored tensor: the stored tensor that it starts from}).
+    """Return whether a head no longer equals its embedding, and {new stored tensor: the stored tensor it starts from}.
 
     A head that is tied to the embedding has no tensor of its own, as a rule. When an adapter changes the two
     differently, the merged model needs both, and tie_word_embeddings=false. The same changes on both sides leave them
     tied, and a head that is still stored gets the embedding's, bit for bit.
     """
     fresh: dict[str, str] = {}
-    untied = False
+    is_untied = False
     for head, embedding in checkpoint.tied.items():
         if head not in changes.parameters and embedding not in changes.parameters:
             continue
@@ -241,27 +237,26 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
             if own:
                 changes.parameters[head] = changes.parameters[embedding]
             continue
-        untied = True
+        is_untied = True
         if not own:
             fresh[head] = homes[0].tensor
-    return untied, fresh
+    return is_untied, fresh
 
 
 def same_change(one: Change | None, other: Change | None) -> bool:
-    """Whether two changes of equally shaped weights do the same, bit for bit."""
+    """Return whether two changes of equally shaped weights do the same, bit for bit."""
     if one == other or one is None or other is None:
         return one == other
     if one.rows != other.rows or one.magnitude or other.magnitude or len(one.terms) != len(other.terms):
         return False
+    is_same_whole = one.whole is other.whole
     if one.whole and other.whole:
-        same_whole = one.whole.shape == other.whole.shape and leading_rows_equal(one.whole, other.whole)
-    else:
-        same_whole = one.whole is other.whole
-    return same_whole and all(same_term(left, right) for left, right in zip(one.terms, other.terms, strict=True))
+        is_same_whole = one.whole.shape == other.whole.shape and leading_rows_equal(one.whole, other.whole)
+    return is_same_whole and all(same_term(*terms) for terms in zip(one.terms, other.terms, strict=True))
 
 
 def same_term(one: LowRank, other: LowRank) -> bool:
-    """Whether two updates have the same factors: PEFT ties an embedding's to its head's by sharing them, transposed."""
+    """Return whether two updates have the same factors: PEFT ties an embedding's to its head's by transposing them."""
     if one.scaling != other.scaling or one.key_a is None or other.key_a is None:
         return False
     with safe_open(one.file, framework="pt") as left, safe_open(other.file, framework="pt") as right:
@@ -275,8 +270,7 @@ def same_term(one: LowRank, other: LowRank) -> bool:
 def changes_by_tensor(
     changes: Changes, checkpoint: Checkpoint, brought: frozenset[str], base: Base, adapter: Adapter
 ) -> dict[str, list[Piece]]:
-    """Stored tensor -> its changed pieces. A head without a tensor of its own is found under its own name. brought: the
-    parameters that the adapter brings and the base lacks."""
+    """Return stored tensor -> its changed pieces; a new head is under its own name. brought: parameters the base lacks."""
     stored: dict[str, list[Piece]] = defaultdict(list)
     for parameter, change in changes.parameters.items():
         places = checkpoint.places.get(parameter, ())
@@ -288,35 +282,28 @@ def changes_by_tensor(
         if not places:
             what = f"it changes {parameter}, which base {base.name} lacks or stores in a layout that is not known here"
             raise adapter.refused(what)
+        if (change.rows or change.magnitude) and (len(places) > 1 or places[0].transposed):
+            kind = "DoRA" if change.magnitude else "trained tokens"
+            raise adapter.refused(f"{kind} on {parameter}, which is stored in parts")
         for place in places:
-            refuse_partial(place, change, places, parameter, checkpoint, adapter)
-            part = change if len(places) == 1 else cut_whole(change, place, checkpoint.spans[place.tensor])
+            span = checkpoint.spans.get(place.tensor)  # None: a head that gets a tensor of its own
+            if change.whole is not None and span is not None:
+                is_filled = (place.first, place.last) == (0, matrix_shape(span.shape)[0])
+                if place.transposed or not (is_filled or span.shape == change.whole.shape):
+                    what = f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others"
+                    raise adapter.refused(what)
+            part = change if len(places) == 1 or span is None else cut_whole(change, place, span)
             stored[place.tensor].append(Piece(place, part))
     return stored
 
 
-def refuse_partial(
-    place: Place, change: Change, places: tuple[Place, ...], parameter: str, checkpoint: Checkpoint, adapter: Adapter
-) -> None:
-    """Raise UsageError for changes that need a whole parameter where the base stores it in parts or transposed."""
-    if (change.rows or change.magnitude) and (len(places) > 1 or place.transposed):
-        kind = "DoRA" if change.magnitude else "trained tokens"
-        raise adapter.refused(f"{kind} on {parameter}, which is stored in parts")
-    span = checkpoint.spans.get(place.tensor)  # None: a head that gets a tensor of its own
-    if change.whole is None or span is None:
-        return
-    filled = (place.first, place.last) == (0, matrix_shape(span.shape)[0])
-    if place.transposed or not (filled or span.shape == change.whole.shape):
-        raise adapter.refused(f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others")
-
-
 def whole_of(changed: list[Piece]) -> Span | None:
-    """The adapter's tensor that takes the place of the base's, None where there is none."""
+    """Return the adapter's tensor that takes the place of the base's, None where there is none."""
     return next((piece.change.whole for piece in changed if piece.change and piece.change.whole), None)
 
 
 def cut_whole(change: Change, place: Place, span: Span) -> Change:
-    """A change with, where a parameter that is stored in parts is trained whole, only the bytes of the part in `span`."""
+    """Cut a whole parameter that is stored in parts down to the bytes of the part in `span`."""
     whole = change.whole
     if whole is None or whole.shape == span.shape:
         return change
@@ -326,23 +313,11 @@ def cut_whole(change: Change, place: Place, span: Span) -> Change:
     return replace(change, whole=replace(whole, shape=span.shape, start=start, end=start + rows * width))
 
 
-def plan_shard(
-    shard: Shard,
-    base: Base,
-    stored: dict[str, list[Piece]],
-    untied: dict[str, str],
-    new: dict[str, Span],
-    spans: dict[str, Span],
-    dtype: str,
-) -> ShardPlan:
-    """The output shard: the base shard's tensors in its order, heads that were tied to one of them, then the adapter's
-    `new` ones. Where no name, dtype or shape changes, the header is the base's own, byte for byte."""
-    own = {span.name: spans[span.name] for span in shard.spans if span.name in spans}
-    order = own | {head: own[embedding] for head, embedding in untied.items() if embedding in own} | new
-    drafts = [plan_tensor(name, span, stored.get(name, []), base, dtype) for name, span in order.items()]
+def plan_shard(shard: Shard, drafts: list[TensorPlan]) -> ShardPlan:
+    """Place tensors in an output shard. Where no name, dtype or shape changes, the header is the base's own."""
     entries = [(draft.target.name, draft.target.dtype, draft.target.shape, draft.target.end) for draft in drafts]
-    same = [entry[:3] for entry in entries] == [(span.name, span.dtype, span.shape) for span in shard.spans]
-    header = shard.header if same else make_header(shard.metadata, entries)
+    is_same = [entry[:3] for entry in entries] == [(span.name, span.dtype, span.shape) for span in shard.spans]
+    header = shard.header if is_same else make_header(shard.metadata, entries)
     tensors, position = [], len(header)
     for draft in drafts:
         target = replace(draft.target, path=Path(shard.path.name), start=position, end=position + draft.target.end)
@@ -352,32 +327,26 @@ def plan_shard(
 
 
 def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: str) -> TensorPlan:
-    """One output tensor, its `end` its length in bytes until it is placed. span: the stored tensor that it starts from."""
+    """Plan one output tensor. Until it is placed, `end` is its length in bytes. span: the tensor that it starts from."""
     whole = whole_of(changed)
     source: Source = base.quantized.get(span.name, span) if whole is None else whole
+    rows = matrix_shape(source.shape)[0]
     out = OUTPUT_DTYPES[dtype] if dtype != "keep" and span.dtype in MERGEABLE_DTYPES else span.dtype
     updates = []
     for piece in changed:
         if piece.change is not None and (update := replace(piece.change, whole=None)) != Change():
-            updates.append(replace(piece, change=update))
+            # Rows that a whole tensor adds belong to the same piece.
+            place = piece.place if whole is None else replace(piece.place, last=rows)
+            updates.append(Piece(place, update))
     read_as = source.dtype if isinstance(source, Span) else span.dtype
     if (updates or read_as != out) and not (read_as in MERGEABLE_DTYPES and out in MERGEABLE_DTYPES):
         raise UsageError(f"base {base.name}: {name} is stored as {read_as}", fix=f"only {MERGEABLE_DTYPES} merge")
-    if whole is not None:  # rows may have been added, which belong to the same piece
-        updates = [replace(piece, place=replace(piece.place, last=matrix_shape(source.shape)[0])) for piece in updates]
     if out in FLOAT_DTYPES:
         length = element_count(source.shape) * FLOAT_DTYPES[out].itemsize
     else:
         assert isinstance(source, Span), "decoded tensors are of a float dtype"
         length = source.end - source.start
-    target = Span(Path(), name, out, source.shape, 0, length)
-    return TensorPlan(source, target, fill_gaps(name, updates, source), replaced=whole is not None)
-
-
-def fill_gaps(name: str, updates: list[Piece], source: Source) -> tuple[Piece, ...]:
-    """The updates in row order, with untouched pieces for the rows between them."""
     pieces, row = [], 0
-    rows = matrix_shape(source.shape)[0]
     for piece in sorted(updates, key=lambda piece: piece.place.first):
         if piece.place.first > row:
             pieces.append(Piece(Place(name, row, piece.place.first), None))
@@ -385,20 +354,15 @@ def fill_gaps(name: str, updates: list[Piece], source: Source) -> tuple[Piece, .
         row = piece.place.last
     if row < rows or not pieces:
         pieces.append(Piece(Place(name, row, rows), None))
-    return tuple(pieces)
+    target = Span(Path(), name, out, source.shape, 0, length)
+    return TensorPlan(source, target, tuple(pieces), replaced=whole is not None)
 
 
-def output_index(base: Base, shards: tuple[ShardPlan, ...]) -> dict[str, Any] | None:
-    """The index of shards, with the real total of tensor bytes, or None when the base has none."""
+def output_index(base: Base, shards: list[ShardPlan]) -> dict[str, Any] | None:
+    """Return the index of shards, with the real total of tensor bytes, or None when the base has none."""
     if not base.indexed:
         return None
     metadata = json.loads((base.path / INDEX_NAME).read_text(encoding="utf-8")).get("metadata") or {}
     targets = {tensor.target.name: (tensor.target, shard.name) for shard in shards for tensor in shard.tensors}
     metadata["total_size"] = sum(target.end - target.start for target, _ in targets.values())
     return {"metadata": metadata, "weight_map": {name: targets[name][1] for name in sorted(targets)}}
-
-
-def config_bytes(base: Base, config: dict[str, Any]) -> bytes:
-    """The output's config.json: the base's, byte for byte, unless something in it changes."""
-    text = (base.path / "config.json").read_bytes()
-    return text if config == base.config else (json.dumps(config, indent=2) + "\n").encode()

@@ -1,17 +1,16 @@
-"""Quantized base models: what they are called, how bitsandbytes stores them, and their weights as floats again.
+"""Quantized base models: their names, the layout of bitsandbytes' 4 bits, and their weights as floats again.
 
 An update that is added to a quantized weight is lost when the sum is quantized again. So a merge needs the full-precision
 model (full_precision_names, proven by bases.py) or, on request, the quantized weights as floats (dequantize_rows).
 
-The 4-bit format is QLoRA's (https://arxiv.org/abs/2305.14314, section 3). Each block of 64 consecutive elements shares
-one absmax. "Double quantization" stores these absmax values in 8 bits. The file layout is that of bitsandbytes'
-QuantState.as_dict.
+The file layout is that of bitsandbytes' QuantState.as_dict; bitsandbytes itself decodes the weights, on the CPU.
 """
 
 import json
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,14 +19,7 @@ import torch
 from huggingface_hub import constants
 
 from cogumi.core.errors import UsageError
-from cogumi.core.safetensors_file import (
-    FLOAT_DTYPES,
-    Shard,
-    Span,
-    element_count,
-    read_elements,
-    read_into,
-)
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_count, read_elements, read_into
 
 BNB_4BIT = "bnb-4bit"
 QUANT_STATE = ".quant_state.bitsandbytes__"
@@ -40,8 +32,7 @@ QUANTIZED_SUFFIX = re.compile(
     r"|[-.](quantized\.)?w\d+a\d+|-int[48]|-[48]bit)+$",
     re.IGNORECASE,
 )
-# At most this many quantized tensors, spread over the model, are sampled for the proof of a base, each in this many places
-# of this many elements.
+# The proof of a base samples at most this many quantized tensors, each in this many places of this many elements.
 SAMPLED_TENSORS = 512
 SAMPLED_RUNS = 4
 RUN_ELEMENTS = 2048
@@ -56,14 +47,13 @@ class Mismatch(Exception):
 
 
 def quantization(config: dict[str, Any]) -> str | None:
-    """How the checkpoint with this config.json is quantized: "bnb-4bit" or its quant_method. None for full precision.
-    The method is "bitsandbytes" (for 8 bits), "gptq", "awq", "fp8", "mxfp4" or another. Without one it is "unknown"."""
-    for place in (config, config.get("text_config") or {}):
+    """Return the quantization that a config.json names: "bnb-4bit", its quant_method or "unknown"; None without one."""
+    for section in (config, config.get("text_config") or {}):
         # llm-compressor once wrote "compression_config".
-        found = place.get("quantization_config") or place.get("compression_config")
-        if found:
-            is_4bit = found.get("load_in_4bit") or found.get("_load_in_4bit")
-            return BNB_4BIT if is_4bit else str(found.get("quant_method") or "unknown")
+        entries = section.get("quantization_config") or section.get("compression_config")
+        if entries:
+            is_4bit = entries.get("load_in_4bit") or entries.get("_load_in_4bit")
+            return BNB_4BIT if is_4bit else str(entries.get("quant_method") or "unknown")
     return None
 
 
@@ -72,27 +62,38 @@ def is_hub_id(name: str) -> bool:
 
 
 def full_precision_names(name: str, quant_method: str | None) -> tuple[str, ...]:
-    """Likely names of the full-precision model of the quantized base `name` (a hub id or a directory), likeliest first.
+    """Return likely names of the full-precision model of a quantized base, likeliest first.
+
     They follow the usual names of quantized copies, and include models of that name by any owner in the hub's cache.
-    quant_method: what quantization() returned for the base."""
-    path = PurePath(name)
-    stem = QUANTIZED_SUFFIX.sub("", path.name)
-    found: list[str] = []
+
+    Args:
+        name: Hub id or directory of the quantized base.
+        quant_method: Result of `quantization` for it.
+    """
+    directory = PurePath(name)
+    stem = QUANTIZED_SUFFIX.sub("", directory.name)
+    names: list[str] = []
     # Published in 4 or 8 bits only: the 16-bit weights are a conversion by others, by custom named -BF16.
-    if stem.lower().startswith("gpt-oss") or (stem == path.name and quant_method in ("fp8", "mxfp4")):
-        found += [f"unsloth/{stem}-BF16", str(path.with_name(f"{stem}-BF16"))]
-    if stem != path.name:
+    if stem.lower().startswith("gpt-oss") or (stem == directory.name and quant_method in ("fp8", "mxfp4")):
+        names += [f"unsloth/{stem}-BF16", str(directory.with_name(f"{stem}-BF16"))]
+    if stem != directory.name:
         cached = sorted(Path(constants.HF_HUB_CACHE).glob(f"models--*--{stem}"))
-        found += [str(path.with_name(stem)), *(each.name[len("models--") :].replace("--", "/", 1) for each in cached)]
-    return tuple(dict.fromkeys(found))
+        names += [
+            str(directory.with_name(stem)),
+            *(path.name[len("models--") :].replace("--", "/", 1) for path in cached),
+        ]
+    return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, eq=False)
 class Bnb4bit:
-    """One weight in bitsandbytes' 4 bits. `shape`, `dtype`: of the weight that was quantized. `weight`: two elements a
-    byte, the first in the high half. `levels`: what the 16 codes stand for. `absmax`: one value a block of `blocksize`
-    elements; with double quantization 8-bit indices into `nested_levels`, scaled by `nested_absmax`. `auxiliary`: the
-    names beside the weight's own that only the quantized checkpoint has."""
+    """One weight in bitsandbytes' 4 bits.
+
+    shape, dtype: of the weight that was quantized. weight: two elements a byte, the first in the high half. levels: the
+    values of the 16 codes. absmax: one value for each `blocksize` elements. nested: with double quantization, (absmax,
+    levels, block size, offset) of the 8-bit indices in `absmax`. auxiliary: names beside the weight's own that only the
+    quantized checkpoint has.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -102,10 +103,7 @@ class Bnb4bit:
     weight: Span
     levels: torch.Tensor
     absmax: Span
-    nested_absmax: Span | None
-    nested_levels: torch.Tensor
-    nested_blocksize: int
-    nested_offset: float
+    nested: tuple[Span, Span, int, float] | None
     auxiliary: tuple[str, ...]
 
     @property
@@ -114,17 +112,16 @@ class Bnb4bit:
 
 
 def quantized_tensors(shards: tuple[Shard, ...], config: dict[str, Any]) -> dict[str, Bnb4bit]:
-    """The 4-bit weights of a bitsandbytes checkpoint by name; empty for any other kind. Raises UsageError for one that
-    is incomplete or in a layout that is not known here."""
+    """Return a bitsandbytes checkpoint's 4-bit weights, {} for other kinds. Raises UsageError for an unknown layout."""
     if quantization(config) != BNB_4BIT:
         return {}
     spans = {span.name: span for shard in shards for span in shard.spans}
-    found = [read_4bit(spans, name) for name in spans if QUANT_STATE in name]
-    return {tensor.name: tensor for tensor in found}
+    tensors = [read_4bit(spans, name) for name in spans if QUANT_STATE in name]
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
-    """The weight that a quant state in the file describes."""
+    """Read the description of the weight that a quant state belongs to."""
     state_span = spans[state_name]
     name, _, kind = state_name.partition(QUANT_STATE)
     auxiliary = [state_name]
@@ -133,15 +130,15 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
         fix = "download the quantized base again, or pass base=<the full-precision model>"
         return UsageError(what, place=state_span.path, fix=fix)
 
-    def part(suffix: str, stored_as: str, elements: int) -> Span:
+    def part(suffix: str, dtype: str, elements: int) -> Span:
         span = spans.get(f"{name}.{suffix}")
-        if span is None or (span.dtype, element_count(span.shape)) != (stored_as, elements):
-            raise refused(f"{name}.{suffix} is missing, or is not {elements} x {stored_as}")
+        if span is None or (span.dtype, element_count(span.shape)) != (dtype, elements):
+            raise refused(f"{name}.{suffix} is missing, or is not {elements} x {dtype}")
         auxiliary.append(span.name)
         return span
 
     try:
-        state = json.loads(bytes(read_stored(state_span, torch.uint8, 0, state_span.end - state_span.start).tolist()))
+        state = json.loads(bytes(read_stored(state_span, torch.uint8).tolist()))
         shape, dtype, blocksize = tuple(state["shape"]), state["dtype"], state["blocksize"]
         nested_blocksize, nested_offset = state.get("nested_blocksize", 1), float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -154,71 +151,74 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
     # The bytes may be stored under another dtype (bnb_4bit_quant_storage), so only their number counts.
     if weight is None or weight.end - weight.start != (elements + 1) // 2:
         raise refused(f"{name} is missing, or does not hold {elements} 4-bit elements")
-    levels = read_stored(part("quant_map", "F32", 16), torch.float32, 0, 16)
-    if kind == "fp4":
-        levels[8] = -0.0  # sign bit alone: the kernels keep it, the stored map does not
-    blocks = -(-elements // blocksize)
-    nested_absmax, nested_levels = None, torch.empty(0)
+    levels = read_stored(part("quant_map", "F32", 16), torch.float32)
+    blocks, nested = -(-elements // blocksize), None
     if f"{name}.nested_absmax" in spans:
-        nested_absmax = part("nested_absmax", "F32", -(-blocks // nested_blocksize))
-        nested_levels = read_stored(part("nested_quant_map", "F32", 256), torch.float32, 0, 256)
-    absmax = part("absmax", "U8" if nested_absmax else "F32", blocks)
-    return Bnb4bit(
-        name, shape, dtypes[dtype], kind, blocksize, weight, levels, absmax,
-        nested_absmax, nested_levels, nested_blocksize, nested_offset, tuple(auxiliary),
-    )  # fmt: skip
+        scales = part("nested_absmax", "F32", -(-blocks // nested_blocksize))
+        nested = scales, part("nested_quant_map", "F32", 256), nested_blocksize, nested_offset
+    absmax = part("absmax", "U8" if nested else "F32", blocks)
+    return Bnb4bit(name, shape, dtypes[dtype], kind, blocksize, weight, levels, absmax, nested, tuple(auxiliary))
 
 
-def read_stored(span: Span, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-    """`count` elements from element `first` on, flat, with the tensor's bytes taken for `dtype`."""
+def read_stored(span: Span, dtype: torch.dtype, first: int = 0, count: int | None = None) -> torch.Tensor:
+    """Read `count` elements from element `first` on, flat, with the tensor's bytes taken for `dtype`."""
+    if count is None:
+        count = (span.end - span.start) // dtype.itemsize
     with span.path.open("rb", buffering=0) as file:  # opened anew: threads share nothing
         return read_into(file, span.start + first * dtype.itemsize, torch.empty(count, dtype=dtype))
 
 
 def dequantize_rows(tensor: Bnb4bit, first_row: int, last_row: int) -> torch.Tensor:
-    """Rows in the dtype that was quantized, [rows, columns]: bitsandbytes' dequantize_4bit, bit for bit."""
+    """Decode rows, [rows, columns] in the dtype that was quantized."""
     columns = tensor.shape[-1]
     return dequantize_elements(tensor, first_row * columns, (last_row - first_row) * columns).view(-1, columns)
 
 
 def dequantize_elements(tensor: Bnb4bit, first: int, count: int) -> torch.Tensor:
-    """`count` elements from element `first` of the flattened tensor; see dequantize_rows."""
+    """Decode `count` elements from element `first` of the flattened tensor."""
+    return decode(tensor, first, count, block_absmax(tensor), tensor.dtype)
+
+
+def decode(tensor: Bnb4bit, first: int, count: int, absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Decode elements with bitsandbytes. absmax: one float32 for each block of the tensor."""
     if count == 0:
-        return torch.empty(0, dtype=tensor.dtype)
+        return torch.empty(0, dtype=dtype)
+    dequantize_4bit, QuantState = import_bitsandbytes()
     begin, end = first // tensor.blocksize, -(-(first + count) // tensor.blocksize)
-    scale = block_absmax(tensor, begin, end)
-    # Whole blocks, so that one broadcast multiplies them; the rest of the first and the last is cut off at the end.
-    start, stop = begin * tensor.blocksize, min(end * tensor.blocksize, element_count(tensor.shape))
-    values = stored_levels(tensor, start, stop - start)
-    whole = (stop - start) // tensor.blocksize * tensor.blocksize
-    values[:whole].view(-1, tensor.blocksize).mul_(scale[: whole // tensor.blocksize, None])
-    values[whole:].mul_(scale[-1])
-    return values[first - start : first - start + count].to(tensor.dtype)
+    start = begin * tensor.blocksize
+    packed = read_stored(tensor.weight, torch.uint8, start // 2, (first + count - start + 1) // 2)
+    # As one row: bitsandbytes 0.50.2 misreads rows that end inside a block on CPUs with AVX512.
+    shape = torch.Size((1, 2 * len(packed)))
+    state = QuantState(absmax[begin:end], shape, blocksize=tensor.blocksize, quant_type=tensor.kind, dtype=dtype)
+    return dequantize_4bit(packed[:, None], state).view(-1)[first - start : first - start + count]
 
 
-def stored_levels(tensor: Bnb4bit, first: int, count: int) -> torch.Tensor:
-    """`count` elements from `first` (even) on as fractions of their block's absmax: float32 in [-1, 1], flat."""
-    packed = read_stored(tensor.weight, torch.uint8, first // 2, (count + 1) // 2)
-    # Byte -> its two elements, carried as one 64-bit number: one gather, 20 times faster than by rows of two.
-    pairs = torch.stack([tensor.levels.repeat_interleave(16), tensor.levels.repeat(16)], dim=1)
-    return pairs.flatten().view(torch.int64).index_select(0, packed.int()).view(torch.float32)[:count]
+def import_bitsandbytes() -> tuple[Any, Any]:
+    try:
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+    except ImportError as error:
+        what = "reading bitsandbytes' 4-bit weights needs bitsandbytes, which is not installed"
+        raise UsageError(what, fix='run: pip install "cogumi[quantization]"') from error
+    return dequantize_4bit, QuantState
 
 
-def block_absmax(tensor: Bnb4bit, begin: int, end: int) -> torch.Tensor:
-    """The absmax of blocks begin..end-1, float32."""
-    if tensor.nested_absmax is None:
-        return read_stored(tensor.absmax, torch.float32, begin, end - begin)
-    size = tensor.nested_blocksize
-    outer_begin, outer_end = begin // size, -(-end // size)
-    outer = read_stored(tensor.nested_absmax, torch.float32, outer_begin, outer_end - outer_begin)
-    outer = outer.repeat_interleave(size)[begin - outer_begin * size :][: end - begin]
-    codes = read_stored(tensor.absmax, torch.uint8, begin, end - begin)
-    return tensor.nested_levels[codes.int()] * outer + tensor.nested_offset
+@lru_cache(maxsize=4)
+def block_absmax(tensor: Bnb4bit) -> torch.Tensor:
+    """Return the absmax of every block, float32."""
+    if tensor.nested is None:
+        return read_stored(tensor.absmax, torch.float32)
+    scales, levels, size, offset = tensor.nested
+    indices = read_stored(tensor.absmax, torch.uint8).int()
+    values = read_stored(levels, torch.float32)[indices]
+    return values * read_stored(scales, torch.float32).repeat_interleave(size)[: len(values)] + offset
 
 
 def compare_codes(packed: dict[str, Bnb4bit], full: dict[str, Span]) -> tuple[int, float, float]:
-    """(tensors sampled, their |dequantized - W| / |W| in Frobenius norms, share of codes that are not what quantizing W
-    gives). Raises Mismatch outside limits.
+    """Compare a sample of 4-bit codes with the full-precision weights. Raises Mismatch outside limits.
+
+    Returns:
+        Tensors sampled, their |dequantized - W| / |W| in Frobenius norms, and the share of codes that quantizing W does
+        not give.
 
     Measured relative errors in bfloat16 (NF4 / FP4): Gaussian 0.092 / 0.122; with 8 columns of 1024 ten times larger
     0.141 / 0.225. An error near zero is the dequantized checkpoint itself, whose codes are the same.
@@ -251,19 +251,24 @@ def compare_codes(packed: dict[str, Bnb4bit], full: dict[str, Span]) -> tuple[in
     return len(sampled), error, differing / codes
 
 
-def spread_indices(total: int, wanted: int) -> list[int]:
-    """Up to `wanted` of range(total), evenly spread, the first and the last among them."""
-    return sorted({int(index) for index in np.linspace(0, total - 1, min(total, wanted)).round()})
+def spread_indices(total: int, limit: int) -> list[int]:
+    """Return up to `limit` of range(total), evenly spread, the first and the last among them."""
+    return sorted({int(index) for index in np.linspace(0, total - 1, min(total, limit)).round()})
 
 
 def differing_codes(tensor: Bnb4bit, weight: torch.Tensor, first: int) -> int:
-    """How many stored codes are not what quantizing `weight`, the elements from `first` on, gives. `first` begins a
-    block. A code is right when no other is nearer: where two are equally near, kernels choose differently."""
+    """Count stored codes that quantizing `weight`, the elements from `first` on, does not give.
+
+    `first` begins a block. A code is right when no other is nearer: where two are equally near, kernels choose differently.
+    """
     values = weight.to(tensor.dtype).float()
     blocks = torch.nn.functional.pad(values, (0, -len(values) % tensor.blocksize)).view(-1, tensor.blocksize)
     absmax = blocks.abs().amax(dim=1, keepdim=True).expand_as(blocks).flatten()[: len(values)]
     values = values / absmax.clamp(min=1e-38)
     levels = tensor.levels.sort().values
     nearest = levels[torch.bucketize(values, (levels[:-1] + levels[1:]) / 2)]
-    right = (values - stored_levels(tensor, first, len(values))).abs() <= (values - nearest).abs() + 1e-5
+    stored = decode(
+        tensor, first, len(values), torch.ones(-(-(first + len(values)) // tensor.blocksize)), torch.float32
+    )
+    right = (values - stored).abs() <= (values - nearest).abs() + 1e-5
     return int((~right & (absmax > 0)).sum())

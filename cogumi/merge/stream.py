@@ -1,14 +1,14 @@
 """Writing the merged shards in one pass, through stages that work side by side.
 
-One thread reads the base in runs of rows and hashes it. Others merge a run and check it. One writes it, reads it back,
-compares and hashes it. Another waits for the disk. Every stage takes the runs in the order of the files, so a file is
-hashed from the bytes that are in memory. The output's bits do not depend on the number of threads: the blocks are fixed,
-and each is computed on one thread.
+One thread reads the base in runs of rows and hashes it. Others merge a run. One writes it, reads it back, compares and
+hashes it. Another waits for the disk. Every stage takes the runs in the order of the files, so a file is hashed from the
+bytes that are in memory. The output's bits do not depend on the number of threads: the blocks are fixed, and each is
+computed on one thread.
 """
 
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,20 +24,22 @@ from tqdm.auto import tqdm
 from cogumi.core.durability import drop_from_memory, sync_path
 from cogumi.core.errors import MergeError
 from cogumi.core.notices import is_notebook
-from cogumi.core.safetensors_file import as_bytes, matrix_shape, read_into, write_at, write_header
+from cogumi.core.safetensors_file import FLOAT_DTYPES, as_bytes, matrix_shape, read_into, write_at, write_header
 from cogumi.merge.arithmetic import (
     BLOCK_ELEMENTS,
+    DeltaStats,
     Stored,
     Update,
     Updates,
+    apply_update,
     block_rows,
-    ieee_matmul,
+    merge_rows,
     one_thread_each,
     open_weights,
     read_stored_rows,
+    round_once,
+    row_blocks,
 )
-from cogumi.merge.draft import DeltaStats, Draft, draft_run
-from cogumi.merge.element_check import ElementCheck, check_rows, verify_header
 from cogumi.merge.plan import MergePlan, RowRange, ShardPlan
 
 # The unit of work of a thread: long enough that opening files and waiting for each other do not show.
@@ -53,22 +55,22 @@ Advance = Callable[[int], None]
 
 
 @contextmanager
-def progress_bar(wanted: bool, name: str, total: int) -> Iterator[Advance]:
-    """A bar over `total` bytes in a terminal or a notebook; yields a function that takes the bytes just done."""
-    shown = wanted and (is_notebook() or sys.stderr.isatty())
+def progress_bar(enabled: bool, name: str, total: int) -> Iterator[Advance]:
+    """Show a bar over `total` bytes in a terminal or a notebook; yield a function that takes the bytes just done."""
+    shown = enabled and (is_notebook() or sys.stderr.isatty())
     with tqdm(desc=name, total=total, unit="B", unit_scale=True, leave=is_notebook(), disable=not shown) as bar:
         yield bar.update
 
 
 def available_cores() -> int:
-    """How many this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that, when the block fails, drops what has not begun and waits for what has. A new thread does not know
-    of torch.set_num_threads until it is asked for: matrix products would bring in OpenMP threads."""
+    """Open a pool that, when the block fails, drops tasks that have not begun and waits for the others."""
+    # A new thread ignores torch.set_num_threads until it is asked for: matrix products would bring in OpenMP threads.
     pool = ThreadPoolExecutor(workers, thread_name_prefix="cogumi-merge", initializer=torch.get_num_threads)
     try:
         yield pool
@@ -78,63 +80,70 @@ def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 @dataclass
 class Outcome:
-    """Statistics by updated tensor, checks by tensor with arithmetic, BLAKE3 by shard: the output's and the base's."""
+    """Results of a merge.
+
+    stats: by updated tensor. elements: how many were computed and read back, by tensor. digests, inputs: BLAKE3 of each
+    shard of the output and of the base.
+    """
 
     stats: dict[str, DeltaStats] = field(default_factory=dict)
-    checks: dict[str, ElementCheck] = field(default_factory=dict)
+    elements: Counter[str] = field(default_factory=Counter)
     digests: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Work:
-    """One run on its way through the stages, or the end of a shard, where it has no run. memory: what `stored` and `draft`
-    are in, until the run has been written."""
+    """One run on its way through the stages, or the end of a shard, where `run` is None.
+
+    out: the run's bytes, uint8. elements: how many of them were computed. memory: buffers of `stored` and `out`.
+    """
 
     shard: ShardPlan
     run: RowRange | None
     stored: Stored | None = None
     update: Update | None = None
-    draft: Draft | None = None
-    check: ElementCheck = field(default_factory=ElementCheck)
+    out: torch.Tensor | None = None
+    stats: DeltaStats | None = None
+    elements: int = 0
     memory: list[torch.Tensor] = field(default_factory=list)
 
 
 def write_and_verify(plan: MergePlan, directory: Path, workers: int | None, advance: Advance) -> Outcome:
-    """Write, check, hash and sync every shard into `directory`, where the files exist in full size. workers: threads
-    that compute. advance: called with the bytes just done."""
+    """Write, check, hash and sync every shard into `directory`, where the files exist in full size."""
     outcome = Outcome()
     for shard in plan.shards:
         write_header(directory / shard.name, shard.header)
     for work in merge_runs(plan, directory, workers, outcome):
-        if work.run is None or work.draft is None:
+        if work.run is None:
             continue
         name = work.run.tensor.target.name
-        if work.draft.stats is not None:
-            outcome.stats.setdefault(name, DeltaStats()).add(work.draft.stats)
-        if work.check.elements:
-            outcome.checks.setdefault(name, ElementCheck()).add(work.check)
+        if work.stats is not None:
+            outcome.stats.setdefault(name, DeltaStats()).add(work.stats)
+        if work.elements:
+            outcome.elements[name] += work.elements
         advance(work.run.bytes)
     return outcome
 
 
 def verify_shards(plan: MergePlan, directory: Path, workers: int | None, advance: Advance) -> int:
-    """Check every shard of a finished directory again; the number of elements compared."""
+    """Check every shard of a finished directory again; return the number of elements compared."""
     elements = 0
     for work in merge_runs(plan, directory, workers, None):
-        elements += work.check.elements
+        elements += work.elements
         advance(work.run.bytes if work.run else 0)
     return elements
 
 
 def merge_runs(plan: MergePlan, directory: Path, workers: int | None, outcome: Outcome | None) -> Iterator[Work]:
-    """Each run of each shard, through all stages, in the order of the files. outcome: gets the digests; None where the
-    shards are there, and are only compared."""
+    """Yield each run of each shard, after all stages, in the order of the files.
+
+    outcome: receives the digests; None where the shards exist and are only compared.
+    """
     # A sum is made of short operations, each of which takes Python's lock: two threads with sums hold up each other.
     workers = workers or (1 if all(tensor.summed for tensor in plan.tensors) else available_cores())
     spare: list[torch.Tensor] = []
     with (
-        ieee_matmul(),
         one_thread_each(),
         open_weights(plan) as weights,
         thread_pool(1) as disk,
@@ -148,13 +157,14 @@ def merge_runs(plan: MergePlan, directory: Path, workers: int | None, outcome: O
         read = in_order(reading, source.read, works, 2)
         merged = in_order(merging, lambda work: merge_run(work, updates, spare), read, workers + 1)
         yield from in_order(writing, target.write, merged, 2)
-        target.wait()
+        for future in target.waiting:
+            future.result()
 
 
 def in_order(
     pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item], ahead: int
 ) -> Iterator[Result]:
-    """What the work on each item gives, in order. At most `ahead` items are with the pool, or done and not taken."""
+    """Yield the results of the work in order. At most `ahead` items are in the pool, or done and not taken."""
     begun: deque[Future[Result]] = deque()
     for item in items:
         begun.append(pool.submit(work, item))
@@ -165,12 +175,12 @@ def in_order(
 
 
 def take_memory(work: Work, spare: list[torch.Tensor], size: int) -> torch.Tensor:
-    """A uint8 tensor of `size` bytes, from memory that is spare: new memory costs more than its use."""
+    """Return a uint8 tensor of `size` bytes, from spare memory where possible: new memory costs more than its use."""
     try:
-        kept = spare.pop()
+        buffer = spare.pop()
     except IndexError:
-        kept = torch.empty(0, dtype=torch.uint8)
-    work.memory.append(kept if len(kept) >= size else torch.empty(size, dtype=torch.uint8))
+        buffer = torch.empty(0, dtype=torch.uint8)
+    work.memory.append(buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8))
     return work.memory[-1][:size]
 
 
@@ -197,25 +207,24 @@ class SourceReader:
 
 
 def merge_run(work: Work, updates: Updates, spare: list[torch.Tensor]) -> Work:
-    """Compute a run's output, and check it against W + delta."""
+    """Compute a run's output."""
     run, stored = work.run, work.stored
     if run is None or stored is None:
         return work
+    if run.copied:
+        work.out = stored.bytes
+        return work
     with torch.inference_mode():
-        if run.copied:
-            work.draft = Draft(stored.bytes)
-        else:
-            work.update = updates.load(run.piece, run.tensor)
-            work.draft = draft_run(run, stored, work.update, take_memory(work, spare, run.bytes))
-            if work.draft.nearest:
-                work.check = ElementCheck((run.last - run.first) * stored.columns)
-            else:
-                work.check = check_rows(run, work.update, stored, work.draft.bytes)
+        work.update = updates.load(run.piece, run.tensor)
+        work.out = take_memory(work, spare, run.bytes)
+        out = work.out.view(FLOAT_DTYPES[run.tensor.target.dtype]).view(-1, stored.columns)
+        work.stats = merge_rows(run, stored, work.update, out)
+        work.elements = out.numel()
     return work
 
 
 class TargetWriter:
-    """Writes runs, unless they are there and only to be compared. Reads them back, compares and hashes them."""
+    """Writes runs, unless they exist and are only compared. Reads them back, compares and hashes them."""
 
     def __init__(
         self,
@@ -233,7 +242,7 @@ class TargetWriter:
     def write(self, work: Work) -> Work:
         if self.outcome is not None and self.digest is None:
             self.digest, self.settled = FileDigest(self.directory / work.shard.name), 0
-        if work.run is None or work.stored is None or work.draft is None:
+        if work.run is None or work.out is None:
             verify_header(work.shard, self.directory)
             if self.outcome is not None and self.digest is not None:
                 self.outcome.digests[work.shard.name] = self.digest.finish()
@@ -242,7 +251,7 @@ class TargetWriter:
             return work
         written = take_memory(work, self.spare, work.run.bytes)
         if self.digest is not None:
-            write_run(work.run, self.directory, work.draft)
+            write_run(work.run, self.directory, work.out)
         verify_run(work, self.directory, written, self.digest is not None)
         if self.digest is not None:
             self.digest.add(work.run.start, written)
@@ -250,21 +259,17 @@ class TargetWriter:
                 self.settled = self.digest.position
                 self.settle(work.shard, self.settled)
         self.spare += work.memory
-        work.stored, work.memory = None, []
+        work.stored, work.out, work.memory = None, None, []
         return work
 
     def settle(self, shard: ShardPlan, length: int) -> None:
-        """Have the first `length` bytes of a shard put on the disk, and forgotten with those of its source (0: all)."""
+        """Sync the first `length` bytes of a shard in the background and drop them and its source's (0: all) from memory."""
         source = self.plan.base.path / shard.name
         self.waiting.append(self.disk.submit(sync_and_drop, self.directory / shard.name, length, source, length))
 
-    def wait(self) -> None:
-        for each in self.waiting:
-            each.result()
-
 
 class FileDigest:
-    """The BLAKE3 digest of a file, as far as it was worked out: `position` bytes. One thread at a time."""
+    """BLAKE3 digest of the first `position` bytes of a file. For one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -272,15 +277,14 @@ class FileDigest:
         self.digest = blake3()
 
     def add(self, start: int, data: torch.Tensor) -> None:
-        """Continue with bytes of the file that begin at `start`. What lies before them is read from the file; what was
-        hashed already is skipped."""
+        """Continue with bytes that begin at `start`. Bytes before them are read from the file, hashed ones skipped."""
         self.extend(start)
         fresh = as_bytes(data)[self.position - start :]
         self.digest.update(fresh)
         self.position += len(fresh)
 
     def extend(self, end: int) -> None:
-        """Continue to byte `end` with what is in the file, if it is not there yet."""
+        """Continue to byte `end` with the bytes of the file."""
         if self.position >= end:
             return
         buffer = torch.empty(min(HASH_BYTES, end - self.position), dtype=torch.uint8)
@@ -291,21 +295,20 @@ class FileDigest:
                 self.position += len(piece)
 
     def finish(self) -> str:
-        """The digest of the whole file, as `b3sum` prints it."""
+        """Return the digest of the whole file, as `b3sum` prints it."""
         self.extend(self.path.stat().st_size)
         return self.digest.hexdigest()
 
 
 def sync_and_drop(path: Path, length: int, source: Path, used: int) -> None:
-    """Wait until a shard is on the disk. Then drop its first `length` bytes, and `used` bytes of its source, from the
-    page cache (0: all). Otherwise the kernel must find new pages for two models, which takes longer than the arithmetic."""
+    """Sync a shard, then drop its first `length` and its source's `used` bytes from the page cache (0: all), to free pages."""
     sync_path(path)
     drop_from_memory(path, length)
     drop_from_memory(source, used)
 
 
 def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
-    """A shard's work, in file order, cut at places that depend on the shapes alone."""
+    """Yield a shard's runs in file order, cut at places that depend on the shapes alone."""
     for tensor in plan.tensors:
         columns = matrix_shape(tensor.source.shape)[1]
         step = block_rows(columns) * (RUN_ELEMENTS // BLOCK_ELEMENTS)
@@ -314,34 +317,72 @@ def runs_of(plan: ShardPlan) -> Iterator[RowRange]:
                 yield RowRange(tensor, piece, first, min(first + step, piece.place.last))
 
 
-def write_run(run: RowRange, directory: Path, draft: Draft) -> None:
+def verify_header(plan: ShardPlan, directory: Path) -> None:
+    """Raise MergeError unless the written shard has the planned size and header."""
+    path = directory / plan.name
+    size = path.stat().st_size
+    if size != plan.bytes:
+        raise MergeError(f"{path} has {size} bytes on disk where {plan.bytes} were written")
+    with path.open("rb") as file:
+        if file.read(len(plan.header)) != plan.header:
+            raise MergeError(f"{path}: the header on disk is not the one written")
+
+
+def write_run(run: RowRange, directory: Path, out: torch.Tensor) -> None:
     """Write one run's rows into the shard, which exists in its full size."""
     with (directory / run.tensor.target.path).open("r+b", buffering=0) as target:
-        write_at(target, run.start, draft.bytes)
+        write_at(target, run.start, out)
 
 
 def verify_run(work: Work, directory: Path, written: torch.Tensor, as_written: bool) -> None:
-    """Read a run's rows back into `written` and compare every byte with what was computed. Where they differ, name the
-    first element that is not what base and adapter give. as_written: they must not differ, whatever rounding allows.
-    Raises MergeError."""
-    run, draft, stored = work.run, work.draft, work.stored
+    """Read a run's rows back into `written` and compare every byte with those computed.
+
+    as_written: False where another process wrote them, whose products may have been added up in another order. Raises
+    MergeError naming the first wrong element.
+    """
+    run, stored, out = work.run, work.stored, work.out
     assert run is not None
-    assert draft is not None
     assert stored is not None
+    assert out is not None
     with (directory / run.tensor.target.path).open("rb", buffering=0) as file:
         read_into(file, run.start, written)
-    if same_bytes(written, draft.bytes):
+    if same_bytes(written, out):
         return
     name = run.tensor.target.name
     if work.update is None:
         raise MergeError(f"{name} should be the base's bytes and is not")
     with torch.inference_mode():
-        check_rows(run, work.update, stored, written)
-    if as_written or draft.nearest:
+        refuse_wrong_elements(run, stored, work.update, written)
+    if as_written:
         raise MergeError(f"{name} has other bytes on the disk than were written")
 
 
+def refuse_wrong_elements(run: RowRange, stored: Stored, update: Update, written: torch.Tensor) -> None:
+    """Raise MergeError naming the first element that is farther from W + delta than the nearest value.
+
+    2**-40 of an element is allowed: more than float64's error, and far less than an output dtype's.
+    """
+    tensor, columns, wrong, message = run.tensor, stored.columns, 0, ""
+    rows = written.view(FLOAT_DTYPES[tensor.target.dtype]).view(-1, columns)
+    for first, last in row_blocks(run.first, run.last, columns):
+        expected = stored.rows(first, last).double()
+        if run.piece.change is not None:
+            expected = apply_update(expected, update, run.piece, first, torch.empty_like(expected))
+        out = rows[first - run.first : last - run.first]
+        nearest = torch.empty_like(out)
+        round_once(expected, nearest)
+        error, least = ((values.double() - expected).abs() for values in (out, nearest))
+        bad = ~((error <= least + 2.0**-40 * expected.abs()) | (out == nearest))  # no comparison holds for NaN
+        wrong += int(bad.sum())
+        if wrong and not message:
+            row, column = bad.nonzero()[0].tolist()
+            element = f"{tensor.target.name}: element {(first + row, column)} is {out[row, column].item():.9g}"
+            message = f"{element} where W + delta is {expected[row, column].item():.9g}"
+    if wrong:
+        raise MergeError(f"{message}; {wrong} elements near it are off")
+
+
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two uint8 tensors of one size are equal, eight bytes at a time where it can be."""
+    """Return whether two uint8 tensors of one size are equal, eight bytes at a time where possible."""
     width = "u1" if len(one) % 8 else "u8"
     return np.array_equal(one.numpy().view(width), other.numpy().view(width))

@@ -23,8 +23,7 @@ from cogumi.core.redact import SECRETS, RedactedStr
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
 from cogumi.hub.downloads import Download, find_commit
 from cogumi.merge.adapter_files import refuse_unsupported
-from cogumi.merge.originals import Original
-from cogumi.merge.untrained import expected_base, plan_adapter
+from cogumi.merge.preflight import Original, expected_base, plan_adapter
 from cogumi.methods import clip, dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence
 from cogumi.methods.examples import Examples

@@ -25,7 +25,7 @@ from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download, refuse_no_room
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.arithmetic import restore_matmul_precision
-from cogumi.merge.originals import find_original, prove_original
+from cogumi.merge.preflight import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
 from cogumi.methods.prompt_checks import refuse_settings

@@ -46,8 +46,8 @@ from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeError, MergeReport, logits, merge_adapter
 from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.bases import cached_snapshot
-from cogumi.merge.originals import Original
 from cogumi.merge.parameter_map import auto_class, meta_model
+from cogumi.merge.preflight import Original
 from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.models.loading import resolve_dtype
