@@ -33,7 +33,7 @@ from benchmarks.fused_head import Allocations, thread_count
 from benchmarks.harness import OwnTime, Row, attempt, interleave, ratio_row, row, values_row
 from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build, word_tokenizer
 from cogumi.patches import fused_head
-from cogumi.rl import loss_capture
+from cogumi.rl import loss_check
 from cogumi.rl.watch import watch
 
 STEPS = 2  # optimizer steps of one rollout, and of one measurement
@@ -160,7 +160,7 @@ def metrics_shares(trainer: Any, repeats: int) -> list[float]:
     """The Watch's share of a step, per measurement."""
     own, clock, shares = time_the_watch(trainer), Clock(trainer), []
     # The one part of the Watch that runs inside of TRL's loss.
-    with mock.patch.object(loss_capture, "read_trl_inputs", own.ours(loss_capture.read_trl_inputs)):
+    with mock.patch.object(loss_check, "read_trl_inputs", own.ours(loss_check.read_trl_inputs)):
         for _ in range(repeats):
             own.wall = 0.0
             step = clock.seconds()

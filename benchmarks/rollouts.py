@@ -49,7 +49,7 @@ def transformers_engine(trainer: Any) -> Turn:
 def cogumi_engine(trainer: Any, rows: Any = generation.RowsInUse) -> Turn:
     """The same without needless rows. rows: in the place of the class that leaves them out."""
     with replaced(trainer, {GENERATE_TURN: getattr(trainer, GENERATE_TURN)}):
-        generation.skip_needless_rows(trainer)
+        generation.share_prefill_and_drop_finished(trainer)
         turn = getattr(trainer, GENERATE_TURN)
     return within(turn, lambda: mock.patch.object(generation, "RowsInUse", rows))
 
@@ -266,7 +266,7 @@ def compare(model: str, run_dir: Path, every: dict[str, int], **overrides: Any) 
     def attach(trainer: Any) -> None:
         made.append(Comparison(trainer, every))
 
-    with mock.patch.object(gspo, "skip_needless_rows", attach):
+    with mock.patch.object(gspo, "share_prefill_and_drop_finished", attach):
         common = {"data__eval_rows": 0, "cogumi__merge": False}
         cogumi.train(CONFIGS / "chat-gspo.yaml", model__name=model, cogumi__run_dir=run_dir, **common, **overrides)
     return made[0]

@@ -6,7 +6,7 @@ transformers' generate, vLLM with merged weights and vLLM with the adapter apart
 - What two engines of the same weights differ by, in float32, bfloat16 and float16, with the head in float32 too.
 - What the corrections of `cogumi.sampler_correction` do to it, and to samples of weights that are 1, 4 and 16 steps old.
 - What merging takes from the base and from the adapter: drift over rollouts, and the effect that rounding loses.
-- What the check of the sampler (`cogumi/rl/sampler_check.py`) would see of engines that have the right weights.
+- What the check of the sampler (`cogumi/rl/sampling.py`) would see of engines that have the right weights.
 - Seconds of a weight sync and tokens a second, merged beside adapter.
 """
 

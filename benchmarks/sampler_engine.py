@@ -28,8 +28,7 @@ from cogumi.patches import replaced, vllm_engine
 from cogumi.patches.trl_internals import MAKE_ROLLOUT
 from cogumi.patches.vllm_engine import adapter_options, engine_options, generation_class, head_dtype, score
 from cogumi.rl.fp32_head import fp32_lm_head
-from cogumi.rl.sampler_check import mean_absolute, score_by_base, score_by_trainer
-from cogumi.rl.sampling import compute_trainer_logps, use_rollout_logps
+from cogumi.rl.sampling import compute_trainer_logps, mean_absolute, score_by_base, score_by_trainer, use_rollout_logps
 
 Array = NDArray[Any]
 Adapter = dict[str, Array]  # the trained parameters by name, in float32

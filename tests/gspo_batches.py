@@ -55,11 +55,15 @@ def grpo_trainer(
     output_dir: Path,
     prompts: list[str] = PROMPTS,
     dtype: torch.dtype = torch.float32,
-    lora: bool = False,
+    lora: bool | dict[str, Any] = False,
     reward: Callable[..., list[float]] = even_tokens,
+    model: Any = None,
+    rollout_func: Any = None,
     **values: Any,
 ) -> Any:
-    """A GRPOTrainer of the script's kind: cogumi's patches, then TRL's own classes. `values` are GRPOConfig's keys.
+    """Build a GRPOTrainer as a script does: cogumi's patches, then TRL's own classes. `values` are GRPOConfig's keys.
+
+    lora: settings beside the usual ones. model: instead of that of the path, whose tokenizer is taken.
 
     Plain SGD, no weight decay and no gradient clipping unless `values` say otherwise: a step is then a linear function
     of its gradient, so two runs differ by what their gradients differ by. (Adam divides by the gradient's size, and
@@ -86,13 +90,15 @@ def grpo_trainer(
         "disable_tqdm": True,
         "report_to": "none",
     }
+    settings = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all-linear"}
     return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype),
+        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype) if model is None else model,
         reward_funcs=reward,
         args=GRPOConfig(**{**common, **values}),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=AutoTokenizer.from_pretrained(model_path),
-        peft_config=LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules="all-linear") if lora else None,
+        peft_config=LoraConfig(**settings | (lora if isinstance(lora, dict) else {})) if lora is not False else None,
+        rollout_func=rollout_func,
     )
 
 

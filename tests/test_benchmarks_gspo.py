@@ -83,7 +83,7 @@ def test_own_time_is_what_is_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from cogumi.rl import loss_capture
+    from cogumi.rl import loss_check
     from cogumi.rl.watch import watch
 
     trainer = gspo_step.make_trainer(
@@ -94,7 +94,7 @@ def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], mo
     proof = watching.proof
     watching.compute_loss = clock.taking(100, watching.compute_loss)  # TRL's
     trainer._generate_and_score_completions = clock.taking(1000, trainer._generate_and_score_completions)
-    monkeypatch.setattr(loss_capture, "read_trl_inputs", clock.taking(0.5, loss_capture.read_trl_inputs))  # the watch's
+    monkeypatch.setattr(loss_check, "read_trl_inputs", clock.taking(0.5, loss_check.read_trl_inputs))  # the watch's
     for owner, name, seconds in (
         (watching.metrics, "add", 1.0),
         (watching.metrics, "take", 2.0),

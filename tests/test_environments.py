@@ -35,7 +35,7 @@ from cogumi.methods.gspo import read_rewards
 from cogumi.methods.preview import split_example
 from cogumi.methods.reward_scores import score_file
 from cogumi.methods.tasks import describe_sandbox, task_of, try_task
-from cogumi.rl.scoring import leave_out_unscored, note_unscored
+from cogumi.rl.sampling import leave_out_unscored, note_unscored
 from cogumi.sandbox import default_sandbox
 
 BOXES = '''

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from gspo_batches import grpo_trainer
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cogumi.core.errors import UsageError
-from cogumi.patches import fused_head
 from cogumi.rl.sampling import SampledLogps, record_logps, use_rollout_logps
 
 LOW, HIGH = 3e-4, 4e-4
@@ -23,44 +24,23 @@ def build(tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
     """A GRPOTrainer on the tiny model in fp32, whose head is scaled so that its logits are not near zero."""
 
     def built(rollout_func: Any = None, ends_early: bool = True, **settings: Any) -> Any:
-        from datasets import Dataset
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from trl import GRPOConfig, GRPOTrainer
-
-        fused_head.apply()
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         with torch.no_grad():
             model.lm_head.weight.mul_(12)
             if ends_early:  # EOS is likely in some places, so that completions end before others
-                model.lm_head.weight[tokenizer.eos_token_id].mul_(6)
-        arguments = {
-            "loss_type": "grpo",
-            "importance_sampling_level": "sequence",
-            "epsilon": LOW,
-            "epsilon_high": HIGH,
-            "beta": 0.0,
-            "per_device_train_batch_size": 8,
-            "num_generations": 2,
-            "max_completion_length": 12,
-            "temperature": 0.7,
-            "learning_rate": 1e-5,
-            "max_steps": 2,
-            "bf16": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "seed": 1,
-            **settings,
-        }
-        return GRPOTrainer(
+                model.lm_head.weight[AutoTokenizer.from_pretrained(tiny_model).eos_token_id].mul_(6)
+        loss = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": LOW, "epsilon_high": HIGH}
+        step = {"per_device_train_batch_size": 8, "max_completion_length": 12, "temperature": 0.7, "max_steps": 2}
+        step |= {"optim": "adamw_torch", "max_grad_norm": 1.0, "learning_rate": 1e-5, "seed": 1}
+        return grpo_trainer(
+            tiny_model,
+            tmp_path / "trainer",
+            PROMPTS * 4,
+            reward=lambda completion_ids, **_: [float(sum(ids) % 5) for ids in completion_ids],
             model=model,
-            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 5) for ids in completion_ids],
-            args=GRPOConfig(output_dir=str(tmp_path / "trainer"), **arguments),
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
-            processing_class=tokenizer,
             rollout_func=rollout_func,
+            **loss | step | settings,
         )
 
     return built

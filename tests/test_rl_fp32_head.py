@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from gspo_batches import grpo_trainer
+from peft import PeftModel
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import cogumi
 from cogumi.core.errors import UsageError
-from cogumi.patches import fused_head
 from cogumi.patches.head_logps import FusedLogProbFunction
 from cogumi.rl.fp32_head import VOCABULARY_TILE, fp32_lm_head, project_in_fp32, unwrap_peft
 
@@ -65,37 +66,23 @@ def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 @pytest.fixture
 def build(base: Callable[[bool], Path], tmp_path: Path) -> Callable[..., Any]:
     def built(tied: bool, peft: bool, lora: dict[str, Any] | None = None, **settings: Any) -> Any:
-        from datasets import Dataset
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from trl import GRPOConfig, GRPOTrainer
-
-        fused_head.apply()
         torch.manual_seed(0)
-        arguments = {
+        step = {
             "loss_type": "grpo",
             "importance_sampling_level": "sequence",
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 8,
             "temperature": TEMPERATURE,
-            "learning_rate": 1e-2,
             "max_steps": 3,
-            "bf16": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            **settings,
         }
-        return GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(base(tied), attn_implementation="eager"),
+        step |= {"per_device_train_batch_size": 4, "num_generations": 4, "optim": "adamw_torch", "learning_rate": 1e-2}
+        return grpo_trainer(
+            base(tied),
+            tmp_path / "trainer",
+            ["def f(x):"] * 16,
             # Varies inside a group, so that there is an advantage to learn from.
-            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
-            args=GRPOConfig(output_dir=str(tmp_path / "trainer"), **arguments),
-            train_dataset=Dataset.from_dict({"prompt": ["def f(x):"] * 16}),
-            processing_class=AutoTokenizer.from_pretrained(base(tied)),
-            peft_config=LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})})
-            if peft
-            else None,
+            reward=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+            lora={"task_type": "CAUSAL_LM", **(lora or {})} if peft else False,
+            model=AutoModelForCausalLM.from_pretrained(base(tied), attn_implementation="eager"),
+            **step | {"max_grad_norm": 1.0} | settings,
         )
 
     return built
@@ -211,8 +198,6 @@ def test_nothing_of_the_head_is_saved_and_the_adapter_merges(
     trainer.model.save_pretrained(tmp_path / "trained")
     assert {p.name for p in (tmp_path / "trained").iterdir()} == {p.name for p in (tmp_path / "without").iterdir()}
     cogumi.merge_adapter(tmp_path / "trained", tmp_path / "merged", base=str(base(tied)))
-
-    from transformers import AutoModelForCausalLM
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     original = AutoModelForCausalLM.from_pretrained(base(tied))

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from datasets import Dataset
+from gspo_batches import grpo_trainer
 from multimodal_models import gemma3
 from torch import nn
 from transformers import (
@@ -26,12 +25,11 @@ from transformers import (
     LlamaModel,
     LogitsProcessorList,
 )
-from trl import GRPOConfig, GRPOTrainer
 
 import cogumi
 from cogumi.core.run_directory import read_jsonl
 from cogumi.methods import gspo
-from cogumi.rl.generation import reason_against, skip_needless_rows
+from cogumi.rl.generation import reason_against, share_prefill_and_drop_finished
 from cogumi.rl.sampling import stop_rollouts_at, use_rollout_logps
 
 # Of different lengths, so that rows are padded on the left; some are equal to the one before, as TRL repeats prompts.
@@ -80,16 +78,15 @@ def build(tiny_model: Path, tmp_path: Path) -> MakeTrainer:
             head.bias.zero_()
             head.bias[tokenizer.eos_token_id] = ends  # about one in ten draws, of two thousand tokens
         model.set_output_embeddings(head)
-        adapter = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
-        arguments = {"per_device_train_batch_size": len(PROMPTS) * COPIES, "num_generations": COPIES, "bf16": False}
-        arguments |= {"max_completion_length": LONGEST, "report_to": "none", "gradient_checkpointing": False, **more}
-        return GRPOTrainer(
+        step = {"per_device_train_batch_size": len(PROMPTS) * COPIES, "num_generations": COPIES}
+        return grpo_trainer(
+            tiny_model,
+            tmp_path / "trainer",
+            PROMPTS * COPIES,
+            lora={"init_lora_weights": False} if lora else False,
+            reward=lambda completions, **_: [0.0] * len(completions),
             model=model,
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            args=GRPOConfig(output_dir=str(tmp_path / "trainer"), **arguments),
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS * COPIES}),
-            processing_class=tokenizer,
-            peft_config=adapter,
+            **step | {"max_completion_length": LONGEST} | more,
         )
 
     return built
@@ -126,7 +123,7 @@ def both(trainer: Any, prompts: list[str] | None = None) -> tuple[Any, Any]:
     """A rollout as transformers makes it, and one with fewer rows, by the same trainer."""
     trainer.model.train()
     before = rollout(trainer, prompts)
-    skip_needless_rows(trainer)
+    share_prefill_and_drop_finished(trainer)
     return before, rollout(trainer, prompts)
 
 
@@ -257,7 +254,7 @@ def test_an_evaluation_is_shorter_too(build: MakeTrainer) -> None:
     trainer = build("qwen3", lora=True)
     trainer.model.eval()
     before = rollout(trainer)
-    skip_needless_rows(trainer)
+    share_prefill_and_drop_finished(trainer)
     after = rollout(trainer)
     assert_same(before, after)
     assert after[2] == needed_rows(after[0])
@@ -266,7 +263,7 @@ def test_an_evaluation_is_shorter_too(build: MakeTrainer) -> None:
 def test_generate_is_as_it_was_outside_of_a_rollout(build: MakeTrainer) -> None:
     trainer = build()
     own = dict(vars(trainer.model))
-    skip_needless_rows(trainer)
+    share_prefill_and_drop_finished(trainer)
     rollout(trainer)
     assert vars(trainer.model).keys() == own.keys()
     assert trainer.model.forward == own["forward"]  # TRL's, for its fused head
@@ -326,7 +323,7 @@ def test_several_processes_compute_the_same_number_of_steps(
 
 def test_continuous_batching_decodes_by_itself(build: MakeTrainer) -> None:
     trainer = build(use_transformers_continuous_batching=True)
-    skip_needless_rows(trainer)
+    share_prefill_and_drop_finished(trainer)
     assert "_generate_single_turn" not in vars(trainer)
 
 
@@ -345,7 +342,7 @@ def test_inputs_of_another_shape_are_left_alone(build: MakeTrainer, caplog: pyte
         return prepare(*args, **kwargs) | {"output_hidden_states": torch.tensor(False)}
 
     trainer.model.prepare_inputs_for_generation = prepare_more
-    skip_needless_rows(trainer)
+    share_prefill_and_drop_finished(trainer)
     with caplog.at_level(logging.INFO, logger="cogumi.rl.generation"):
         after = rollout(trainer)
     assert_same(before, after)
@@ -399,7 +396,7 @@ def test_a_run_has_the_rollouts_of_plain_generate(
 
     monkeypatch.setattr(LlamaModel, "forward", counting)
     rollouts, losses, rows = train("ours")
-    monkeypatch.setattr(gspo, "skip_needless_rows", lambda trainer: None)
+    monkeypatch.setattr(gspo, "share_prefill_and_drop_finished", lambda trainer: None)
     plain, plain_losses, plain_rows = train("plain")
     assert rollouts == plain
     assert len(plain) == 2

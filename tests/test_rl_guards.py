@@ -33,7 +33,7 @@ def refusal(trainer: Any, **kwargs: Any) -> str:
 def test_a_good_run_is_left_alone(make_trainer: Callable[..., Any]) -> None:
     assert messages(make_trainer(**GOOD)) == []
     assert guard_trainer(make_trainer(**GOOD, loss_type="dapo"), backend="unsloth") == []
-    assert messages(make_trainer("gspo-length", **GOOD)) == messages(make_trainer("gspo-token", **GOOD)) == []
+    assert messages(make_trainer("gspo-length", **GOOD)) == []
 
 
 def test_every_refusal_is_in_one_message_and_warnings_are_returned(make_trainer: Callable[..., Any]) -> None:
@@ -138,7 +138,6 @@ def test_dropout_is_refused_where_a_sequence_ratio_is_clipped(make_trainer: Call
     assert "lora.lora_dropout is 0.05" in message
     assert "lora.lora_dropout: 0" in message
     assert "and 13 more" in message  # 2 layers x 7 linear layers
-    assert refusal(make_trainer("gspo-token", **GOOD, lora=lora))
     (warning,) = messages(make_trainer("dapo", **GOOD, lora=lora), False)
     assert "see different masks" in warning
     assert messages(make_trainer("vespo", **GOOD, lora=lora), True) == []
@@ -231,7 +230,6 @@ def test_trls_kl_correction_is_said_where_it_does_not_reach(make_trainer: Callab
     assert "train.beta 0.04" in warning
     assert "set train.use_bias_correction_kl: false" in warning
     assert messages(make_trainer(**GOOD, beta=0.04, use_bias_correction_kl=False)) == []
-    assert messages(make_trainer("gspo-token", **GOOD, beta=0.04)) == []
     assert not [each for each in messages(make_trainer("grpo", **GOOD, beta=0.04)) if "use_bias_correction_kl" in each]
 
 

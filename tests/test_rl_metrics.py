@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogumi.rl.loss_capture import LossInputs
+from cogumi.rl.loss_check import LossInputs
 from cogumi.rl.watch import PolicyMetrics
 
 LOW, HIGH = 3e-4, 4e-4

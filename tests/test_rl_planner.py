@@ -141,10 +141,6 @@ def test_a_document_that_does_not_fit_is_refused_with_what_is_needed() -> None:
         plan(GIB, documents_per_step=8)
 
 
-def test_free_memory_is_a_plausible_number_of_bytes() -> None:
-    assert 1e7 < memory_plan.free_memory_bytes() < 1e13
-
-
 # ---------------------------------------------------------------------------------------------------------- memory
 
 

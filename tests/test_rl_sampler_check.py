@@ -15,9 +15,9 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.methods import gspo
 from cogumi.patches import vllm_engine
-from cogumi.rl import sampler_check
+from cogumi.rl import sampling
 from cogumi.rl.guards import find_problems
-from cogumi.rl.sampler_check import LONGEST, SamplerCheck, pick_texts, score_by_trainer, weigh_correction
+from cogumi.rl.sampling import LONGEST, SamplerCheck, pick_texts, score_by_trainer, weigh_correction
 
 TEXTS = [[5, 9, 14, 20, 33, 41, 7, 3], [8, 8, 15, 16, 23, 42], [4, 11, 2, 60, 61, 9, 9, 10, 12]]
 
@@ -55,7 +55,7 @@ def stage(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
         check.score_texts(TEXTS)
         return check.compare_texts()
 
-    monkeypatch.setattr(sampler_check, "score", score)
+    monkeypatch.setattr(sampling, "score", score)
     torch.manual_seed(0)
     sync()
     stage.train, stage.sync, stage.rollout = train, sync, rollout

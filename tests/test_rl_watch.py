@@ -9,17 +9,12 @@ import pytest
 import torch
 
 import cogumi
-from cogumi.config.presets import OURS
 from cogumi.core.errors import UsageError
 from cogumi.patches.trl_internals import observe_rollouts
-from cogumi.rl import PRESETS, preset
+from cogumi.rl import PRESETS, loss_check, preset
 from cogumi.rl.guards import accepted_by
-from cogumi.rl.loss_capture import LossInputs
-from cogumi.rl.loss_check import WrongLossError, has_clipped_gradient
+from cogumi.rl.loss_check import LossInputs, WrongLossError, has_clipped_gradient
 from cogumi.rl.watch import LossWatch, watch
-
-# TRL's own names mean TRL's own defaults in a script; the preset is then given value by value.
-TRLS = [name for name in PRESETS if name not in OURS]
 
 
 def trained(trainer: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -30,16 +25,16 @@ def trained(trainer: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return record, [row for row in trainer.state.log_history if "loss" in row]
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_first_loss_of_every_preset_is_the_formulas(name: str, make_trainer: Callable[..., Any]) -> None:
-    values = preset(name) | {"mask_truncated_completions": False}
+@pytest.mark.parametrize("name", [*PRESETS, "bnpo", "sapo", "vespo"])
+def test_the_first_loss_of_every_name_is_the_formulas(name: str, make_trainer: Callable[..., Any]) -> None:
+    values = (preset(name) if name in PRESETS else {"loss_type": name}) | {"mask_truncated_completions": False}
     record, rows = trained(make_trainer(**values, gradient_accumulation_steps=2, steps_per_generation=4))
     assert record["loss"] == name
     assert record["asserted"]
     assert record["backend"] == "trl"
     assert record["micro_batches"] == 2
     assert record["function"].endswith("GRPOTrainer._compute_loss")
-    assert record["arguments"]["loss_type"] == PRESETS[name]["loss_type"]
+    assert record["arguments"]["loss_type"] == PRESETS.get(name, {"loss_type": name})["loss_type"]
     assert record["relative_difference"]["loss"] < 1e-6
     assert record["relative_difference"]["gradient"] < 1e-5
     assert len(rows) == 2
@@ -270,6 +265,15 @@ def test_a_term_without_a_formula_is_said_and_not_called_proven(make_trainer: Ca
     assert not record["asserted"]
 
 
+def test_a_loss_without_a_formula_is_not_called_proven(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_check, "WITH_FORMULA", ("grpo",))
+    record, _ = trained(make_trainer("dapo"))
+    assert record["unproven"] == ["loss_type dapo"]
+    assert not record["asserted"]
+
+
 # ---------------------------------------------------------------------------------------------- an objective of one's own
 
 
@@ -402,42 +406,9 @@ def test_watching_does_not_change_the_run(make_trainer: Callable[..., Any]) -> N
     assert all(torch.equal(a, b) for a, b in zip(weights(True), weights(False), strict=True))
 
 
-def test_gspo_token_is_gspo_under_constant_advantages(make_trainer: Callable[..., Any]) -> None:  # reference 9
-    def run(name: str) -> list[dict[str, Any]]:
-        torch.manual_seed(0)
-        return trained(make_trainer(name, max_steps=4))[1]
-
-    for ours, token in zip(run("gspo"), run("gspo-token"), strict=True):
-        for name in ("loss", "grad_norm", "policy/ratio_new_old", "policy/clipped_ratio_fraction", "reward"):
-            if name in ours:
-                assert token[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-7), name
-    assert token["policy/staleness"] == 4  # the last step was off-policy: the ratio was not 1
-
-
-def test_gspo_token_gives_every_token_its_own_advantage(make_trainer: Callable[..., Any]) -> None:
-    """arXiv:2507.18071, equations 13 to 17, in float64: the gradient of token t is -R_s A_t / (B N) where not clipped."""
-    trainer = make_trainer("gspo-token")
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
-    old = -torch.rand(3, 4, generator=generator, dtype=torch.float64)
-    drift = torch.tensor([[2e-4], [-1e-3], [1e-3]], dtype=torch.float64)  # inside, below, above the clip
-    new = (old + drift).requires_grad_()
-    advantages = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (new, torch.zeros_like(new), None)
-    ones = torch.ones(3, 2, dtype=torch.long)
-    inputs = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": mask, "completion_mask": mask}
-    trainer.compute_loss(trainer.model, inputs | {"advantages": advantages, "old_per_token_logps": old}).backward()
-    ratio = drift.exp()
-    live = torch.where(advantages > 0, ratio <= 1 + 4e-4, ratio >= 1 - 3e-4)
-    expected = -ratio * advantages * live * mask / mask.sum(-1, keepdim=True) / 3
-    torch.testing.assert_close(new.grad, expected, atol=1e-14, rtol=1e-10)
-
-
 def test_the_rollout_that_the_trainer_keeps_is_not_touched(make_trainer: Callable[..., Any]) -> None:
-    """num_iterations=2 uses every rollout twice: GSPO-token's stand-in for the old log-probabilities must not stay."""
-    trainer = make_trainer("gspo-token", num_iterations=2, max_steps=4)
+    """num_iterations=2 uses every rollout twice: what the watch reads of it must stay as it was."""
+    trainer = make_trainer("gspo", num_iterations=2, max_steps=4)
     watch(trainer)
     sampled: list[float] = []
 

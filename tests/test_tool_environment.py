@@ -220,10 +220,9 @@ def trainer_in(
 
 
 @pytest.mark.slow("a training of each; the proof of a loss with a mask is in the first tier, too")
-@pytest.mark.parametrize("name", ["gspo-token", "sampler's own log-probabilities", "accumulated", "plain tools"])
+@pytest.mark.parametrize("name", ["sampler's own log-probabilities", "accumulated", "plain tools"])
 def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, Path], tmp_path: Path, name: str) -> None:
     values: dict[str, Any] = {
-        "gspo-token": {"loss_type": "gspo-token"},
         "accumulated": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
         "plain tools": {"tools": True},
     }.get(name, {})

@@ -150,7 +150,7 @@ def by_token(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | 
 def run_losses(whose: str, model_path: str, results: str, old_from: str = "") -> None:
     """Every loss once on the same batch; loss, gradient and what was overheard, saved to `results`."""
     import cogumi
-    from cogumi.rl.loss_capture import capture_loss_inputs
+    from cogumi.rl.loss_check import capture_loss_inputs
 
     if whose == "unsloth":
         assert unsloth_rl.apply().applied
@@ -181,7 +181,7 @@ def run_losses(whose: str, model_path: str, results: str, old_from: str = "") ->
         unheard.backward()
         without = gradients(model)
         model.zero_grad()
-        with capture_loss_inputs(trainer, this, token_ratio=False) as calls:
+        with capture_loss_inputs(trainer, this) as calls:
             loss = trainer.compute_loss(model, this)
         loss.backward()
         (call,) = calls
@@ -213,7 +213,7 @@ def run_training(model_path: str, results: str) -> None:
 def train_watched(model_path: str, beta: float) -> dict[str, Any]:
     """Two optimizer steps of two micro-batches each on one rollout of 16, and what the watch over them was given."""
     from cogumi.patches.trl_internals import TOKEN_LOGPS
-    from cogumi.rl.loss_capture import LossInputs, sequence_log_ratio
+    from cogumi.rl.loss_check import LossInputs, sequence_log_ratio
     from cogumi.rl.watch import watch
 
     settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 2, "logging_steps": 1}
@@ -817,7 +817,7 @@ def test_a_clip_that_acts_takes_trl_whose_ratios_are_exact_and_so_does_vllm(monk
         return choose_backend(RunConfig(model=model, data=DataSection(), train=train, cogumi=section)).name
 
     assert chosen() == "trl"  # four steps of each rollout, where nothing else is said
-    assert chosen(loss_type="gspo-token", steps_per_generation=2) == "trl"
+    assert chosen(loss_type="gspo-length", steps_per_generation=2) == "trl"
     assert chosen(steps_per_generation=1, num_iterations=2) == "trl"
     assert chosen(steps_per_generation=2, gradient_accumulation_steps=2) == "unsloth"  # the ratio is 1
     assert chosen(steps_per_generation=1) == "unsloth"
@@ -1067,7 +1067,7 @@ def test_in_order_nothing_is_refused_and_then_the_offending_import_is_named(tmp_
 @pytest.mark.parametrize("release", RECORDED)
 def test_recorders_bind_to_the_recorded_signatures(release: str) -> None:
     """The call unsloth makes, with the parameters of each release in their order."""
-    from cogumi.rl.loss_capture import LossInputs, wrap_efficient_loss
+    from cogumi.rl.loss_check import LossInputs, wrap_efficient_loss
 
     _, *parameters = recorded(release, unsloth_rl.LOSS_FILE, "UnslothEfficientGRPO.forward")
     names: dict[str, Any] = {}

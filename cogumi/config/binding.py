@@ -176,6 +176,15 @@ def reporters_in_source() -> list[str]:
     raise LookupError(f"{module} has no {table}")
 
 
+def losses_in_source() -> list[str]:
+    """Return TRL's own values of GRPOConfig's `loss_type`, which its help lists as supported."""
+    _, definition = find_class(HOMES["GRPOConfig"], "GRPOConfig")
+    fields = (node for node in definition.body if isinstance(node, ast.AnnAssign))
+    field = next(node for node in fields if ast.unparse(node.target) == "loss_type")
+    texts = [node.value for node in ast.walk(field) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return QUOTED.findall(" ".join(texts).partition("Supported values are")[2].partition(". ")[0])
+
+
 @cache
 def module_of(name: str) -> ast.Module:
     """The syntax tree of an installed module."""

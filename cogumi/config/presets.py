@@ -1,6 +1,6 @@
-"""Policy losses by name (`train.loss_type`), each with where its numbers are from.
+"""Policy losses by name (`train.loss_type`), each with the source of its numbers.
 
-A loss is a set of TRL's own GRPOConfig values, which the config's own keys override. Values equal to TRL's defaults
+A preset is a set of TRL's own GRPOConfig values, which the config's own keys override. Values equal to TRL's defaults
 are spelled out too, because unsloth's generated config has others, such as a KL term and learning rate 5e-5.
 """
 
@@ -13,35 +13,23 @@ def _values(loss_type: str, level: str, **values: Any) -> dict[str, Any]:
     return {"loss_type": loss_type, **spelled_out, **values}
 
 
-_GSPO_CLIP: dict[str, Any] = {"epsilon": 3e-4, "epsilon_high": 4e-4}  # arXiv:2507.18071, section 5.1
-_TOKEN_CLIP: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.2}
-
 PRESETS: dict[str, dict[str, Any]] = {
-    # Mean over sequences of the clipped sequence ratio times the advantage: Zheng et al. 2025, arXiv:2507.18071, equation 5.
-    "gspo": _values("grpo", "sequence", **_GSPO_CLIP),
+    # Mean over sequences of the clipped sequence ratio times the advantage: Zheng et al. 2025, arXiv:2507.18071, equation 5;
+    # epsilons of section 5.1.
+    "gspo": _values("grpo", "sequence", epsilon=3e-4, epsilon_high=4e-4),
     # gspo, each sequence weighted by its length: Fast-LLM's and LUSPO's sum (arXiv:2602.05261; epsilons of Fast-LLM's recipe).
     "gspo-length": _values("luspo", "sequence", epsilon=3e-3, epsilon_high=4e-3),
-    # For advantages that vary along a sequence: clipped by its ratio, gradient token by token (arXiv:2507.18071, equation 13).
-    "gspo-token": _values("grpo", "token", **_GSPO_CLIP),
     # Token ratios, mean over each sequence, then over sequences; a KL term: Shao et al. 2024, arXiv:2402.03300, equation 3.
-    "grpo": _values("grpo", "token", beta=0.04, **_TOKEN_CLIP),
+    "grpo": _values("grpo", "token", beta=0.04, epsilon=0.2, epsilon_high=0.2),
     # Sums divided by a constant, advantages not divided by the group's deviation: Liu et al. 2025, arXiv:2503.20783.
-    "dr_grpo": _values("dr_grpo", "token", scale_rewards="none", **_TOKEN_CLIP),
+    "dr_grpo": _values("dr_grpo", "token", scale_rewards="none", epsilon=0.2, epsilon_high=0.2),
     # Averaged over all tokens of the step, a higher upper clip: Yu et al. 2025, arXiv:2503.14476.
     "dapo": _values("dapo", "token", epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=True),
-    # Token ratios averaged over the tokens of each micro-batch, on which it depends: TRL's `bnpo`.
-    "bnpo": _values("bnpo", "token", **_TOKEN_CLIP),
     # REINFORCE weighted by the token ratio, capped and detached: MiniMax 2025, arXiv:2506.13585; cap of arXiv:2510.13786.
     "cispo": _values("cispo", "token", epsilon=0.2, epsilon_high=5.0),
-    # Token ratios through a sigmoid gate instead of a clip, colder for negative advantages: arXiv:2511.20347.
-    "sapo": _values("sapo", "token", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, **_TOKEN_CLIP),
-    # REINFORCE weighted by a Gamma-shaped function of the whole sequence's ratio: arXiv:2602.10693.
-    "vespo": _values(
-        "vespo", "token", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, **_TOKEN_CLIP
-    ),
 }
 
-# What is done about the difference between vLLM's log-probabilities and the trainer's, by `cogumi.sampler_correction`: a weight
+# Corrections for the difference between vLLM's log-probabilities and the trainer's, by `cogumi.sampler_correction`: a weight
 # trainer / sampler on the loss, truncated or masked. Its bounds are `vllm_importance_sampling_clip_min` and `_max`.
 CORRECTIONS: dict[str, dict[str, Any]] = {
     # Each token's weight, at most C: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
@@ -54,12 +42,12 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 CORRECTION = "vllm_importance_sampling_"
 
-# The names TRL does not know; the others mean TRL's own loss in a script and the preset in a run's YAML.
-OURS = ("gspo", "gspo-length", "gspo-token")
-# The loss with the value of the sequence's ratio and each token's own gradient (`cogumi.rl.loss_capture`).
-WITH_TOKEN_RATIO = "gspo-token"
+# The names TRL does not know. The others mean TRL's own loss in a script and the preset in a run's YAML.
+OURS = ("gspo", "gspo-length")
+# The one removed name that TRL does not know either; sapo, vespo, bnpo and luspo are TRL's own losses.
+REMOVED = {"gspo-token": "gspo, which is the same where advantages do not vary along a completion"}
 
 
 def preset(name: str) -> dict[str, Any]:
-    """For `trl.GRPOConfig(**preset("dapo"), ...)`; ours keep their names. KeyError for other names."""
+    """Return keyword arguments for `trl.GRPOConfig(**preset("dapo"), ...)`. Raises KeyError for an unknown name."""
     return {**PRESETS[name], **({"loss_type": name} if name in OURS else {})}

@@ -21,13 +21,14 @@ from cogumi.config.binding import (
     bind_values,
     hints_imported,
     hints_in_source,
+    losses_in_source,
     nearest,
     refuse_bits,
     reject_unknown,
     reporters_in_source,
 )
 from cogumi.config.limits import refuse_no_lora, refuse_out_of_range
-from cogumi.config.presets import PRESETS
+from cogumi.config.presets import PRESETS, REMOVED
 from cogumi.config.source import SECTIONS, Origins, not_a_section, parse_scalar, read_source, set_value
 from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
@@ -393,13 +394,15 @@ def refuse_unknown_names(run: RunConfig, origins: Origins) -> None:
     report_to = run.train.get("report_to") or []
     reporters = [report_to] if isinstance(report_to, str) else report_to
     for key, named, known in (
-        ("train.loss_type", losses, list(PRESETS)),
+        ("train.loss_type", losses, list(dict.fromkeys([*PRESETS, *losses_in_source()])) if losses else []),
         ("train.report_to", reporters, [*reporters_in_source(), "all", "none"]),
     ):
         for name in named:
             if name not in known:
                 near = nearest(name, known)
                 hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
+                if name in REMOVED:
+                    hint = f"write {REMOVED[name]}"
                 raise origins.error(f"{name!r} is not known", key, hint)
 
 

@@ -12,7 +12,7 @@ from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.methods.auto_settings import SETTINGS, Choice
 from cogumi.patches.trl_internals import TOKEN_LOGPS, logged_metrics, observe_rollouts
 from cogumi.rl.guards import LARGEST_SEQUENCE_EPSILON, clips_sequences
-from cogumi.rl.loss_capture import read_trl_inputs, sequence_log_ratio
+from cogumi.rl.loss_check import read_trl_inputs, sequence_log_ratio
 from cogumi.rl.watch import PREFIX, watch
 
 log = logging.getLogger("cogumi")
@@ -59,7 +59,7 @@ def set_clip(run: RunConfig, trainer: Any, rollout: dict[str, Any]) -> dict[str,
         low, high = (choice.value for choice in choices)
         trainer.args.epsilon, trainer.args.epsilon_high = trainer.epsilon_low, trainer.epsilon_high = low, high
         if (proof := watch(trainer).proof) is not None:  # made with the preset's
-            proof.asked_for |= {"epsilon_low": low, "epsilon_high": high}
+            proof.expected |= {"epsilon_low": low, "epsilon_high": high}
     tokens = rollout["completion_mask"].sum(1).double().mean().item()
     outside = (ratios.clamp(1 - low, 1 + high) != ratios).double().mean().item()
     noise = {"sd": sd, "tokens": tokens, "epsilon": low, "outside": outside}

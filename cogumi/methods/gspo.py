@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from cogumi.config.presets import OURS, PRESETS
+from cogumi.config.presets import OURS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
@@ -19,14 +19,14 @@ from cogumi.methods.sampler import engine_of, sampler_settings
 from cogumi.methods.step_split import is_planned
 from cogumi.methods.tasks import begin_episodes, make_trainer, task_of
 from cogumi.models.adapters import lora_config
-from cogumi.patches.gspo_loss import fill_defaults, trl_defaults
+from cogumi.patches.gspo_loss import fill_defaults, loss_values, trl_defaults
 from cogumi.patches.vllm_engine import engine_options
 from cogumi.rewards.entries import RUN_SETTINGS, weights_of
 from cogumi.rewards.functions import on_visible, parameters_of
 from cogumi.rewards.lengths import THOUGHT_COLUMNS, reads_thoughts, with_thoughts
 from cogumi.rewards.named_rewards import SAMPLE, refuse_missing_columns, rewards_of, try_reward
 from cogumi.rl.fp32_head import fp32_lm_head
-from cogumi.rl.generation import skip_needless_rows
+from cogumi.rl.generation import share_prefill_and_drop_finished
 from cogumi.rl.guards import check_clip_numbers, rollout_context
 from cogumi.rl.memory_plan import (
     ModelShape,
@@ -41,9 +41,14 @@ from cogumi.rl.memory_plan import (
     repeat_to_rollout,
     total_memory_bytes,
 )
-from cogumi.rl.sampler_check import check_sampler
-from cogumi.rl.sampling import end_at_end_tokens, stop_rollouts_at, strip_stops, use_rollout_logps
-from cogumi.rl.scoring import leave_out_unscored
+from cogumi.rl.sampling import (
+    check_sampler,
+    end_at_end_tokens,
+    leave_out_unscored,
+    stop_rollouts_at,
+    strip_stops,
+    use_rollout_logps,
+)
 from cogumi.rl.watch import RECORD, watch
 
 log = logging.getLogger("cogumi")
@@ -62,7 +67,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
         train["reward_weights"] = weights
     name = train["loss_type"]
     train |= sampler_settings(run)
-    values = PRESETS[name]
+    values = loss_values(name)
     for finding in check_clip_numbers(values | train | {"loss_type": values["loss_type"]}):
         raise UsageError(finding.message)
     key = "importance_sampling_level"
@@ -107,6 +112,20 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
             raise UsageError(what, key="cogumi.processes", fix=fix)
         refuse_uneven(documents // processes, None, group, rollout // documents, fixed)
     return group, documents // processes, rollout // documents, fixed
+
+
+def rollout_rows(run: RunConfig) -> int:
+    """Return the completions of a rollout in each process, which TRL gives vLLM as `max_num_seqs`."""
+    if is_planned(run):
+        _, documents, mini_batches, _ = step_sizes(run)
+        return documents * mini_batches
+    if size := run.train.get("generation_batch_size"):
+        return int(size) // run.cogumi.process_count
+    steps = run.train.get("steps_per_generation")
+    if steps is None:
+        steps = setting(run, "gradient_accumulation_steps")
+        steps *= STEPS_PER_ROLLOUT if run.train.get("loss_type", "gspo") in OURS else 1
+    return int(setting(run, "per_device_train_batch_size") * steps)
 
 
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
@@ -209,7 +228,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         use_rollout_logps(trainer)
     if episodes is not None:
         episodes.attach(trainer)
-    skip_needless_rows(trainer)
+    share_prefill_and_drop_finished(trainer)
     leave_out_unscored(trainer)
     watch(trainer, record=run.run_dir / RECORD).guard()
     return trainer

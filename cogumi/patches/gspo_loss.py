@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from cogumi.config.presets import OURS, PRESETS
+from cogumi.config.presets import OURS, PRESETS, REMOVED
 from cogumi.core.errors import UsageError
 from cogumi.patches import PatchStatus
 from cogumi.patches.trl_internals import config_defaults
@@ -34,15 +34,14 @@ _ABSENT = object()
 def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """GRPOConfig arguments, a loss type of ours spelled out. Raises UsageError for a key that contradicts it."""
     name = arguments.get("loss_type")
+    if name in REMOVED:
+        raise UsageError(f"loss_type={name!r} is not known any more", fix=f"write {REMOVED[name]}")
     if name not in OURS:
         return dict(arguments)
     wanted = PRESETS[name]["importance_sampling_level"]
     if (level := arguments.get("importance_sampling_level", wanted)) != wanted:
-        ratio = "per sequence" if name != "gspo-token" else "the sequence's, with each token's gradient"
-        raise UsageError(
-            f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is {ratio}",
-            fix="drop one",
-        )
+        what = f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is per sequence"
+        raise UsageError(what, fix="drop one")
     # As in TRL, a lone epsilon bounds both sides.
     both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
     # Elsewhere None is a value: max_grad_norm=None does not clip the gradient, a correction's clip_max=None has no bound.
@@ -51,12 +50,19 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fill_defaults(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """GRPOConfig keyword arguments of a preset under `arguments`, with everything that unsloth has other defaults for."""
-    preset = PRESETS[name]
+    """Return GRPOConfig keyword arguments of a loss under `arguments`, with everything that unsloth has other defaults for."""
+    preset = loss_values(name)
     values = {**trl_defaults(SPELLED_OUT), **preset, **arguments, "loss_type": preset["loss_type"]}
     if values.get("generation_batch_size") is None and values.get("steps_per_generation") is None:
         values["steps_per_generation"] = values["gradient_accumulation_steps"]  # TRL's default, said aloud
     return values
+
+
+def loss_values(name: str) -> dict[str, Any]:
+    """Return the values of a preset; for a loss of TRL's own without a preset TRL's defaults of the same keys."""
+    if name in PRESETS:
+        return PRESETS[name]
+    return trl_defaults(tuple(key for key in PRESETS["grpo"] if key != "loss_type")) | {"loss_type": name}
 
 
 def trl_defaults(names: tuple[str, ...]) -> dict[str, Any]:

@@ -186,11 +186,6 @@ def supported_attention(model: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     return kinds, tuple(getattr(model, "_compatible_flash_implementations", None) or ())
 
 
-def layer_classes(model: Any) -> frozenset[str]:
-    """The names of the classes of layers that stay whole, by which FSDP2 makes its groups."""
-    return frozenset(getattr(model, "_no_split_modules", None) or ())
-
-
 def holds_adapter(model: Any) -> bool:
     """Whether an adapter was loaded into a transformers model by its own methods, without PEFT's wrapper."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))

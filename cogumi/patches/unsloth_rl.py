@@ -167,7 +167,7 @@ def locate_import(name: str) -> str:
 
 LOSS_FILE, PATCH_FILE = "unsloth_zoo/rl_replacements.py", "unsloth/models/rl.py"
 LOADER_FILE, LLAMA_FILE = "unsloth/models/loader.py", "unsloth/models/llama.py"
-# What cogumi.rl.loss_capture binds to, per file; the same in both versions this was written for. Upstream may append.
+# What cogumi.rl.loss_check binds to, per file; the same in both versions this was written for. Upstream may append.
 UPSTREAM = {
     PATCH_FILE: {"PatchFastRL": "algorithm"},
     LOSS_FILE: {

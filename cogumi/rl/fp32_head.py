@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cogumi.core.errors import UsageError
 from cogumi.patches.vllm_engine import head_dtype
-from cogumi.rl.loss_capture import backend_of
+from cogumi.rl.loss_check import backend_of
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +41,17 @@ def fp32_lm_head(trainer: Any) -> None:
     if backend_of(trainer) == "unsloth":
         require_unsloth_in_fp32()
     else:
-        score_in_fp32(trainer, models)
+        from trl.trainer.utils import add_fused_lm_head
+
+        # TRL's Triton kernel rounds the logits to the dtype of the hidden states, or of autocast; with this argument it
+        # casts tile by tile. The new forward hands everything but scoring to the one TRL installed
+        # (grpo_trainer.py:1041-1051).
+        for model, outputs in zip(models, (("log_probs", "entropy"), ("log_probs",)), strict=False):
+            add_fused_lm_head(model, temperature=trainer.temperature, cast_lm_head_to_fp32=True, outputs=outputs)
     for head in heads:
         # On the instance, as TRL does it; a method bound to its module, so that a deep copy is bound to the copy.
         vars(head)["forward"] = MethodType(project_in_fp32, head)
-    if trainer.use_vllm:
-        warn_of_sampler(trainer)
-
-
-def warn_of_sampler(trainer: Any) -> None:
-    """Say where vLLM's head is not in fp32, or cannot be seen."""
-    if (dtype := head_dtype(trainer.vllm_generation)) == torch.float32:
+    if not trainer.use_vllm or (dtype := head_dtype(trainer.vllm_generation)) == torch.float32:
         return
     reason = "a server does not tell" if dtype is None else f"it is in {str(dtype).removeprefix('torch.')}"
     overrides = '{"head_dtype": "float32"}'
@@ -62,7 +62,7 @@ def warn_of_sampler(trainer: Any) -> None:
 
 
 def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """The logits (..., V) of `hidden` (..., H) in float32 (float64 for a float64 head), also under autocast."""
+    """Return logits (..., V) of `hidden` (..., H) in float32 (float64 for a float64 head), also under autocast."""
     # Cast in each call, a tile at a time: a copy in fp32 would take 2.3 GiB for 152k x 4096, and save no time.
     dtype = torch.promote_types(head.weight.dtype, torch.float32)
     wide = hidden.to(device=head.weight.device, dtype=dtype)
@@ -76,14 +76,14 @@ def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def unwrap_peft(model: Any) -> Any:
-    """The transformers model, out of its PEFT wrapper if it has one."""
+    """Return the transformers model, out of its PEFT wrapper if it has one."""
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def require_frozen_head(model: Any) -> nn.Linear:
-    """The head of a transformers model. Raises UsageError for one that cannot be multiplied in fp32 from here."""
+    """Return the head of a transformers model. Raises UsageError for one that cannot be multiplied in fp32 from here."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -100,16 +100,6 @@ def require_frozen_head(model: Any) -> nn.Linear:
             fix="remove cogumi.fp32_lm_head, or load the head unquantized",
         )
     return head
-
-
-def score_in_fp32(trainer: Any, models: list[Any]) -> None:
-    """Give TRL's scoring forward an fp32 head. `models`: the policy, and the reference model if there is one."""
-    from trl.trainer.utils import add_fused_lm_head
-
-    # TRL's Triton kernel rounds the logits to the dtype of the hidden states, or of autocast; with this argument it casts
-    # tile by tile. The new forward hands everything but scoring to the one TRL installed (grpo_trainer.py:1041-1051).
-    for model, outputs in zip(models, (("log_probs", "entropy"), ("log_probs",)), strict=False):
-        add_fused_lm_head(model, temperature=trainer.temperature, cast_lm_head_to_fp32=True, outputs=outputs)
 
 
 def require_unsloth_in_fp32() -> None:

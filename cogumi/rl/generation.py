@@ -1,9 +1,9 @@
-"""Rollouts of transformers' own `generate`, without the rows that it computes for nothing.
+"""Share the prefill of equal prompts in transformers' `generate`, and drop finished completions from its batch.
 
-Two things are left out. A prompt runs through the model once, and its copies (`num_generations`) get its key-value cache.
-A completion that has ended leaves the batch of the forward pass.
+A prompt runs through the model once, and its copies (`num_generations`) get its key-value cache. A completion that has
+ended leaves the batch of the forward pass.
 
-The loop that decodes stays transformers'. Cuts, penalties, stop strings and the draw see a batch of the old shape, so as many
+The decoding loop stays transformers'. Cuts, penalties, stop strings and the draw see a batch of the old shape, so as many
 random numbers are drawn. Tokens are the same as far as a row's logits do not depend on the rows beside it.
 """
 
@@ -19,23 +19,24 @@ from transformers.generation import GenerationMode
 
 from cogumi.patches import replaced
 from cogumi.patches.trl_internals import GENERATE_TURN, STOPPING_CRITERIA, wrap_method
-from cogumi.rl.loss_capture import backend_of
+from cogumi.rl.loss_check import backend_of
 
 log = logging.getLogger(__name__)
-ONE_BY_ONE = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)  # one sequence for each row, a token at a time
+ONE_TOKEN_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)  # one sequence per row, a token at a time
 # Layers of a cache whose state is keys and values, with a row for each row of the batch.
-WHOLE_STATE = (DynamicLayer, DynamicSlidingWindowLayer)
-RANDOM = ("drop", "jitter")  # in the names of settings by which a forward pass draws random numbers
+SELECTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+RANDOM = ("drop", "jitter")  # parts of the names of settings with which a forward pass draws random numbers
 
 
-def skip_needless_rows(trainer: Any) -> None:
-    """From now on `generate` computes no prompt twice in the rollouts of this `trl.GRPOTrainer`, and no ended completion.
+def share_prefill_and_drop_finished(trainer: Any) -> None:
+    """Have `generate` compute no prompt twice in the rollouts of this `trl.GRPOTrainer`, and no finished completion.
 
-    Call it once, on a built trainer. What cannot be left out without changing the result stays, and the log says so once.
+    Call it once, on a built trainer. Rows that cannot be left out without changing the result stay, and the log says so
+    once.
     """
     if trainer.use_vllm or trainer.args.use_transformers_continuous_batching or backend_of(trainer) == "unsloth":
         return  # there another engine decodes
-    said: set[str] = set()
+    logged: set[str] = set()
 
     def generate_turn_without(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
@@ -47,33 +48,33 @@ def skip_needless_rows(trainer: Any) -> None:
             return EndedRows(prepare(*args, **kwargs), rows)
 
         with replaced(model, {} if reason else {"forward": rows.compute, STOPPING_CRITERIA: watched_criteria}):
-            found = generate_turn(*args, **kwargs)
+            result = generate_turn(*args, **kwargs)
         if not reason and rows.cache is None:
             reason = f"{type(model).__name__} has other inputs than rows of tokens, or another cache"
-        if reason and reason not in said:
-            said.add(reason)
+        if reason and reason not in logged:
+            logged.add(reason)
             log.info("rollouts: generate is left as it is, because %s", reason)
-        return found
+        return result
 
     wrap_method(trainer, GENERATE_TURN, generate_turn_without)
 
 
 def reason_against(trainer: Any, model: Any) -> str:
-    """Why the next rollout has to compute all rows; "" where it has not."""
+    """Return why the next rollout has to compute all rows; "" where it has not."""
     config: GenerationConfig = trainer.generation_config
     if trainer.accelerator.num_processes > 1:
         return "several processes have to call the model equally often"
-    if config.get_generation_mode() not in ONE_BY_ONE:
+    if config.get_generation_mode() not in ONE_TOKEN_MODES:
         return f"train.generation_kwargs ask for {config.get_generation_mode().value.replace('_', ' ')}"
     if config.cache_implementation is not None:
         return f"train.generation_kwargs.cache_implementation is {config.cache_implementation}"
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model_wrapped), "peft_config", {}).values()
-    if any(getattr(each, "alora_invocation_tokens", None) for each in adapters):
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
         return "lora.alora_invocation_tokens has PEFT count positions for each row"
     if model.config.get_text_config() is not model.config:
         return f"{type(model).__name__} takes more than text"
     layers = DynamicCache(config=model.config).layers
-    if other := next((each for each in layers if type(each) not in WHOLE_STATE), None):
+    if other := next((layer for layer in layers if type(layer) not in SELECTABLE_LAYERS), None):
         return f"a {type(other).__name__} of its cache does not give single rows"
     if drawn := randomness(model):
         return f"{drawn} draws random numbers for each row"
@@ -81,7 +82,7 @@ def reason_against(trainer: Any, model: Any) -> str:
 
 
 def randomness(model: Any) -> str:
-    """What draws random numbers in a forward pass of the model now, or ""."""
+    """Return what draws random numbers in a forward pass of the model now, or ""."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             return name
@@ -93,15 +94,15 @@ def randomness(model: Any) -> str:
 
 
 class EndedRows(StoppingCriteriaList):
-    """The criteria of a call of `generate`, which tell `rows` what has ended."""
+    """The criteria of a call of `generate`, which report to `rows` what has ended."""
 
     def __init__(self, criteria: StoppingCriteriaList, rows: "RowsInUse") -> None:
         super().__init__(criteria)
         # Without an end token `generate` still draws for a row that a stop string has ended.
-        self.rows = rows if any(hasattr(each, "eos_token_id") for each in criteria) else None
+        self.rows = rows if any(hasattr(criterion, "eos_token_id") for criterion in criteria) else None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """(B,) bool: which rows end here. `input_ids`: (B, so far)."""
+        """Return (B,) bool: which rows end here. `input_ids`: (B, so far)."""
         done: Tensor = super().__call__(input_ids, scores, **kwargs)
         if self.rows is not None:
             self.rows.ended = done
@@ -109,7 +110,7 @@ class EndedRows(StoppingCriteriaList):
 
 
 class RowsInUse:
-    """Stands for a model's forward pass during one call of `generate`: computes the rows that matter, has logits for all.
+    """Replace a model's forward pass during one call of `generate`: compute the rows in use, return logits for all.
 
     B: rows of the batch. R: rows of them that are still computed.
     """
@@ -121,7 +122,7 @@ class RowsInUse:
         self.rows: Tensor | None = None  # (R,) indices: those that the cache still has; None while it has all
 
     def compute(self, *args: Any, **inputs: Any) -> Any:
-        """The model's output, with the `logits` (B, 1, V) of the last position: zeros for a row that has been left out."""
+        """Return the model's output with `logits` (B, 1, V) of the last position: zeros for a row that was dropped."""
         cache = inputs.get("past_key_values")
         if self.cache is None and can_select_rows(inputs):
             self.cache = cache
@@ -132,7 +133,7 @@ class RowsInUse:
         return self.forward(*args, **inputs)
 
     def prefill(self, inputs: dict[str, Any]) -> Any:
-        """The prompts, each once where equal ones follow each other."""
+        """Compute the prompts, each once where equal ones follow each other."""
         prompts = torch.cat([inputs["input_ids"], inputs["attention_mask"]], dim=1)
         _, copied, copies = torch.unique_consecutive(prompts, dim=0, return_inverse=True, return_counts=True)
         if len(copies) == len(prompts):
@@ -143,13 +144,13 @@ class RowsInUse:
         return outputs
 
     def decode(self, inputs: dict[str, Any]) -> Any:
-        """The next position of the completions that have not ended."""
+        """Compute the next position of the completions that have not ended."""
         if self.ended is not None:
             unfinished = ~self.ended if self.rows is None else ~self.ended[self.rows]
-            kept = unfinished.nonzero().squeeze(1)
-            if 0 < len(kept) < len(unfinished):
-                self.cache.batch_select_indices(kept)
-                self.rows = kept if self.rows is None else self.rows[kept]
+            remaining = unfinished.nonzero().squeeze(1)
+            if 0 < len(remaining) < len(unfinished):
+                self.cache.batch_select_indices(remaining)
+                self.rows = remaining if self.rows is None else self.rows[remaining]
         if self.rows is None:
             return self.forward(**inputs)
         outputs = self.forward(**select_rows(inputs, self.rows))
@@ -160,13 +161,13 @@ class RowsInUse:
 
 
 def can_select_rows(inputs: dict[str, Any]) -> bool:
-    """Whether a prefill has inputs of one row for each prompt, (B, T), no other tensors, and a cache of its own."""
+    """Return whether a prefill has inputs (B, T), a row for each prompt, no other tensors, and a cache of its own."""
     ids, tensors = inputs.get("input_ids"), [value for value in inputs.values() if isinstance(value, Tensor)]
     return (
         type(inputs.get("past_key_values")) is DynamicCache
         and isinstance(ids, Tensor)
         and isinstance(inputs.get("attention_mask"), Tensor)
-        and all(each.shape == ids.shape for each in tensors)
+        and all(tensor.shape == ids.shape for tensor in tensors)
     )
 
 

@@ -1,22 +1,20 @@
-"""What would make a GRPO run something else than it says, found before the first rollout is paid for.
+"""Check a GRPO trainer, before the first rollout is paid for, for settings that make another run than they say.
 
 Settings are named as in a run's YAML: `train.` is TRL's GRPOConfig, `lora.` peft's LoraConfig.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 from torch import nn
 
-from cogumi.config.presets import CORRECTION, WITH_TOKEN_RATIO
+from cogumi.config.presets import CORRECTION
 from cogumi.core.errors import UsageError
-from cogumi.patches.gspo_loss import loss_name
 from cogumi.patches.trl_internals import tokenized_prompts
 from cogumi.rewards.named_rewards import try_reward
-from cogumi.rl.loss_capture import Backend
-from cogumi.rl.loss_check import CLIPPED
+from cogumi.rl.loss_check import CLIPPED, Backend
 from cogumi.rl.sampling import reshaping_settings
 
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
@@ -24,10 +22,17 @@ LARGEST_SEQUENCE_EPSILON = 0.05
 SMALLEST_TOKEN_EPSILON = 0.01
 TOKENIZED_AT_ONCE = 1024
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# Where a model drops activations -> what switches it off, in the order in which it is named.
+DROPOUT_FIXES = {
+    "lora": "lora.lora_dropout: 0 (train.disable_dropout: true does the same)",
+    "module": "train.disable_dropout: true",
+    # TRL's switch sets the p of nn.Dropout modules, and nothing else.
+    "functional": "0.0 for it in the model's config.json (train.disable_dropout does not reach it)",
+}
 POSITIONS = "the model's max_position_embeddings"
 IN_SCRIPTS = "(train. is trl.GRPOConfig, lora. is peft.LoraConfig)"
 OWN_OBJECTIVE = "own-objective"  # the trainer's loss is the user's own, and is compared with no formula
-# What a script may accept: the names of findings.
+# Names of findings, which a script may accept.
 NAMES = (
     *("dropout", "pad-is-eos", "token-aggregation", "two-temperatures", "epsilon", "beta", "delta", "wide-clip"),
     *("narrow-clip", "kl-correction", "ratio-always-one", "less-than-a-rollout", "cut-distribution"),
@@ -38,7 +43,7 @@ _accepted: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class GuardFinding:
-    """One rule that spoke. `name`: one of NAMES. `message`: one line: setting, value, why, what to set instead."""
+    """A rule that applies. `name`: one of NAMES. `message`: one line: setting, value, why, what to set instead."""
 
     name: str
     refused: bool
@@ -46,35 +51,35 @@ class GuardFinding:
 
 
 def accept_findings(names: Iterable[str]) -> None:
-    """Have the guards of this process let these findings pass, and no others. Raises UsageError for an unknown name."""
+    """Have this process's guards let these findings pass, and no others. Raises UsageError for an unknown name."""
     global _accepted
-    given = [names] if isinstance(names, str) else list(names)
-    if unknown := [name for name in given if name not in NAMES]:
-        raise UsageError(f"accept={given!r}: {unknown[0]!r} is no finding", fix=f"there are: {', '.join(NAMES)}")
-    _accepted = frozenset(given)
+    accepted = [names] if isinstance(names, str) else list(names)
+    if unknown := [name for name in accepted if name not in NAMES]:
+        raise UsageError(f"accept={accepted!r}: {unknown[0]!r} is no finding", fix=f"there are: {', '.join(NAMES)}")
+    _accepted = frozenset(accepted)
 
 
 def accepted_by(trainer: Any) -> frozenset[str]:
-    """What `accept_findings` was told last; a run from YAML accepts nothing."""
+    """Return the names given to `accept_findings` last; a run from YAML accepts nothing."""
     return frozenset() if is_run_trainer(trainer) else _accepted
 
 
 def format_accept_call(name: str, beside: frozenset[str]) -> str:
-    """The call that accepts `name`, and still what was accepted before."""
+    """Return the call that accepts `name` beside what was accepted before."""
     return f"cogumi.patch(accept={sorted({name, *beside})})"
 
 
 def is_run_trainer(trainer: Any) -> bool:
-    """Whether `cogumi train` or `cogumi.train` built a trainer, from a YAML."""
+    """Return whether `cogumi train` or `cogumi.train` built the trainer, from a YAML."""
     return getattr(trainer, "cogumi_run", False)
 
 
 def guard_trainer(
     trainer: Any, *, backend: Backend, rollout_logps: bool = False, accepted: frozenset[str] = frozenset()
 ) -> list[str]:
-    """The warnings about a constructed `trl.GRPOTrainer`, accepted findings among them.
+    """Return the warnings about a constructed `trl.GRPOTrainer`, accepted findings among them.
 
-    Raises UsageError with every refusal, one line each; to a script of the user's own a line says how to accept it.
+    Raises UsageError with every refusal, one line each; in a script of the user's own a line says how to accept it.
     """
     refusals, warnings = [], []
     for finding in find_problems(trainer, backend=backend, rollout_logps=rollout_logps):
@@ -94,73 +99,59 @@ def guard_trainer(
 
 
 def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False) -> list[GuardFinding]:
-    """Every rule applied to a constructed `trl.GRPOTrainer`, in the order in which they are written below.
+    """Apply every rule to a constructed `trl.GRPOTrainer`, in the order in which they are written below.
 
-    `rollout_logps`: the ratio is taken against the sampler's own log-probabilities. Prompts of a streamed data set, of
+    rollout_logps: the ratio is taken against the sampler's own log-probabilities. Prompts of a streamed data set, of
     environments and of images are not known before the rollout and pass.
     """
     args, dataset = trainer.args, trainer.train_dataset
-    found = [*check_dropout(list_dropout(trainer.model), clips_sequences(args)), *check_pad_token(trainer, backend)]
-    found += check_loss_settings(args, backend)
+    findings = [*check_dropout(trainer.model, clips_sequences(args)), *check_pad_token(trainer, backend)]
+    findings += check_loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
-    found += check_distribution(args, rollout_logps)
+    findings += check_distribution(args, rollout_logps)
     if clips_sequences(args) and not rollout_logps and not corrected:
-        found += check_ratio(args)
+        findings += check_ratio(args)
     if not isinstance(dataset, Dataset):
-        return found
-    found += check_rollout_size(len(dataset), args)
+        return findings
+    findings += check_rollout_size(len(dataset), args)
     images = {"image", "images"} & set(dataset.column_names)
     if trainer.environment_factories is None and "prompt" in dataset.column_names and not images:
-        if not is_run_trainer(trainer) and len(dataset):  # a run tried them before
-            found += try_rewards(trainer)
-        found += check_prompt_lengths(trainer)
-    return found
-
-
-def ratio_is_per_sequence(args: Any) -> bool:
-    """Whether one ratio stands for a whole completion. GSPO-token's does, though TRL computes it token by token."""
-    name = loss_name(args)
-    return args.importance_sampling_level == "sequence" or name == WITH_TOKEN_RATIO
+        if not is_run_trainer(trainer) and len(dataset):  # a run tried its rewards before
+            # An error on the first prompt would be raised after the first rollout otherwise.
+            for function in trainer.reward_funcs:
+                if not isinstance(function, nn.Module):
+                    wrong = try_reward(function, dataset[0], trainer.num_generations, trainer_state=trainer.state)
+                    findings += [GuardFinding("reward", *wrong)] if wrong is not None else []
+        findings += check_prompt_lengths(trainer)
+    return findings
 
 
 def clips_sequences(args: Any) -> bool:
-    return ratio_is_per_sequence(args) and args.loss_type in CLIPPED
+    """Return whether one clipped ratio stands for a whole completion."""
+    return args.importance_sampling_level == "sequence" and args.loss_type in CLIPPED
 
 
-# Where a model drops activations -> what switches it off, in the order in which it is named.
-DROPOUT_FIXES = {
-    "lora": "lora.lora_dropout: 0 (train.disable_dropout: true does the same)",
-    "module": "train.disable_dropout: true",
-    # TRL's switch sets the p of nn.Dropout modules, and nothing else.
-    "functional": "0.0 for it in the model's config.json (train.disable_dropout does not reach it)",
-}
-
-
-def list_dropout(model: nn.Module) -> list[tuple[str, str, float]]:
-    """(key of DROPOUT_FIXES, place, probability) of every place where the model drops activations."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, DROPOUTS):
-            if module.p > 0:
-                found.append(("lora" if "lora_dropout" in name else "module", name, module.p))
-            continue
-        for attribute, value in vars(module).items():
-            if "dropout" in attribute and isinstance(value, float) and value > 0:
-                found.append(("functional", f"{name}.{attribute}", value))
-    return sorted(found, key=lambda each: list(DROPOUT_FIXES).index(each[0]))
-
-
-def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: bool) -> Iterator[GuardFinding]:
-    """Dropout draws another mask for the old log-probabilities than for the new ones.
+def check_dropout(model: nn.Module, clips_sequences: bool) -> Iterator[GuardFinding]:
+    """Find dropout, which draws another mask for the old log-probabilities than for the new ones.
 
     On the tests' tiny model 40 to 60 % of the sequences were outside the clip when the second rollout began. Without
     dropout none were, nor in the first one, in which LoRA's B is 0.
     """
+    active: list[tuple[str, str, float]] = []  # (key of DROPOUT_FIXES, place, probability)
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUTS):
+            if module.p > 0:
+                active.append(("lora" if "lora_dropout" in name else "module", name, module.p))
+            continue
+        for attribute, value in vars(module).items():
+            if "dropout" in attribute and isinstance(value, float) and value > 0:
+                active.append(("functional", f"{name}.{attribute}", value))
     if not active:
         return
+    active.sort(key=lambda place: list(DROPOUT_FIXES).index(place[0]))
     kind, place, p = active[0]
     others = f" and {len(active) - 1} more" if len(active) > 1 else ""
-    fix = " and ".join(DROPOUT_FIXES[kind] for kind in dict.fromkeys(each[0] for each in active))
+    fix = " and ".join(DROPOUT_FIXES[kind] for kind in dict.fromkeys(kind for kind, *_ in active))
     name = "lora.lora_dropout" if kind == "lora" else "dropout"
     message = (
         f"{name} is {p:g} ({place}{others}): old and new log-probabilities see different masks. At 0.05 that took 75 % of "
@@ -170,18 +161,21 @@ def check_dropout(active: Sequence[tuple[str, str, float]], clips_sequences: boo
 
 
 def check_pad_token(trainer: Any, backend: Backend) -> Iterator[GuardFinding]:
-    """unsloth's text path finds padding by its id. TRL's masks are made from lengths: either pad token trains the same."""
+    """Find a pad token that unsloth's text path, which finds padding by its id, would confuse with an EOS token.
+
+    TRL's masks are made from lengths: either pad token trains the same.
+    """
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # out of a processor of images
     pad, eos, every_eos = tokenizer.pad_token_id, tokenizer.eos_token_id, trainer.eos_token_ids
     if backend == "trl" or pad not in (eos, *every_eos):
         return
-    what = "the EOS token" if pad == eos else "one of the model's EOS tokens"
-    message = f"the pad token is {what} (id {pad}): unsloth masks the end of a completion; give the tokenizer its own pad token"
+    role = "the EOS token" if pad == eos else "one of the model's EOS tokens"
+    message = f"the pad token is {role} (id {pad}): unsloth masks the end of a completion; give the tokenizer its own pad token"
     yield GuardFinding("pad-is-eos", pad == eos, message)
 
 
 def check_loss_settings(args: Any, backend: Backend) -> Iterator[GuardFinding]:
-    """Settings of the loss, and of the sampler, that contradict each other. `args`: a GRPOConfig."""
+    """Find settings of the loss and of the sampler that contradict each other. `args`: a GRPOConfig."""
     loss_type, level = args.loss_type, args.importance_sampling_level
     if level == "sequence" and loss_type in SUMMED_OVER_TOKENS:
         message = (
@@ -204,8 +198,18 @@ def check_loss_settings(args: Any, backend: Backend) -> Iterator[GuardFinding]:
         yield GuardFinding("two-temperatures", True, message)
     yield from check_clip_numbers(vars(args))
     bounds = {"epsilon": args.epsilon, "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high}
-    if not ratio_is_per_sequence(args):
-        yield from check_narrow_clip(loss_type, *bounds.values())
+    smallest = min(bounds.values())
+    if level == "token" and loss_type == "cispo" and bounds["epsilon_high"] < 1:
+        message = (
+            f"train.epsilon_high {bounds['epsilon_high']:g} is cispo's cap of the ratio itself; the papers use 4 to 8"
+        )
+        yield GuardFinding("narrow-clip", False, message)
+    elif level == "token" and loss_type in CLIPPED and smallest < SMALLEST_TOKEN_EPSILON:
+        message = (
+            f"train.epsilon {bounds['epsilon']:g} / train.epsilon_high {bounds['epsilon_high']:g} are a sequence loss's, and "
+            f"train.loss_type {loss_type} would clip almost every token after one step; leave them out for the preset's"
+        )
+        yield GuardFinding("narrow-clip", False, message)
     wide = {name: value for name, value in bounds.items() if value > LARGEST_SEQUENCE_EPSILON}
     if clips_sequences(args) and wide:
         named = " and ".join(f"train.{name} {value:g}" for name, value in wide.items())
@@ -218,23 +222,23 @@ def check_loss_settings(args: Any, backend: Backend) -> Iterator[GuardFinding]:
         # TRL 1.15 multiplies each token's KL term by the ratio, which is unbiased for a token's ratio (docs/gspo.md).
         message = (
             f"train.beta {args.beta:g}: a sequence's ratio corrects a token's KL gradient by 1/N only, so it stays that of "
-            "KL(ref || policy); set train.use_bias_correction_kl: false, or train.loss_type: gspo-token"
+            "KL(ref || policy); set train.use_bias_correction_kl: false, or train.loss_type: grpo"
         )
         yield GuardFinding("kl-correction", False, message)
 
 
 def check_distribution(args: Any, rollout_logps: bool) -> Iterator[GuardFinding]:
-    """vLLM scores a token among those that top-p and its like leave, and the trainer among all, so their ratio is wrong.
+    """Find a sampled distribution that vLLM scores and the trainer does not: their ratio corrects for the cut.
+
+    vLLM scores a token among those that top-p and its like leave, and the trainer among all.
 
     With top_p 0.8 half of the ratios were outside 0.9 to 1.1 in https://github.com/huggingface/trl/issues/6789.
     """
     compares = args.use_vllm and (args.vllm_importance_sampling_correction or rollout_logps)
     if not compares or not (cut := reshaping_settings(args)):
         return
-    inside = args.generation_kwargs or {}
-    named = ", ".join(
-        f"train.{'generation_kwargs.' if name in inside else ''}{name} {value}" for name, value in cut.items()
-    )
+    prefixes = dict.fromkeys(args.generation_kwargs or {}, "generation_kwargs.")
+    named = ", ".join(f"train.{prefixes.get(name, '')}{name} {value}" for name, value in cut.items())
     other = "cogumi.behaviour_logps: trainer" if rollout_logps else f"train.{CORRECTION}correction: false"
     message = (
         f"{named}: vLLM's log-probabilities are of the distribution that this leaves, and the trainer's of the whole one, "
@@ -244,7 +248,7 @@ def check_distribution(args: Any, rollout_logps: bool) -> Iterator[GuardFinding]
 
 
 def check_clip_numbers(values: Mapping[str, Any]) -> Iterator[GuardFinding]:
-    """Numbers with which a clip or a KL term does something else than its name says; `values` may lack any of them."""
+    """Find numbers that make no clip or no KL penalty. `values`: by key, any may be missing."""
     for key in ("epsilon", "epsilon_high"):
         if (value := values.get(key)) is not None and not value > 0:
             message = f"train.{key} is {value}; the clip needs a positive number, such as 3e-4"
@@ -260,21 +264,8 @@ def check_clip_numbers(values: Mapping[str, Any]) -> Iterator[GuardFinding]:
         yield GuardFinding("delta", True, message)
 
 
-def check_narrow_clip(loss_type: str, epsilon: float, high: float) -> Iterator[GuardFinding]:
-    """A sequence loss's epsilon on ratios of single tokens."""
-    if loss_type == "cispo" and high < 1:
-        message = f"train.epsilon_high {high:g} is cispo's cap of the ratio itself; the papers use 4 to 8"
-        yield GuardFinding("narrow-clip", False, message)
-    elif loss_type in CLIPPED and min(epsilon, high) < SMALLEST_TOKEN_EPSILON:
-        message = (
-            f"train.epsilon {epsilon:g} / train.epsilon_high {high:g} are a sequence loss's, and train.loss_type {loss_type} "
-            "would clip almost every token after one step; leave them out for the preset's"
-        )
-        yield GuardFinding("narrow-clip", False, message)
-
-
 def check_ratio(args: Any) -> Iterator[GuardFinding]:
-    """Every rollout is used up by one optimizer step; TRL 1.15 then takes `new.detach()` as the old log-probabilities."""
+    """Find rollouts of one optimizer step, for which TRL 1.15 takes `new.detach()` as the old log-probabilities."""
     accumulation = args.gradient_accumulation_steps
     if accumulation % (args.steps_per_generation * args.num_iterations) == 0:
         message = (
@@ -287,7 +278,7 @@ def check_ratio(args: Any) -> Iterator[GuardFinding]:
 
 
 def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
-    """TRL 1.15's RepeatSampler drops a rollout that is not whole."""
+    """Find fewer prompts than a rollout takes: TRL 1.15's RepeatSampler drops a rollout that is not whole."""
     needed = args.generation_batch_size // args.num_generations
     if prompts < needed:
         message = (
@@ -298,18 +289,8 @@ def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
         yield GuardFinding("less-than-a-rollout", True, message)
 
 
-def try_rewards(trainer: Any) -> Iterator[GuardFinding]:
-    """Every reward function called once on the first prompt: what it raises there, it raises after the first rollout."""
-    row, group = trainer.train_dataset[0], trainer.num_generations
-    for function in trainer.reward_funcs:
-        if not isinstance(function, nn.Module):
-            wrong = try_reward(function, row, group, trainer_state=trainer.state)
-            if wrong is not None:
-                yield GuardFinding("reward", *wrong)
-
-
 def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
-    """Prompts that leave less room in the context than a completion may take, as the trainer will render them."""
+    """Find prompts, as the trainer renders them, that leave less room in the context than a completion may take."""
     completion = trainer.args.max_completion_length or 0
     limit, setting = rollout_context(trainer.model.config, trainer.args, trainer.use_vllm)
     if limit is None:
@@ -329,14 +310,14 @@ def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
 
 
 def rollout_context(config: Any, args: Any, use_vllm: bool) -> tuple[int | None, str]:
-    """(tokens that a prompt and its completion may have together, what says so). `args`: a GRPOConfig."""
+    """Return how many tokens a prompt and its completion may have together, and what limits them. `args`: a GRPOConfig."""
     if use_vllm and args.vllm_max_model_length is not None:
         return args.vllm_max_model_length, "train.vllm_max_model_length"
     return context_of(config), POSITIONS
 
 
 def context_of(config: Any) -> int | None:
-    """The context a model was made for, in tokens, with what its RoPE scaling adds; None where its config has no word."""
+    """Return a model's context in tokens, with what its RoPE scaling adds; None where its config does not say."""
     text = config.get_text_config()
     limit: int | None = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}

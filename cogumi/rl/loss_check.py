@@ -1,21 +1,36 @@
-"""Which loss ran: the first optimizer steps' loss and gradient against the formula, before the weights are moved.
+"""Record what the loss of a GRPO trainer received, TRL's or unsloth's, and compare the loss that ran with its formula.
 
-The loss that was asked for is computed once more in float64, from the log-probabilities that the loss itself was given.
-Both the value that the loss returned and the gradient that reached those log-probabilities must agree.
+For one call of `compute_loss`, recorders replace what it calls, and pass everything through unchanged. TRL's loss asks
+the trainer for the new log-probabilities. unsloth's hands log-probabilities, mask and advantages to
+`UnslothEfficientGRPO.apply`, or on a slower path to `grpo_compute_loss_slow`, both globals of the generated module.
+
+Before each of the first optimizer steps, the loss that was asked for is computed once more in float64, from the
+log-probabilities that the loss itself was given. Both the value that the loss returned and the gradient that reached
+those log-probabilities must agree.
 """
 
+import functools
 import hashlib
 import inspect
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cogumi.rl.loss_capture import LossInputs, is_per_sequence, sequence_log_ratio
+from cogumi.patches import replaced
+from cogumi.patches.trl_internals import INNER_LOSS, TOKEN_LOGPS
+from cogumi.patches.unsloth_rl import is_unsloth_trainer
 
+Backend = Literal["trl", "unsloth"]
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL 1.15's losses with PPO's two-sided clip
+WITH_FORMULA = (*CLIPPED, "cispo", "sapo", "vespo")
+# Shapes of the soft clips, named after their losses.
+GATES = tuple(f"{name}_{sign}" for name in ("sapo_temperature", "vespo_k", "vespo_lambda") for sign in ("pos", "neg"))
 TOLERANCE = 1e-4  # relative; the losses are computed in float32 from sums of up to thousands of terms
 LAST_STEP = 100  # by which a clip that has not acted is not waited for any longer
 BOUNDARY = 1e-6  # a ratio this close to the clip may fall on either side of it in another precision
@@ -23,6 +38,154 @@ BOUNDARY = 1e-6  # a ratio this close to the clip may fall on either side of it 
 
 class WrongLossError(RuntimeError):
     """The loss that ran is not the loss that was asked for."""
+
+
+@dataclass
+class LossInputs:
+    """One micro-batch as the loss that ran received it. B sequences of at most T completion tokens."""
+
+    new: Tensor  # (B, T) log-probabilities under the policy that is trained, with their graph, in nats
+    old: Tensor | None  # (B, T), under the policy that wrote the completions; None: the loss took `new.detach()`
+    ref: Tensor | None  # (B, T), under the reference model; None without a KL term
+    mask: Tensor  # (B, T) 1 for the tokens that count: completion, and not written by a tool
+    advantages: Tensor  # (B,), or (B, T) where they vary along the sequence
+    function: Any  # what computed the loss
+    # The loss's settings: as it was called under unsloth, as it reads them off the trainer under TRL.
+    arguments: dict[str, Any] = field(default_factory=dict)
+    weight: Tensor | None = None  # (B, T) or (B, 1), of the policy term: TRL's correction for vLLM's own numerics
+
+    def old_logps(self) -> Tensor:
+        return self.new.detach() if self.old is None else self.old
+
+
+def sequence_log_ratio(call: LossInputs) -> Tensor:
+    """Return log R_s, the mean over the sequence's tokens of new - old, (B,), in the loss's own dtype."""
+    new = call.new.detach()
+    return ((new - call.old_logps()) * call.mask).sum(-1) / call.mask.sum(-1).clamp(min=1)
+
+
+def is_per_sequence(call: LossInputs) -> bool:
+    return bool(call.arguments["importance_sampling_level"] == "sequence")
+
+
+def backend_of(trainer: Any) -> Backend:
+    """Return whose `compute_loss` this trainer has."""
+    return "unsloth" if is_unsloth_trainer(type(trainer)) else "trl"
+
+
+def capture_loss_inputs(trainer: Any, inputs: dict[str, Any]) -> AbstractContextManager[list[LossInputs]]:
+    """Collect the LossInputs of one `trainer.compute_loss(model, inputs)` in the block."""
+    return capture_unsloth_loss(trainer) if backend_of(trainer) == "unsloth" else capture_trl_loss(trainer, inputs)
+
+
+@contextmanager
+def capture_trl_loss(trainer: Any, inputs: dict[str, Any]) -> Iterator[list[LossInputs]]:
+    """Capture TRL 1.15's loss, which asks the trainer for log-probabilities once, and reads the rest from `inputs`."""
+    compute = getattr(trainer, TOKEN_LOGPS)
+    calls: list[LossInputs] = []
+
+    def capture_logprobs(*args: Any, **kwargs: Any) -> Any:
+        result = compute(*args, **kwargs)
+        calls.append(read_trl_inputs(trainer, inputs, result[0]))
+        return result
+
+    with replaced(trainer, {TOKEN_LOGPS: capture_logprobs}):
+        yield calls
+
+
+def read_trl_inputs(trainer: Any, inputs: dict[str, Any], new: Tensor) -> LossInputs:
+    mask = inputs["completion_mask"]
+    corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction and trainer.loss_type != "vespo"
+    return LossInputs(
+        new=new,
+        old=inputs.get("old_per_token_logps"),
+        ref=inputs.get("ref_per_token_logps") if trainer.beta != 0 else None,
+        mask=mask * inputs["tool_mask"] if "tool_mask" in inputs else mask,
+        advantages=inputs["advantages"],
+        function=getattr(type(trainer), INNER_LOSS),
+        arguments={
+            "loss_type": trainer.loss_type,
+            "importance_sampling_level": trainer.importance_sampling_level,
+            "epsilon_low": trainer.epsilon_low,
+            "epsilon_high": trainer.epsilon_high,
+            "delta": trainer.args.delta,
+            "beta": trainer.beta,
+            "temperature": trainer.temperature,
+            "use_bias_correction_kl": trainer.args.use_bias_correction_kl,
+            "max_completion_length": trainer.max_completion_length,
+            "num_items_in_batch": inputs.get("num_items_in_batch"),
+            "num_processes": trainer.accelerator.num_processes,
+            "current_gradient_accumulation_steps": trainer.current_gradient_accumulation_steps,
+            "steps_per_generation": trainer.args.steps_per_generation,
+            **{name: getattr(trainer.args, name) for name in GATES if name.startswith(trainer.loss_type)},
+        },
+        weight=inputs.get("importance_sampling_ratio") if corrected else None,
+    )
+
+
+@contextmanager
+def capture_unsloth_loss(trainer: Any) -> Iterator[list[LossInputs]]:
+    """Capture unsloth's loss, in its layout: rows packed to the left, T = completion columns + the widest left padding.
+
+    `mask` leaves the padding out. Raises RuntimeError when the generated module is not the one this was written for.
+    """
+    home = next(cls.__module__ for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    generated = sys.modules[home]
+    for name in ("UnslothEfficientGRPO", "grpo_compute_loss_slow", "grpo_accumulated_loss"):
+        if not hasattr(generated, name):
+            raise RuntimeError(f"{type(trainer).__name__}.compute_loss comes from {home}, which has no {name}")
+    calls: list[LossInputs] = []
+    losses = {
+        "UnslothEfficientGRPO": wrap_efficient_loss(generated.UnslothEfficientGRPO, calls),
+        "grpo_compute_loss_slow": wrap_slow_loss(generated.grpo_compute_loss_slow, calls),
+    }
+    with replaced(generated, losses):
+        yield calls
+
+
+def wrap_efficient_loss(original: Any, calls: list[LossInputs]) -> Any:
+    """Return the autograd function `original` under its own name, recording what it is applied to."""
+    forward = inspect.signature(original.forward)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        bound = forward.bind(None, *args, **kwargs).arguments
+        outputs = original.apply(*args, **kwargs)
+        settings = bound.get("extra_kwargs") or {}
+        tensors = {key: bound[f"_{key}"] for key in ("new_logps", "old_logps", "ref_logps", "mask", "advantages")}
+        calls.append(read_unsloth_inputs(original, tensors, bound["beta"], settings, outputs[4]))
+        return outputs
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original)(original.__name__, (original,), {"apply": staticmethod(apply), **names})
+
+
+def wrap_slow_loss(original: Any, calls: list[LossInputs]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compute(*args: Any, **settings: Any) -> Any:
+        ref, new, old, _, _, mask, beta, advantages = args  # the fourth and fifth: the sampler's, and input_ids
+        outputs = original(*args, **settings)
+        tensors = {"new_logps": new, "old_logps": old, "ref_logps": ref, "mask": mask, "advantages": advantages}
+        calls.append(read_unsloth_inputs(original, tensors, beta, settings, outputs[4]))
+        return outputs
+
+    return compute
+
+
+def read_unsloth_inputs(
+    function: Any, tensors: dict[str, Any], beta: float, settings: dict[str, Any], sampler_ratio: Tensor | None
+) -> LossInputs:
+    corrected = settings.get("use_vllm") and settings.get("vllm_importance_sampling_correction")
+    weighed = corrected and settings.get("loss_type") != "vespo" and sampler_ratio is not None and sampler_ratio.numel()
+    return LossInputs(
+        new=tensors["new_logps"],
+        old=tensors["old_logps"],
+        ref=tensors["ref_logps"] if beta != 0 else None,
+        mask=tensors["mask"],
+        advantages=tensors["advantages"],
+        function=function,
+        arguments={"beta": beta, **{key: value for key, value in settings.items() if not callable(value)}},
+        weight=sampler_ratio if weighed else None,
+    )
 
 
 @dataclass
@@ -35,38 +198,41 @@ class ObservedCall:
 
 
 class LossCheck:
-    """Compares optimizer steps with the formula until one has exercised the clip, and describes what it found.
+    """Compare optimizer steps with the formula until one has exercised the clip, and describe the comparison.
 
     On the policy's own rollout every ratio is 1, and a loss with another epsilon, or with token ratios, is the same. So
-    the proof continues, to step LAST_STEP at most, until it has compared a gradient and seen the clip take one away. A
+    the check continues, to step LAST_STEP at most, until it has compared a gradient and seen the clip take one away. A
     loss without a clip needs a ratio other than 1. The second step is usually the last.
     """
 
     def __init__(
-        self, asked_for: dict[str, Any], token_ratio: bool, unproven: list[str], written: Any = None, own: bool = False
+        self, expected: dict[str, Any], unproven: list[str], user_function: Any = None, own_objective: bool = False
     ) -> None:
-        """`asked_for`: the settings the loss must have been called with; `unproven`: terms the formula leaves out.
+        """Set up the check of one training.
 
-        `written`: the user's function that the loss comes out of. `own`: its objective is compared with nothing.
+        Args:
+            expected: settings that the loss must have been called with.
+            unproven: terms that the formula leaves out; with any, only the settings are compared.
+            user_function: the user's function that the loss comes out of.
+            own_objective: the objective is the user's, and is compared with nothing.
         """
-        self.asked_for, self.unproven = asked_for, unproven
-        self.written, self.own = written, own
-        self.token_ratio = token_ratio
+        self.expected, self.unproven = expected, unproven
+        self.user_function, self.own_objective = user_function, own_objective
         self.calls: list[ObservedCall] = []
         self.step = 0
-        self.moved = False  # has any ratio been other than 1?
+        self.has_moved = False  # whether any ratio has been other than 1
         self.record: dict[str, Any] = {"unproven": unproven, "asserted": False, "clip_seen_at_step": None}
         self.worst = {"loss": 0.0, "gradient": 0.0}
 
     @property
     def is_complete(self) -> bool:
-        """Nothing is left to be shown, or nothing can be."""
+        """Whether nothing is left to be shown, or nothing can be."""
         clips = self.record.get("arguments", {}).get("loss_type") in CLIPPED
-        seen = self.record["clip_seen_at_step"] is not None if clips else self.moved
+        seen = self.record["clip_seen_at_step"] is not None if clips else self.has_moved
         return bool(self.step and (self.unproven or (self.record["asserted"] and seen) or self.step >= LAST_STEP))
 
     def add(self, call: LossInputs, loss: Tensor) -> None:
-        """One micro-batch: what went in, what came out; its gradient is noted when it passes."""
+        """Add one micro-batch: its inputs and its loss; its gradient is noted in the backward pass."""
         seen = ObservedCall(replace(call, new=call.new.detach()), loss.detach())  # no graph: backward frees it
 
         def note(gradient: Tensor) -> None:
@@ -77,15 +243,15 @@ class LossCheck:
         self.calls.append(seen)
 
     def check(self, scale: float = 1.0) -> dict[str, Any]:
-        """Before each optimizer step: the record of the comparison, for `loss.json`. `scale`: the gradient scaler's.
+        """Compare before an optimizer step, and return the record for `loss.json`. scale: the gradient scaler's.
 
         Raises WrongLossError when a setting, the value or the gradient is not what was asked for.
         """
         self.step += 1
-        if not self.calls and not self.own:
+        if not self.calls and not self.own_objective:
             raise WrongLossError(
-                f"{format_location(self.written) or 'compute_loss of the trainer'} made a step without asking for the new "
-                "log-probabilities: it is not the loss that was asked for"
+                f"{format_location(self.user_function) or 'compute_loss of the trainer'} made a step without asking for the "
+                "new log-probabilities: it is not the loss that was asked for"
             )
         if self.step == 1 and self.calls:
             first = self.calls[0].inputs
@@ -94,55 +260,54 @@ class LossCheck:
                 "arguments": {name: to_json(value) for name, value in first.arguments.items()},
                 "micro_batches": len(self.calls),
             }
-        if self.own:
-            self.record |= describe_function(self.written)
-        self._check_settings()
+        if self.own_objective:
+            self.record |= describe_function(self.user_function)
+        for name, expected in self.expected.items():
+            value = self.calls[0].inputs.arguments.get(name)
+            is_close = isinstance(expected, float) and value is not None and math.isclose(value, expected)
+            if not is_close and value != expected:
+                place = f" (in {format_location(self.user_function)})" if self.user_function is not None else ""
+                raise WrongLossError(f"the loss ran with {name}={value!r}{place}, and {expected!r} was asked for")
         if not self.unproven:
-            for seen in self.calls:
-                self._compare(seen, scale)
+            for call in self.calls:
+                self._compare(call, scale)
             self.record["relative_difference"] = self.worst | {"tolerance": TOLERANCE, "steps": self.step}
         self.calls = []
         return self.record
 
-    def _check_settings(self) -> None:
-        for name, wanted in self.asked_for.items():
-            found = self.calls[0].inputs.arguments.get(name)
-            same = math.isclose(found, wanted) if isinstance(wanted, float) and found is not None else found == wanted
-            if not same:
-                place = f" (in {format_location(self.written)})" if self.written is not None else ""
-                raise WrongLossError(f"the loss ran with {name}={found!r}{place}, and {wanted!r} was asked for")
-
-    def _compare(self, seen: ObservedCall, scale: float) -> None:
-        call, loss, gradient = seen.inputs, seen.loss, seen.gradient
-        expected, size, slope = loss_and_gradient(call, self.token_ratio)
+    def _compare(self, observed: ObservedCall, scale: float) -> None:
+        call, loss, gradient = observed.inputs, observed.loss, observed.gradient
+        expected, size, slope = loss_and_gradient(call)
         if not torch.isfinite(loss) and not torch.isfinite(expected):
-            return  # wrong together: it is the run that is not a number, which its verdict says
+            return  # both are wrong: the run itself is not finite, which its verdict says
         if gradient is not None and scale != 1 and not torch.isfinite(gradient).all():
             return  # overflowed in float16: the gradient scaler drops this step and tries a smaller scale
-        sure = ~is_at_clip(call, self.token_ratio)
+        ratio, low, high = clip_bounds(call)
+        # A ratio on a bound, up to rounding, may be clipped or not.
+        decided = ~(((ratio - low).abs() < BOUNDARY) | ((ratio - high).abs() < BOUNDARY))
         tiny = torch.finfo(torch.float32).tiny
-        apart = {"loss": ((loss.double() - expected).abs() / size.clamp(min=tiny)).item(), "gradient": math.nan}
+        differences = {"loss": ((loss.double() - expected).abs() / size.clamp(min=tiny)).item(), "gradient": math.nan}
         if not slope.abs().max() > 0:
-            apart["gradient"] = 0.0 if gradient is None or not gradient[sure].any() else math.inf
+            differences["gradient"] = 0.0 if gradient is None or not gradient[decided].any() else math.inf
         elif gradient is not None:
-            difference = (gradient.double() / scale - slope)[sure].abs()
-            apart["gradient"] = (difference.max() / slope.abs().max()).item() if len(difference) else 0.0
+            difference = (gradient.double() / scale - slope)[decided].abs()
+            differences["gradient"] = (difference.max() / slope.abs().max()).item() if len(difference) else 0.0
             self.record["asserted"] |= bool(len(difference))
-        for name, found in apart.items():
-            if not found <= TOLERANCE:  # NaN is not
+        for name, apart in differences.items():
+            if not apart <= TOLERANCE:  # NaN is not
                 raise WrongLossError(
-                    f"the {name} of step {self.step} is not that of the loss that was asked for: {found:.2g} apart "
+                    f"the {name} of step {self.step} is not that of the loss that was asked for: {apart:.2g} apart "
                     f"(relative; at most {TOLERANCE:g}). "
-                    f"{format_location(self.written) or self.record['function']} ran with {self.record['arguments']}"
+                    f"{format_location(self.user_function) or self.record['function']} ran with {self.record['arguments']}"
                 )
-            self.worst[name] = max(self.worst[name], found)
-        self.moved |= bool(((call.new - call.old_logps()).abs() * (call.mask > 0) > BOUNDARY).any())
-        if self.record["clip_seen_at_step"] is None and has_clipped_gradient(call, self.token_ratio):
+            self.worst[name] = max(self.worst[name], apart)
+        self.has_moved |= bool(((call.new - call.old_logps()).abs() * (call.mask > 0) > BOUNDARY).any())
+        if self.record["clip_seen_at_step"] is None and has_clipped_gradient(call):
             self.record["clip_seen_at_step"] = self.step
 
 
 def describe_function(function: Any) -> dict[str, Any]:
-    """Its name, where the code that ran is, and its hash: a cache generated yesterday is not the library of today."""
+    """Return a function's name, location and hash: a cache generated yesterday is not the library of today."""
     try:
         lines, first = inspect.getsourcelines(function)
         digest = hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -154,7 +319,7 @@ def describe_function(function: Any) -> dict[str, Any]:
 
 
 def format_location(function: Any) -> str:
-    """A function with its file and line, as in `Mine.compute_loss (train.py:12)`; "" of None."""
+    """Return a function with its file and line, as in `Mine.compute_loss (train.py:12)`; "" for None."""
     if function is None:
         return ""
     function = inspect.unwrap(function)
@@ -162,38 +327,32 @@ def format_location(function: Any) -> str:
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def has_clipped_gradient(call: LossInputs, token_ratio: bool = False) -> bool:
-    """Whether the clip took the policy term's gradient from a token that counts.
+def has_clipped_gradient(call: LossInputs) -> bool:
+    """Return whether the clip took the policy term's gradient from a token that counts.
 
     Read off the ratios: a KL term has a gradient on both sides of the clip, and a token of weight 0 (vLLM's) on none.
     """
     if call.arguments.get("loss_type") not in CLIPPED:
         return False
-    ratio, low, high = clip_bounds(call, token_ratio)
+    ratio, low, high = clip_bounds(call)
     advantages = call.advantages[:, None] if call.advantages.dim() == 1 else call.advantages
     cut = ((ratio > high + BOUNDARY) & (advantages > 0)) | ((ratio < low - BOUNDARY) & (advantages < 0))
     return bool((cut & (call.mask > 0)).any())
 
 
-def is_at_clip(call: LossInputs, token_ratio: bool = False) -> Tensor:
-    """(B, T) tokens whose ratio is on a bound of the clip, up to rounding."""
-    ratio, low, high = clip_bounds(call, token_ratio)
-    return ((ratio - low).abs() < BOUNDARY) | ((ratio - high).abs() < BOUNDARY)
-
-
-def clip_bounds(call: LossInputs, token_ratio: bool) -> tuple[Tensor, float, float]:
-    """(ratio (B, T) in float64, the clip's lower bound, its upper bound)."""
-    if is_per_sequence(call, token_ratio):
+def clip_bounds(call: LossInputs) -> tuple[Tensor, float, float]:
+    """Return the ratio (B, T) in float64, and the clip's lower and upper bound."""
+    log_ratio = call.new - call.old_logps()
+    if is_per_sequence(call):
         log_ratio = sequence_log_ratio(call)[:, None].expand_as(call.new)
-    else:
-        log_ratio = call.new - call.old_logps()
     return log_ratio.double().exp(), 1 - call.arguments["epsilon_low"], 1 + call.arguments["epsilon_high"]
 
 
 def list_unchecked_terms(trainer: Any) -> list[str]:
-    """Terms of the trainer's loss that the formula does not have; with any of them only the settings are asserted."""
+    """List the terms of the trainer's loss without a formula here; with any of them only the settings are compared."""
     args = trainer.args
     terms = {
+        f"loss_type {args.loss_type}": args.loss_type not in WITH_FORMULA,
         "entropy_coef": args.entropy_coef != 0,
         "use_adaptive_entropy": args.use_adaptive_entropy,
         "top_entropy_quantile": args.top_entropy_quantile < 1,
@@ -204,39 +363,36 @@ def list_unchecked_terms(trainer: Any) -> list[str]:
 
 
 def to_json(value: Any) -> Any:
-    """A JSON value: tensors of one element as numbers, what is not data by its name."""
+    """Return a JSON value: tensors of one element as numbers, objects by their name."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else f"tensor{tuple(value.shape)}"
     return value if isinstance(value, (int, float, str, bool, type(None))) else getattr(value, "__name__", str(value))
 
 
-# The policy losses in float64, written from the papers named in `cogumi.config.presets`, with TRL 1.15's normalisers.
+# The policy losses in float64, from the papers that `cogumi.config.presets` and TRL's GRPOConfig name, with TRL 1.15's
+# normalisers.
 
 
-def loss_and_gradient(call: LossInputs, token_ratio: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, sum of the magnitudes of its parts, d loss / d new (B, T)), all float64."""
+def loss_and_gradient(call: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, the sum of the magnitudes of its parts, and d loss / d new (B, T), all float64."""
     new = call.new.detach().double().requires_grad_()
     with torch.enable_grad():
-        parts = _token_losses(call, new, token_ratio)
+        parts = _token_losses(call, new)
         loss = parts.sum()
         (gradient,) = torch.autograd.grad(loss, new)
     return loss.detach(), parts.detach().abs().sum(), gradient
 
 
-def _token_losses(call: LossInputs, new: Tensor, token_ratio: bool) -> Tensor:
+def _token_losses(call: LossInputs, new: Tensor) -> Tensor:
     mask = (call.mask > 0).double()
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)
     keep = mask > 0
     old = new.detach() if call.old is None else call.old.detach().double()
     log_ratio = torch.where(keep, new - torch.where(keep, old, 0.0), 0.0)
-    per_sequence = log_ratio.sum(-1, keepdim=True) / lengths
-    if token_ratio:
-        log_weight = per_sequence.detach() + log_ratio - log_ratio.detach()
-    else:
-        log_weight = per_sequence if call.arguments["importance_sampling_level"] == "sequence" else log_ratio
+    log_weight = log_ratio.sum(-1, keepdim=True) / lengths if is_per_sequence(call) else log_ratio
     advantages = call.advantages.detach().double()
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    token_loss = _policy_term(call, log_weight.exp(), log_ratio, advantages, new, mask)
+    token_loss = _policy_term(call, log_weight.exp(), log_ratio, advantages, new)
     if call.weight is not None:
         token_loss = token_loss * call.weight.detach().double()
     if call.ref is not None and call.arguments["beta"] != 0:
@@ -248,36 +404,32 @@ def _token_losses(call: LossInputs, new: Tensor, token_ratio: bool) -> Tensor:
     return torch.where(keep, token_loss.expand_as(mask), 0.0) * _inverse_normaliser(call, mask, lengths)
 
 
-def _policy_term(
-    call: LossInputs, ratio: Tensor, log_ratio: Tensor, advantages: Tensor, new: Tensor, mask: Tensor
-) -> Tensor:
+def _policy_term(call: LossInputs, ratio: Tensor, log_ratio: Tensor, advantages: Tensor, new: Tensor) -> Tensor:
     settings = call.arguments
     loss_type = settings["loss_type"]
     low, high = settings["epsilon_low"], settings["epsilon_high"]
+
+    def by_sign(name: str, is_positive: Tensor) -> Tensor:
+        pos, neg = (advantages.new_tensor(settings[f"{name}_{sign}"]) for sign in ("pos", "neg"))
+        return torch.where(is_positive, pos, neg)
+
     if loss_type in CLIPPED:
         capped = ratio if settings.get("delta") is None else ratio.clamp(max=settings["delta"])
         return -torch.minimum(capped * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     if loss_type == "cispo":
         return -ratio.clamp(max=high).detach() * advantages * new
     if loss_type == "sapo":
-        pos, neg = (advantages.new_tensor(settings[f"sapo_temperature_{sign}"]) for sign in ("pos", "neg"))
-        temperature = torch.where(advantages > 0, pos, neg)
+        temperature = by_sign("sapo_temperature", advantages > 0)
         return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
-    if loss_type == "vespo":
-        # Clamped as in the authors' code, so that the weight of a far-off sequence is a number.
-        whole = (log_ratio.detach().clamp(-20, 20) * mask).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
-
-        def by_sign(name: str) -> Tensor:
-            pos, neg = (advantages.new_tensor(settings[f"vespo_{name}_{sign}"]) for sign in ("pos", "neg"))
-            return torch.where(advantages >= 0, pos, neg)
-
-        k, rate = by_sign("k"), by_sign("lambda")
-        return -torch.exp(rate + k * whole - rate * whole.exp()) * advantages * new
-    raise KeyError(loss_type)
+    assert loss_type == "vespo", loss_type
+    # Clamped as in the authors' code, so that the weight of a far-off sequence is a number. log_ratio is 0 outside the mask.
+    whole = log_ratio.detach().clamp(-20, 20).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
+    k, rate = by_sign("vespo_k", advantages >= 0), by_sign("vespo_lambda", advantages >= 0)
+    return -torch.exp(rate + k * whole - rate * whole.exp()) * advantages * new
 
 
 def _inverse_normaliser(call: LossInputs, mask: Tensor, lengths: Tensor) -> Tensor:
-    """What a token's loss is multiplied by: one over the loss's normaliser."""
+    """Return what a token's loss is multiplied by: one over the loss's normaliser."""
     settings = call.arguments
     rows, accumulation = len(mask), settings["current_gradient_accumulation_steps"]
     match settings["loss_type"]:

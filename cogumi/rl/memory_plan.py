@@ -1,4 +1,4 @@
-"""From documents per optimizer step to TRL's batch settings: exact, and as large a micro-batch as the memory allows.
+"""Turn documents per optimizer step into TRL's batch settings: exact, with as large a micro-batch as the memory allows.
 
 A *document* is one completion. `per_device_train_batch_size` documents go through the model at once; times
 `gradient_accumulation_steps` they are one optimizer step. `steps_per_generation` such micro-batches are one rollout.
@@ -17,18 +17,18 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_memory
 from cogumi.patches.gspo_loss import trl_defaults
 
-# Of the memory that is free, what a step may take: the allocator's rounding and fragments get the rest.
+# Share of the free memory that a step may take: the allocator's rounding and fragments get the rest.
 USABLE = 0.9
 # TRL's fused head (trl/kernels/chunked_logprob.py): tokens x vocabulary entries of one tile of logits, in fp32.
 HEAD_TILE = (4096, 32768)
 VLLM_SHARE = 0.3  # trl.GRPOConfig's vllm_gpu_memory_utilization
-# What vLLM's CUDA graphs and kernels take, and keep while the engine sleeps: an allowance that no card has confirmed here.
+# vLLM's CUDA graphs and kernels, which stay while the engine sleeps: an allowance that no card has confirmed here.
 GRAPHS = 2**30
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the activations of a decoder depend on, in elements and layers."""
+    """The sizes that a decoder's activations depend on, in elements and layers."""
 
     hidden_size: int
     intermediate_size: int
@@ -37,7 +37,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """Of a transformers config; an MLP whose width it does not name is 4 hidden sizes wide (GPT-2)."""
+        """Read a transformers config; an MLP whose width it does not name is 4 hidden sizes wide (GPT-2)."""
         text = config.get_text_config()
         hidden = text.hidden_size
         widths = [getattr(text, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")]
@@ -60,11 +60,11 @@ def plan_batch(
     bytes_per_element: int,
     gradient_checkpointing: bool,
 ) -> tuple[dict[str, int], str]:
-    """The largest micro-batch that divides the step exactly and fits, as GRPOConfig arguments; and a line that says why.
+    """Return the largest micro-batch that divides the step exactly and fits, as GRPOConfig arguments, and a line with why.
 
     documents: of an optimizer step, which `refuse_uneven` lets through. Lengths are in tokens. free_bytes: left for
-    activations beside weights, gradients and optimizer state. A micro-batch that is given is kept. Raises UsageError
-    where none fits.
+    activations beside weights, gradients and optimizer state. A micro-batch that is set stays. Raises UsageError where
+    none fits.
     """
     free_bytes = max(0, free_bytes)  # negative where weights and optimizer alone do not fit
     usable, length = int(USABLE * free_bytes), longest_prompt + max_completion_length
@@ -95,7 +95,7 @@ def plan_batch(
 
 
 def count_documents(documents_per_step: int | None, prompts_per_step: int | None, num_generations: int) -> int:
-    """Documents per optimizer step, of which one or both numbers are given. Raises UsageError where the two differ."""
+    """Return the documents per optimizer step, set by one or both numbers. Raises UsageError where the two differ."""
     documents = prompts_per_step * num_generations if prompts_per_step else documents_per_step
     assert documents is not None
     if documents_per_step not in (None, documents):
@@ -120,18 +120,18 @@ def refuse_uneven(
     unit = math.lcm(micro_batch or 1, whole_groups)
     if documents % unit == 0:
         return
-    why = f"a rollout of {mini_batches_per_rollout} steps holds no whole groups of train.num_generations {num_generations}"
+    reason = f"a rollout of {mini_batches_per_rollout} steps holds no whole groups of train.num_generations {num_generations}"
     if micro_batch and documents % micro_batch:
-        why = f"train.per_device_train_batch_size {micro_batch} does not divide it"
-    said, take = f"cogumi.docs_per_step {documents}", nearest_multiples(documents, unit)
+        reason = f"train.per_device_train_batch_size {micro_batch} does not divide it"
+    setting, sizes = f"cogumi.docs_per_step {documents}", nearest_multiples(documents, unit)
     if prompts_per_step is not None:
-        said = f"cogumi.prompts_per_step {prompts_per_step} x train.num_generations {num_generations}"
-        take = nearest_multiples(prompts_per_step, math.lcm(unit, num_generations) // num_generations) + " prompts"
-    raise UsageError(f"{said} cannot be cut up exactly: {why}", fix=f"take {take}")
+        setting = f"cogumi.prompts_per_step {prompts_per_step} x train.num_generations {num_generations}"
+        sizes = nearest_multiples(prompts_per_step, math.lcm(unit, num_generations) // num_generations) + " prompts"
+    raise UsageError(f"{setting} cannot be cut up exactly: {reason}", fix=f"take {sizes}")
 
 
 def nearest_multiples(number: int, unit: int) -> str:
-    """ "24 or 32": the multiples of `unit` around a number that is none; only the one above where there is none below."""
+    """Return "24 or 32": the multiples of `unit` around a number that is none; without 0."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
 
@@ -139,7 +139,7 @@ def nearest_multiples(number: int, unit: int) -> str:
 def step_bytes(
     documents: int, shape: ModelShape, length: int, bytes_per_element: int, gradient_checkpointing: bool
 ) -> int:
-    """Bytes by which one micro-batch of `documents` raises memory at its peak, forward and backward: an upper estimate.
+    """Estimate, as an upper bound, by how many bytes one micro-batch of `documents` raises memory at its peak.
 
     Activations are counted as in Korthikanti et al. 2022 (arXiv:2205.05198, section 4). h is the hidden size, I the
     MLP's, e the bytes per element and s the length to which every document is padded, in tokens. Per token and layer:
@@ -163,7 +163,7 @@ def step_bytes(
 
 
 def free_memory_bytes() -> int:
-    """What this process can still allocate: on the current GPU, PyTorch's unused cache included, else in main memory."""
+    """Return what this process can still allocate: on the current GPU with PyTorch's unused cache, else in main memory."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
@@ -171,17 +171,17 @@ def free_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Of the current GPU, in use or not, as vLLM counts its share; 0 without one."""
+    """Return the memory of the current GPU, in use or not, as vLLM counts its share; 0 without one."""
     return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 0
 
 
 def samples_beside(train: Mapping[str, Any]) -> bool:
-    """Whether vLLM's engine shares the card with the training."""
+    """Return whether vLLM's engine shares the card with the training."""
     return bool(train.get("use_vllm")) and train.get("vllm_mode", "colocate") == "colocate"
 
 
 def engine_bytes(train: Mapping[str, Any], card: int, awake: bool = False) -> int:
-    """What vLLM holds of a card of so many bytes beside a training step, or `awake`, in the rollout.
+    """Return what vLLM holds of a card of so many bytes beside a training step, or `awake`, in the rollout.
 
     train: the section of a config. Asleep it keeps its CUDA graphs: TRL's level 2 discards weights and KV cache.
     """
@@ -194,7 +194,7 @@ def engine_bytes(train: Mapping[str, Any], card: int, awake: bool = False) -> in
 
 
 def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:
-    """The data set, repeated where it has fewer prompts than one rollout, and a line that says so."""
+    """Return the data set, repeated where it has fewer prompts than one rollout, and a line that says so."""
     prompts = len(dataset)
     if prompts >= prompts_per_rollout:
         return dataset, None

@@ -1,28 +1,38 @@
-"""What a GRPO trainer's sampler does beyond TRL's: it ends at stop sequences, and reports what it sampled with.
+"""Extend the rollouts of a GRPO trainer: stop sequences, the sampler's log-probabilities, unscored completions.
 
 `cogumi.stop`: TRL 1.15 knows only tokens that end a sequence. The sampler searches for any other string, and cogumi
-removes what `generate` pads behind it, because TRL would train on it.
+removes the padding that `generate` adds behind it, because TRL would train on it.
 
 `cogumi.behaviour_logps: rollout`: the ratio is taken against the log-probabilities the sampler itself had, as in
 Fast-LLM. TRL takes `new.detach()`, or a second forward pass of the trainer. Its ratio then misses what the sampler
 computed differently: its kernels, its dtype, older weights.
+
+`check_sampler`: does vLLM sample from the weights that are trained? Two engines never agree exactly, so one comparison
+cannot tell an old copy of the weights from other arithmetic. Both score some texts of the first rollout at each rollout.
+What the trainer's log-probabilities moved by since the last agreement, the sampler's must have moved by too. An engine
+whose weights were not replaced gives the same values again.
 """
 
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from peft import PeftModel
+from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from cogumi.core.errors import UsageError
 from cogumi.models.completion import cut_at_stop
 from cogumi.patches import replaced
 from cogumi.patches.trl_internals import (
+    CALCULATE_REWARDS,
     GENERATE,
     GENERATE_TURN,
     TOKEN_LOGPS,
@@ -31,14 +41,16 @@ from cogumi.patches.trl_internals import (
     rollout_mode,
     wrap_method,
 )
+from cogumi.patches.vllm_engine import computing_dtype, observe_generation, score
 from cogumi.rewards.functions import Reward, with_columns
-from cogumi.rl.loss_capture import backend_of
+from cogumi.rl.loss_check import backend_of
 
 log = logging.getLogger(__name__)
+NOT_SCORED = "rewards/not_scored"
 
 
 def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
-    """Let the rollouts of a `trl.GRPOTrainer` end at any of `stops`. Raises UsageError for settings that contradict it."""
+    """End the rollouts of a `trl.GRPOTrainer` at any of `stops`. Raises UsageError for settings that contradict it."""
     added = trainer.processing_class.get_added_vocab()  # control tokens, which no text can contain by chance
     tokens = {stop: added[stop] for stop in stops if stop in added}
     trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *tokens.values()]))
@@ -68,51 +80,49 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
 
 
 def end_at_end_tokens(trainer: Any) -> None:
-    """Let vLLM end completions at every end token that the trainer knows.
+    """Have vLLM end completions at every end token that the trainer knows.
 
     vLLM reads end tokens from the base's files. The run's tokenizer may name another one, as that of an adapter does.
     vLLM would write on behind it, and TRL would train on that.
     """
     generation = trainer.vllm_generation
-    given = generation.generation_kwargs.get("stop_token_ids") or ()
-    ends = list(dict.fromkeys([*given, *trainer.eos_token_ids]))
+    configured = generation.generation_kwargs.get("stop_token_ids") or ()
+    ends = list(dict.fromkeys([*configured, *trainer.eos_token_ids]))
     # A new one: it may be the config's.
     generation.generation_kwargs = {**generation.generation_kwargs, "stop_token_ids": ends}
 
 
 def stop_generation_at(trainer: Any, strings: Sequence[str]) -> None:
-    """Hand the tokenizer to `generate`, which searches for the strings, and take away the padding behind them."""
+    """Hand the tokenizer to `generate`, which searches for the strings, and remove the padding behind them."""
     model = trainer.model
+
+    def without_padding(ids: list[int]) -> list[int]:
+        end = len(ids)
+        while end and ids[end - 1] in (trainer.processing_class.pad_token_id, *trainer.eos_token_ids):
+            end -= 1
+        return ids[:end] if ends_in_stop(trainer, ids[:end], strings) else ids
 
     def generate_and_cut(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generate = functools.partial(model.generate, tokenizer=trainer.processing_class)
         with replaced(model, {"generate": generate}):
             completions, *more = generate_turn(*args, **kwargs)
-        return [strip_padding(trainer, ids, strings) for ids in completions], *more
+        return [without_padding(ids) for ids in completions], *more
 
     wrap_method(trainer, GENERATE_TURN, generate_and_cut)
 
 
-def strip_padding(trainer: Any, ids: list[int], strings: Sequence[str]) -> list[int]:
-    """A completion up to its stop sequence; one that ended otherwise, or did not, as it is."""
-    end = len(ids)
-    while end and ids[end - 1] in (trainer.processing_class.pad_token_id, *trainer.eos_token_ids):
-        end -= 1
-    return ids[:end] if ends_in_stop(trainer, ids[:end], strings) else ids
-
-
 def ends_in_stop(trainer: Any, ids: list[int], strings: Sequence[str]) -> bool:
-    """Whether a completion ends in a stop sequence, or in a token that holds the end of one."""
+    """Return whether a completion ends in a stop sequence, or in a token that holds the end of one."""
     tail = trainer.processing_class.decode(ids[-max(map(len, strings)) - 1 :])
     return any(string in tail for string in strings)
 
 
 def correct_length_metrics(trainer: Any, strings: Sequence[str]) -> None:
-    """Correct what TRL logs of a rollout: a completion that stopped was not cut off."""
+    """Correct the lengths that TRL logs of a rollout: a completion that stopped was not cut off."""
 
     def generate_and_correct(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = generate(*args, **kwargs)
-        completions = found[1]
+        result = generate(*args, **kwargs)
+        completions = result[1]
         ends = (*trainer.eos_token_ids, trainer.processing_class.pad_token_id)
         lengths = [len(ids) for ids in completions if ids[-1] in ends or ends_in_stop(trainer, ids, strings)]
         logged = logged_metrics(trainer, rollout_mode(trainer))
@@ -120,27 +130,27 @@ def correct_length_metrics(trainer: Any, strings: Sequence[str]) -> None:
         logged["completions/mean_terminated_length"][-1] = sum(lengths) / max(1, len(lengths))
         logged["completions/min_terminated_length"][-1] = float(min(lengths, default=0))
         logged["completions/max_terminated_length"][-1] = float(max(lengths, default=0))
-        return found
+        return result
 
     wrap_method(trainer, GENERATE, generate_and_correct)
 
 
 def strip_stops(reward: Reward, stops: Sequence[str]) -> Reward:
-    """The reward function, given completions up to their stop sequence: that is what a user of the model sees."""
+    """Return the reward function, given completions up to their stop sequence, as a user of the model sees them."""
 
     def cut(columns: dict[str, Any]) -> dict[str, Any]:
         names = [name for name in ("completions", "replies") if name in columns]
-        return columns | {name: [cut_at_stop(each, stops) for each in columns[name]] for name in names}
+        return columns | {name: [cut_at_stop(text, stops) for text in columns[name]] for name in names}
 
     return with_columns(reward, cut)
 
 
 # ----------------------------------------------------------------------------------- the sampler's log-probabilities
 
-# Settings that change the distribution that is sampled from, and the value at which they do not; nor does None, or -1.
+# Settings that change the distribution that is sampled from, and their neutral value; None and -1 are neutral too.
 RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "typical_p": 1.0}
 RESHAPING |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": 0.0}
-# The same among vLLM's own, where anything that is set does.
+# vLLM's own, of which any value changes it.
 RESHAPING_VLLM = (
     *("logit_bias", "allowed_token_ids", "bad_words", "presence_penalty", "frequency_penalty", "min_tokens"),
     "structured_outputs",
@@ -148,21 +158,21 @@ RESHAPING_VLLM = (
 
 
 def reshaping_settings(args: Any) -> dict[str, Any]:
-    """The settings of a GRPOConfig, generation_kwargs among them, that cut or bend the distribution that is sampled from."""
+    """Return the settings of a GRPOConfig and its generation_kwargs that change the distribution that is sampled from."""
     settings = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
     settings |= args.generation_kwargs or {}
-    found = {
+    changed = {
         name: settings[name] for name, neutral in RESHAPING.items() if settings.get(name) not in (None, -1, neutral)
     }
     if args.use_vllm:
         settings["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
         names = (*RESHAPING_VLLM, "vllm_structured_outputs_regex")
-        found |= {name: settings[name] for name in names if settings.get(name)}
-    return found
+        changed |= {name: settings[name] for name in names if settings.get(name)}
+    return changed
 
 
 def use_rollout_logps(trainer: Any) -> None:
-    """From the next rollout on, this GRPO trainer's old log-probabilities are the sampler's own.
+    """Use the sampler's own log-probabilities as this GRPO trainer's old ones from the next rollout on.
 
     Call it once, on a built trainer, TRL's or unsloth's. vLLM and a `rollout_func` report log-probabilities, and this
     makes transformers' `generate` report them too: at the sampling temperature and over the whole vocabulary. Tokens
@@ -171,19 +181,19 @@ def use_rollout_logps(trainer: Any) -> None:
     Raises UsageError for vLLM with its importance correction, which would correct for the sampler's numerics twice. It
     does so, too, where the sampler reports none (continuous batching, beam search).
     """
-    asked = "cogumi.behaviour_logps"
+    key = "cogumi.behaviour_logps"
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         refuse_double_correction()
     samples_here = not trainer.use_vllm and trainer.rollout_func is None
     if samples_here and trainer.args.use_transformers_continuous_batching:
         reason = "rollout needs log-probabilities, which continuous batching does not report"
-        raise UsageError(reason, key=asked, fix="remove train.use_transformers_continuous_batching")
+        raise UsageError(reason, key=key, fix="remove train.use_transformers_continuous_batching")
     if samples_here and (trainer.generation_config.num_beams or 1) > 1:
         reason = "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search"
-        raise UsageError(reason, key=asked, fix="remove num_beams")
+        raise UsageError(reason, key=key, fix="remove num_beams")
     if not trainer.use_vllm and (reshaped := reshaping_settings(trainer.args)):
         named = ", ".join(f"{name} {value}" for name, value in reshaped.items())
-        log.warning("%s: rollout, and the sampler draws from another distribution than is scored: %s", asked, named)
+        log.warning("%s: rollout, and the sampler draws from another distribution than is scored: %s", key, named)
     if samples_here:
         record_sampled_logps(trainer)
     use_sampled_as_old(trainer)
@@ -198,12 +208,12 @@ def refuse_double_correction() -> NoReturn:
 
 
 def uses_rollout_logps(trainer: Any) -> bool:
-    """Whether `use_rollout_logps` has been here."""
+    """Return whether `use_rollout_logps` was applied."""
     return getattr(trainer, "cogumi_behaviour_logps", "trainer") == "rollout"
 
 
 class SampledLogps(LogitsProcessor):
-    """Remembers the log-probability of each token that `generate` samples; the scores pass through unchanged.
+    """Record the log-probability of each token that `generate` samples; the scores pass through unchanged.
 
     Custom processors run after the penalties and before temperature and cuts (transformers 5.17, generation/utils.py,
     `_get_logits_processor`). Which token was drawn shows one step later, so one (B, V) tensor is held, never (B, T, V).
@@ -215,7 +225,7 @@ class SampledLogps(LogitsProcessor):
         self.steps: list[Tensor] = []  # (B,) each
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`input_ids` (B, so far), `scores` (B, V): returned as they are."""
+        """Return `scores` (B, V) unchanged. `input_ids`: (B, so far)."""
         self.score_drawn(input_ids)
         self.waiting = torch.log_softmax(scores.float() / self.temperature, dim=-1)
         return scores
@@ -227,7 +237,7 @@ class SampledLogps(LogitsProcessor):
             self.waiting = None
 
     def per_completion(self, completions: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of each completion's tokens, in nats; what was drawn after its end is dropped."""
+        """Return log-probabilities of each completion's tokens, in nats, without those drawn after its end."""
         rows = torch.stack(self.steps, dim=1).tolist()
         return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
 
@@ -247,7 +257,7 @@ def record_sampled_logps(trainer: Any) -> None:
 
 
 def record_logps(model: Any, sampled: SampledLogps) -> AbstractContextManager[None]:
-    """While it is entered, `model.generate` runs with `sampled` among its processors."""
+    """Have `model.generate` run with `sampled` among its processors in the block."""
     generate = model.generate
 
     def generate_recorded(*args: Any, logits_processor: Any = None, **kwargs: Any) -> Any:
@@ -260,7 +270,7 @@ def record_logps(model: Any, sampled: SampledLogps) -> AbstractContextManager[No
 
 
 def use_sampled_as_old(trainer: Any) -> None:
-    """Make each rollout's batch carry the sampler's log-probabilities as the old ones."""
+    """Have each rollout's batch carry the sampler's log-probabilities as the old ones."""
     backend = backend_of(trainer)
     if backend == "unsloth" and trainer.args.delta is None:
         # With sampled log-probabilities as the old ones unsloth would cap the ratio at 3 where no delta is set.
@@ -295,13 +305,13 @@ def use_sampled_as_old(trainer: Any) -> None:
 
 
 def compute_trainer_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Tensor:
-    """(B, T) log-probabilities of a rollout's completions under the weights that are trained, without a graph."""
+    """Return (B, T) log-probabilities of a rollout's completions under the trained weights, without a graph."""
     if (computed := batch.get("old_per_token_logps")) is not None:
         return computed
-    args, score = trainer.args, getattr(trainer, TOKEN_LOGPS)
+    args, compute = trainer.args, getattr(trainer, TOKEN_LOGPS)
     images = inspect.signature(getattr(type(trainer), TOKEN_LOGPS)).parameters  # named as the rollout's entries
     with torch.no_grad():
-        result = score(
+        result = compute(
             trainer.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
@@ -310,3 +320,244 @@ def compute_trainer_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Ten
             **{name: batch[name] for name in images if name in batch},
         )
     return result[0]
+
+
+# ------------------------------------------------------------------------------------------- completions without a score
+
+
+def leave_out_unscored(trainer: Any) -> None:
+    """Have a GRPO trainer take NaN from a reward function for a completion without any reward. Call it once.
+
+    A reward function returns None where it does not apply to a row, as in TRL 1.15, which adds up the others. It returns
+    NaN where a score could not be had: the program crashed, or ran out of time. A sum would take that for 0. So the whole
+    completion has no reward then, its advantage is 0, and `rewards/not_scored` logs the share of a rollout with any.
+    """
+    unscored: set[int] = set()  # of this process's completions, in one rollout
+    trainer.reward_funcs = [
+        reward if isinstance(reward, nn.Module) else note_unscored(reward, unscored) for reward in trainer.reward_funcs
+    ]
+
+    def calculate(original: Callable[..., Tensor], inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Tensor:
+        unscored.clear()
+        scores = original(inputs, *args, **kwargs)  # (completions of all processes, reward functions)
+        here = torch.tensor([number in unscored for number in range(len(inputs))], device=scores.device)
+        everywhere = trainer.accelerator.gather(here)
+        scores[everywhere] = math.nan
+        if everywhere.any():
+            logged_metrics(trainer, rollout_mode(trainer))[NOT_SCORED].append(float(everywhere.float().mean()))
+        return scores
+
+    wrap_method(trainer, CALCULATE_REWARDS, calculate)
+
+
+def note_unscored(reward: Callable[..., Any], unscored: set[int]) -> Callable[..., Any]:
+    """Wrap a reward function: the positions of NaN in what it returns are added to `unscored`."""
+    name = getattr(reward, "__name__", type(reward).__name__)
+
+    def note(scores: Any) -> list[float | None]:
+        numbers: list[float | None] = []
+        for value in scores:
+            if not isinstance(value, Real | None) and not hasattr(value, "item"):
+                raise RuntimeError(
+                    f"reward {name} returned {type(value).__name__} {value!r:.40}, and a score is a number"
+                )
+            if value is None:
+                numbers.append(None)
+                continue
+            numbers.append(float(value) if math.isfinite(value) else math.nan)
+        unscored.update(n for n, value in enumerate(numbers) if value is not None and math.isnan(value))
+        return numbers
+
+    if inspect.iscoroutinefunction(reward):
+
+        @functools.wraps(reward)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return note(await reward(*args, **kwargs))
+
+        return awaited
+
+    @functools.wraps(reward)
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        return note(reward(*args, **kwargs))
+
+    return scored
+
+
+# ---------------------------------------------------------------------------------------------- vLLM beside the trainer
+
+TEXTS, LONGEST = 4, 128  # how many texts both score, and how many tokens of each
+FIRST_ROLLOUTS = 3  # whose tokens are scored by the trainer too where TRL does not do so
+# Mean difference between engines of the same weights, in nats; smaller ones say nothing before they
+# have agreed once. Measured on the small base: 1e-6 in float32, 0.02 to 0.03 in bfloat16 (docs/mismatch.md).
+USUAL = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+# Two agreeing engines differ by sqrt(2) times that in how far they moved. So a movement of 8 times that is compared, and
+# the lag beyond 3 times that is counted.
+MIN_MOVEMENT, ALLOWED_LAG = 8.0, 3.0
+MAX_AGREEING_LAG = 0.05  # share of a movement that engines which agree may lack
+MIN_VISIBLE_MOVEMENT = 0.1  # from which a change of the trainer would have changed some of the sampler's values too
+PROBE_PREFIX = "sampling/probe/"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities (N,) of the texts' tokens, in nats, by both engines."""
+
+    sampler: Tensor
+    trainer: Tensor
+
+    @property
+    def difference(self) -> float:
+        return mean_absolute(self.sampler - self.trainer)
+
+
+def mean_absolute(values: Tensor) -> float:
+    return float(values.abs().mean())  # a few improbable tokens would decide a mean of squares
+
+
+def check_sampler(trainer: Any) -> None:
+    """Compare vLLM with this GRPO trainer at each rollout, and log it. A trainer without TRL's vLLM has nothing to compare.
+
+    Call it before `use_rollout_logps`, which puts the sampler's values in the place of the trainer's.
+
+    The metrics are means of absolute values, in nats:
+
+    - `sampling/sampling_logp_difference/mean` and `/max`: of the rollout's own tokens. TRL logs them where its correction
+      is on; elsewhere they are of the first three rollouts.
+    - `sampling/probe/difference`: of the tokens of four texts.
+    - `sampling/probe/moved`: by how much the trainer's values of these moved since both last agreed.
+    - `sampling/probe/lag`: the share of it that the sampler lacks beyond the difference of arithmetic, once it can be told.
+    - `sampling/corrected_share`: of the weights of TRL's correction, those that were masked or truncated.
+    - `sampling/effective_share`: the share of its weights that is in effect, (sum w)^2 / (n sum w^2), Kish 1965.
+    """
+    if getattr(trainer, "vllm_generation", None) is None or getattr(trainer, "cogumi_checks_sampler", False):
+        return
+    trainer.cogumi_checks_sampler = True
+    check = SamplerCheck(trainer)
+    observe_generation(trainer.vllm_generation, check.score_texts)
+    observe_rollouts(trainer, check.on_rollout)
+
+
+class SamplerCheck:
+    """The comparison of one trainer and its engine over the rollouts."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.texts: list[list[int]] = []
+        self.sampled: Tensor | None = None  # (N,), of this rollout
+        self.step = -1  # whose rollout was scored last
+        self.since: list[Scores] = []  # of the first rollout, and of the last at which both agreed
+        self.noise = USUAL.get(computing_dtype(trainer.model, trainer.accelerator), 0.05)
+        self.last: Scores | None = None
+        self.rollouts = 0
+
+    def score_texts(self, sequences: list[list[int]]) -> None:
+        """Have the engine score the texts, once a step: a rollout of several turns asks it more often."""
+        if not self.trainer.model.training or self.trainer.state.global_step == self.step:
+            return
+        self.step = self.trainer.state.global_step
+        self.texts = self.texts or pick_texts(sequences)
+        if self.texts:
+            scores = score(self.trainer.vllm_generation, self.texts)
+            self.sampled = torch.tensor([value for text in scores for value in text], dtype=torch.float64)
+
+    def on_rollout(self, make: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
+        batch = make(inputs)
+        if rollout_mode(self.trainer) == "train":
+            logged = logged_metrics(self.trainer, "train")
+            self.rollouts += 1
+            if not self.trainer.vllm_importance_sampling_correction:
+                for name, value in self.compare_rollout(batch).items():
+                    logged[f"sampling/sampling_logp_difference/{name}"].append(value)
+            for name, value in weigh_correction(self.trainer.args, batch).items():
+                logged[f"sampling/{name}"].append(value)
+            for name, value in self.compare_texts().items():
+                logged[PROBE_PREFIX + name].append(value)
+        return batch
+
+    def compare_rollout(self, batch: dict[str, Any]) -> dict[str, float]:
+        """Return TRL's figures of the rollout's own tokens, which it logs only where it corrects for them."""
+        sampled = batch.get("sampling_per_token_logps")
+        if sampled is None or (self.rollouts > FIRST_ROLLOUTS and batch.get("old_per_token_logps") is None):
+            return {}
+        counted = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool() & torch.isfinite(sampled)
+        away = (compute_trainer_logps(self.trainer, batch, "train") - sampled)[counted].abs()
+        return {"mean": float(away.mean()), "max": float(away.max())} if len(away) else {}
+
+    def compare_texts(self) -> dict[str, float]:
+        """Return the metrics of the texts, and remember their scores for the next rollout."""
+        if self.sampled is None:
+            return {}
+        now, self.sampled = Scores(self.sampled, score_by_trainer(self.trainer.model, self.texts)), None
+        if self.last is None:
+            base = score_by_base(self.trainer.model, self.texts)
+            # An engine that was never given the adapter is at the base, and so is an adapter of zeros.
+            self.since = [now if base is None else Scores(base, base)]
+        changes = [(now.trainer - scores.trainer, now.sampler - scores.sampler) for scores in self.since]
+        lags = [
+            max(0.0, mean_absolute(sampler - trainer) - ALLOWED_LAG * self.noise) / mean_absolute(trainer)
+            for trainer, sampler in changes
+            if mean_absolute(trainer) > MIN_MOVEMENT * self.noise
+        ]
+        metrics = {"difference": now.difference, "moved": mean_absolute(changes[-1][0])}
+        # The sampler gave the very same values although the trainer's moved.
+        if (
+            self.last is not None
+            and torch.equal(now.sampler, self.last.sampler)
+            and mean_absolute(now.trainer - self.last.trainer) > MIN_VISIBLE_MOVEMENT * self.noise
+        ):
+            metrics["lag"] = 1.0
+        elif lags:
+            metrics["lag"] = max(lags)
+        if self.last is None and not lags:
+            self.since, self.noise = [now], max(now.difference, 1e-7)
+        elif metrics.get("lag", 1.0) < MAX_AGREEING_LAG:
+            self.since = [self.since[0], now]
+        self.last = now
+        return metrics
+
+
+def weigh_correction(args: Any, batch: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of the correction's weights, of tokens or of completions; {} without a correction."""
+    weights = batch.get("importance_sampling_ratio")
+    if weights is None:
+        return {}
+    if weights.shape[1] > 1:
+        weights = weights[(batch["completion_mask"] * batch.get("tool_mask", 1)).bool()]
+    if not weights.numel():
+        return {}
+    changed = weights == 0
+    for bound in (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max):
+        if bound is not None and args.vllm_importance_sampling_mode.endswith("truncate"):
+            changed |= weights == bound
+    weights = weights.double()  # only now: a bound is one of the dtype of the weights
+    squares = float(weights.square().sum())
+    effective = float(weights.sum()) ** 2 / (weights.numel() * squares) if squares else 0.0
+    return {"corrected_share": float(changed.double().mean()), "effective_share": effective}
+
+
+def pick_texts(sequences: list[list[int]]) -> list[list[int]]:
+    """Return the beginnings of some of a rollout's prompts and completions, each once.
+
+    Without the last token, for which the engine needs room behind a text. Scoring takes at least two tokens.
+    """
+    different = dict.fromkeys(tuple(ids[:-1][:LONGEST]) for ids in sequences if len(ids) > 2)
+    return [list(ids) for ids in different][:TEXTS]
+
+
+@torch.no_grad()
+def score_by_trainer(model: Any, texts: list[list[int]]) -> Tensor:
+    """Return (N,) log-probabilities of every token but the first of each text, in nats, at temperature 1; on the CPU."""
+    scores = []
+    for text in texts:  # one by one: the logits of a large vocabulary are large
+        ids = torch.tensor([text], device=model.device)
+        logps = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        scores.append(logps.gather(1, ids[0, 1:, None])[:, 0].double().cpu())
+    return torch.cat(scores)
+
+
+def score_by_base(model: Any, texts: list[list[int]]) -> Tensor | None:
+    """Return the same without the adapter; None for a model that has none."""
+    if not isinstance(model, PeftModel):
+        return None
+    with model.disable_adapter():
+        return score_by_trainer(model, texts)

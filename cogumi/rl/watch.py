@@ -1,8 +1,8 @@
-"""Watches a GRPO trainer: checks it before the first rollout, measures every step, proves the loss in the first ones.
+"""Watch a GRPO trainer: check it before the first rollout, measure every step, and prove the loss in the first ones.
 
-A run does so, and `cogumi.patch()` for every trainer whose config says `loss_type="gspo"`. It changes three things about
-the training. It forms GSPO-token's ratio, which no TRL setting expresses. It gives prompts and completions to a reward
-function in the shape that its annotations name. It has unsloth's old log-probabilities scored as its new ones are.
+A run does so, and `cogumi.patch()` for every trainer whose config says `loss_type="gspo"`. Two things about the training
+change. A reward function is given prompts and completions in the shape that its annotations name. unsloth's old
+log-probabilities are scored as its new ones are.
 """
 
 import inspect
@@ -16,62 +16,70 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from cogumi.config.presets import WITH_TOKEN_RATIO
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
+from cogumi.patches import replaced
 from cogumi.patches.gspo_loss import loss_name
-from cogumi.patches.trl_internals import INNER_LOSS, logged_metrics, observe_rollouts, rollout_position
+from cogumi.patches.trl_internals import (
+    INNER_LOSS,
+    PREPARE_INPUTS,
+    TOKEN_LOGPS,
+    discard_metrics,
+    logged_metrics,
+    observe_rollouts,
+    rollout_position,
+    wrap_method,
+)
+from cogumi.patches.vllm_engine import kept_random_state
 from cogumi.rewards.named_rewards import as_annotated
 from cogumi.rl.guards import OWN_OBJECTIVE, accepted_by, format_accept_call, guard_trainer, is_run_trainer
-from cogumi.rl.loss_capture import (
-    Backend,
+from cogumi.rl.loss_check import (
+    LossCheck,
     LossInputs,
+    WrongLossError,
     backend_of,
     capture_loss_inputs,
+    capture_unsloth_loss,
     is_per_sequence,
+    list_unchecked_terms,
     sequence_log_ratio,
 )
-from cogumi.rl.loss_check import LossCheck, WrongLossError, list_unchecked_terms
-from cogumi.rl.rescoring import score_old_by_training_pass
-from cogumi.rl.sampler_check import check_sampler
-from cogumi.rl.sampling import uses_rollout_logps
+from cogumi.rl.sampling import check_sampler, uses_rollout_logps
 
 log = logging.getLogger("cogumi")
 RECORD = "loss.json"
 PREFIX = "policy/"
 FP32_HEAD = "Take an fp32 head on both sides"
-EXACT_TRL = "With cogumi.backend: trl they were 1 to the bit where this was measured (docs/measured.md); take it"
-NOT_THE_USERS = ("trl.", "transformers.", "unsloth", "cogumi.")
+EXACT_TRL = "With cogumi.backend: trl they were 1 to the bit where this was measured (docs/h100.md); take it"
+LIBRARIES = ("trl.", "transformers.", "unsloth", "cogumi.")  # modules whose functions are not the user's
 EXTREMES = {f"{PREFIX}max_ratio": max, f"{PREFIX}min_ratio": min}
 
 
 def watch(trainer: Any, record: str | Path | None = None) -> "LossWatch":
-    """Guard, measure and prove a `trl.GRPOTrainer`; watching it twice is watching it once.
+    """Guard, measure and prove a `trl.GRPOTrainer`; a second call returns the first one's watch.
 
-    `record`: where the description of the loss that ran goes, by default `loss.json` in the trainer's output directory.
-    The guards raise UsageError when training begins, or when `.guard()` is called.
+    record: where the loss that ran is described, by default `loss.json` in the trainer's output directory. The guards raise
+    UsageError when training begins, or when `.guard()` is called.
     """
-    watching = next((each for each in trainer.callback_handler.callbacks if isinstance(each, LossWatch)), None)
-    if watching is None:
-        watching = LossWatch(trainer, Path(trainer.args.output_dir) / RECORD)
-        trainer.add_callback(watching)
+    watches = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, LossWatch)]
+    if not watches:
+        watches = [LossWatch(trainer, Path(trainer.args.output_dir) / RECORD)]
+        trainer.add_callback(watches[0])
     if record is not None:
-        watching.record = Path(record)
-    return watching
+        watches[0].record = Path(record)
+    return watches[0]
 
 
 class LossWatch(TrainerCallback):
-    """Wraps two methods of one trainer, and follows it as a callback."""
+    """Wrap two methods of one trainer, and follow it as a callback."""
 
     def __init__(self, trainer: Any, record: Path) -> None:
         self.trainer, self.record = trainer, record
-        name = loss_name(trainer.args)
-        self.token_ratio = name == WITH_TOKEN_RATIO
         self.metrics = PolicyMetrics()
         self.proof: LossCheck | None = None
         self.guarded, self.first_step = False, True
         self.rollout_step = 0
-        trainer.reward_funcs = [as_annotated(each) for each in trainer.reward_funcs]
+        trainer.reward_funcs = [as_annotated(reward) for reward in trainer.reward_funcs]
         self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.compute_watched_loss
         check_sampler(trainer)
         observe_rollouts(trainer, self.on_rollout)
@@ -82,39 +90,35 @@ class LossWatch(TrainerCallback):
         """Refuse, or warn about, what the settings would make of the run; once, unless it was refused."""
         if self.guarded:
             return
-        backend = backend_of(self.trainer)
-        if self.token_ratio and backend == "unsloth":
-            raise UsageError(
-                "train.loss_type gspo-token: unsloth's loss cannot form its ratio",
-                fix="set train.loss_type: gspo, which is the same where advantages do not vary along a completion",
-            )
         sampler, accepted = uses_rollout_logps(self.trainer), accepted_by(self.trainer)
+        backend = backend_of(self.trainer)
         for warning in guard_trainer(self.trainer, backend=backend, rollout_logps=sampler, accepted=accepted):
             log.warning("%s", warning)
-        written = self.written(backend)
+        user_function = self.find_user_function()
         if OWN_OBJECTIVE in accepted:
-            own = written or getattr(type(self.trainer), INNER_LOSS)
-            self.proof = LossCheck({}, self.token_ratio, [OWN_OBJECTIVE], own, own=True)
+            own = user_function or getattr(type(self.trainer), INNER_LOSS)
+            self.proof = LossCheck({}, [OWN_OBJECTIVE], own, own_objective=True)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
         else:
             args = self.trainer.args
             high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-            asked = {name: getattr(args, name) for name in ("loss_type", "importance_sampling_level", "delta", "beta")}
-            asked |= {"epsilon_low": args.epsilon, "epsilon_high": high}
-            self.proof = LossCheck(asked, self.token_ratio, list_unchecked_terms(self.trainer), written=written)
+            names = ("loss_type", "importance_sampling_level", "delta", "beta")
+            expected = {name: getattr(args, name) for name in names}
+            expected |= {"epsilon_low": args.epsilon, "epsilon_high": high}
+            self.proof = LossCheck(expected, list_unchecked_terms(self.trainer), user_function)
         self.guarded = True
 
-    def written(self, backend: Backend) -> Any:
-        """The user's function that the loss comes out of, the outer one of two; None where there is none."""
+    def find_user_function(self) -> Any:
+        """Return the user's function that the loss comes out of, the outer one of two; None where there is none."""
         inner = getattr(self.trainer, INNER_LOSS, None)
         candidates = [self.trainer.compute_loss, self.compute_loss, inner]  # the first may be set over the watch's own
-        for each in candidates:
-            function = inspect.unwrap(getattr(each, "__func__", each)) if each is not None else None
+        for method in candidates:
+            function = inspect.unwrap(getattr(method, "__func__", method)) if method is not None else None
             # unsloth's trainers are in modules that are named after them.
-            if function is None or function.__module__.lower().startswith(NOT_THE_USERS):
+            if function is None or function.__module__.lower().startswith(LIBRARIES):
                 continue
-            if each is not inner or backend == "trl":
+            if method is not inner or backend_of(self.trainer) == "trl":
                 return function
             if OWN_OBJECTIVE in accepted_by(self.trainer):
                 fix = "override compute_loss instead"
@@ -135,41 +139,37 @@ class LossWatch(TrainerCallback):
         return make(inputs)
 
     def compute_watched_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        training = self.trainer.model.training
-        if not training and not self.token_ratio:
+        if not self.trainer.model.training:
             return self.compute_loss(model, inputs, *args, **kwargs)
-        inputs = dict(inputs)  # the trainer keeps the rollout for later steps
-        with capture_loss_inputs(self.trainer, inputs, self.token_ratio) as calls:
+        with capture_loss_inputs(self.trainer, inputs) as calls:
             loss: Tensor = self.compute_loss(model, inputs, *args, **kwargs)
+        config = self.trainer.args
+        documents = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+        staleness = float((self.trainer.state.global_step - self.rollout_step) * documents)
         for call in calls:
-            if training and call.new.requires_grad:  # a subclass may score without a graph, for a figure of its own
-                self.metrics.add(call, self.staleness(), self.token_ratio)
+            if call.new.requires_grad:  # a subclass may score without a graph, for a figure of its own
+                self.metrics.add(call, staleness)
                 if self.proof is not None:
                     self.proof.add(call, loss)
         return loss
 
-    def staleness(self) -> float:
-        """Documents trained on since the policy that wrote this rollout."""
-        args = self.trainer.args
-        documents = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return float((self.trainer.state.global_step - self.rollout_step) * documents)
-
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        if self.proof is not None:
-            scaler = self.trainer.accelerator.scaler
-            try:
-                found = self.proof.check(scale=scaler.get_scale() if scaler is not None else 1.0)
-            except WrongLossError as error:
-                self.guarded = False  # a training that is begun again is checked again
-                if is_run_trainer(self.trainer):
-                    raise
-                own = format_accept_call(OWN_OBJECTIVE, accepted_by(self.trainer))
-                raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {own}") from None
-            self.proof = None if self.proof.is_complete else self.proof
-            if self.trainer.accelerator.is_main_process:
-                self.record.parent.mkdir(parents=True, exist_ok=True)
-                asked = {"loss": loss_name(self.trainer.args), "backend": backend_of(self.trainer)}
-                write_json(self.record, asked | {"accepted": sorted(accepted_by(self.trainer))} | found)
+        if self.proof is None:
+            return
+        scaler = self.trainer.accelerator.scaler
+        try:
+            record = self.proof.check(scale=scaler.get_scale() if scaler is not None else 1.0)
+        except WrongLossError as error:
+            self.guarded = False  # a training that is begun again is checked again
+            if is_run_trainer(self.trainer):
+                raise
+            accept = format_accept_call(OWN_OBJECTIVE, accepted_by(self.trainer))
+            raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {accept}") from None
+        self.proof = None if self.proof.is_complete else self.proof
+        if self.trainer.accelerator.is_main_process:
+            self.record.parent.mkdir(parents=True, exist_ok=True)
+            about = {"loss": loss_name(self.trainer.args), "backend": backend_of(self.trainer)}
+            write_json(self.record, about | {"accepted": sorted(accepted_by(self.trainer))} | record)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         logged, metrics = logged_metrics(self.trainer, "train"), self.metrics.take(self.trainer.accelerator)
@@ -198,21 +198,21 @@ MEANS = ("new_logprobs", "old_logprobs", "ratio_new_old", "kl_new_old", "clipped
 
 
 class PolicyMetrics:
-    """Sums of one optimizer step, kept on the device: one transfer a step, none per micro-batch."""
+    """Sums of one optimizer step, kept on the device: one transfer per step, none per micro-batch."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.extremes: Tensor | None = None  # (2,): the largest ratio, and the smallest times -1
 
-    def add(self, call: LossInputs, staleness: float, token_ratio: bool = False) -> None:
-        """One micro-batch; `staleness`: documents trained on since the policy that wrote it."""
+    def add(self, call: LossInputs, staleness: float) -> None:
+        """Add one micro-batch. staleness: documents trained on since the policy that wrote it."""
         with torch.no_grad():
-            sums, extremes = reduce_micro_batch(call, staleness, token_ratio)
+            sums, extremes = reduce_micro_batch(call, staleness)
         self.sums = {name: self.sums[name] + value if self.sums else value for name, value in sums.items()}
         self.extremes = extremes if self.extremes is None else torch.maximum(self.extremes, extremes)
 
     def take(self, accelerator: Any) -> dict[str, float]:
-        """The step's metrics over all processes, named `policy/...`; empty if no micro-batch was added. Starts anew."""
+        """Return the step's metrics over all processes, named `policy/...`, {} without a micro-batch; and start anew."""
         if self.extremes is None:
             return {}
         gathered = accelerator.gather(torch.cat([torch.stack(list(self.sums.values())), self.extremes])[None]).cpu()
@@ -229,8 +229,8 @@ class PolicyMetrics:
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """(sums by name, the largest ratio and the largest negative one (2,)) of one micro-batch, float64."""
+def reduce_micro_batch(call: LossInputs, staleness: float) -> tuple[dict[str, Tensor], Tensor]:
+    """Return sums by name, and the largest ratio and the largest negative one (2,), of one micro-batch, float64."""
     keep = call.mask > 0
     mask = keep.double()
     lengths = mask.sum(-1)
@@ -242,7 +242,7 @@ def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) ->
         # A masked position may hold anything, infinities included.
         return (torch.where(keep, tokens.detach().double(), 0.0) * weight).sum()
 
-    if is_per_sequence(call, token_ratio):
+    if is_per_sequence(call):
         log_ratio = torch.where(nonempty, sequence_log_ratio(call).double(), 0.0)
         share = own = documents
     else:
@@ -268,3 +268,40 @@ def reduce_micro_batch(call: LossInputs, staleness: float, token_ratio: bool) ->
     nothing = torch.full((2, 1), -math.inf, dtype=torch.float64, device=mask.device)
     signed = torch.where(own.flatten() > 0, torch.stack([ratio.flatten(), -ratio.flatten()]), -math.inf)
     return sums, torch.cat([signed, nothing], dim=1).amax(1)
+
+
+def score_old_by_training_pass(trainer: Any, compute_loss: Callable[..., Tensor]) -> None:
+    """Have unsloth's new rollouts scored by the trainer's own `compute_loss`, one micro-batch at a time with a gradient.
+
+    unsloth scores a whole rollout at once without a gradient (prompts shared, rows packed, other attention kernels), and
+    trains on shuffled micro-batches. On an H200 its ratios were up to 0.018 away from 1 before the first step
+    (docs/h100.md). Scored so, every ratio is exactly 1 until the first update. A rollout that is restored from a
+    checkpoint keeps its scores.
+    """
+
+    def placeholder(model: Any, ids: Tensor, mask: Tensor, columns: int, **more: Any) -> tuple[Any, ...]:
+        # Zeros (B, T). From T unsloth's loss takes the widest left padding, which it counts by token where all is text.
+        padding = (ids[:, :-columns] == trainer.processing_class.pad_token_id).sum(-1).max()
+        width = columns + int(padding) * (more.get("pixel_values") is None)
+        return torch.zeros(len(ids), width, device=ids.device), None, None
+
+    def make_unscored(make: Callable[[Any], Any], inputs: Any) -> Any:
+        skip = trainer.model.training and trainer.beta == 0  # else the same method scores the reference as well
+        with replaced(trainer, {TOKEN_LOGPS: placeholder} if skip else {}):
+            return make(inputs)
+
+    def prepare(prepare_inputs: Callable[[Any], Any], batch: Any) -> Any:
+        before = rollout_position(trainer)[1]
+        inputs = prepare_inputs(batch)
+        rollout = rollout_position(trainer)[1]
+        for micro_batch in rollout if rollout is not before else ():
+            if "old_per_token_logps" not in micro_batch:  # the loss takes `new.detach()`
+                continue
+            context = trainer.compute_loss_context_manager()
+            with discard_metrics(trainer), kept_random_state(), capture_unsloth_loss(trainer) as calls, context:
+                compute_loss(trainer.model, dict(micro_batch))
+            micro_batch["old_per_token_logps"] = calls[0].new.detach().clone()
+        return inputs
+
+    observe_rollouts(trainer, make_unscored)
+    wrap_method(trainer, PREPARE_INPUTS, prepare)
