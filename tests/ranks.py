@@ -159,8 +159,6 @@ def train_rank(
     protected: bool = True,
     sharded: bool = False,
     zero3: bool = False,
-    counted: bool = False,
-    measured: bool = False,
     on_full: str = "continue",
     mirror: str | None = None,
     dropout: float = 0.1,
@@ -174,7 +172,6 @@ def train_rank(
 ) -> None:
     """Train the tiny model of the checkpoints' tests, or `model` by TRL's trainer of `method`; write down losses and weights.
 
-    counted: what this process holds is written down (`held_bytes`). measured: so is the peak of its second step.
     fails_at: the step after which every rank raises.
     cannot_save: the rank whose random states cannot be written. evaluates: the held-out loss before the training.
     signalled_at: (step, rank, signal) after which that rank has the signal. nan_at: (step, rank) of a loss that is NaN.
@@ -210,8 +207,6 @@ def train_rank(
         options["deepspeed"] = ZERO3
     callbacks: list[Any] = [StopAfter(fails_at)] if fails_at else []
     callbacks += [Signalled()] if signalled_at else []
-    peak = PeakOfStep()
-    callbacks += [peak] if measured else []
     if method:
         trainer, seen = trl_trainer(method, Path(model), directory / "run", **options), Losses()
         for each in (seen, *callbacks):
@@ -238,63 +233,10 @@ def train_rank(
             assert kinds == {"DTensor"}, kinds
         if zero3:
             assert all(each.numel() < each.ds_numel for each in trainer.model.parameters())
-        if counted:
-            (directory / f"held-{rank}.json").write_text(json.dumps(held_bytes(trainer, sharded) | {"step": peak.most}))
     finally:
         (directory / f"losses-{rank}.json").write_text(json.dumps(seen.seen))
     trained = {name: whole(weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     save_file(trained, directory / f"weights-{rank}.safetensors")
-
-
-class PeakOfStep:
-    """Most bytes that PyTorch's allocator held in the second step, beyond those before it."""
-
-    def __init__(self) -> None:
-        self.most = 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_"):  # the other events of a training
-            return lambda *_, **__: None
-        raise AttributeError(name)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 1:
-            from torch.profiler import ProfilerActivity, profile
-
-            self.seen = profile(activities=[ProfilerActivity.CPU], profile_memory=True).__enter__()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            self.seen.__exit__(None, None, None)
-            events = self.seen.profiler.kineto_results.events()
-            held = 0
-            for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-                held += event.nbytes()
-                self.most = max(self.most, held)
-
-
-def held_bytes(trainer: Any, sharded: bool) -> dict[str, Any]:
-    """What this process holds of a model that has trained, in bytes. groups: what FSDP2 gathers together, as bytes and
-    whether they stay until the backward pass. buckets: those of DDP's reducer."""
-    parameters = list(trainer.model.parameters())
-    local = {id(each): each.to_local() if sharded else each for each in parameters}
-    states = [state for of_one in trainer.optimizer.state.values() for state in of_one.values() if state.dim() > 0]
-    found: dict[str, Any] = {
-        "frozen": sum(local[id(each)].nbytes for each in parameters if not each.requires_grad),
-        "trained": sum(local[id(each)].nbytes for each in parameters if each.requires_grad),
-        "optimizer": sum((each.to_local() if sharded else each).nbytes for each in states),
-    }
-    if not sharded:
-        said = trainer.model_wrapped._get_ddp_logging_data()
-        sizes = [int(size) for size in said["bucket_sizes"].split(",")]
-        return found | {"buckets": sum(sizes), "as_view": bool(said["gradient_as_bucket_view"])}
-    groups = {}
-    for module in trainer.model.modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        for group in state._fsdp_param_groups if state is not None else ():
-            size = sum(each._orig_size.numel() * each.orig_dtype.itemsize for each in group.fsdp_params)
-            groups[id(group)] = size, not group._reshard_after_forward
-    return found | {"groups": sorted(groups.values())}
 
 
 def whole(weight: Any) -> Any:

@@ -20,7 +20,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -203,19 +202,12 @@ def test_the_disk_is_asked_where_its_numbers_may_not_be_true(tmp_path: Path, dis
 # --------------------------------------------------------------------------------------------------------- live trainers
 
 
-class Settled(TrainerCallback):
-    """Has each save committed before the next step, as where somebody looks at it."""
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        pass
-
-
 def trainer_on(place: Path, **changes: Any) -> Trainer:
     torch.manual_seed(0)
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
     values = {"max_steps": 8, "save_steps": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     args = TrainingArguments(output_dir=str(place), **(values | changes))
-    return Trainer(LlamaForCausalLM(LlamaConfig(**SHAPE)), args, train_dataset=rows, callbacks=[Settled()])
+    return Trainer(LlamaForCausalLM(LlamaConfig(**SHAPE)), args, train_dataset=rows)
 
 
 @pytest.mark.parametrize("enough", [True, False])

@@ -10,20 +10,22 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cogumi.config.schema import load_config
-from cogumi.forecast.fake_tensors import (
+from cogumi.forecast.memory_forecast import MemoryForecast, peaks_of_depth
+from cogumi.forecast.training_step import (
     BLOCK,
+    StepShape,
     StorageCounter,
     attention,
     emulate_cuda,
+    inputs_of,
+    planned_trainer,
     preserve_bitsandbytes_codes,
+    run_step,
     trl_head_without_kernels,
 )
-from cogumi.forecast.memory_forecast import MemoryForecast, peaks_of_depth
-from cogumi.forecast.training_step import StepShape, inputs_of, planned_trainer, run_step
-from cogumi.models.adapters import lora_config
 from cogumi.rl.patching import patch
 
 SHAPE = {
@@ -288,21 +290,3 @@ def test_trls_own_head_runs_without_triton_and_is_put_back() -> None:
         assert found[0].shape == (96,)
         found[0].sum().backward()
         assert hidden.grad is not None
-
-
-def test_lora_of_a_config_is_that_of_the_run() -> None:
-    run = config_of("sft")
-    trainer = planned_trainer(run, llama(), torch.bfloat16, "sdpa", layers=2)
-    assert trainer.model.config.num_hidden_layers == 2
-    assert trainer.model.peft_config["default"].r == lora_config(run.lora).r == 8
-    assert all(parameter.device.type == "meta" for parameter in trainer.model.parameters())
-
-
-def test_the_forecast_of_a_config_json_alone(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    config = AutoConfig.from_pretrained(tmp_path)
-    moments = run_step(
-        planned_trainer(config_of("sft"), config, torch.bfloat16, "sdpa"), WORKS["sft"], torch.bfloat16, True
-    )
-    assert max(moments, key=lambda moment: moment.total).stage in ("forward", "backward")

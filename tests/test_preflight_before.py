@@ -12,6 +12,7 @@ from typing import Any
 import prepared_process
 import pytest
 import yaml
+from builders import run_config
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 import cogumi
@@ -30,24 +31,9 @@ from cogumi.training import stages
 
 
 def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
-    return {
-        "model": {"name": str(model)},
-        "lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
-        "data": {
-            "source": str(data),
-            "eval_rows": 8,
-            "max_rows": 60,
-            "fim": {"max_length": 160, "middle_chars": [8, 32]},
-        },
-        "train": {
-            "max_steps": 2,
-            "per_device_train_batch_size": 4,
-            "gradient_checkpointing": False,
-            "logging_steps": 1,
-            **train,
-        },
-        "cogumi": {"method": "sft", "run_dir": str(run_dir), "merge": False, "compile": "off", "preflight": "on"},
-    }
+    rows = {"eval_rows": 8, "max_rows": 60, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
+    options = {"compile": "off", "preflight": "on"}
+    return run_config("sft", model, data, run_dir, data_section=rows, train=train, cogumi=options)
 
 
 Asked = tuple[RunConfig, str, Any, data_sample.DataSample, Target]
@@ -183,10 +169,8 @@ def test_the_first_of_several_processes_forecasts_alone(
     for name, value in (launched | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}).items():
         monkeypatch.setenv(name, value)
     run, *rest, target = asked
-    run.cogumi.sharding = "fsdp2"
-    (memory, processes, *_), figures = forecast_in_worker(split_step(run, 2), *rest, target)
-    assert (memory.stage, processes.stage) == ("memory", "processes")
-    assert figures["processes"]["count"] == 2
+    (processes, memory, *_), figures = forecast_in_worker(split_step(run, 2), *rest, target)
+    assert (processes.stage, memory.stage) == ("processes", "memory")
     assert figures["memory"]["free"] == target.free // 2  # the main memory of this machine is that of both
 
 

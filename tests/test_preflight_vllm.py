@@ -25,11 +25,14 @@ from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.forecast.memory_forecast import Target, find_target, planned_work
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.rollout_plan import RolloutPlan, choose_length, choose_with_engine, describe_rollout
 from cogumi.forecast.run_forecast import choose_for_target, forecast_run
 from cogumi.forecast.vllm_forecast import (
     Engine,
+    RolloutPlan,
     cache_layout,
+    choose_length,
+    choose_with_engine,
+    describe_rollout,
     engine_dtype,
     engine_weights,
     forecast_engine,

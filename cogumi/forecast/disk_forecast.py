@@ -1,10 +1,10 @@
-"""How much disk a run will want, and whether its disks have it: download, checkpoints, adapter and merged model.
+"""Forecast how much disk a run needs, and whether its disks have it: download, checkpoints, adapter and merged model.
 
-There is no table of bytes per parameter here. PEFT or the model gives the weights. The trainer's optimizer takes a step on
-tensors without memory, and torch.save writes its state with the data left out. So it takes a config.json and no weights.
+Sizes are products of shapes, without a table of bytes per parameter: PEFT or the model gives the weights, the trainer's
+optimizer takes a step on fake tensors, and torch.save writes its state with the data left out. A config.json is enough.
 
-A run takes most disk at one of two moments. One is a save: the new checkpoint lies beside those that stay. The other is
-its end, when it writes adapter and merged model.
+A run is fullest at one of two moments: at a save, when the new checkpoint lies beside those that stay, or at its end, when
+it writes adapter and merged model.
 """
 
 import copy
@@ -52,9 +52,7 @@ CHECKPOINTS, ADAPTER, MERGED, DOWNLOAD = "checkpoints", "adapter", "merged model
 NO_SAVES = "save_strategy is no: one checkpoint is written where a signal ends the training, and no other"
 # Configs, model card, arguments, random states, scheduler and trainer state together, whatever the model: 26 to 34 kB.
 SMALL_FILES_BYTES = 30_000
-
-
-# ------------------------------------------------------------------------------------------------------- one checkpoint
+SCRATCH = "cogumi-forecast-"
 
 
 @dataclass(frozen=True)
@@ -72,41 +70,43 @@ class CheckpointBytes:
 
 def checkpoint_bytes(trainer: Any) -> CheckpointBytes:
     """Forecast the checkpoints of any transformers or TRL trainer, within 5 %. Nothing of the trainer changes."""
-    optimizer = 0 if trainer.args.save_only_model else torch_save_bytes(optimizer_states(trainer))
-    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    return CheckpointBytes(weights_bytes(trainer), optimizer, tokenizer_bytes(tokenizer))
-
-
-def weights_bytes(trainer: Any) -> int:
-    """The safetensors files that save_model writes: for a PEFT model each adapter, with modules_to_save, and no base."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if not (isinstance(model, PeftModel) or holds_adapter(model)):
-        return safetensors_bytes(without_aliases(model.state_dict(keep_vars=True)))
-    # PEFT's own save writes all adapters (DPO's frozen "ref" too), transformers' the active one.
-    names = list(model.peft_config) if isinstance(model, PeftModel) else model.active_adapters()[:1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about resized embeddings: PEFT says it again when it saves them
-        return sum(safetensors_bytes(get_peft_model_state_dict(model, adapter_name=name)) for name in names)
+    if isinstance(model, PeftModel) or holds_adapter(model):
+        # PEFT's own save writes all adapters (DPO's frozen "ref" too), transformers' the active one.
+        names = list(model.peft_config) if isinstance(model, PeftModel) else model.active_adapters()[:1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about resized embeddings: PEFT repeats it when it saves them
+            states = [get_peft_model_state_dict(model, adapter_name=name) for name in names]
+    else:
+        states = [without_aliases(model.state_dict(keep_vars=True))]
+    optimizer = 0
+    if not trainer.args.save_only_model:
+        with tempfile.TemporaryFile(prefix=SCRATCH) as file:  # no data is written, zip and pickle overhead is
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(optimizer_states(trainer), file)
+            optimizer = file.seek(0, os.SEEK_END)
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    return CheckpointBytes(sum(map(safetensors_bytes, states)), optimizer, tokenizer_bytes(tokenizer))
 
 
 def without_aliases(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Each piece of memory once, and each tensor that has none: tied weights are saved under one of their names."""
-    seen: dict[tuple[Any, ...], tuple[str, Any]] = {}
+    """Return each storage once, and each tensor without storage: tied weights are saved under one of their names."""
+    by_storage: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for name, tensor in tensors.items():
         if hasattr(tensor, "data_ptr"):  # bitsandbytes puts strings into state dicts
-            where = (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape))
-            seen.setdefault(where, (name, tensor))
-    return dict(seen.values())
+            storage = (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape))
+            by_storage.setdefault(storage, (name, tensor))
+    return dict(by_storage.values())
 
 
 def safetensors_bytes(tensors: Mapping[str, Any]) -> int:
-    """The file that safetensors writes: the header, and the data back to back."""
-    entries = [(name, "BF16", tuple(each.shape), each.numel() * each.element_size()) for name, each in tensors.items()]
+    """Return the size of the file that safetensors writes: the header, and the data back to back."""
+    entries = [(name, "BF16", tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()]
     return len(make_header({"format": "pt"}, entries)) + sum(entry[3] for entry in entries)
 
 
 def optimizer_states(trainer: Any) -> list[dict[str, Any]]:
-    """What the trainer's optimizer would hold after its first step, as state dicts of fake tensors.
+    """Return the states that the trainer's optimizer has after its first step, as state dicts of fake tensors.
 
     One of its class takes the step, on fake parameters of the same shapes. Optimizers other than torch's, transformers'
     and bitsandbytes' may do more in a step than arithmetic, so each of them is forecast as an AdamW.
@@ -114,67 +114,55 @@ def optimizer_states(trainer: Any) -> list[dict[str, Any]]:
     kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     if kind.__module__.partition(".")[0] not in ("torch", "transformers", "bitsandbytes"):
         kind, settings = torch.optim.AdamW, {}
-    whole: set[int] = set()  # transformers has bitsandbytes keep the states of embeddings in 32 bits
+    in_32_bits: set[int] = set()  # transformers has bitsandbytes keep the states of embeddings in 32 bits
     if settings.get("optim_bits") == 8:
-        embeddings = [each for each in trainer.model.modules() if isinstance(each, torch.nn.Embedding)]
-        whole = {id(each.weight) for each in embeddings}
-    trained = [each for each in trainer.model.parameters() if each.requires_grad]
-    parts = [(settings, [each for each in trained if id(each) not in whole])]
-    if whole:
-        parts.append((settings | {"optim_bits": 32}, [each for each in trained if id(each) in whole]))
-    return [step_on_fakes(kind, *part) for part in parts]
-
-
-def step_on_fakes(kind: Any, settings: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
-    optimizer = kind([torch.nn.Parameter(torch.empty(0))], **settings)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [torch.nn.Parameter(torch.empty(each.shape, dtype=each.dtype)) for each in parameters]
-        for fake in fakes:
-            fake.grad = torch.empty_like(fake)
-        optimizer.param_groups[0]["params"] = fakes  # on the CPU, where nothing is paged
-        if kind.__module__.startswith("bitsandbytes"):  # what it does with the state, once made, needs no kernel
-            optimizer.update_step, optimizer.initialized = lambda *_: None, True
-            optimizer.mng = SimpleNamespace(index2config={}, pid2config={})  # the process's own has other trainers' too
-        optimizer.step()
-        return dict(optimizer.state_dict())
-
-
-def torch_save_bytes(value: Any) -> int:
-    """The length of the file that torch.save would write, with its zip and pickle overhead; no data is written."""
-    with tempfile.TemporaryFile(prefix="cogumi-forecast-") as file:
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(value, file)
-        return file.seek(0, os.SEEK_END)
+        modules = trainer.model.modules()
+        in_32_bits = {id(module.weight) for module in modules if isinstance(module, torch.nn.Embedding)}
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    parts = [(settings, [parameter for parameter in trained if id(parameter) not in in_32_bits])]
+    if in_32_bits:
+        parts.append((settings | {"optim_bits": 32}, [weight for weight in trained if id(weight) in in_32_bits]))
+    states = []
+    for options, parameters in parts:
+        optimizer = kind([torch.nn.Parameter(torch.empty(0))], **options)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fakes = [torch.nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype)) for weight in parameters]
+            for fake in fakes:
+                fake.grad = torch.empty_like(fake)
+            optimizer.param_groups[0]["params"] = fakes  # on the CPU, where nothing is paged
+            if kind.__module__.startswith("bitsandbytes"):  # its update of an existing state needs no kernel here
+                optimizer.update_step, optimizer.initialized = lambda *_: None, True
+                optimizer.mng = SimpleNamespace(index2config={}, pid2config={})  # the process's has other trainers' too
+            optimizer.step()
+            states.append(dict(optimizer.state_dict()))
+    return states
 
 
 def tokenizer_bytes(tokenizer: Any) -> int:
-    """What a tokenizer or processor saves."""
-    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
+    """Return the bytes that a tokenizer or processor saves; 0 for None."""
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         return bytes_of(Path(scratch))
 
 
 def merged_bytes(config: Any) -> int:
-    """Bytes of the merged model's safetensors files: every weight once, in the dtype that the config names.
+    """Return the bytes of the merged model's safetensors files: every weight once, in the dtype that the config names.
 
-    From the shapes that the config implies: the base on disk may be quantized to 4 bits, and what is merged is not.
+    They follow from the config: the base on disk may be quantized to 4 bits, and what is merged is not.
     """
     dtype = config.dtype or torch.float32
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tensors = without_aliases(meta_model(config, named_class(config)).state_dict(keep_vars=True))
-    return safetensors_bytes({name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors.items()})
-
-
-# --------------------------------------------------------------------------------------------------------- a run's disks
+    return safetensors_bytes({name: t.to(stored) if t.is_floating_point() else t for name, t in tensors.items()})
 
 
 @dataclass(frozen=True)
 class DiskForecast:
-    """What a run wants of its disks, by filesystem: two paths on one share its space.
+    """What a run needs of its disks, by filesystem: two paths on one share its space.
 
-    checkpoint: bytes of one. keep: how many stay. held: the most there are at once, the one being written included;
-    saves: how many are to come, None where that is not known. notes: what is not known, or not counted.
+    checkpoint: bytes of one. keep: how many stay. held: the most there are at once, with the one being written. saves: how
+    many are to come, None where that is not known. notes: what is not known, or not counted.
     """
 
     checkpoint: int
@@ -190,21 +178,20 @@ class DiskForecast:
 
     @property
     def lines(self) -> list[str]:
-        """A few lines for a log: what is wanted, what there is, and what helps where it does not fit."""
-        most = f"one checkpoint is {format_bytes(self.checkpoint)}; at most there are {self.held}"
+        """A few lines for a log: what is needed, what there is, and what helps where it does not fit."""
+        checkpoints = f"one checkpoint is {format_bytes(self.checkpoint)}; at most there are {self.held}"
         short = [disk for disk in self.disks if disk.short]
         helps = [f"{disk.filesystem.mount}: what helps: {'; '.join(self.advice(disk))}" for disk in short]
-        return [most, *map(str, self.disks), *helps, *self.notes]
+        return [checkpoints, *map(str, self.disks), *helps, *self.notes]
 
     def advice(self, disk: Disk) -> list[str]:
-        """What to do about a disk that is too small."""
+        """Return what to do about a disk that is too small."""
         free, sizes, helps = disk.filesystem.space.free, {need.what: need for need in disk.needs}, []
         if disk.training > free and CHECKPOINTS in sizes and self.keep > 2:
             helps.append(f"save_total_limit: 2 takes {format_bytes((self.keep - 2) * self.checkpoint)} less")
         if disk.end > free and MERGED in sizes:
             helps.append(f"cogumi.merge=false takes {format_bytes(sizes[MERGED].end)} less")
-        helps.append(f"{format_bytes(disk.short)} more space, or another disk (cogumi.run_dir, HF_HOME)")
-        return helps
+        return [*helps, f"{format_bytes(disk.short)} more space, or another disk (cogumi.run_dir, HF_HOME)"]
 
 
 def forecast_trainer(
@@ -216,83 +203,67 @@ def forecast_trainer(
     more: Iterable[Need] = (),
     notes: Iterable[str] = (),
 ) -> DiskForecast:
-    """What a protected trainer's run will want of its disks, from now on. Changes nothing.
+    """Forecast what a protected trainer's run needs of its disks from now on. Changes nothing.
 
-    keep: as `protect` keeps them. adapter_into, merged_into: where those will be written, if they will. more: what else is
-    to be counted; notes: what else is to be said. Raises OSError for a disk that does not answer.
+    keep: how many checkpoints `protect` keeps. adapter_into, merged_into: where those will be written, if they will. more,
+    notes: other needs and notes. Raises OSError for a disk that does not answer.
     """
-    args, each = trainer.args, checkpoint_bytes(trainer)
+    args, checkpoint = trainer.args, checkpoint_bytes(trainer)
     directory = Path(args.output_dir)
     ours = [path for path in list_checkpoints(directory) if (path / MANIFEST_NAME).is_file()]
-    regular = args.save_strategy.value != "no"
-    saves = count_saves(trainer, step_of(ours[0]) if ours else 0) if regular else 1
-    # They stay beside the newest: those that are pinned, the one resumed from, and the best.
+    saves_regularly = args.save_strategy.value != "no"
+    saves = count_saves(trainer, step_of(ours[0]) if ours else 0) if saves_regularly else 1
+    # Beside the newest stay those that are pinned, the one resumed from, and the best.
     beside = sum((path / PIN_NAME).exists() for path in ours) + bool(ours) + (args.metric_for_best_model is not None)
-    need, held = checkpoints_need(directory, ours, each.total, keep + beside, saves)
+    need, held = checkpoints_need(directory, ours, checkpoint.total, keep + beside, saves)
     needs = [need, *more]
     if adapter_into is not None:
-        needs.append(Need(ADAPTER, adapter_into, 0, each.weights + each.tokenizer))
+        needs.append(Need(ADAPTER, adapter_into, 0, checkpoint.weights + checkpoint.tokenizer))
     if merged_into is not None:
         config = trainer.model.config
-        if config.name_or_path:  # whose dtype a merge keeps: a loaded model's says what it was loaded in
+        if config.name_or_path:  # a merge keeps the dtype on disk; a loaded model's config has the one it was loaded in
             config = AutoConfig.from_pretrained(config.name_or_path, revision=commit_of(config))
         size = merged_bytes(config) + tokenizer_bytes(trainer.processing_class)
         needs.append(Need(MERGED, merged_into, 0, size))
-    notes = (*(() if regular else (NO_SAVES,)), *notes)
-    return DiskForecast(each.total, keep, held, saves, tuple(group_needs(needs)), notes)
+    notes = (*(() if saves_regularly else (NO_SAVES,)), *notes)
+    return DiskForecast(checkpoint.total, keep, held, saves, tuple(group_needs(needs)), notes)
 
 
-def checkpoints_need(directory: Path, ours: list[Path], each: int, staying: int, saves: int | None) -> tuple[Need, int]:
-    """What checkpoints take beyond those that are there, and how many there are at most.
+def checkpoints_need(directory: Path, ours: list[Path], size: int, staying: int, saves: int | None) -> tuple[Need, int]:
+    """Return what checkpoints of `size` bytes take beyond those that are there, and how many there are at most.
 
-    staying: how many stay at once. saves: how many are to come (None: not known).
+    staying: how many stay at once. saves: how many are to come, None where that is not known.
     """
-    if saves == 0:  # with nothing to come nothing is wanted, however unequal those are that are there
+    if saves == 0:  # nothing is needed, however unequal those are that are there
         return Need(CHECKPOINTS, directory, 0, 0), len(ours)
     taken = 0
     for path in (*ours, directory / STAGING_NAME):
-        with suppress(FileNotFoundError):  # a save or a removal has just given it another name
+        with suppress(FileNotFoundError):  # a save or a removal has just renamed it
             taken += disk_bytes(path)
     total = math.inf if saves is None else len(ours) + saves
-    at_end = max(staying, len(ours))  # what is there beyond `keep` has its reason
+    at_end = max(staying, len(ours))  # checkpoints beyond `keep` have their reason
     held = int(min(total, at_end + 1))
-    training, end = held * each - taken, int(min(total, at_end)) * each - taken
-    return Need(CHECKPOINTS, directory, max(0, training), max(0, end)), held
+    end = int(min(total, at_end)) * size - taken
+    return Need(CHECKPOINTS, directory, max(0, held * size - taken), max(0, end)), held
 
 
 def count_saves(trainer: Any, step: int) -> int | None:
-    """How many checkpoints the trainer writes after a step; None where that is not known, as before an epoch's length is."""
+    """Count the checkpoints that the trainer writes after a step; None where an epoch's length is not known yet."""
     args, strategy = trainer.args, trainer.args.save_strategy.value
     last = max(trainer.state.max_steps, args.max_steps, 0)
     if strategy == "epoch" and args.max_steps <= 0:
         return math.ceil(args.num_train_epochs)
-    if strategy != "steps" or not last:  # until training begins only max_steps says the last one
+    if strategy != "steps" or not last:  # until training begins only max_steps names the last one
         return None
     every = max(1, math.ceil(args.save_steps if args.save_steps >= 1 else args.save_steps * last))
     return math.ceil(last / every) - step // every if step < last else 0
 
 
-# ------------------------------------------------------------------------------------------------- from a config alone
-
-
 def forecast_disks(run: RunConfig) -> DiskForecast:
-    """What a run has yet to write, and download. Raises UsageError for settings that PEFT, TRL or transformers refuse."""
-    trainer, notes = plan_trainer(run)
-    download, unknown = download_need(run)
-    whole = run.cogumi.tuning == "full"  # then the trained model is saved as `merged/`, and there is no adapter
-    adapter, merged = run.run_dir / "adapter", run.run_dir / "merged"
-    return forecast_trainer(
-        trainer,
-        keep=keep_limit(trainer.args.save_total_limit) or DEFAULT_KEEP,
-        adapter_into=None if whole or adapter.exists() else adapter,
-        merged_into=merged if (run.cogumi.merge or whole) and not merged.exists() else None,
-        more=download,
-        notes=(*notes, *unknown),
-    )
+    """Forecast what a run has yet to write and download, from its config alone.
 
-
-def plan_trainer(run: RunConfig) -> tuple[Any, list[str]]:
-    """A trainer that writes what the run's will write, without weights, and what is not known of it."""
+    Raises UsageError for settings that PEFT, TRL or transformers refuse.
+    """
     gspo_loss.apply()  # without it TRL takes no gspo; unsloth, which must be imported first, is of no use to shapes
     args = trl_arguments(without_machine(run))
     if run.model.adapter is not None:
@@ -306,29 +277,39 @@ def plan_trainer(run: RunConfig) -> tuple[Any, list[str]]:
         tokenizer = load_tokenizer(base, run.model.revision)
     except UsageError:  # a run would not start without one; the rest is worth knowing
         notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
-    whole = run.cogumi.tuning == "full"
+    train_all = run.cogumi.tuning == "full"  # then the trained model is saved as `merged/`, and there is no adapter
     try:
-        dtype = resolve_dtype(dtype_of_weights(run) if whole else run.model.dtype)
-        lora = None if whole else lora_config(run.lora, model=meta_model(config))
-        return saving_trainer(config, dtype, args, lora, tokenizer), notes
+        dtype = resolve_dtype(dtype_of_weights(run) if train_all else run.model.dtype)
+        lora = None if train_all else lora_config(run.lora, model=meta_model(config))
+        trainer = saving_trainer(config, dtype, args, lora, tokenizer)
     except BUILD_REFUSALS as error:
         raise UsageError(f"model, lora or train: {one_line(error)}") from error
+    downloads, unknown = download_need(run)
+    adapter, merged = run.run_dir / "adapter", run.run_dir / "merged"
+    return forecast_trainer(
+        trainer,
+        keep=keep_limit(trainer.args.save_total_limit) or DEFAULT_KEEP,
+        adapter_into=None if train_all or adapter.exists() else adapter,
+        merged_into=merged if (run.cogumi.merge or train_all) and not merged.exists() else None,
+        more=downloads,
+        notes=(*notes, *unknown),
+    )
 
 
 def saving_trainer(config: Any, dtype: torch.dtype, args: Any, lora: Any = None, tokenizer: Any = None) -> Any:
-    """A trainer for `forecast_trainer`. 8 billion parameters take seconds and no memory.
+    """Build a trainer for `forecast_trainer` without weights. 8 billion parameters take seconds and no memory.
 
-    config: the base's, quantized or not. dtype: what the base is loaded in. args: TrainingArguments, or TRL's; nothing
-    is written to their output_dir. lora: a PEFT config, or None where every weight is trained. As any Trainer this one
-    sets the seeds. Not TRL's: adapters that start from the weights (PiSSA) are made without any here.
+    As any Trainer this one sets the seeds. It is not TRL's: adapters that start from the weights (PiSSA) are made without
+    any here. config: the base's, quantized or not. args: TrainingArguments, or TRL's; nothing is written to their output_dir.
+    lora: a PEFT config, or None where every weight is trained.
     """
     model = meta_model(config).to(dtype)
     if lora is not None:
-        model = get_peft_model(model, copy.copy(lora), low_cpu_mem_usage=True)  # which completes what it is given
+        model = get_peft_model(model, copy.copy(lora), low_cpu_mem_usage=True)  # which completes its config
         keep_float32(model)
     args = copy.copy(args)
     output_dir, args.push_to_hub, args.report_to = args.output_dir, False, []  # no repository is made, no run announced
-    with tempfile.TemporaryDirectory(prefix="cogumi-forecast-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
         args.output_dir = scratch  # a Trainer makes it
         trainer = keep_on_meta(Trainer)(model, args, eval_dataset=[], processing_class=tokenizer)
     args.output_dir = output_dir
@@ -336,7 +317,7 @@ def saving_trainer(config: Any, dtype: torch.dtype, args: Any, lora: Any = None,
 
 
 def download_need(run: RunConfig) -> tuple[list[Need], list[str]]:
-    """What the files of the model will take in the hub's cache, and a line where it is not known."""
+    """Return what the model's files will take in the hub's cache, and a note where it is not known."""
     name = run.model.name
     if name.startswith("cogumi:"):
         return [], []
@@ -348,22 +329,20 @@ def download_need(run: RunConfig) -> tuple[list[Need], list[str]]:
             downloads.append(original.download if original is not None else None)
     except UsageError as error:
         return [], [f"what the download of {name} takes in {hub_cache()} is not known: {error}"]
-    size = sum(each.to_fetch for each in downloads if each is not None)
+    size = sum(download.to_fetch for download in downloads if download is not None)
     return [Need(DOWNLOAD, hub_cache(), size, size)] if size else [], []
 
 
 def describe_disks(run: RunConfig) -> list[Line]:
-    """A line for each filesystem, with what would make it large enough, and what is not known."""
+    """Return a line for each filesystem, with what would make it large enough, and what is not known."""
     try:
-        found = forecast_disks(run)
-    except (ValueError, ImportError) as error:  # of a setting that the libraries look at when it is first used
+        forecast = forecast_disks(run)
+    except (ValueError, ImportError) as error:  # of a setting that the libraries read when it is first used
         raise UsageError(one_line(error), key="train") from error
     lines = []
-    for disk in found.disks:
-        fix = (
-            "; ".join(found.advice(disk))
-            if disk.short
-            else "name a directory on another disk (cogumi.run_dir, HF_HOME)"
-        )
+    for disk in forecast.disks:
+        fix = "name a directory on another disk (cogumi.run_dir, HF_HOME)"
+        if disk.short:
+            fix = "; ".join(forecast.advice(disk))
         lines.append(Line("disk", str(disk), "red", fix) if disk.refusal else Line("disk", str(disk)))
-    return [*lines, *(Line("disk", note, "unknown") for note in found.notes)]
+    return [*lines, *(Line("disk", note, "unknown") for note in forecast.notes)]

@@ -1,4 +1,4 @@
-"""The preflight of a run: stack, data, memory, time and money, disk.
+"""The preflight of a run on one card: stack, data, memory, time and money, disk.
 
 The time comes from ten steps made here (`--probe`), or else it is estimated. The estimate divides the FLOP of a token
 by REACHED of the card's peak, and adds the rollouts of transformers (`rollout_seconds`), but not vLLM's.
@@ -28,9 +28,8 @@ from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.disk_forecast import describe_disks
 from cogumi.forecast.memory_forecast import Target, find_target, layer_period, peaks_of_depth, weights_dtype
 from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.process_plan import describe_processes, plan_processes
-from cogumi.forecast.rollout_plan import choose_with_engine, describe_sampler, estimate_rollout, forecast_rollout
-from cogumi.forecast.training_step import StepShape, count_decoding, forecast_weights, planned_trainer
+from cogumi.forecast.training_step import StagePeak, StepShape, count_decoding, forecast_weights, planned_trainer
+from cogumi.forecast.vllm_forecast import choose_with_engine, describe_sampler, forecast_rollout
 from cogumi.health.rules import FEW_LOSS_ROWS
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.logits import WORKING_BYTES
@@ -52,7 +51,7 @@ from cogumi.stack.gpus import count_processes, refuse_missing_gpus, without_laun
 from cogumi.stack.lanes import check_lane
 from cogumi.telemetry.throughput import flops_of
 
-# What PEFT, TRL and transformers raise for a setting they refuse, or a model that cannot be built of shapes alone.
+# Errors of PEFT, TRL and transformers for a setting they refuse, or a model that cannot be built from shapes.
 REFUSALS = (ValueError, ImportError, RuntimeError)
 LIMIT = 600.0  # seconds; a model of which every layer is run takes minutes
 REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:2204.02311, appendix B: 46 to 58 % there)
@@ -66,7 +65,7 @@ ForecastLines = tuple[list[Line], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a step, dpo's reference included, before the steps, and of a rollout. measured: steps made to know."""
+    """Seconds of a step with dpo's reference, before the first step, and of a rollout. measured: how many steps were timed."""
 
     step: float
     before: float = 0.0
@@ -78,11 +77,20 @@ class Pace:
 def forecast_run(
     config: Config, card: str | None, train: Callable[..., Any] | None, overrides: dict[str, Any], apart: bool = True
 ) -> PreflightReport:
-    """`cogumi.preflight`, where torch may be imported. train: `cogumi.train`, where ten steps are to be made.
+    """Run `cogumi.preflight` in a process that may import torch.
 
-    apart: False in a process that does nothing else, whose trainers and settings may then stay if it sees no GPU.
+    card: by name, None for this machine. train: `cogumi.train`, where ten steps are to be timed. apart: False in a process
+    that does nothing else, which may keep the settings of planned trainers if it sees no GPU.
     """
-    run = split_processes(load_config(config, **overrides), card)
+    run = load_config(config, **overrides)
+    if card is not None and run.cogumi.processes == "all":
+        problem = "all are the GPUs of the machine that trains, and --card names a card of another one"
+        raise UsageError(problem, key="cogumi.processes", fix="say how many, as in cogumi.processes=8")
+    count = count_processes(run.cogumi.processes, os.environ)
+    if card is None:
+        refuse_missing_gpus(count, os.environ)
+    run.cogumi.processes = count
+    run = split_step(run, count)
     target = find_target(card, run)
     refuse_impossible(run.cogumi)
     if run.cogumi.method == "gspo":
@@ -94,136 +102,130 @@ def forecast_run(
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
     base = resolve_model(run.model.name, run.model.revision)
-    of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
-    refuse_without_decoder(of_base)
+    base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    refuse_without_decoder(base_config)
     if run.cogumi.tuning == "lora":
-        refuse_unmatched(run.lora, of_base)
-        refuse_unmergeable(run, base, of_base)
-    refuse_quantized(run, of_base)
+        refuse_unmatched(run.lora, base_config)
+        refuse_unmergeable(run, base, base_config)
+    refuse_quantized(run, base_config)
     if run.model.quantization_config is not None:
-        refuse_quantized_already(base, of_base)
-    if data_sample.has_no_tokenizer(base):
-        found = data_sample.assume_longest(run)
-    else:
-        found = data_sample.sample_data(run, load_run_tokenizer(run, base), of_base)
-    tried = measure_steps(run, train, config, overrides) if train is not None else None
-    first = [] if card is not None else [describe_stack()]
-    first.append(describe_backend(run, of_base, elsewhere=card is not None))
+        refuse_quantized_already(base, base_config)
+    sample = data_sample.assume_longest(run, base)
+    if sample is None:
+        sample = data_sample.sample_data(run, load_run_tokenizer(run, base), base_config)
+    measured = measure_steps(run, train, config, overrides) if train is not None else None
+    lines = [] if card is not None else [describe_stack()]
+    lines.append(describe_backend(run, base_config, elsewhere=card is not None))
     apart = apart or torch.cuda.is_available() or unsloth_rl.is_in_place()
     forecast = forecast_in_worker if apart else forecast_lines
-    lines, figures = forecast(run, base, of_base, found, target, tried)
-    lines = [*first, *describe_original(run, base, of_base), data_sample.describe_data(found, run), *lines]
-    return PreflightReport(str(target), tuple(lines), {"data": found.as_dict(), **figures})
-
-
-def split_processes(run: RunConfig, card: str | None) -> RunConfig:
-    """The run as each of its processes trains it. Raises UsageError where their number cannot be known."""
-    if card is not None and run.cogumi.processes == "all":
-        what = "all are the GPUs of the machine that trains, and --card names a card of another one"
-        raise UsageError(what, key="cogumi.processes", fix="say how many, as in cogumi.processes=8")
-    count = count_processes(run.cogumi.processes, os.environ)
-    if card is None:
-        refuse_missing_gpus(count, os.environ)
-    run.cogumi.processes = count
-    return split_step(run, count)
+    forecast_of_run, figures = forecast(run, base, base_config, sample, target, measured)
+    lines += [*describe_original(run, base, base_config), data_sample.describe_data(sample, run), *forecast_of_run]
+    return PreflightReport(str(target), tuple(lines), {"data": sample.as_dict(), **figures})
 
 
 def describe_stack() -> Line:
-    """Is what is installed what was tried together? The doctor's finding on the lane."""
-    found = check_lane()
-    figure = f"{found.figure}; {found.cause}" if found.cause else found.figure
-    return Line("stack", figure, "green" if found.state == "ok" else "yellow", found.fix)
+    """Return the doctor's finding on the lane: whether the installed versions were tested together."""
+    finding = check_lane()
+    figure = f"{finding.figure}; {finding.cause}" if finding.cause else finding.figure
+    return Line("stack", figure, "green" if finding.state == "ok" else "yellow", finding.fix)
 
 
-def describe_backend(run: RunConfig, of_base: Any, elsewhere: bool) -> Line:
-    """What will train: here, or on the card of another machine, of which it is not known whether it has unsloth."""
+def describe_backend(run: RunConfig, base_config: Any, elsewhere: bool) -> Line:
+    """Return what will train. elsewhere: on another machine, of which it is not known whether it has unsloth."""
     if not elsewhere:
         return Line("backend", "{}: {}".format(*choose_backend(run)))
-    asked = run.cogumi.backend
-    if run.cogumi.process_count > 1 and asked == "unsloth":
+    backend = run.cogumi.backend
+    if run.cogumi.process_count > 1 and backend == "unsloth":
         fix = "set cogumi.backend: trl, or cogumi.processes: 1"
         return Line("backend", "unsloth trains in one process", "red", fix)
     if run.cogumi.process_count > 1:
         return Line("backend", "trl: several processes train by stock TRL")
-    if asked == "auto":
-        if of_base.model_type not in FAMILIES:
-            return Line("backend", "trl: unsloth has no kernels for it")
-        if run.train.get("use_vllm") or needs_exact_ratios(run):
-            return Line("backend", "trl: several steps a rollout, or vLLM, by unsloth are not confirmed on a card")
-        return Line("backend", "unsloth if it is installed there, else trl")
-    return Line("backend", f"{asked}: cogumi.backend")
+    if backend != "auto":
+        return Line("backend", f"{backend}: cogumi.backend")
+    if base_config.model_type not in FAMILIES:
+        return Line("backend", "trl: unsloth has no kernels for it")
+    if run.train.get("use_vllm") or needs_exact_ratios(run):
+        return Line("backend", "trl: several steps a rollout, or vLLM, by unsloth are not confirmed on a card")
+    return Line("backend", "unsloth if it is installed there, else trl")
 
 
-def forecast_in_worker(*asked: Any) -> ForecastLines:
-    """`forecast_lines` in another process, which sees no GPU and leaves nothing behind in this one.
+def forecast_in_worker(*arguments: Any) -> ForecastLines:
+    """Run `forecast_lines` in another process, which sees no GPU and leaves nothing behind in this one.
 
     Libraries cache tensors, which would be fake ones, and accelerate keeps settings for the whole process. Beside a GPU
     the trainer would be unsloth's. In a training of several processes it would wait for the others. Raises RuntimeError
     for a process that broke or took too long.
     """
     environment = without_launcher(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
-    found: ForecastLines = worker.call("the forecast", forecast_lines, *asked, environment=environment, timeout=LIMIT)
-    return found
+    name = "the forecast"
+    result: ForecastLines = worker.call(name, forecast_lines, *arguments, environment=environment, timeout=LIMIT)
+    return result
 
 
 def forecast_lines(
-    asked: RunConfig, base: str, of_base: Any, found: DataSample, target: Target, probe: Pace | None = None
+    yaml_run: RunConfig, base: str, base_config: Any, sample: DataSample, target: Target, probe: Pace | None = None
 ) -> ForecastLines:
-    """Builds trainers in this process, whose settings are the process's; `forecast_in_worker` has one for it.
+    """Forecast memory, time and disk with trainers built in this process, whose settings are the process's.
 
-    asked: of several processes the run of one of them (`split_processes`).
-    base, of_base: a directory or hub id, and its config. probe: what was measured.
+    yaml_run: with the keys of its YAML; of several processes, as each of them trains it (`split_step`). base: a directory or
+    hub id. probe: the pace that was measured.
     """
     patch(graph_break="off", backend="trl")  # without it TRL takes no gspo, and its losses need a GPU
+    processes = yaml_run.cogumi.process_count
     if not target.on_card:  # main memory, which the processes share
-        target = replace(target, free=target.free // asked.cogumi.process_count)
+        target = replace(target, free=target.free // processes)
     lines: list[Line] = []
     figures: dict[str, Any] = {}
-    chosen_run, load, chosen = choose_for_target(asked, base, of_base, found.longest, target)
-    if asked.model.quantization_config is not None or quantization_of(of_base) is not None:
-        dtype = weights_dtype(target, asked.model.dtype)
-        lines.append(describe_weights(of_base, dtype, asked.model.quantization_config))
+    if processes > 1:
+        text = f"several processes are not forecast: the figures are for one of {processes}"
+        lines.append(Line("processes", f"{text}, without what they exchange", "unknown"))
+    holds_share = processes > 1 and yaml_run.cogumi.sharding != "none"
+    chosen_run, load, choices = choose_for_target(yaml_run, base, base_config, sample.longest, target)
+    if yaml_run.model.quantization_config is not None or quantization_of(base_config) is not None:
+        dtype = weights_dtype(target, yaml_run.model.dtype)
+        lines.append(describe_weights(base_config, dtype, yaml_run.model.quantization_config))
     try:
         free = target.free - load.weights - MOMENTS * load.trained - engine_bytes(chosen_run.train, target.total)
-        run, work = plan_work(chosen_run, of_base, found, target, free)
-        memory = memory_forecast.forecast_step(run, of_base, work, target)
+        run, work = plan_work(chosen_run, base_config, sample, target, free)
+        memory = None if holds_share else memory_forecast.forecast_step(run, base_config, work, target)
     except UsageError as error:
-        rollout = estimate_rollout(chosen_run, of_base, load, target, found.longest)
-        fix = "set cogumi.tuning: lora; LoRA instead of every weight" if asked.cogumi.tuning == "full" else ""
+        rollout = forecast_rollout(chosen_run, base_config, load, target, sample.longest)
+        fix = "set cogumi.tuning: lora; LoRA instead of every weight" if yaml_run.cogumi.tuning == "full" else ""
         if rollout is not None and rollout.step <= rollout.free:  # without the engine it does fit
             fix = rollout.fix
         lines.append(Line("memory", str(error), "red", fix))
         rollout = rollout and replace(rollout, free=target.free)
-        lines += describe_sampler(chosen_run, of_base, rollout, target, found.longest)
+        lines += describe_sampler(chosen_run, base_config, rollout, target, sample.longest)
     except REFUSALS as error:
         lines.append(Line("memory", f"the step cannot be run without weights: {one_line(error)}", "unknown"))
     else:
-        rollout = forecast_rollout(run, of_base, memory, target, found.longest)
-        fix = rollout.fix if rollout is not None else ""
-        lines.append(memory_forecast.describe_memory(memory, chosen_run, chosen, fix))  # its keys are those of the YAML
-        lines += describe_sampler(run, of_base, rollout, target, found.longest)
-        figures["memory"] = memory.as_dict()
-        if memory.shared is not None:
-            suggestion = memory_forecast.suggest_fix(memory, chosen_run)
-            lines.append(describe_processes(chosen_run, memory, target, suggestion))
-            figures["processes"] = plan_processes(run, memory, target)
-        if rollout is not None:
-            figures["vllm"] = rollout.as_dict()
-        if found.looked_at or configured_steps(run):
-            time = forecast_time(run, work, found, probe or estimate_pace(run, of_base, work, found, target))
+        if memory is None:
+            text = f"not forecast: with cogumi.sharding: {run.cogumi.sharding} a process holds a share of the model"
+            lines.append(Line("memory", text, "unknown"))
+        else:
+            rollout = forecast_rollout(run, base_config, memory, target, sample.longest)
+            fix = rollout.fix if rollout is not None else ""
+            lines.append(memory_forecast.describe_memory(memory, chosen_run, choices, fix))
+            lines += describe_sampler(run, base_config, rollout, target, sample.longest)
+            figures["memory"] = memory.as_dict()
+            if rollout is not None:
+                figures["vllm"] = rollout.as_dict()
+        if sample.looked_at or configured_steps(run):
+            pace = probe or estimate_pace(run, base_config, work, sample, target)
+            time = forecast_time(run, work, sample, pace)
             lines.append(describe_time(time, run, target))
             figures["time"] = vars(time)
         else:
             fix = "set train.max_steps to plan with"
             lines.append(Line("time", "how many steps are in the data is not known", "unknown", fix))
-    return lines + describe_merge_check(asked, of_base, target) + describe_disks(asked), figures
+    return lines + describe_merge_check(yaml_run, base_config, target) + describe_disks(yaml_run), figures
 
 
-def describe_merge_check(run: RunConfig, of_base: Any, target: Target) -> list[Line]:
-    """A line where the merged model fits neither the target nor main memory, so that its logits will not be compared."""
+def describe_merge_check(run: RunConfig, base_config: Any, target: Target) -> list[Line]:
+    """Return a line where the merged model fits neither the target nor main memory: its logits will not be compared."""
     if not run.cogumi.merge or run.cogumi.tuning == "full":
         return []
-    parameters = sum(parameter.numel() for parameter in meta_model(of_base).parameters())
+    parameters = sum(parameter.numel() for parameter in meta_model(base_config).parameters())
     needed = parameters * weights_dtype(target, run.model.dtype).itemsize + WORKING_BYTES
     room = target.free if target.named else max(target.free, psutil.virtual_memory().total)
     if needed <= room:
@@ -233,48 +235,50 @@ def describe_merge_check(run: RunConfig, of_base: Any, target: Target) -> list[L
     return [Line("merge check", figure, "yellow", fix)]
 
 
-def describe_original(run: RunConfig, base: str, of_base: Any) -> list[Line]:
-    """A line where the base is quantized on disk: what the merge needs. Red where the run would be refused for it."""
+def describe_original(run: RunConfig, base: str, base_config: Any) -> list[Line]:
+    """Return a line on what the merge of a base needs that is quantized on disk; red where the run would be refused."""
     try:
-        refuse_untrainable(base, of_base, run.cogumi.tuning)
+        refuse_untrainable(base, base_config, run.cogumi.tuning)
         if not run.cogumi.merge or run.cogumi.tuning == "full":
             return []
-        original = find_original(base, of_base, run.cogumi.merge_base, run.cogumi.base_mode)
+        original = find_original(base, base_config, run.cogumi.merge_base, run.cogumi.base_mode)
     except UsageError as error:
         return [Line("base", f"{error.key}: {error.message}", "red", error.fix)]
     return [] if original is None else [Line("base", str(original))]
 
 
-def describe_weights(of_base: Any, dtype: torch.dtype, quantization: dict[str, Any] | None) -> Line:
-    """How much of a base `model.quantization_config` will quantize, or is quantized on disk. dtype: of what stays."""
-    count, fix = forecast_weights(of_base, dtype, quantization), ""
+def describe_weights(base_config: Any, dtype: torch.dtype, quantization: dict[str, Any] | None) -> Line:
+    """Return how much of a base is, or will be, quantized. dtype: of what is not."""
+    count, fix = forecast_weights(base_config, dtype, quantization), ""
     if count.quantized < 0.5 and (quantization or {}).get("load_in_8bit"):
         fix = "set load_in_4bit, which quantizes stacked experts too, or take a card for what stays"
     return Line("weights", str(count), "yellow" if count.quantized < 0.5 else "green", fix)
 
 
 def choose_for_target(
-    run: RunConfig, base: str, of_base: Any, longest: int, target: Target
+    run: RunConfig, base: str, base_config: Any, longest: int, target: Target
 ) -> tuple[RunConfig, Load, list[Choice]]:
-    """The run with what it leaves open decided as it would be there; what it asks; and what was decided."""
-    there = run.model_copy(deep=True)
-    if there.model.dtype == "auto" and there.cogumi.tuning != "full":  # every weight is trained in float32 then
-        there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
-    load = load_of(there, base)
-    choices = choose_with_engine(there, target.machine, load, of_base, lambda: longest)
+    """Return the run with its open settings chosen as the target would; its load; and the choices."""
+    run_there = run.model_copy(deep=True)
+    if run_there.model.dtype == "auto" and run_there.cogumi.tuning != "full":  # every weight is trained in float32 then
+        run_there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
+    load = load_of(run_there, base)
+    choices = choose_with_engine(run_there, target.machine, load, base_config, lambda: longest)
     return with_values(run, choices), load, choices
 
 
-def plan_work(run: RunConfig, config: Any, found: DataSample, target: Target, free: int) -> tuple[RunConfig, StepShape]:
-    """What goes through at once, GSPO's batch planned as the run plans it. free: bytes left for activations."""
-    longest = found.longest
+def plan_work(
+    run: RunConfig, config: Any, sample: DataSample, target: Target, free: int
+) -> tuple[RunConfig, StepShape]:
+    """Return the run and its micro-batch, GSPO's planned as the run plans it. free: bytes left for activations."""
+    longest = sample.longest
     if run.cogumi.method == "gspo":
         if is_planned(run):
             batch, _ = gspo.batch_for(run, config, weights_dtype(target, run.model.dtype).itemsize, longest, free)
             run = gspo.with_batch(run, batch)
         return run, memory_forecast.planned_work(run, longest)
     limit = run.train.get("max_length")
-    packed = found.examples_per_row if limit else None
+    packed = sample.examples_per_row if limit else None
     # The sample may not hold the longest example of all.
     return run, memory_forecast.planned_work(run, int(limit or longest), packed)
 
@@ -284,10 +288,10 @@ def plan_work(run: RunConfig, config: Any, found: DataSample, target: Target, fr
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """steps: optimizer steps. tokens: of all of them, without padding. seconds: None where nothing says how fast.
+    """steps: optimizer steps. tokens: of all of them, without padding. seconds: None where the pace is not known.
 
-    measured: steps that were made to know, 0 where it is an estimate. whole: the steps of the whole training, where
-    `cogumi.sanity` ends it earlier; None where it does not. rollout: forecast seconds of each.
+    measured: how many steps were timed, 0 for an estimate. whole: the steps of the whole training, where `cogumi.sanity`
+    ends it earlier; None where it does not. rollout: forecast seconds of each.
     """
 
     steps: int
@@ -299,53 +303,53 @@ class TimeForecast:
 
 
 def configured_steps(run: RunConfig) -> int:
-    """`train.max_steps`, 0 where it is left to the epochs."""
+    """Return `train.max_steps`, 0 where it is left to the epochs."""
     return max(0, int(run.train.get("max_steps") or 0))
 
 
-def steps_of(run: RunConfig, work: StepShape, found: DataSample) -> int:
-    """Optimizer steps: `train.max_steps`, or those of the epochs (transformers' 3 by default; TRL's GRPO has 3 too)."""
-    if said := configured_steps(run):
-        return said
+def steps_of(run: RunConfig, work: StepShape, sample: DataSample) -> int:
+    """Return the optimizer steps: `train.max_steps`, or those of the epochs (3 by default, in TRL's GRPO too)."""
+    if steps := configured_steps(run):
+        return steps
     epochs = float(run.train.get("num_train_epochs") or 3)
-    rows = found.trained / (found.examples_per_row or 1)
+    rows = sample.trained / (sample.examples_per_row or 1)
     if run.cogumi.method == "gspo":
         rows *= int(run.train.get("num_generations") or 8)
     return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches * run.cogumi.process_count)))
 
 
-def forecast_time(run: RunConfig, work: StepShape, found: DataSample, pace: Pace | None) -> TimeForecast:
-    """The time of all steps; pace: None where it is not known."""
-    steps, whole = steps_of(run, work, found), None
+def forecast_time(run: RunConfig, work: StepShape, sample: DataSample, pace: Pace | None) -> TimeForecast:
+    """Return the time of all steps. pace: None where it is not known."""
+    steps, whole = steps_of(run, work, sample), None
     if run.cogumi.sanity is not None and run.cogumi.sanity < steps:
         steps, whole = run.cogumi.sanity, steps
-    tokens = round(steps * tokens_of_a_step(run, work, found))
+    tokens = round(steps * tokens_of_a_step(run, work, sample))
     if pace is None:
         return TimeForecast(steps, tokens, None, whole=whole)
     return TimeForecast(steps, tokens, steps * pace.step + pace.before, pace.measured, whole, pace.rollout)
 
 
-def tokens_of_a_step(run: RunConfig, work: StepShape, found: DataSample) -> float:
-    """Of all processes, by the mean example; of a rollout with completions as long as they may be."""
+def tokens_of_a_step(run: RunConfig, work: StepShape, sample: DataSample) -> float:
+    """Return the tokens of all processes, by the mean example; completions are as long as they may be."""
     rows = work.rows * work.micro_batches * run.cogumi.process_count
     if run.cogumi.method == "gspo":
-        return rows * (found.mean + work.completion)
-    examples = found.examples_per_row or (2 if run.cogumi.method == "dpo" else 1)
-    return rows * examples * found.mean
+        return rows * (sample.mean + work.completion)
+    examples = sample.examples_per_row or (2 if run.cogumi.method == "dpo" else 1)
+    return rows * examples * sample.mean
 
 
-def estimate_pace(run: RunConfig, config: Any, work: StepShape, found: DataSample, target: Target) -> Pace | None:
-    """By the model's arithmetic, without what several cards send each other; None for a card of unknown speed."""
+def estimate_pace(run: RunConfig, config: Any, work: StepShape, sample: DataSample, target: Target) -> Pace | None:
+    """Estimate the pace by the model's arithmetic; None for a card of unknown speed."""
     card = target.card
     if card is None or card.peak is None:
         return None
     dtype = weights_dtype(target, run.model.dtype)
     arithmetic = flops_of(planned_trainer(run, config, dtype, run.model.attn_implementation).model)
-    context = found.mean + work.completion
+    context = sample.mean + work.completion
     passes = arithmetic.hardware(context, recomputed=run.train.get("gradient_checkpointing") is not False)
     if run.cogumi.method == "dpo":
         passes += arithmetic.forward(context)
-    seconds = tokens_of_a_step(run, work, found) / run.cogumi.process_count * passes / (REACHED * card.peak)
+    seconds = tokens_of_a_step(run, work, sample) / run.cogumi.process_count * passes / (REACHED * card.peak)
     if not work.rollout:
         return Pace(seconds)
     rollout = rollout_seconds(run, config, dtype, work, card.bandwidth)
@@ -356,7 +360,7 @@ def estimate_pace(run: RunConfig, config: Any, work: StepShape, found: DataSampl
 def rollout_seconds(run: RunConfig, config: Any, dtype: torch.dtype, work: StepShape, bandwidth: float) -> float:
     """Sum max(bytes / bandwidth, kernels * KERNEL_SECONDS) over the tokens of a rollout in which no row ends early."""
 
-    def count(layers: int | None) -> tuple[memory_forecast.StagePeak, ...]:
+    def count(layers: int | None) -> tuple[StagePeak, ...]:
         return count_decoding(planned_trainer(run, config, dtype, run.model.attn_implementation, layers), work)
 
     first, last = peaks_of_depth(count, config.get_text_config().num_hidden_layers, layer_period(config))
@@ -365,40 +369,40 @@ def rollout_seconds(run: RunConfig, config: Any, dtype: torch.dtype, work: StepS
 
 
 def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> Pace:
-    """Ten steps of the run itself in a directory that is removed; downloads and loads the model."""
+    """Time ten steps of the run itself in a directory that is removed. Downloads and loads the model."""
     log = logging.getLogger("cogumi")
     level = log.level
     with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
-        place = Path(scratch) / "run"
-        ten = {"train__max_steps": min(PROBED, configured_steps(run) or PROBED), "cogumi__run_dir": str(place)}
-        ten |= {"train__save_strategy": "no", "train__eval_strategy": "no", "cogumi__preflight": "off"}
-        ten |= {"cogumi__merge": False, "cogumi__samples_every": 0}
-        ten |= dict.fromkeys(("cogumi__max_cost", "cogumi__max_hours", "cogumi__sanity"))
-        log.setLevel(logging.WARNING)  # the directory that it would speak of will be gone
+        run_dir = Path(scratch) / "run"
+        probe = {"train__max_steps": min(PROBED, configured_steps(run) or PROBED), "cogumi__run_dir": str(run_dir)}
+        probe |= {"train__save_strategy": "no", "train__eval_strategy": "no", "cogumi__preflight": "off"}
+        probe |= {"cogumi__merge": False, "cogumi__samples_every": 0}
+        probe |= dict.fromkeys(("cogumi__max_cost", "cogumi__max_hours", "cogumi__sanity"))
+        log.setLevel(logging.WARNING)  # the directory that it would name will be gone
         try:
-            train(config, **{**overrides, **ten})
+            train(config, **{**overrides, **probe})
         finally:
             log.setLevel(level)
-        figures = read_json(place / "metrics.json")
+        figures = read_json(run_dir / "metrics.json")
     return Pace(figures["step_seconds"] / figures["steps"], figures["seconds"].get(REFERENCE, 0.0), figures["steps"])
 
 
 def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
-    """The line on time and cost; red where the budget ends the run before its steps do."""
+    """Return the line on time and cost; red where the budget ends the run before its steps do."""
     price, limits = run.cogumi.price_per_hour, run.cogumi.model_dump(include={"max_hours", "max_cost"})
     budgets = {f"cogumi.{key}": limit for key, limit in limits.items() if limit is not None}
     unpriced = "; cost: not known (set cogumi.price_per_hour)" if price is None else ""
     ends = "" if pace.whole is None else f" of {pace.whole:,}, after which cogumi.sanity ends the run"
-    said = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
+    text = f"{pace.steps:,} steps{ends}, about {pace.tokens:,} tokens"
     if pace.seconds is None:
         unjudged = "".join(f", nor what {key} allows" for key in budgets)
-        said += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
-        return Line("time", said, "unknown", "" if target.named else "--probe makes ten steps and says")
+        text += f"; how fast is not known for {target.machine.name}{unjudged}{unpriced}"
+        return Line("time", text, "unknown", "" if target.named else "--probe makes ten steps and says")
     several = f" in {run.cogumi.process_count} processes" if run.cogumi.process_count > 1 else ""
-    said += f": {format_duration(pace.seconds)} of training{several}"
+    text += f": {format_duration(pace.seconds)} of training{several}"
     if price is not None:
         cost = pace.seconds / 3600 * price
-        said += f", {f'${cost:,.2f}' if cost >= 0.01 else 'less than a cent'} at ${price:g} an hour"
+        text += f", {f'${cost:,.2f}' if cost >= 0.01 else 'less than a cent'} at ${price:g} an hour"
     how = f"if it reaches {REACHED:.0%} of the card's peak, not measured"
     if pace.rollout is not None:
         how = f"a rollout up to {pace.rollout:,.0f} s; {how}"
@@ -406,15 +410,15 @@ def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
         how = f"vLLM's rollouts left out; {how}"
     if pace.measured:
         how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here"
-    said += f" ({how}){unpriced}"
+    text += f" ({how}){unpriced}"
     # In seconds. Without a price a limit on the cost is refused before.
     allowed = {key: 3600 * each / ((price or 1) if key == "cogumi.max_cost" else 1) for key, each in budgets.items()}
     limit = min(allowed, key=lambda key: allowed[key], default="")
     if not limit or allowed[limit] >= pace.seconds:
-        return Line("time", said)
+        return Line("time", text)
     steps = max(1, int(allowed[limit] / pace.seconds * pace.steps))
-    said += f"; {limit} ends it at about step {steps:,}"
+    text += f"; {limit} ends it at about step {steps:,}"
     if pace.whole is not None and steps < FEW_LOSS_ROWS:  # a check of so few steps is refused
-        return Line("time", said, "red", f"raise {limit}")
+        return Line("time", text, "red", f"raise {limit}")
     key = "train.max_steps" if pace.whole is None else "cogumi.sanity"
-    return Line("time", said, "red", f"set {key}: {steps}, or raise {limit}")
+    return Line("time", text, "red", f"set {key}: {steps}, or raise {limit}")

@@ -504,7 +504,7 @@ def scored(run: RunHistory) -> Flag | None:
 
 
 def sampler_weights(run: RunHistory) -> Flag | None:
-    """Judge whether the sampler's log-probabilities moved with the trainer's (rl/sampler_check.py)."""
+    """Judge whether the sampler's log-probabilities moved with the trainer's (rl/sampling.py)."""
     steps, lags = run.series("sampling/probe/lag", rollouts(run)[-ROLLOUTS:])
     if not lags:
         return None

@@ -1,7 +1,7 @@
 """What a run leaves open and the machine decides.
 
 `choose` is a function of what the machine has (Machine) and what the model needs (Load). Of vLLM's engine
-`cogumi.forecast.rollout_plan` chooses first. The estimates for a GPU are those
+`cogumi.forecast.vllm_forecast` chooses first. The estimates for a GPU are those
 of rl/memory_plan.py and have not been compared with a card here.
 """
 

@@ -5,12 +5,6 @@ these; dense are those of A100, A800, A40, A30, A10, L40S and L40. GeForce is fr
 ("FP16 Tensor TFLOPS with FP32 Accumulate", dense). T4 and V100 have no bf16. Bandwidth is from the same sheets. Memory
 is what nvidia-smi calls the total, in MiB, of which the driver and the CUDA context keep some.
 
-The link is half of the published figure, which is the sum of both ways. It was read where NVIDIA's sheets are quoted.
-NVLink: B200 1,800 GB/s, H100 SXM and H200 900, A100 SXM 600, A800 400. The rest are taken to be connected by PCIe x16:
-generation 5 has 128 GB/s, generation 4 has 64, and generation 3 has 32. H200 NVL, H100 NVL, A40, A30 and RTX A6000 have
-bridges between two or four of them. A box of eight is as slow as PCIe. Torch's name does not always tell SXM from PCIe:
-for A100 40GB and A800 the link is SXM's, for V100 it is PCIe's. None of these was measured here.
-
 Where torch sees several GPUs, transformers' Trainer would spread a batch over all of them (`nn.DataParallel`). That is
 another batch than the one that was asked for.
 """
@@ -36,7 +30,6 @@ class Card:
     """words: those in torch.cuda.get_device_name(), by which the first row that fits is taken. memory: MiB.
 
     peak: dense bf16 FLOP/s, None without bf16. bandwidth: bytes a second. capability: CUDA's compute capability.
-    link: bytes a second, each way, between two cards of the usual box with several of them.
     """
 
     name: str
@@ -45,7 +38,6 @@ class Card:
     peak: float | None
     bandwidth: float
     capability: tuple[int, int]
-    link: float
 
     @property
     def bytes(self) -> int:
@@ -53,31 +45,31 @@ class Card:
 
 
 CARDS = (
-    Card("B200", "B200", 183359, 2250e12, 8000e9, (10, 0), 900e9),
-    Card("H200 NVL", "H200 NVL", 143771, 835.5e12, 4800e9, (9, 0), 64e9),
-    Card("H200", "H200", 143771, 989.5e12, 4800e9, (9, 0), 450e9),
-    Card("GH200", "GH200", 97871, 989.5e12, 4000e9, (9, 0), 64e9),
-    Card("H100 PCIe", "H100 PCIE", 81559, 756.5e12, 2000e9, (9, 0), 64e9),
-    Card("H100 NVL", "H100 NVL", 95830, 835.5e12, 3938e9, (9, 0), 64e9),
-    Card("H100 SXM", "H100 80GB HBM3", 81559, 989.5e12, 3350e9, (9, 0), 450e9),
-    Card("A100 80GB PCIe", "A100 80GB PCIE", 81920, 312e12, 1935e9, (8, 0), 32e9),
-    Card("A100 80GB", "A100 80GB", 81920, 312e12, 2039e9, (8, 0), 300e9),
-    Card("A100 40GB", "A100 40GB", 40960, 312e12, 1555e9, (8, 0), 300e9),
-    Card("A800 80GB", "A800 80GB", 81920, 312e12, 2039e9, (8, 0), 200e9),
-    Card("A40", "A40", 46068, 149.7e12, 696e9, (8, 6), 32e9),
-    Card("A30", "A30", 24576, 165e12, 933e9, (8, 0), 32e9),
-    Card("A10", "A10", 23028, 125e12, 600e9, (8, 6), 32e9),
-    Card("L40S", "L40S", 46068, 362e12, 864e9, (8, 9), 32e9),
-    Card("L40", "L40", 46068, 181e12, 864e9, (8, 9), 32e9),
-    Card("L4", "L4", 23034, 121e12, 300e9, (8, 9), 32e9),
-    Card("RTX 6000 Ada", "RTX 6000 ADA", 49140, 364.25e12, 960e9, (8, 9), 32e9),
-    Card("RTX A6000", "RTX A6000", 49140, 154.85e12, 768e9, (8, 6), 32e9),
-    Card("RTX 5090", "RTX 5090", 32607, 209.5e12, 1792e9, (12, 0), 64e9),
-    Card("RTX 4090", "RTX 4090", 24564, 165.2e12, 1008e9, (8, 9), 32e9),
-    Card("RTX 3090", "RTX 3090", 24576, 71e12, 936e9, (8, 6), 32e9),
-    Card("V100 32GB", "V100 32GB", 32768, None, 900e9, (7, 0), 16e9),
-    Card("V100 16GB", "V100 16GB", 16384, None, 900e9, (7, 0), 16e9),
-    Card("T4", "T4", 15360, None, 320e9, (7, 5), 16e9),
+    Card("B200", "B200", 183359, 2250e12, 8000e9, (10, 0)),
+    Card("H200 NVL", "H200 NVL", 143771, 835.5e12, 4800e9, (9, 0)),
+    Card("H200", "H200", 143771, 989.5e12, 4800e9, (9, 0)),
+    Card("GH200", "GH200", 97871, 989.5e12, 4000e9, (9, 0)),
+    Card("H100 PCIe", "H100 PCIE", 81559, 756.5e12, 2000e9, (9, 0)),
+    Card("H100 NVL", "H100 NVL", 95830, 835.5e12, 3938e9, (9, 0)),
+    Card("H100 SXM", "H100 80GB HBM3", 81559, 989.5e12, 3350e9, (9, 0)),
+    Card("A100 80GB PCIe", "A100 80GB PCIE", 81920, 312e12, 1935e9, (8, 0)),
+    Card("A100 80GB", "A100 80GB", 81920, 312e12, 2039e9, (8, 0)),
+    Card("A100 40GB", "A100 40GB", 40960, 312e12, 1555e9, (8, 0)),
+    Card("A800 80GB", "A800 80GB", 81920, 312e12, 2039e9, (8, 0)),
+    Card("A40", "A40", 46068, 149.7e12, 696e9, (8, 6)),
+    Card("A30", "A30", 24576, 165e12, 933e9, (8, 0)),
+    Card("A10", "A10", 23028, 125e12, 600e9, (8, 6)),
+    Card("L40S", "L40S", 46068, 362e12, 864e9, (8, 9)),
+    Card("L40", "L40", 46068, 181e12, 864e9, (8, 9)),
+    Card("L4", "L4", 23034, 121e12, 300e9, (8, 9)),
+    Card("RTX 6000 Ada", "RTX 6000 ADA", 49140, 364.25e12, 960e9, (8, 9)),
+    Card("RTX A6000", "RTX A6000", 49140, 154.85e12, 768e9, (8, 6)),
+    Card("RTX 5090", "RTX 5090", 32607, 209.5e12, 1792e9, (12, 0)),
+    Card("RTX 4090", "RTX 4090", 24564, 165.2e12, 1008e9, (8, 9)),
+    Card("RTX 3090", "RTX 3090", 24576, 71e12, 936e9, (8, 6)),
+    Card("V100 32GB", "V100 32GB", 32768, None, 900e9, (7, 0)),
+    Card("V100 16GB", "V100 16GB", 16384, None, 900e9, (7, 0)),
+    Card("T4", "T4", 15360, None, 320e9, (7, 5)),
 )
 
 

@@ -38,8 +38,8 @@ from cogumi.data.cache import Data
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import find_target
 from cogumi.forecast.preflight_report import PreflightReport
-from cogumi.forecast.rollout_plan import choose_with_engine
 from cogumi.forecast.run_forecast import describe_stack, forecast_in_worker
+from cogumi.forecast.vllm_forecast import choose_with_engine
 from cogumi.health.flags import red_flags
 from cogumi.health.verdict import Check, Scale, Verdict, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
