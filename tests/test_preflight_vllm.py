@@ -37,7 +37,6 @@ from cogumi.forecast.vllm_forecast import (
     engine_weights,
     forecast_engine,
     own_dtype,
-    rollout_rows,
     working_memory,
 )
 from cogumi.methods import auto_settings, gspo, sampler
@@ -208,7 +207,7 @@ def test_the_smallest_share_holds_one_sequence_and_the_useful_one_all() -> None:
 )
 def test_a_rollout_has_as_many_completions_as_trl_gives_vllm(train: Any, cogumi_: Any, rows: int) -> None:
     run = run_of(cogumi=cogumi_, **train)
-    assert rollout_rows(run) == rows
+    assert gspo.rollout_rows(run) == rows
     assert planned_work(run, 64).rollout == rows
     assert planned_work(run_of(cogumi=cogumi_, use_vllm=True, **train), 64).rollout == 0  # vLLM samples them
     if not cogumi_:  # TRL's own count
