@@ -80,7 +80,7 @@ def fused(
     hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...] = ("log_probs",), kernel: Any = None
 ) -> Tensor:
     """cogumi's head, or TRL's kernel in its place."""
-    from cogumi.patches.head_logps import FusedLogProbFunction
+    from cogumi.patches.fused_head import FusedLogProbFunction
 
     arguments = (hidden, weight, None, targets, 1.0, TILE, None, 1.0, outputs)
     return (kernel or FusedLogProbFunction).apply(*arguments)[0]  # type: ignore[no-any-return]

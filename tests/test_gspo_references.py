@@ -15,7 +15,7 @@ from gspo_batches import PROMPTS, batch, completion_logps, grpo_trainer, loss_of
 from transformers import TrainerCallback
 
 from cogumi.config.presets import preset
-from cogumi.patches.head_logps import FusedLogProbFunction
+from cogumi.patches.fused_head import FusedLogProbFunction
 
 EXACT = {"atol": 1e-14, "rtol": 1e-12}
 LENGTHS = [7, 3, 5, 1, 6, 2]

@@ -42,7 +42,7 @@ from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import drop_casts, keep_float32, lora_config
 from cogumi.models.loading import meta_model
 from cogumi.models.quantization import WeightCount, count_weights, place_quantized_weights
-from cogumi.patches import fused_head, head_logps, replaced
+from cogumi.patches import fused_head, replaced
 from cogumi.patches.torch_internals import FakeTensorMode, TorchDispatchMode, storage_key, tree_iter
 from cogumi.patches.trl_internals import KERNEL_PRODUCT, MOVE_MODEL
 
@@ -434,9 +434,9 @@ def run_step(trainer: Any, work: StepShape, autocast: torch.dtype | None, on_car
     live = StorageCounter((config.vocab_size, TILE), selected=work.learned)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # of paged optimizers, which this CPU has not
-        # Cogumi's head makes one tile of logits after another in the same memory: the first is as good as all.
-        one_tile = {"_cut": lambda total, width: [slice(0, min(total, width))]}
-        stack.enter_context(emulate_cuda() if on_card else replaced(head_logps, one_tile))
+        # cogumi's head makes one chunk of logits after another in the same memory: the first stands for all.
+        one_chunk = {"chunks_of": lambda *sizes, chunks_of=fused_head.chunks_of: chunks_of(*sizes)[:1]}
+        stack.enter_context(emulate_cuda() if on_card else replaced(fused_head, one_chunk))
         stack.enter_context(emulate_padding(work.padded))
         stack.enter_context(preserve_bitsandbytes_codes())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
