@@ -31,10 +31,9 @@ from cogumi.environments.loading import SHIPPED, load_task, own_rows
 from cogumi.environments.repository import Repository
 from cogumi.forecast.data_sample import prompt_lengths
 from cogumi.health.flags import RunHistory
-from cogumi.methods.gspo import read_rewards
+from cogumi.methods.gspo import describe_sandbox, read_rewards, task_of, try_task
 from cogumi.methods.preview import split_example
 from cogumi.methods.reward_scores import score_file
-from cogumi.methods.tasks import describe_sandbox, task_of, try_task
 from cogumi.rl.sampling import leave_out_unscored, note_unscored
 from cogumi.sandbox import default_sandbox
 

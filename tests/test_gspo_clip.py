@@ -12,8 +12,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cogumi.config.schema import RunConfig, load_config
-from cogumi.methods.auto_settings import apply_choices
-from cogumi.methods.clip import PADDING, ROUNDING, WIDTH, choose_clip, measure_log_ratios, settle_clip
+from cogumi.methods.auto_settings import (
+    PADDING,
+    ROUNDING,
+    WIDTH,
+    apply_choices,
+    choose_clip,
+    measure_log_ratios,
+    settle_clip,
+)
 from cogumi.patches.trl_internals import observe_rollouts
 
 PAPER = {"epsilon": 3e-4, "epsilon_high": 4e-4}

@@ -25,8 +25,7 @@ from cogumi.core.errors import UsageError
 from cogumi.forecast.training_step import forecast_weights
 from cogumi.merge.preflight import find_original, prove_original
 from cogumi.models.loading import resolve_model
-from cogumi.models.packed_layers import PackedFormat, read_format
-from cogumi.models.quantization import refuse_untrainable
+from cogumi.models.quantization import PackedFormat, read_format, refuse_untrainable
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["lm_head"]}

@@ -17,7 +17,7 @@ from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.methods import building
 from cogumi.methods.examples import describe_empty_thoughts, prepare_examples
-from cogumi.methods.prompt_checks import check_prompts, refuse_settings
+from cogumi.methods.sampler import check_prompts, refuse_settings
 from tests.chat_tokenizers import chat_tokenizer, tiny_for
 
 Config = dict[str, Any]

@@ -19,8 +19,7 @@ from cogumi.data.rows import Lengths, token_lengths
 from cogumi.data.selection import held_out_rows
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import longest_example, sources_of
-from cogumi.methods.gspo import prompt_ids
-from cogumi.methods.tasks import task_of
+from cogumi.methods.gspo import prompt_ids, task_of
 
 SAMPLED_ROWS = 1000
 NOTED_SHARE = 0.05  # of the rows, from which those that are left out or cut are worth a note

@@ -24,8 +24,8 @@ from cogumi.core.run_directory import DECISIONS, read_json, read_section
 from cogumi.hub.downloads import Download, find_commit
 from cogumi.merge.adapter_files import refuse_unsupported
 from cogumi.merge.preflight import Original, expected_base, plan_adapter
-from cogumi.methods import clip, dpo, gspo, sft
-from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence
+from cogumi.methods import dpo, gspo, sft
+from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence, settle_clip
 from cogumi.methods.examples import Examples
 from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import drop_casts, find_towers, keep_float32, load_adapter, load_exact_values, lora_config
@@ -214,7 +214,7 @@ def build_trainer(
         **more[run.cogumi.method],
     )
     if run.cogumi.method == "gspo" and not unsloth_rl.is_in_place():
-        clip.settle_clip(run, trainer)
+        settle_clip(run, trainer)
     keep_float32(trainer.model)
     if args.bf16 and not unsloth_rl.is_in_place() and (count := drop_casts(trainer.model)):
         log.info("chosen: no input casts by PEFT (autocast casts those of %d LoRA layers to the same values)", count)

@@ -26,9 +26,8 @@ from cogumi.data.selection import Selection
 from cogumi.data.source_files import locate
 from cogumi.data.sources import column_names
 from cogumi.environments.loading import own_rows, write_rows
-from cogumi.methods.gspo import prompt_ids, setting
+from cogumi.methods.gspo import prompt_ids, setting, task_of
 from cogumi.methods.sft import MAX_LENGTH
-from cogumi.methods.tasks import task_of
 from cogumi.rl.guards import POSITIONS, context_of
 
 log = logging.getLogger("cogumi")

@@ -21,7 +21,7 @@ from cogumi.data.records import RECORD_COLUMN
 from cogumi.data.rows import describe_value
 from cogumi.methods.building import load_run_tokenizer, pin_revision
 from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
-from cogumi.methods.tasks import task_of
+from cogumi.methods.gspo import task_of
 from cogumi.models.completion import complete_with_ends
 from cogumi.models.loading import load_model, load_tokenizer, resolve_model
 from cogumi.rewards.functions import answer_similarity, exact_answer

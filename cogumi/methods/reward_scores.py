@@ -1,6 +1,6 @@
-"""`cogumi reward`: the rewards of a config on completions of a file, before anything is trained.
+"""Score the completions of a file by the rewards of a config, before anything is trained (`cogumi reward`).
 
-torch and the tokenizer are loaded only where a reward needs them: for the data of the config, token ids or a thought.
+torch and the tokenizer are loaded only if a reward needs them: for the data of the config, token ids or a thought.
 """
 
 import asyncio
@@ -26,11 +26,12 @@ from cogumi.rewards.named_rewards import as_annotated, messages_of, needed_colum
 SHOWN_CHARACTERS = 2000
 RECORDED_CHARACTERS = 4000  # of a completion in rollouts.jsonl, its beginning; of a prompt, its end
 ASSISTANT = "assistant: "  # what a message of a conversation begins with in rollouts.jsonl
+LINE_FORM = 'a line is {"prompt": ..., "completion": ...}, or has `completions`, a list'
 
 
 @dataclass
 class Scored:
-    """One completion of a file. line: its number there. prompt: None where the line has none. recorded: by a run."""
+    """One completion of a file. line: its number. prompt: None if the line has none. recorded: by a run."""
 
     line: int
     completion: Any
@@ -41,10 +42,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class RewardReport:
-    """What the rewards of a config give to the completions of a file.
+    """Rewards of the completions of a file.
 
-    groups: (prompts with several completions, those of which all totals are equal). worst, best: a line, its total and its
-    completion; None where nothing was scored.
+    groups: (prompts with several completions, those whose totals are all equal). worst, best: line, total and
+    completion; None if nothing was scored.
     """
 
     file: str
@@ -56,8 +57,8 @@ class RewardReport:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self) | {"groups": {"several": self.groups[0], "equal": self.groups[1]}}
-        return jsonable_numbers(found)  # type: ignore[no-any-return]
+        values = asdict(self) | {"groups": {"several": self.groups[0], "equal": self.groups[1]}}
+        return jsonable_numbers(values)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         parts = [*self.notes, *map(str, self.rewards)]
@@ -65,18 +66,15 @@ class RewardReport:
             parts.append(str(self.total))
         several, equal = self.groups
         if several:
-            share = f"prompts with several completions: {several:,}; {equal:,} ({equal / several:.1%}) have one total for all"
-            parts.append(f"{share}, which teaches nothing")
-        for name, shown in (("worst", self.worst), ("best", self.best)):
-            if shown is not None:
-                head = f"--- {name}, line {shown['line']}, reward {shown['reward']:.4g} ".ljust(70, "-")
-                parts.append(f"{head}\n{cut(shown['completion'])}")
+            share = f"{several:,}; {equal:,} ({equal / several:.1%}) have one total for all, which teaches nothing"
+            parts.append(f"prompts with several completions: {share}")
+        for name, row in (("worst", self.worst), ("best", self.best)):
+            if row is not None:
+                head = f"--- {name}, line {row['line']}, reward {row['reward']:.4g} ".ljust(70, "-")
+                text, more = row["completion"], len(row["completion"]) - SHOWN_CHARACTERS
+                shown = text if more <= 0 else f"{text[:SHOWN_CHARACTERS]}\n[{more:,} more characters]"
+                parts.append(f"{head}\n{shown}")
         return escape_controls("\n\n".join(parts))
-
-
-def cut(text: str) -> str:
-    more = len(text) - SHOWN_CHARACTERS
-    return text if more <= 0 else f"{text[:SHOWN_CHARACTERS]}\n[{more:,} more characters]"
 
 
 def score_file(run: RunConfig, file: Path) -> RewardReport:
@@ -91,29 +89,35 @@ def score_file(run: RunConfig, file: Path) -> RewardReport:
     if len(weights) != len(rewards):
         what = f"{len(weights)} weights for {len(rewards)} rewards"
         raise UsageError(what, key="train.reward_weights", fix="give one for each reward")
-    rows = list(read_completions(file))
-    rows, notes = drop_cut(rows)
+    rows, notes = drop_cut(list(read_completions(file)))
     if not rows:
-        raise UsageError(
-            "no completions in it", place=file, fix='write lines such as {"prompt": ..., "completion": ...}'
-        )
+        fix = 'write lines such as {"prompt": ..., "completion": ...}'
+        raise UsageError("no completions in it", place=file, fix=fix)
     needed = list(dict.fromkeys(name for reward in rewards for name in needed_columns(reward)))
     if rows[0].recorded or any(name not in row.columns for row in rows for name in needed):
         join_data(run, rows, needed, file)
-    names = [reward.__name__ for reward in rewards]
     scores = call_rewards(run, rewards, rows)
     total = weighted_total(scores, weights)
-    triples = zip(names, weights, scores, strict=True)
     ranked = sorted((at for at, reward in enumerate(total) if not math.isnan(reward)), key=total.__getitem__)
-    shown = [describe_row(rows[at], total[at]) for at in (ranked[0], ranked[-1])] if ranked else [None, None]
-    groups = (0, 0) if rows[0].recorded else share_of_equal_groups(number_groups(rows), total)
+    extremes: list[dict[str, Any] | None] = [None, None]
+    if ranked:
+        extremes = [
+            {"line": rows[at].line, "reward": total[at], "completion": text_of(rows[at].completion)}
+            for at in (ranked[0], ranked[-1])
+        ]
+    groups = (0, 0)
+    if not rows[0].recorded:
+        numbers: dict[Any, int] = {}  # equal for equal prompts, or for equal lines without a prompt
+        keys = (row.line if row.prompt is None else json.dumps(row.prompt) for row in rows)
+        groups = share_of_equal_groups([numbers.setdefault(key, len(numbers)) for key in keys], total)
+    names = [reward.__name__ for reward in rewards]
     return RewardReport(
         file=str(file),
-        rewards=tuple(describe_rewards(*each) for each in triples),
+        rewards=tuple(describe_rewards(*triple) for triple in zip(names, weights, scores, strict=True)),
         total=describe_rewards("total", None, total),
         groups=groups,
-        worst=shown[0],
-        best=shown[1],
+        worst=extremes[0],
+        best=extremes[1],
         notes=tuple(notes),
     )
 
@@ -132,99 +136,95 @@ def read_rewards(run: RunConfig) -> list[Any]:
 
 
 def read_completions(file: Path) -> Iterator[Scored]:
-    """The completions of a file of JSON lines. Raises UsageError, with the number of the line."""
+    """Read the completions of a file of JSON lines. Raises UsageError, with the number of the line."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or f"cannot be read as UTF-8 text: {error}"
-        raise UsageError(said, place=file, fix="name a file of JSON lines") from None
+        reason = getattr(error, "strerror", None) or f"cannot be read as UTF-8 text: {error}"
+        raise UsageError(reason, place=file, fix="name a file of JSON lines") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield from read_line(line, number, f"{file}:{number}")
 
 
 def read_line(line: str, number: int, place: str) -> Iterator[Scored]:
-    form = 'a line is {"prompt": ..., "completion": ...}, or has `completions`, a list'
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UsageError(f"not valid JSON: {error.msg} at column {error.colno}", place=place, fix=form) from None
+        raise UsageError(f"not valid JSON: {error.msg} at column {error.colno}", place=place, fix=LINE_FORM) from None
     except RecursionError:
-        raise UsageError("it is nested too deep", place=place, fix=form) from None
+        raise UsageError("it is nested too deep", place=place, fix=LINE_FORM) from None
     if not isinstance(row, dict):
-        raise UsageError("not a JSON object", place=place, fix=form)
+        raise UsageError("not a JSON object", place=place, fix=LINE_FORM)
     if isinstance(row.get("shown"), list):  # rollouts.jsonl of a run
-        for each in row["shown"]:
-            yield Scored(number, each["completion"], each["prompt"], recorded=True)
+        for rollout in row["shown"]:
+            yield Scored(number, rollout["completion"], rollout["prompt"], recorded=True)
         return
     columns = {key: value for key, value in row.items() if key not in ("prompt", "completion", "completions")}
-    said = row.get("completions", [row["completion"]] if "completion" in row else None)
-    if not isinstance(said, list):
-        raise UsageError("it has no `completion`", place=place, fix=form)
-    for each in said:
-        if not is_completion(each):
-            what = f"a completion is text or a list of messages, and this is {json.dumps(each)[:80]}"
-            raise UsageError(what, place=place, fix=form)
-        yield Scored(number, each, row.get("prompt"), columns)
-
-
-def is_completion(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(each, dict) and isinstance(each.get("content"), str | None) for each in value)
-    return isinstance(value, str)
+    completions = row.get("completions", [row["completion"]] if "completion" in row else None)
+    if not isinstance(completions, list):
+        raise UsageError("it has no `completion`", place=place, fix=LINE_FORM)
+    for completion in completions:
+        messages = completion if isinstance(completion, list) else [{"content": completion}]
+        is_text = completion is not None and all(
+            isinstance(message, dict) and isinstance(message.get("content"), str | None) for message in messages
+        )
+        if not is_text:
+            reason = f"a completion is text or a list of messages, and this is {json.dumps(completion)[:80]}"
+            raise UsageError(reason, place=place, fix=LINE_FORM)
+        yield Scored(number, completion, row.get("prompt"), columns)
 
 
 def drop_cut(rows: list[Scored]) -> tuple[list[Scored], list[str]]:
-    """The rows less those of which a run recorded the beginning alone; and what to say of it."""
-    whole = [row for row in rows if not row.recorded or len(row.completion) < RECORDED_CHARACTERS]
+    """Drop rows of which a run recorded the beginning alone. Returns the others, and notes for the report."""
+    complete = [row for row in rows if not row.recorded or len(row.completion) < RECORDED_CHARACTERS]
     notes = []
     if any(row.recorded for row in rows):
-        kept = "a run records four completions of each rollout, from the worst to the best"
-        notes.append(f"{kept}: the shares below are not those of its rollouts")
-    if len(whole) < len(rows):
-        left_out = f"{len(rows) - len(whole):,} completions are left out"
-        notes.append(f"{left_out}: the run recorded their first {RECORDED_CHARACTERS:,} characters alone")
-    return whole, notes
-
-
-def number_groups(rows: Iterable[Scored]) -> list[int]:
-    """A number for each row, equal where the prompts are, or the lines where there is no prompt."""
-    numbers: dict[Any, int] = {}
-    keys = (row.line if row.prompt is None else json.dumps(row.prompt) for row in rows)
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
-
-
-def describe_row(row: Scored, reward: float) -> dict[str, Any]:
-    return {"line": row.line, "reward": reward, "completion": text_of(row.completion)}
+        notes.append("a run records four completions of each rollout, from the worst to the best: the shares below are "
+                     "not those of its rollouts")  # fmt: skip
+    if len(complete) < len(rows):
+        notes.append(f"{len(rows) - len(complete):,} completions are left out: the run recorded their first "
+                     f"{RECORDED_CHARACTERS:,} characters alone")  # fmt: skip
+    return complete, notes
 
 
 # ------------------------------------------------------------------------------------------------- the data of the config
 
 
 def join_data(run: RunConfig, rows: list[Scored], needed: list[str], file: Path) -> None:
-    """Give the rows what they lack, from the config's data by their prompts, and the completions the prompts' form."""
-    alone = (row for row in rows if row.prompt is None and any(name not in row.columns for name in needed))
-    if (row := next(alone, None)) is not None:
-        raise missing_error(row, needed, {}, "no `prompt` to find it by", file)
+    """Add missing columns to the rows, from the config's data by their prompts, and give completions the prompts' form."""
+
+    def refuse_missing(row: Scored, columns: Mapping[str, Any], reason: str) -> None:
+        name = next((name for name in needed if name not in row.columns and name not in columns), None)
+        if name is not None:
+            what = f"no `{name}`, which a reward takes, and {reason}"
+            raise UsageError(what, place=f"{file}:{row.line}", fix=f"give `{name}` in the line")
+
+    for row in (row for row in rows if row.prompt is None):
+        refuse_missing(row, {}, "no `prompt` to find it by")
+
+    from transformers import AutoConfig
+
+    from cogumi.methods.examples import prepare_examples
+
+    def key_of(prompt: Any) -> str:
+        return transcript_of(prompt)[-RECORDED_CHARACTERS:]  # as rollouts.jsonl has it
+
+    base, tokenizer = load_base_tokenizer(run)
+    base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     data: dict[str, dict[str, Any]] = {}
-    for each in prompts_of(run):
-        data.setdefault(prompt_key(each["prompt"]), each)
+    for part in prepare_examples(run, tokenizer, base_config).parts():  # held-out prompts as well
+        for example in part.dataset:
+            data.setdefault(key_of(example["prompt"]), example)
     for row in rows:
-        found = data.get(prompt_key(row.prompt)) if row.prompt is not None else None
-        if any(name not in row.columns and name not in (found or {}) for name in needed):
-            why = "its prompt is none of the config's data" if found is None else "the config's data has none, either"
-            raise missing_error(row, needed, found or {}, why, file)
-        if found is not None:
-            row.columns = {name: value for name, value in found.items() if name != "prompt"} | row.columns
-            row.prompt = found["prompt"]
+        example = data.get(key_of(row.prompt)) if row.prompt is not None else None
+        reason = "its prompt is none of the config's data" if example is None else "the config's data has none, either"
+        refuse_missing(row, example or {}, reason)
+        if example is not None:
+            row.columns = {name: value for name, value in example.items() if name != "prompt"} | row.columns
+            row.prompt = example["prompt"]
             if row.recorded and not isinstance(row.prompt, str):
                 row.completion = messages_of(last_message(row.completion), "assistant")
-
-
-def missing_error(row: Scored, needed: list[str], found: Mapping[str, Any], why: str, file: Path) -> UsageError:
-    name = next(name for name in needed if name not in row.columns and name not in found)
-    what = f"no `{name}`, which a reward takes, and {why}"
-    return UsageError(what, place=f"{file}:{row.line}", fix=f"give `{name}` in the line")
 
 
 def last_message(recorded: str) -> str:
@@ -234,76 +234,54 @@ def last_message(recorded: str) -> str:
     return recorded.removeprefix(ASSISTANT)
 
 
-def prompt_key(prompt: Any) -> str:
-    """A prompt as rollouts.jsonl has it."""
-    return transcript_of(prompt)[-RECORDED_CHARACTERS:]
-
-
-def prompts_of(run: RunConfig) -> Iterator[dict[str, Any]]:
-    """The prepared prompts of a run with their columns, those that are held out as well."""
-    from transformers import AutoConfig
-
-    from cogumi.methods.examples import prepare_examples
-    from cogumi.models.loading import resolve_model
-
-    base = resolve_model(run.model.name, run.model.revision)
-    of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
-    for part in prepare_examples(run, load_tokenizer(run), of_base).parts():
-        yield from part.dataset
-
-
-def load_tokenizer(run: RunConfig) -> Any:
+def load_base_tokenizer(run: RunConfig) -> tuple[str, Any]:
     from cogumi.methods.building import load_run_tokenizer
     from cogumi.models.loading import resolve_model
 
-    return load_run_tokenizer(run, resolve_model(run.model.name, run.model.revision))
+    base = resolve_model(run.model.name, run.model.revision)
+    return base, load_run_tokenizer(run, base)
 
 
 # ---------------------------------------------------------------------------------------------------------- the rewards
 
 
 def call_rewards(run: RunConfig, rewards: list[Any], rows: list[Scored]) -> list[list[float | None]]:
-    """The scores by reward, NaN where a completion was not scored, from functions called as TRL calls them."""
-    taken = {name for reward in rewards for name in parameters_of(reward)}
-    given = columns_of(rows)
-    needs_ids = "completion_ids" in taken and "completion_ids" not in given
+    """Call the functions as TRL does. Returns the scores by reward, NaN where a completion was not scored."""
+    parameters = {name for reward in rewards for name in parameters_of(reward)}
+    names = dict.fromkeys(name for row in rows for name in row.columns)
+    arguments: dict[str, Any] = {name: [row.columns.get(name) for row in rows] for name in names}
+    arguments["prompts"] = [row.prompt if row.prompt is not None else "" for row in rows]
+    arguments["completions"] = [
+        row.completion if isinstance(row.prompt, str | None) else messages_of(row.completion, "assistant")
+        for row in rows
+    ]
+    arguments |= dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
+    needs_ids = "completion_ids" in parameters and "completion_ids" not in arguments
     if needs_ids or run.cogumi.thinking is not None or any(map(reads_thoughts, rewards)):
         from cogumi.methods.gspo import graded_as_seen
 
-        tokenizer = load_tokenizer(run)
+        _, tokenizer = load_base_tokenizer(run)
         if needs_ids:
-            texts = [text_of(each) for each in given["completions"]]
-            given["completion_ids"] = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
+            texts = map(text_of, arguments["completions"])
+            arguments["completion_ids"] = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         rewards = graded_as_seen(run, rewards, tokenizer)
     elif run.cogumi.stop:
         from cogumi.rl.sampling import strip_stops
 
         rewards = [strip_stops(reward, run.cogumi.stop) for reward in rewards]
-    if "trainer_state" in taken:
+    if "trainer_state" in parameters:
         from transformers import TrainerState
 
-        given["trainer_state"] = TrainerState()
-    return [call_reward(as_annotated(reward), given, len(rows)) for reward in rewards]
+        arguments["trainer_state"] = TrainerState()
+    return [call_reward(as_annotated(reward), arguments, len(rows)) for reward in rewards]
 
 
-def columns_of(rows: list[Scored]) -> dict[str, Any]:
-    """What TRL passes: prompts, completions, and each column that a row has, None where another row lacks it."""
-    names = dict.fromkeys(name for row in rows for name in row.columns)
-    given: dict[str, Any] = {name: [row.columns.get(name) for row in rows] for name in names}
-    given["prompts"] = [row.prompt if row.prompt is not None else "" for row in rows]
-    given["completions"] = [
-        row.completion if isinstance(row.prompt, str | None) else messages_of(row.completion, "assistant")
-        for row in rows
-    ]
-    return given | dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
-
-
-def call_reward(reward: Any, given: Mapping[str, Any], count: int) -> list[float | None]:
-    found = asyncio.run(reward(**given)) if inspect.iscoroutinefunction(reward) else reward(**given)
-    if not isinstance(found, Iterable):
-        what = f"{reward.__name__} returned {type(found).__name__}, and a reward returns a list"
+def call_reward(reward: Any, arguments: Mapping[str, Any], count: int) -> list[float | None]:
+    answer = asyncio.run(reward(**arguments)) if inspect.iscoroutinefunction(reward) else reward(**arguments)
+    if not isinstance(answer, Iterable):
+        what = f"{reward.__name__} returned {type(answer).__name__}, and a reward returns a list"
         raise UsageError(what, key="cogumi.rewards", fix="return one number for each completion")
-    scores = [None if score is None else float(score) for score in found]
+    scores = [None if score is None else float(score) for score in answer]
     scores = [score if score is None or math.isfinite(score) else math.nan for score in scores]
     if len(scores) != count:
         what = f"{reward.__name__} returned {len(scores)} rewards for {count} completions"

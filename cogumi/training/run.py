@@ -28,10 +28,9 @@ from cogumi.merge.arithmetic import restore_matmul_precision
 from cogumi.merge.preflight import find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
-from cogumi.methods.prompt_checks import refuse_settings
-from cogumi.methods.sampler import refuse_quantized
+from cogumi.methods.gspo import describe_sandbox, try_task
+from cogumi.methods.sampler import refuse_quantized, refuse_settings
 from cogumi.methods.step_split import describe_split, split_step
-from cogumi.methods.tasks import describe_sandbox, try_task
 from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
 from cogumi.models.loading import resolve_dtype, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
