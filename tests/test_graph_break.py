@@ -357,10 +357,7 @@ print(graph_break.undo().applied)
     command = [*prepared_process.python(for_commands), "-c", code]
     done = subprocess.run(command, env=for_commands, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "bitsandbytes is not installed, so there are no 4-bit layers False []",
-        "False",
-    ]
+    assert done.stdout.splitlines() == ["bitsandbytes is not installed, so there are no 4-bit layers False []", "False"]
 
 
 def test_a_foreign_linear4bit_is_named_and_the_probes_decide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,10 @@ if not torch.__version__.startswith("2.7."):
         allow_module_level=True,
     )
 
+from bitsandbytes.nn import Linear4bit
+
 from cogumi.patches import graph_break
-from cogumi.patches.graph_break import WIDTH, four_bit_layer, probe_linear, value_and_gradient
+from cogumi.patches.graph_break import WIDTH, probe_linear, value_and_gradient
 
 
 def test_a_probe_really_fails_and_the_layer_is_broken_around() -> None:
@@ -23,7 +25,8 @@ def test_a_probe_really_fails_and_the_layer_is_broken_around() -> None:
     status = graph_break.apply()
     assert status.applied
     assert status.reason.startswith("break_linear on Linear4bit.forward: Dynamo cannot take a 4-bit layer")
-    first, second = (four_bit_layer(torch.device("cpu")) for _ in range(2))
+    settings = {"compute_dtype": torch.float32, "quant_type": "nf4"}
+    first, second = (Linear4bit(WIDTH, WIDTH, **settings).to("cpu").requires_grad_(False) for _ in range(2))
 
     def block(x: torch.Tensor) -> torch.Tensor:
         return second(first(x).relu()).sigmoid()

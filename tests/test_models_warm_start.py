@@ -229,10 +229,7 @@ def test_sft_goes_on_and_the_next_run_from_there(sft: Config, tiny_model: Path, 
     written = yaml.safe_load((first.run_dir / "config.yaml").read_text())
     assert (written["lora"]["r"], written["lora"]["lora_alpha"]) == (4, 8)
     again = cogumi.train(
-        sft,
-        model__adapter=str(first.adapter),
-        cogumi__run_dir=str(tmp_path / "again"),
-        train__max_steps=2,
+        sft, model__adapter=str(first.adapter), cogumi__run_dir=str(tmp_path / "again"), train__max_steps=2
     )
     assert again.passed, str(again.verdict)
     fresh = cogumi.train(
@@ -359,10 +356,7 @@ REFUSED: dict[str, tuple[Alter, str]] = {
     "a module is missing": (with_weights(drop_module), "2 tensors are in the file or in the model (default) alone"),
     "a module too many": (with_weights(add_module), "2 tensors are in the file or in the model (default) alone"),
     "half a pair": (with_weights(lambda t: t.pop(f"{LAYER}.lora_B.weight")), "the other half of its update is gone"),
-    "another shape": (
-        with_weights(lambda t: t.update({f"{LAYER}.lora_B.weight": torch.ones(32, 4)})),
-        "does not fit",
-    ),
+    "another shape": (with_weights(lambda t: t.update({f"{LAYER}.lora_B.weight": torch.ones(32, 4)})), "does not fit"),
     "NaN": (with_weights(lambda t: t[f"{LAYER}.lora_A.weight"].fill_(torch.nan)), "holds NaN"),
     "untrained": (with_weights(zero_up), "changes nothing"),
     "other weights": (with_json("cogumi-base.json", weights="0" * 64), "was trained on other weights than"),

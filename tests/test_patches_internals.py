@@ -139,6 +139,7 @@ METHODS = [
         f"model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss {IMAGES}",
     ),
     (GRPOTrainer, trl_internals.INNER_LOSS, "model inputs"),
+    (trl.DPOTrainer, trl_internals.PREPARE_DATASET, "dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "prompts"),
     (Trainer, "_prepare_inputs", "inputs"),
     (Trainer, "_save_rng_state", "output_dir"),
@@ -243,10 +244,7 @@ def test_methods_are_replaced_for_a_block_and_the_instances_own_comes_back() -> 
         assert owner.method() == "of the block"
     assert vars(owner) == {}
     owner.method = own = lambda: "of the instance"
-    with (
-        pytest.raises(ZeroDivisionError),
-        replaced(owner, {"method": lambda: "of the block"}),
-    ):
+    with pytest.raises(ZeroDivisionError), replaced(owner, {"method": lambda: "of the block"}):
         raise ZeroDivisionError
     assert owner.method is own
     trl_internals.wrap_method(owner, "method", lambda original, word="": f"{original()}, wrapped {word}")

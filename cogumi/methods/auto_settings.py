@@ -34,14 +34,7 @@ from cogumi.patches.trl_internals import TOKEN_LOGPS, logged_metrics, observe_ro
 from cogumi.patches.unsloth_rl import SET_BY_COGUMI
 from cogumi.rl.guards import LARGEST_SEQUENCE_EPSILON, clips_sequences
 from cogumi.rl.loss_capture import read_trl_inputs, sequence_log_ratio
-from cogumi.rl.memory_plan import (
-    USABLE,
-    ModelShape,
-    free_memory_bytes,
-    samples_beside,
-    step_bytes,
-    total_memory_bytes,
-)
+from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, samples_beside, step_bytes, total_memory_bytes
 from cogumi.rl.watch import PREFIX, watch
 from cogumi.stack.probes import flash_attention
 

@@ -7,6 +7,7 @@ from typing import Any
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.health.verdict import Check, count_finite
+from cogumi.patches.trl_internals import PREPARE_DATASET
 from cogumi.telemetry.recorder import set_status
 from cogumi.telemetry.throughput import Meter
 
@@ -32,19 +33,16 @@ def arguments(run: RunConfig) -> dict[str, Any]:
 def build_trainer(run: RunConfig, *, train_dataset: Any, meter: Meter, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
 
-    class OnTokenizedPairs(trl.DPOTrainer):  # type: ignore[misc, name-defined]
-        """Takes pairs that are tokenized already, and cached, where TRL would tokenize rows of text one at a time."""
-
-        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            return dataset
-
+    # The pairs are tokenized already, and cached; TRL would tokenize rows of text one at a time.
+    methods = {PREPARE_DATASET: lambda self, dataset, *_, **__: dataset}
+    trainer_class = type("OnTokenizedPairs", (trl.DPOTrainer,), methods)
     reference = None
     if common["args"].precompute_ref_log_probs:  # TRL does so while it builds the trainer, and shows how far it is
         meter.enter(REFERENCE)
         set_status(run.run_dir, "running", stage=REFERENCE)
     elif run.cogumi.tuning == "full":
         reference = copy.deepcopy(common["model"])  # TRL would load it again, in whatever dtype that gives
-    trainer = OnTokenizedPairs(train_dataset=train_dataset, ref_model=reference, **common)
+    trainer: Any = trainer_class(train_dataset=train_dataset, ref_model=reference, **common)
     refuse_other_tokens(trainer, train_dataset)
     return trainer
 
@@ -63,7 +61,7 @@ def refuse_other_tokens(trainer: Any, dataset: Any) -> None:
 
 
 def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
-    """What DPO adds: before the first update the policy is its own reference, and the loss is what it then must be."""
+    """Judge the first step: before an update the policy is its own reference, which decides the loss."""
     first = next((row for row in metrics if "rewards/chosen" in row), None)
     if first is None:
         return [Check("reference", "no pair was compared", "the policy as it starts", False, "raise train.max_steps")]

@@ -228,7 +228,11 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
     if options.method == "gspo":
         prompts, ids = render_prompts(list(rows["prompt"]), tokenizer, options.thinking, options.today, options.tools)
         names = [name for name in rows.column_names if name not in ("prompt", RECORD_COLUMN)]
-        texts = {name: list(map(shown_value, rows[name])) for name in names}
+        # As JSON in a text file: dates and bytes as Python writes them, no half surrogate pairs.
+        texts = {
+            name: [json.dumps(v, ensure_ascii=False, default=str).encode(errors="replace").decode() for v in rows[name]]
+            for name in names
+        }
         return decode_rows(Dataset.from_dict({**texts, "prompt": prompts, "prompt_ids": ids}), names)
     if options.method == "dpo":
         given = [(row["prompt_ids"], {side: decode(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
@@ -241,11 +245,6 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
                 given.append((ids[:start], {answer: decode(ids[start:end])}))
     found = [{"prompt": tokenizer.decode(ids), **answers, "prompt_ids": ids} for ids, answers in given]
     return Dataset.from_list(found) if found else None
-
-
-def shown_value(value: Any) -> str:
-    """A value of a record as the JSON of a text file: dates and bytes as Python writes them, no half surrogate pairs."""
-    return json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
 
 
 def render_prompts(

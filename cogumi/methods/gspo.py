@@ -4,7 +4,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -197,7 +197,7 @@ def prompt_ids(
 
 
 def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
-    """The run with a planned batch in the place of documents per step."""
+    """Put a planned batch in the place of documents per step."""
     decided = run.model_copy(deep=True)
     decided.cogumi.docs_per_step = decided.cogumi.prompts_per_step = None
     decided.train |= arguments
@@ -381,21 +381,19 @@ def describe_sandbox(run: RunConfig, rewards: Sequence[Any]) -> str:
 
 
 def begin_episodes(run: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int | None) -> Episodes | None:
-    """What follows the episodes of a run; None where it has no environment and no tools. context: of the model, in tokens."""
+    """Follow the episodes of a run; None if it has no environment and no tools. context: of the model, in tokens."""
     task = task_of(run)
     if task.takes_turns:
-        visible = what_is_visible(run, tokenizer)
+        template = None if run.cogumi.thinking is None else read_template(tokenizer, run.cogumi.thinking)
+
+        def visible(text: str) -> str:
+            """Cut off the thought, if the run says which there is."""
+            if template is None:
+                return text
+            return visible_text(text, template.thinking.style, template.prompt_opens_thought) or ""
+
         return Dialogue(task, run.cogumi.episode_seconds, record_of, visible, context)
     return Episodes(task, run.cogumi.episode_seconds, record_of) if task else None
-
-
-def what_is_visible(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str]:
-    """What of a message an environment is given: all of it, or what follows a thought where the run says which there is."""
-    if run.cogumi.thinking is None:
-        return lambda text: text
-    template = read_template(tokenizer, run.cogumi.thinking)
-    style, opened = template.thinking.style, template.prompt_opens_thought
-    return lambda text: visible_text(text, style, opened) or ""
 
 
 def make_trainer(episodes: Episodes | None, rewards: list[Any], args: Any, **given: Any) -> Any:

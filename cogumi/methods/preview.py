@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from cogumi.config.schema import RunConfig, load_config
+from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
@@ -157,12 +157,12 @@ def compare_models(
         raise UsageError(what, key="data.source", fix="compare on data with a known answer")
     asked = [each if isinstance(each, str) else each[-1]["content"] for each in examples["prompt"]]
     _, ids = render_prompts(list(examples["prompt"]), tokenizer, run.cogumi.thinking)
-    written = {name: complete_all(path, tokenizer, ids, run) for name, path in paths.items()}
+    longest, written = run.train["max_completion_length"], {}
+    for name, path in paths.items():
+        model, completions = load_model(path), []
+        log.info("%s completes %s prompts", path, len(ids))
+        for first in range(0, len(ids), BATCH):
+            batch = ids[first : first + BATCH]
+            completions += complete_with_ends(model, tokenizer, batch, longest, run.cogumi.stop)
+        written[name] = [text for text, _ in completions]
     return Comparison(asked, list(examples[column]), written)
-
-
-def complete_all(path: str, tokenizer: Any, prompts: list[list[int]], run: RunConfig) -> list[str]:
-    model, longest = load_model(path), run.train["max_completion_length"]
-    log.info("%s completes %s prompts", path, len(prompts))
-    parts = [prompts[first : first + BATCH] for first in range(0, len(prompts), BATCH)]
-    return [text for part in parts for text, _ in complete_with_ends(model, tokenizer, part, longest, run.cogumi.stop)]

@@ -181,7 +181,13 @@ def refuse_settings(run: RunConfig, args: Any) -> None:
                 f"{key} {value} samples the most likely token: completions of a group, and their rewards, do not differ"
             )
             raise UsageError(what, key=key, fix="drop the key")
-    refuse_reward_weights(args.reward_weights, len(run.cogumi.rewards))
+    key, weights, rewards = "train.reward_weights", args.reward_weights, len(run.cogumi.rewards)
+    if weights is not None and len(weights) != rewards:
+        reason = f"{key} has {len(weights)} and cogumi.rewards {rewards}"
+        raise UsageError(reason, key=key, fix="give one for each reward")
+    if weights is not None and (not all(map(math.isfinite, weights)) or not any(weights)):
+        reason = f"{key} {list(weights)}: no reward would count"
+        raise UsageError(reason, key=key, fix="give at least one that is not 0")
     by_rollout = run.cogumi.behaviour_logps == "rollout"
     if args.use_vllm:
         refuse_engine(args, by_rollout)
@@ -189,21 +195,6 @@ def refuse_settings(run: RunConfig, args: Any) -> None:
     for finding in (*check_loss_settings(args, "trl"), *check_distribution(args, by_rollout)):
         if finding.refused:
             raise UsageError(finding.message)
-
-
-def refuse_reward_weights(weights: Sequence[float] | None, rewards: int) -> None:
-    """Raise UsageError for weights that are not one for each reward, or that leave nothing of them."""
-    if weights is None:
-        return
-    key = "train.reward_weights"
-    if len(weights) != rewards:
-        raise UsageError(
-            f"{key} has {len(weights)} and cogumi.rewards {rewards}", key=key, fix="give one for each reward"
-        )
-    if not all(map(math.isfinite, weights)) or not any(weights):
-        raise UsageError(
-            f"{key} {list(weights)}: no reward would count", key=key, fix="give at least one that is not 0"
-        )
 
 
 def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
@@ -217,7 +208,8 @@ def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
     for reward in rewards:
         for name in needed_columns(reward, prompts.column_names):
             if name not in counted:
-                counted[name] = count_nulls(prompts, name)
+                batches = prompts.select_columns([name]).iter(ROWS_AT_ONCE)
+                counted[name] = sum(value is None for batch in batches for value in batch[name])
             what = f"{reward.__name__} takes `{name}`, which is null in {counted[name]:,} of {len(prompts):,} rows"
             if counted[name] == len(prompts):
                 fix = f"say which column of the file it is: data.columns: {{{name}: ...}}"
@@ -231,8 +223,3 @@ def needed_columns(reward: Any, columns: Sequence[str]) -> list[str]:
     parameters = inspect.signature(reward).parameters.values()
     names = [each.name for each in parameters if each.default is each.empty]
     return [name for name in names if name in columns and name not in ALWAYS_THERE]
-
-
-def count_nulls(prompts: Dataset, name: str) -> int:
-    parts = prompts.select_columns([name]).iter(ROWS_AT_ONCE)
-    return sum(value is None for part in parts for value in part[name])

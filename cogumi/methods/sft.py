@@ -48,18 +48,15 @@ def build_trainer(run: RunConfig, ranks: Ranks | None = None, **common: Any) -> 
 
     if run.train.get("packing") or run.train.get("padding_free"):
         common |= pack_datasets(run, ranks or Ranks(), **common)
-    logging.getLogger("trl.trainer.sft_trainer").addFilter(is_no_packing_warning)
+    # TRL warns of packing with any attention but flash attention. Whether this model keeps examples apart was measured.
+    trl_log = logging.getLogger("trl.trainer.sft_trainer")
+    trl_log.addFilter(lambda record: "supported Flash Attention variant" not in record.getMessage())
     trainer = trl.SFTTrainer(**common)
     end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
     if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.is_in_place():
         trainer.data_collator = partial(collate_rows_apart, trainer.data_collator)
     refuse_other_labels(trainer, common["train_dataset"])
     return trainer
-
-
-def is_no_packing_warning(record: logging.LogRecord) -> bool:
-    """TRL warns of packing with any attention but flash attention: whether this model keeps examples apart was measured."""
-    return "supported Flash Attention variant" not in record.getMessage()
 
 
 def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, tokenizer: Any) -> dict[str, Any]:

@@ -60,7 +60,19 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
         fix = "set cogumi.backend: trl, or cogumi.processes: 1"
         raise UsageError("unsloth trains in one process", key="cogumi.backend", fix=fix)
     if run.cogumi.sharding != "none":
-        refuse_under_fsdp2(run)
+        whole, optimizer = (
+            "cogumi.sharding: none, where each GPU has the whole model",
+            str(run.train.get("optim") or ""),
+        )
+        if run.model.quantization_config is not None:
+            what = f"a quantized base is not shared out by {run.cogumi.sharding}"
+            raise UsageError(what, key="model.quantization_config", fix=f"drop it, or set {whole}")
+        if "8bit" in optimizer or "paged" in optimizer:
+            what = f"{optimizer} is for whole tensors, and {run.cogumi.sharding} gives each process shards"
+            raise UsageError(what, key="train.optim", fix=f"set adamw_torch_fused, or set {whole}")
+        if run.train.get("use_vllm"):
+            what = "vLLM as the sampler of shards was never tried"
+            raise UsageError(what, key="train.use_vllm", fix=f"set {whole}")
     batch, accumulated = batch_of(run)
     step, keys = batch * accumulated, "train.per_device_train_batch_size x gradient_accumulation_steps"
     if run.cogumi.docs_per_step is not None:
@@ -73,20 +85,6 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
         what = f"a step of {step} examples cannot be shared by {count} processes"
         near = " or ".join(str(each) for each in (own * count, (own + 1) * count) if each)
         raise UsageError(what, key="cogumi.processes", fix=f"let {keys} be {near}")
-
-
-def refuse_under_fsdp2(run: RunConfig) -> None:
-    """Raise UsageError for what FSDP2 does not share out, or what was never tried with it."""
-    whole = "cogumi.sharding: none, where each GPU has the whole model"
-    if run.model.quantization_config is not None:
-        what = f"a quantized base is not shared out by {run.cogumi.sharding}"
-        raise UsageError(what, key="model.quantization_config", fix=f"drop it, or set {whole}")
-    optimizer = str(run.train.get("optim") or "")
-    if "8bit" in optimizer or "paged" in optimizer:
-        what = f"{optimizer} is for whole tensors, and {run.cogumi.sharding} gives each process shards"
-        raise UsageError(what, key="train.optim", fix=f"set adamw_torch_fused, or set {whole}")
-    if run.train.get("use_vllm"):
-        raise UsageError("vLLM as the sampler of shards was never tried", key="train.use_vllm", fix=f"set {whole}")
 
 
 def describe_split(run: RunConfig, own: RunConfig, count: int) -> str:

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from cogumi.core.errors import UsageError
 from cogumi.merge.parameter_map import auto_class
@@ -95,12 +90,14 @@ def load_model(
         refuse_quantized_already(name, config)
         # Only then: None would take away what the config of a quantized checkpoint says.
         loading["quantization_config"] = quantization_settings(quantization, resolve_dtype(dtype))
+    # FSDP: the first process reads the model, in main memory, and sends it to the others.
+    is_sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     with quantizing_experts(quantization) if quantization is not None else nullcontext():
         model: PreTrainedModel = auto_class(config).from_pretrained(
             name,
             revision=revision,
             dtype=resolve_dtype(dtype),
-            device_map=None if shared_out() or not torch.cuda.is_available() else {"": torch.cuda.current_device()},
+            device_map=None if is_sharded or not torch.cuda.is_available() else {"": torch.cuda.current_device()},
             **loading,
         )
     if type(model.config) is not type(config):
@@ -112,11 +109,6 @@ def load_model(
         refuse_misread(model)
         keep_4bit_unpacked(model)
     return model
-
-
-def shared_out() -> bool:
-    """Whether FSDP shares the model out among processes: the first then reads it, in main memory, and sends it to the others."""
-    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:

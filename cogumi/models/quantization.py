@@ -218,12 +218,15 @@ def count_weights(model: torch.nn.Module) -> WeightCount:
     elements: Counter[str] = Counter()
     storages: dict[int, int] = {}
     seen: set[int] = set()
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            state = quant_state_of(module, name, parameter)
+            # Of experts the state is in the first parametrization of torch's ParametrizationList.
+            is_parametrized = name == "original" and hasattr(module, "__getitem__")
+            state = getattr(module[0] if is_parametrized else parameter, "quant_state", None)
             if state is not None:
                 elements[f"{state.quant_type} 4-bit"] += 2 * parameter.untyped_storage().nbytes()
             elif isinstance(module, PackedLinear):
@@ -250,13 +253,6 @@ def count_meta_bytes(model: torch.nn.Module) -> int:
         else:
             size += parameter.numel() * (1 if hasattr(parameter, "SCB") else parameter.element_size())
     return int(size)
-
-
-def quant_state_of(module: Any, name: str, parameter: Any) -> Any:
-    """bitsandbytes' QuantState of a parameter in 4 bits, of a linear layer or of experts; None for any other."""
-    if name == "original" and hasattr(module, "__getitem__"):  # of torch's ParametrizationList
-        return getattr(module[0], "quant_state", None)
-    return getattr(parameter, "quant_state", None)
 
 
 def constants_of(state: Any) -> Iterator[torch.Tensor]:

@@ -174,7 +174,14 @@ def add_fast_adapter(run: RunConfig, model: Any, checkpointing: bool) -> Any:
     before = [name for name, _ in model.named_parameters()]
     revision = commit_of(model.config) or run.model.revision
     if run.model.adapter is not None:
-        return with_switches(load_adapter(model, run.model.adapter, run.model.revision), how)
+        # PEFT loads it. What get_peft_model gives others is added: kernels, checkpointing, mode switches.
+        adapted, fast = load_adapter(model, run.model.adapter, run.model.revision), loader()
+        if hasattr(fast, "patch_peft_model"):
+            return fast.patch_peft_model(adapted, use_gradient_checkpointing=how)
+        for name in ("for_training", "for_inference"):  # without a GPU there are no kernels to put in place
+            setattr(adapted, name, functools.partial(getattr(fast, name), adapted))
+        adapted.enable_input_require_grads()
+        return adapted
     wanted = {**DEFAULTS, **run.lora}
     expected = lora_config(run.lora, revision)
     modules = {name for name, module in model.named_modules() if is_wanted(name, module, expected, model)}
@@ -192,17 +199,6 @@ def add_fast_adapter(run: RunConfig, model: Any, checkpointing: bool) -> Any:
 def loader() -> Any:
     """unsloth's FastLanguageModel, which is another class without a GPU."""
     return importlib.import_module("unsloth").FastLanguageModel
-
-
-def with_switches(model: Any, checkpointing: Any) -> Any:
-    """A model whose adapter PEFT loaded, with what get_peft_model gives others: kernels, checkpointing, mode switches."""
-    fast = loader()
-    if hasattr(fast, "patch_peft_model"):
-        return fast.patch_peft_model(model, use_gradient_checkpointing=checkpointing)
-    for name in ("for_training", "for_inference"):  # without a GPU there are no kernels to put in place
-        setattr(model, name, functools.partial(getattr(fast, name), model))
-    model.enable_input_require_grads()
-    return model
 
 
 # ------------------------------------------------------------------------------------------- what was asked for, what came

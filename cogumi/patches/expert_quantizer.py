@@ -18,12 +18,6 @@ NAME = "experts in 4 bits"
 METHOD = "bitsandbytes_4bit"
 
 
-def is_expert_stack(module: nn.Module, name: str) -> bool:
-    """Whether a module's parameter holds the weights of all its experts, (experts, rows, columns)."""
-    parameter = module._parameters.get(name)
-    return parameter is not None and parameter.dim() == 3 and parameter.shape[0] == getattr(module, "num_experts", None)
-
-
 def expert_stacks(model: nn.Module, left_out: list[str] | None) -> list[tuple[str, nn.Module, str]]:
     """(name, module, name within it) of each stack to be quantized. left_out: `llm_int8_skip_modules`, completed."""
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -31,8 +25,10 @@ def expert_stacks(model: nn.Module, left_out: list[str] | None) -> list[tuple[st
     return [
         (f"{path}.{name}", module, name)
         for path, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-        if is_expert_stack(module, name) and should_convert_module(path, left_out)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3  # (experts, rows, columns)
+        and parameter.shape[0] == getattr(module, "num_experts", None)
+        and should_convert_module(path, left_out)
     ]
 
 

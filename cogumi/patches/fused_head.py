@@ -2,8 +2,8 @@
 
 TRL computes every SFT, DPO and GRPO loss by `_ChunkedLogProbFunction.apply`: log-probabilities of the targets without the
 logits of all tokens. The head here has the same signature and values. It makes the logits of a few tokens at a time. If
-the head is frozen (LoRA), the forward also computes d log p(y)/dh of each token, which the backward scales. Otherwise the
-backward makes the logits again.
+the head is frozen (LoRA), the forward also computes d log p(y)/dh of each token, which the backward scales: two
+projections. Otherwise the backward makes the logits again: four projections.
 """
 
 import importlib
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from cogumi.patches import PatchStatus
 
@@ -24,48 +23,52 @@ NAME = "fused_head"
 KERNEL = "_ChunkedLogProbFunction"  # of trl.trainer.utils
 WRITTEN_FOR = "1.15"
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Logits that exist at a time, 4 MiB in fp32. About five tensors of this size live at once.
-CHUNK_ELEMENTS = 2**20
+# Logits of a chunk: 12 MiB in fp32, twice with the entropy. With fewer tokens at a time the matrix products get slow.
+CHUNK_ELEMENTS = 3 * 2**20
 _NOT_REPLACED = object()
 _replaced: Any = _NOT_REPLACED  # what stood in TRL before `apply`: TRL's class, or None where triton is not installed
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Head:
-    """The weights, in the dtype of the sums, and how a projection becomes logits."""
+    """The inputs in the dtype of the sums, and a buffer for the logits of a chunk, or two."""
 
+    hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    targets: Tensor  # [N]
-    temperature: float
-    softcap: float | None
-    scale: float
+    scaling: tuple[float, float | None, float]  # temperature, softcap, scale
+    keeps_logits: bool  # beside their exponentials
 
-    @property
-    def factor(self) -> float:
-        return self.scale / (self.temperature if self.softcap is None else self.softcap)
+    def __post_init__(self) -> None:
+        dtype = torch.promote_types(torch.promote_types(self.hidden.dtype, self.weight.dtype), torch.float32)
+        self.hidden, self.weight = self.hidden.to(dtype), self.weight.to(dtype)
+        self.temperature, self.softcap, self.scale = self.scaling
+        self.gain = self.scale / self.temperature  # dz/d(projection), up to the softcap's slope
+        self.chunks = chunks_of(len(self.hidden), len(self.weight))
+        rows = max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+        self.buffers = [self.hidden.new_empty(rows, len(self.weight)) for _ in range(1 + self.keeps_logits)]
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """The scaled projection [n, V], a leaf of the graph that `log_softmax` begins."""
-        bias = None if self.bias is None else self.bias * self.factor
-        return functional.linear(hidden * self.factor, self.weight, bias).requires_grad_()
+    def logits(self, chunk: slice) -> tuple[Tensor, Tensor | None]:
+        """Compute the logits [n, V] of a chunk of tokens, and the slope of their softcap, 1 - tanh^2."""
+        logits = self.buffers[0][: chunk.stop - chunk.start]
+        factor = self.gain if self.softcap is None else self.scale / self.softcap
+        torch.mm(self.hidden[chunk] * factor, self.weight.t(), out=logits)
+        if self.bias is not None:
+            logits.add_(self.bias * factor)
+        if self.softcap is None:
+            return logits, None
+        slope = logits.tanh_().square().neg_().add_(1)
+        return logits.mul_(self.softcap / self.temperature), slope
 
-    def logits(self, projection: Tensor) -> Tensor:
-        return projection if self.softcap is None else projection.tanh() * (self.softcap / self.temperature)
-
-    def chosen(self, log_probs: Tensor, tokens: slice) -> Tensor:
-        """The targets' entries [n] of all log-probabilities [n, V]."""
-        return log_probs.gather(1, self.targets[tokens].unsqueeze(1)).squeeze(1)
+    def exponentials(self, shifted: Tensor) -> Tensor:
+        """Compute exp of logits less their maximum [n, V], in place unless they are kept."""
+        return torch.exp(shifted, out=self.buffers[-1][: len(shifted)])
 
 
 def chunks_of(tokens: int, vocabulary: int) -> list[slice]:
-    """The tokens in chunks with at most CHUNK_ELEMENTS logits."""
+    """Cut the tokens into chunks with at most CHUNK_ELEMENTS logits."""
     size = max(1, CHUNK_ELEMENTS // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
-
-def entropy_of(log_probs: Tensor) -> Tensor:
-    return -torch.linalg.vecdot(log_probs.exp(), log_probs)
 
 
 class FusedLogProbFunction:
@@ -127,86 +130,95 @@ class _HeadFunction(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         scaling: tuple[float, float | None, float],
-        outputs: tuple[str, ...],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        names: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
         # An entropy that is only logged then arrives in the backward as None, not as zeros to multiply with.
         ctx.set_materialize_grads(False)
-        is_frozen = ctx.needs_input_grad[:3] == (True, False, False)
-        wide, head = _widen(hidden, weight, bias, targets, scaling)
-        log_probs = wide.new_empty(len(wide))
-        extra = {name: torch.empty_like(log_probs) if name in outputs else None for name in OPTIONAL_OUTPUTS}
-        if extra["is_top1"] is not None:
-            extra["is_top1"] = torch.empty_like(targets, dtype=torch.bool)
-        gradient = torch.empty_like(wide) if is_frozen else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for tokens in chunks_of(len(wide), len(weight)):
-                projection = head.project(wide[tokens])
-                with torch.set_grad_enabled(is_frozen):
-                    logits = head.logits(projection)
-                    every = logits.log_softmax(-1)
-                    chosen = head.chosen(every, tokens)
-                log_probs[tokens] = chosen.detach()
+            head = _Head(hidden, weight, bias, scaling, keeps_logits="entropy" in names)
+            per_token = head.hidden.new_empty(len(hidden))
+            outputs = {name: torch.empty_like(per_token) if name in names else None for name in OPTIONAL_OUTPUTS}
+            # d log p(y)/dh = gain * (slope_y W_y - E_p[slope W]), for each token.
+            is_frozen = ctx.needs_input_grad[:3] == (True, False, False)
+            gradient = torch.empty_like(head.hidden) if is_frozen else None
+            for chunk in head.chunks:
+                logits, slope = head.logits(chunk)
+                column = targets[chunk].unsqueeze(1)
+                if outputs["mean_logits"] is not None:
+                    outputs["mean_logits"][chunk] = logits.mean(1)
+                if outputs["is_top1"] is not None:
+                    outputs["is_top1"][chunk] = (logits.argmax(1) == targets[chunk]).to(logits.dtype)
+                # Less the maximum, so that large logits cost no digits.
+                shifted = logits.sub_(logits.amax(1, keepdim=True))
+                per_token[chunk] = shifted.gather(1, column).squeeze(1)
+                e = head.exponentials(shifted)
+                total = e.sum(1)
+                per_token[chunk] -= total.log()
+                if outputs["entropy"] is not None:
+                    outputs["entropy"][chunk] = total.log() - torch.linalg.vecdot(e, shifted) / total
+                if outputs["log_sum_sq_probs"] is not None:
+                    outputs["log_sum_sq_probs"][chunk] = torch.linalg.vecdot(e, e).log() - 2 * total.log()
                 if gradient is not None:
-                    (slope,) = torch.autograd.grad(chosen, projection, torch.ones_like(chosen))
-                    torch.mm(slope, head.weight, out=gradient[tokens]).mul_(head.factor)
-                    del slope
-                if (entropy := extra["entropy"]) is not None:
-                    entropy[tokens] = entropy_of(every)
-                if (log_sum_sq := extra["log_sum_sq_probs"]) is not None:
-                    log_sum_sq[tokens] = (2 * every).logsumexp(-1)
-                if (mean := extra["mean_logits"]) is not None:
-                    mean[tokens] = logits.mean(-1)
-                if (is_top1 := extra["is_top1"]) is not None:
-                    is_top1[tokens] = logits.argmax(-1) == targets[tokens]
-        ctx.save_for_backward(hidden, weight, bias, targets, gradient)
+                    chosen = head.weight[targets[chunk]]
+                    if slope is not None:
+                        chosen *= slope.gather(1, column)
+                        e.mul_(slope)
+                    gradient[chunk] = (chosen - e @ head.weight / total.unsqueeze(1)) * head.gain
+        if outputs["is_top1"] is not None:
+            outputs["is_top1"] = outputs["is_top1"].bool()
+        ctx.save_for_backward(hidden, weight, bias, targets, gradient, outputs["entropy"])
         ctx.scaling = scaling
-        plain = [extra[name] for name in OPTIONAL_OUTPUTS[1:]]
-        ctx.mark_non_differentiable(*(output for output in plain if output is not None))
-        return log_probs, *extra.values()  # type: ignore[return-value]
+        ctx.mark_non_differentiable(*(outputs[name] for name in OPTIONAL_OUTPUTS[1:] if outputs[name] is not None))
+        return per_token, *outputs.values()
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, gradient = ctx.saved_tensors
+        hidden, weight, bias, targets, gradient, entropy = ctx.saved_tensors
         unused = (None,) * 3
-        # An entropy bonus whose coefficient is 0 (TRL's adaptive one, at rest) sends zeros: not worth a recomputation.
-        if grad_log_probs is not None and grad_entropy is not None and not grad_entropy.any():
-            grad_entropy = None
         if grad_log_probs is None and grad_entropy is None:
             return (None, None, None, *unused)
+        # An entropy bonus whose coefficient is 0 (TRL's adaptive one, at rest) sends zeros: not worth a recomputation.
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(entropy)
+        elif grad_entropy is not None and not grad_entropy.any():
+            grad_entropy = None
         if gradient is not None and grad_entropy is None:
             # Not in place: the graph may be retained for another backward.
             return ((gradient * grad_log_probs.unsqueeze(1)).to(hidden.dtype), None, None, *unused)
-        wide, head = _widen(hidden, weight, bias, targets, ctx.scaling)
-        needs = ctx.needs_input_grad[:3]
-        grads = [torch.zeros_like(t) if n else None for t, n in zip((wide, head.weight, head.bias), needs, strict=True)]
         with torch.autocast(hidden.device.type, enabled=False):
-            for tokens in chunks_of(len(wide), len(weight)):
-                projection = head.project(wide[tokens])
-                with torch.enable_grad():
-                    every = head.logits(projection).log_softmax(-1)
-                    terms = [] if grad_log_probs is None else [grad_log_probs[tokens] * head.chosen(every, tokens)]
-                    if grad_entropy is not None:
-                        terms.append(grad_entropy[tokens] * entropy_of(every))
-                    total = torch.stack(terms).sum()
-                (slope,) = torch.autograd.grad(total, projection)
+            head = _Head(hidden, weight, bias, ctx.scaling, keeps_logits=grad_entropy is not None)
+            inputs = (head.hidden, head.weight, bias)
+            grads = [
+                torch.zeros_like(tensor, dtype=head.hidden.dtype) if needed else None
+                for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
+            ]
+            for chunk in head.chunks:
+                logits, slope = head.logits(chunk)
+                upstream = grad_log_probs[chunk].unsqueeze(1)
+                shifted = logits.sub_(logits.amax(1, keepdim=True))
+                # dz = grad_log_probs * (1[target] - p) - grad_entropy * p * (log p + entropy)
+                dz = head.exponentials(shifted)
+                total = dz.sum(1, keepdim=True)
+                if grad_entropy is None:
+                    dz.mul_(-upstream / total)
+                else:
+                    log_p = shifted.sub_(total.log())
+                    log_p.add_(entropy[chunk].unsqueeze(1)).mul_(grad_entropy[chunk].unsqueeze(1)).add_(upstream)
+                    dz.mul_(log_p).div_(-total)
+                dz.scatter_add_(1, targets[chunk].unsqueeze(1), upstream)
+                if slope is not None:
+                    dz.mul_(slope)
                 if grads[0] is not None:
-                    grads[0][tokens].addmm_(slope, head.weight, alpha=head.factor)
+                    grads[0][chunk] = dz @ head.weight * head.gain
                 if grads[1] is not None:
-                    grads[1].addmm_(slope.t(), wide[tokens], alpha=head.factor)
+                    grads[1].addmm_(dz.t(), head.hidden[chunk], alpha=head.gain)
                 if grads[2] is not None:
-                    grads[2].add_(slope.sum(0), alpha=head.factor)
-        inputs = (hidden, weight, bias)
-        return (*(None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)), *unused)
-
-
-def _widen(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scaling: Any) -> tuple[Tensor, _Head]:
-    """The hidden states and the head in the dtype of the sums."""
-    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    head = _Head(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype), targets, *scaling)
-    return hidden.detach().to(dtype), head
+                    grads[2].add_(dz.sum(0), alpha=head.gain)
+        originals = (hidden, weight, bias)
+        return (*(None if g is None else g.to(t.dtype) for g, t in zip(grads, originals, strict=True)), *unused)
 
 
 def apply() -> PatchStatus:

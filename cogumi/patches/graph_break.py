@@ -128,7 +128,7 @@ def status() -> PatchStatus:
 
 
 def verdict() -> ProbeVerdict | None:
-    """What `apply` decided, with its probes; None before it."""
+    """Return what `apply` decided, with its probes; None before it."""
     return _verdict
 
 
@@ -213,10 +213,16 @@ def probe_zero_rows(device: torch.device) -> CompileProbe:
 
 
 def probe(name: str, block: Callable[[list[Any], torch.Tensor], torch.Tensor], device: torch.device) -> CompileProbe:
+    from bitsandbytes.nn import Linear4bit
+
     began, error = time.perf_counter(), ""
     with torch.random.fork_rng(), dynamo_left_as_found(), torch.enable_grad():
         torch.manual_seed(0)
-        layers = [four_bit_layer(device) for _ in range(EXPERTS)]
+        settings = {"bias": True, "compute_dtype": torch.float32, "quant_type": "nf4"}
+        layers: list[Any] = [Linear4bit(WIDTH, WIDTH, **settings).to(device) for _ in range(EXPERTS)]
+        for layer in layers:
+            layer.requires_grad_(False)
+            layer.support_avx512bf16_for_cpu = False  # such CPUs repack the weights in a forward without gradients
         x, where = torch.randn(ROWS, WIDTH, device=device), "uncompiled, too: "
 
         def function(x: torch.Tensor) -> torch.Tensor:
@@ -234,14 +240,6 @@ def probe(name: str, block: Callable[[list[Any], torch.Tensor], torch.Tensor], d
         except Exception as failure:  # noqa: BLE001  what a compiler or a foreign patch raises is what the probe is for
             error = f"{where}{first_line(failure)}"
     return CompileProbe(name, error, time.perf_counter() - began)
-
-
-def four_bit_layer(device: torch.device) -> Any:
-    from bitsandbytes.nn import Linear4bit
-
-    layer = Linear4bit(WIDTH, WIDTH, bias=True, compute_dtype=torch.float32, quant_type="nf4").to(device)
-    layer.support_avx512bf16_for_cpu = False  # such CPUs repack the weights in a forward without gradients
-    return layer.requires_grad_(False)
 
 
 def value_and_gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -266,7 +264,15 @@ def put_in_place(strategy: str) -> None:
 
     @functools.wraps(original)
     def matmul_4bit(A: Any, B: Any, quant_state: Any, out: Any = None, bias: Any = None) -> Any:
-        if not is_training_case(A, out, quant_state):
+        is_training_case = (
+            out is None
+            and quant_state is not None
+            and not getattr(quant_state, "packing_format_for_cpu", False)
+            and len(quant_state.shape) == 2
+            and A.shape[-1] == quant_state.shape[1]
+            and (not quant_state.nested or quant_state.state2.blocksize == NESTED_BLOCK)
+        )
+        if not is_training_case:
             return original(A, B, quant_state, out=out, bias=bias)
         return Branchless4bit.apply(A, B.view(-1, 1), bias, quant_state)
 
@@ -378,15 +384,3 @@ if not hasattr(torch.ops.cogumi, "gemm_4bit"):  # a module may be loaded twice, 
     )
     torch.library.impl("cogumi::gemm_4bit", "CompositeExplicitAutograd", gemm_4bit)
     torch.library.register_fake("cogumi::gemm_4bit", result_of_gemm)
-
-
-def is_training_case(x: torch.Tensor, out: torch.Tensor | None, state: Any) -> bool:
-    """Whether this is the case that training has: everything else is left to bitsandbytes' own function."""
-    return (
-        out is None
-        and state is not None
-        and not getattr(state, "packing_format_for_cpu", False)
-        and len(state.shape) == 2
-        and x.shape[-1] == state.shape[1]
-        and (not state.nested or state.state2.blocksize == NESTED_BLOCK)
-    )

@@ -93,18 +93,8 @@ def apply() -> PatchStatus:
     for name, (owner, around) in ours.items():
         if name not in _originals:
             _originals[name] = owner, getattr(owner, name)
-            setattr(owner, name, wrapping(getattr(owner, name), around))
+            setattr(owner, name, functools.partialmethod(around, getattr(owner, name)))
     return status()
-
-
-def wrapping(original: Any, around: Any) -> Any:
-    """A method that calls `around(self, original, ...)`."""
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(self, original, *args, **kwargs)
-
-    return method
 
 
 def undo() -> PatchStatus:

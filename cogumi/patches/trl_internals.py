@@ -33,6 +33,8 @@ GENERATE_TURN = "_generate_single_turn"
 CALCULATE_REWARDS = "_calculate_rewards"
 TOKEN_LOGPS = "_get_per_token_logps_and_entropies"
 INNER_LOSS = "_compute_loss"
+# The method of TRL's DPOTrainer that tokenizes.
+PREPARE_DATASET = "_prepare_dataset"
 # The method of transformers' models by which `generate` makes its stopping criteria.
 STOPPING_CRITERIA = "_get_stopping_criteria"
 # The function of TRL's Triton head (trl/kernels/chunked_logprob.py) that multiplies two tiles.

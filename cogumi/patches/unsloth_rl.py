@@ -186,10 +186,10 @@ UPSTREAM = {
 NAMED = {
     LOADER_FILE: {
         "FastLanguageModel.from_pretrained": "model_name max_seq_length dtype load_in_4bit load_in_8bit full_finetuning "
-        "device_map use_gradient_checkpointing revision use_exact_model_name",
+        "device_map use_gradient_checkpointing revision use_exact_model_name"
     },
     LLAMA_FILE: {
-        "FastLlamaModel.get_peft_model": "model r lora_alpha lora_dropout target_modules use_gradient_checkpointing random_state",
+        "FastLlamaModel.get_peft_model": "model r lora_alpha lora_dropout target_modules use_gradient_checkpointing random_state"
     },
 }
 
