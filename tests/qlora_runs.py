@@ -1,14 +1,51 @@
-"""What the tests of QLoRA runs share: a run's configuration, its trainer, and what a trained model consists of."""
+"""Short SFT and GSPO runs of tests: configuration, trainer, a failure on the way, and the layers of a trained model."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import run_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+import cogumi
+from cogumi.telemetry.recorder import Telemetry
 from cogumi.training import run as training_run
 
 Config = dict[str, Any]
+GSPO_TRAIN: Config = {
+    "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2,
+    "max_completion_length": 8, "learning_rate": 1e-3, "gradient_checkpointing": False, "save_strategy": "no",
+}  # fmt: skip
+
+
+def short_sft(model: Path, code: Path, run_dir: Path, rows: int = 32, **sections: Any) -> Config:
+    """Three steps of fill in the middle, with a merge."""
+    data = {"max_rows": rows, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
+    train = {"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no"}
+    ours = {"merge": True, "compile": "off"}
+    config = run_config("sft", model, code, run_dir, data_section=data, train=train, cogumi=ours) | {"lora": {}}
+    return config | {name: config.get(name, {}) | values for name, values in sections.items()}
+
+
+def as_gspo(config: Config, **train: Any) -> Config:
+    """The same model and data trained by GSPO."""
+    ours = {"method": "gspo", "rewards": ["edit_similarity", "parses"]}
+    return config | {"train": GSPO_TRAIN | train, "cogumi": config["cogumi"] | ours}
+
+
+def train_until_failure(config: Config, step: int, **overrides: Any) -> None:
+    """Start a run that dies behind this step."""
+    on_step_end = Telemetry.on_step_end
+
+    def failing(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        if state.global_step == step:
+            raise RuntimeError("the card fell off the bus")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Telemetry, "on_step_end", failing)
+        with pytest.raises(RuntimeError, match="fell off"):
+            cogumi.train(config, **overrides)
 
 
 def qlora(model: Path, code: Path, **ours: Any) -> Config:

@@ -12,7 +12,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from builders import all_tensors, load
 from peft import PeftModel, get_peft_model
-from qlora_runs import watch_trainers
+from qlora_runs import qlora, train_until_failure, watch_trainers
 from test_preflight import line, preflight
 from test_training_unfinished import logged, the_same
 from transformers import (
@@ -36,7 +36,6 @@ from cogumi.models.adapters import lora_config
 from cogumi.models.loading import TULU, load_model
 from cogumi.models.quantization import count_weights, expert_states
 from cogumi.patches import expert_quantizer, parametrized_lora
-from cogumi.telemetry.recorder import Telemetry
 from cogumi.telemetry.throughput import flops_of
 
 FOUR, EIGHT = {"load_in_4bit": True}, {"load_in_8bit": True}
@@ -305,32 +304,17 @@ def moe(gpt_oss: Path, tiny_model: Path) -> Path:
 
 
 def run_of(moe: Path, code: Path, path: Path, method: str = "sft", **train: Any) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "source": str(code),
-        "max_rows": 24,
-        "fim": {"max_length": 64, "middle_chars": [8, 32], "overlong": "trim"},
-    }
-    steps: dict[str, Any] = {
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-    }
-    ours: dict[str, Any] = {"method": method, "run_dir": str(path), "compile": "off"}
+    config = qlora(moe, code, method=method, run_dir=str(path))
+    config["lora"] = {"r": 8, "target_parameters": STACKS}
+    config["train"] |= {"learning_rate": 1e-2} | train
     if method == "gspo":
-        steps |= {"num_generations": 2, "max_completion_length": 6, "router_aux_loss_coef": 0.0}
-        ours |= {"rewards": ["edit_similarity"]}
+        config["train"] |= {"num_generations": 2, "max_completion_length": 6, "router_aux_loss_coef": 0.0}
+        config["cogumi"] |= {"rewards": ["edit_similarity"]}
     if method == "dpo":
         pairs = [{"prompt": f"say {n}", "chosen": f"it is {n}", "rejected": "no"} for n in range(8)]
         path.parent.joinpath("pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
-        data = {"source": str(path.parent / "pairs.jsonl"), "format": "preference"}
-    return {
-        "model": {"name": str(moe), "quantization_config": FOUR},
-        "lora": {"r": 8, "target_parameters": STACKS},
-        "data": data,
-        "train": steps | {"save_strategy": "no"} | train,
-        "cogumi": ours,
-    }
+        config["data"] = {"source": str(path.parent / "pairs.jsonl"), "format": "preference"}
+    return config
 
 
 def test_sft_resumes_bit_for_bit_and_merges_into_full_precision(
@@ -346,17 +330,7 @@ def test_sft_resumes_bit_for_bit_and_merges_into_full_precision(
     assert forecast == loaded
     assert "in nf4 4-bit" in loaded
     assert said.index("weights: ") < said.index("loaded on cpu: ")
-    on_step_end = Telemetry.on_step_end
-
-    def failing(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
-        on_step_end(self, args, state, control, **more)
-        if state.global_step == 3:
-            raise RuntimeError("the card fell off the bus")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Telemetry, "on_step_end", failing)
-        with pytest.raises(RuntimeError, match="fell off"):
-            cogumi.train(config)
+    train_until_failure(config, 3)
     resumed = cogumi.train(config)
     assert logged(resumed.run_dir) == logged(whole.run_dir)
     assert the_same(resumed.run_dir, whole.run_dir)

@@ -209,13 +209,6 @@ def test_finite_differences(trainable: bool) -> None:
     assert torch.autograd.gradcheck(lambda *leaves: fused(case, *leaves, targets)[:2], (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_frozen_path_equals_recomputation(case: Case) -> None:
-    frozen = gradients(fused, case, False, 1.0, 0.0)[0]
-    recomputed = gradients(fused, case, True, 1.0, 0.0)[0]
-    torch.testing.assert_close(frozen, recomputed, rtol=1e-12, atol=1e-12)
-
-
 def test_a_trainable_bf16_head_has_gradients_as_exact_as_dense_ones() -> None:
     case = Case(tokens=60, vocabulary=1000)
     hidden, weight, _, targets = tensors(case, torch.bfloat16, width=64)
@@ -234,14 +227,6 @@ def test_a_trainable_bf16_head_has_gradients_as_exact_as_dense_ones() -> None:
     ours, theirs = off_by(fused), off_by(dense)
     assert all(mine < 4e-3 for mine in ours), (ours, theirs)  # 2^-8: one rounding of a bf16 result
     assert all(mine <= other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
-
-
-@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
-def test_upstream_gradient_passes_through(trainable: bool) -> None:
-    once, tenfold = (gradients(fused, Case(bias=True), trainable, factor, 0.0) for factor in (1.0, 10.0))
-    for one, ten in zip(once, tenfold, strict=True):
-        torch.testing.assert_close(ten, 10 * one, rtol=1e-12, atol=0)
-        assert one.abs().max() > 0.1
 
 
 def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
@@ -334,11 +319,10 @@ def test_the_spy_sees_the_dense_logits() -> None:
     ("projections", "how"),
     [
         (2, {"trainable": False}),
-        (2, {"trainable": False, "outputs": ("log_probs",)}),
+        (2, {"trainable": False, "softcap": None, "outputs": ("log_probs",)}),
         (4, {"trainable": False, "entropy": 1.0}),
         (4, {"trainable": True}),
         (4, {"trainable": True, "entropy": 1.0}),
-        (4, {"trainable": True, "softcap": None}),
         (1, {"trainable": False, "grad": False}),
         (1, {"trainable": True, "grad": False}),
     ],

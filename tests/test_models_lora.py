@@ -7,7 +7,7 @@ import pytest
 import torch
 from golden import Golden
 from peft import LoraConfig, get_peft_model
-from qlora_runs import watch_trainers
+from qlora_runs import Config, as_gspo, short_sft, watch_trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, TrainerCallback
 
 import cogumi
@@ -16,39 +16,15 @@ from cogumi.core.run_directory import read_json
 from cogumi.models.adapters import drop_casts, lora_config
 from cogumi.training import run as training_run
 
-Config = dict[str, Any]
-
 
 @pytest.fixture
 def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return {
-        "model": {"name": str(tiny_model)},
-        "data": {"source": str(code_parquet), "max_rows": 32, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-3,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
-        },
-        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "compile": "off"},
-    }
+    return short_sft(tiny_model, code_parquet, tmp_path / "run")
 
 
 @pytest.fixture
 def gspo(sft: Config) -> Config:
-    train = {
-        "max_steps": 2,
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "max_completion_length": 8,
-        "learning_rate": 1e-3,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-    }
-    ours = {"method": "gspo", "rewards": ["edit_similarity", "parses"]}
-    return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
+    return as_gspo(sft)
 
 
 # ------------------------------------------------------------------------------------------------------------ defaults

@@ -12,7 +12,7 @@ import torch
 import trl
 import yaml
 from datasets import Dataset
-from qlora_runs import check, watch_trainers
+from qlora_runs import Config, as_gspo, check, short_sft, train_until_failure, watch_trainers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
 
@@ -23,10 +23,8 @@ from cogumi.core.run_directory import read_json
 from cogumi.merge.adapter_files import write_base_record
 from cogumi.models import adapters
 from cogumi.models.adapters import keep_float32
-from cogumi.telemetry import recorder
 from cogumi.training.stages import save_adapter
 
-Config = dict[str, Any]
 Alter = Callable[[Path], None]
 WEIGHTS = "adapter_model.safetensors"
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
@@ -64,44 +62,18 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path, adapter: Path) -> Config:
-    return {
-        "model": {"name": str(tiny_model), "adapter": str(adapter)},
-        "data": {"source": str(code_parquet), "max_rows": 15, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-3,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
-        },
-        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run"), "compile": "off"},
-    }
+    model = {"adapter": str(adapter)}
+    return short_sft(tiny_model, code_parquet, tmp_path / "run", rows=15, model=model)
 
 
 @pytest.fixture
 def gspo(sft: Config) -> Config:
-    train = {
-        "max_steps": 4,
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "max_completion_length": 8,
-        "learning_rate": 1e-3,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-    }
-    ours = {"method": "gspo", "rewards": ["edit_similarity", "parses"]}
-    return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
+    return as_gspo(sft, max_steps=4)
 
 
 def pairs(sources: list[str]) -> Dataset:
-    return Dataset.from_dict(
-        {
-            "prompt": [text[:20] for text in sources[:8]],
-            "chosen": [text[20:40] for text in sources[:8]],
-            "rejected": [text[40:60][::-1] for text in sources[:8]],
-        }
-    )
+    rows = [{"prompt": text[:20], "chosen": text[20:40], "rejected": text[40:60][::-1]} for text in sources[:8]]
+    return Dataset.from_list(rows)
 
 
 @pytest.fixture
@@ -112,22 +84,12 @@ def dpo(tiny_model: Path, sources: list[str], tmp_path: Path) -> Callable[..., A
         cogumi.patch()
         torch.manual_seed(1)
         base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, **(loading or {}))
-        args = trl.DPOConfig(
-            **{
-                "output_dir": str(tmp_path / "dpo"),
-                "max_steps": 5,
-                "per_device_train_batch_size": 2,
-                "learning_rate": 1e-2,
-                "logging_steps": 1,
-                "save_strategy": "steps",
-                "save_steps": 2,
-                "report_to": "none",
-                "bf16": False,
-                "gradient_checkpointing": False,
-                "dataloader_pin_memory": False,
-            }
-            | options
-        )
+        settings: dict[str, Any] = {
+            "output_dir": str(tmp_path / "dpo"), "max_steps": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
+            "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "report_to": "none", "bf16": False,
+            "gradient_checkpointing": False, "dataloader_pin_memory": False,
+        }  # fmt: skip
+        args = trl.DPOConfig(**settings | options)
         trainer = trl.DPOTrainer(
             model=adapters.load_adapter(base, adapter, None),
             args=args,
@@ -232,14 +194,8 @@ def test_sft_goes_on_and_the_next_run_from_there(sft: Config, tiny_model: Path, 
         sft, model__adapter=str(first.adapter), cogumi__run_dir=str(tmp_path / "again"), train__max_steps=2
     )
     assert again.passed, str(again.verdict)
-    fresh = cogumi.train(
-        sft,
-        model__adapter=None,
-        lora__r=4,
-        cogumi__run_dir=str(tmp_path / "fresh"),
-        cogumi__merge=False,
-        train__max_steps=1,
-    )
+    elsewhere = {"cogumi__run_dir": str(tmp_path / "fresh"), "cogumi__merge": False}
+    fresh = cogumi.train(sft, model__adapter=None, lora__r=4, **elsewhere, train__max_steps=1)
     assert first.series("loss")[0] != fresh.series("loss")[0]
     config = read_json(again.adapter / "adapter_config.json")
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(tiny_model))
@@ -285,20 +241,10 @@ def test_dpo_resumed_is_uninterrupted(dpo: Callable[..., Any], adapter: Path, ti
     assert all(torch.equal(saved[name], theirs[name]) for name in theirs)
 
 
-def test_a_gspo_run_goes_on(gspo: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gspo_run_goes_on(gspo: Config, tmp_path: Path) -> None:
     gspo["train"] |= {"beta": 0.1, "save_strategy": "steps", "save_steps": 2}
     whole = cogumi.train(gspo, cogumi__run_dir=str(tmp_path / "whole"), cogumi__merge=False)
-    on_step_end = recorder.Telemetry.on_step_end
-
-    def failing(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-        on_step_end(self, args, state, control, **more)
-        if state.global_step == 3:
-            raise RuntimeError("the machine is gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(recorder.Telemetry, "on_step_end", failing)
-        with pytest.raises(RuntimeError, match="the machine is gone"):
-            cogumi.train(gspo, cogumi__merge=False)
+    train_until_failure(gspo, 3, cogumi__merge=False)
     result = cogumi.train(gspo, cogumi__merge=False)
     assert result.passed, str(result.verdict)
     assert "resuming from" in (result.run_dir / "run.log").read_text()

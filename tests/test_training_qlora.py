@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from qlora_runs import Config, check, four_bit_copy, four_bit_layers, qlora, watch_trainers
+from qlora_runs import (
+    Config,
+    as_gspo,
+    check,
+    four_bit_copy,
+    four_bit_layers,
+    qlora,
+    train_until_failure,
+    watch_trainers,
+)
 from test_training_unfinished import logged, the_same
 
 import cogumi
@@ -14,7 +23,6 @@ from cogumi.checkpoints.verify import bytes_of
 from cogumi.config.schema import load_config
 from cogumi.forecast.disk_forecast import forecast_disks
 from cogumi.merge.adapter_files import BaseRecord, Quantization, read_base_record, weights_sample
-from cogumi.telemetry.recorder import Telemetry
 
 BF16 = torch.bfloat16
 
@@ -26,16 +34,7 @@ def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def gspo(sft: Config) -> Config:
-    train = {
-        "max_steps": 4,
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "steps_per_generation": 2,
-        "max_completion_length": 6,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
-    }
-    return {**sft, "train": train, "cogumi": sft["cogumi"] | {"method": "gspo", "rewards": ["edit_similarity"]}}
+    return as_gspo(sft, max_steps=4, per_device_train_batch_size=4, max_completion_length=6)
 
 
 @pytest.fixture
@@ -107,23 +106,13 @@ def test_checkpointing_is_not_reentrant(sft: Config, trainers: list[Any]) -> Non
 @pytest.mark.slow("bitsandbytes on a CPU takes seconds a step")
 @pytest.mark.parametrize(("method", "optim"), [("sft", "adamw_8bit"), ("gspo", "adamw_torch")])
 def test_a_failed_run_goes_on_as_if_it_had_not(
-    method: str, optim: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, optim: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     config = request.getfixturevalue(method)
     config["train"] |= {"save_strategy": "steps", "save_steps": 2, "optim": optim}
     config["cogumi"] |= {"merge": False}
     whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
-    on_step_end = Telemetry.on_step_end
-
-    def failing(self: Telemetry, args: Any, state: Any, control: Any, **more: Any) -> None:
-        on_step_end(self, args, state, control, **more)
-        if state.global_step == 3:
-            raise RuntimeError("the card fell off the bus")
-
-    monkeypatch.setattr(Telemetry, "on_step_end", failing)
-    with pytest.raises(RuntimeError, match="fell off"):
-        cogumi.train(config)
-    monkeypatch.setattr(Telemetry, "on_step_end", on_step_end)
+    train_until_failure(config, 3)
     result = cogumi.train(config)
     assert result.passed, str(result.verdict)
     assert "resuming from" in (result.run_dir / "run.log").read_text()

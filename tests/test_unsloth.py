@@ -695,16 +695,6 @@ def test_the_allocators_variable_that_unsloth_sets_is_not_blamed_on_the_user(
 
 
 @with_unsloth
-def test_too_late_an_import_is_refused_and_named(tmp_path: Path) -> None:
-    (tmp_path / "late.py").write_text(
-        "import transformers\nimport cogumi\nfrom cogumi.patches import unsloth_rl\n" + TRY.format("unsloth_rl.apply()")
-    )
-    said = in_a_process("late.py", cwd=tmp_path)
-    assert f"transformers was imported before unsloth (transformers at {tmp_path / 'late.py'}:1)" in said
-    assert "call cogumi.patch() in the first cell" in said
-
-
-@with_unsloth
 def test_in_time_it_is_applied_once_and_for_good(tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text(
         "from cogumi.patches import unsloth_rl\n"
