@@ -1,4 +1,4 @@
-"""What compiles in this process and why, for a run's decisions.json and log, and for `cogumi doctor`."""
+"""Report of compilation in this process, for a run's decisions.json and log, and for `cogumi doctor`."""
 
 import os
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ KNOWN = {
 
 
 def list_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Those of the known variables that are set, each with what it does."""
+    """List the known variables that are set, each with its effect."""
     found = []
     for name, (only, meaning) in KNOWN.items():
         value = environ.get(name, "no")
@@ -39,7 +39,7 @@ def list_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def describe_process() -> dict[str, Any]:
-    """What holds for anything that is compiled in this process: 4-bit layers, patches of others, and variables."""
+    """Describe what affects compilation in this process: 4-bit layers, foreign patches, and variables."""
     found = graph_break.verdict() or graph_break.ProbeVerdict("", graph_break.status().reason)
     return {
         "strategy": found.strategy,
@@ -52,7 +52,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def try_compiler(device: torch.device, backward: bool = True) -> str:
-    """Why inductor cannot compile two lines for the device and run them; "" where it can. backward: also backward."""
+    """Compile and run two lines by inductor. Returns the reason of a failure, else "". backward: also backward."""
     if by := dynamo_switched_off_by():
         return f"nothing is compiled, because of {by}"
 

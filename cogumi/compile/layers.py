@@ -89,7 +89,7 @@ def choose_mode(trainer: Any, path: Path) -> str:
 
 
 class CompileReport(TrainerCallback):
-    """Some steps later, once: what Dynamo did in this process."""
+    """Report once, after some steps, what Dynamo did in this process."""
 
     def __init__(self, report: dict[str, Any], path: Path, unless_full: Callable[[Callable[[], None]], None]) -> None:
         self.report, self.path, self.unless_full, self.steps = report, path, unless_full, 0
@@ -114,7 +114,7 @@ class CompileReport(TrainerCallback):
 
 
 def find_obstacle(trainer: Any) -> str:
-    """Why the layers of a trainer's model are not to be compiled, in words; "" where they can be tried."""
+    """Return why the layers of a trainer's model are not to be compiled, in words; "" where they can be tried."""
     args, model = trainer.args, trainer.model
     if args.torch_compile or trainer.accelerator.state.dynamo_plugin.backend is not DynamoBackend.NO:
         return "train.torch_compile or ACCELERATE_DYNAMO_BACKEND compiles the whole model, which captures less; leave it out"
@@ -145,7 +145,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> list[nn.Modul
 
 
 def compile_for_training(part: nn.Module, backend: str, with_gradient_only: bool = False) -> Callable[..., Any]:
-    """What to call in a part's place: generation has another length each time, and a cache, and is not compiled.
+    """Wrap the call of a part: training runs compiled, generation (a cache, and other lengths each time) does not.
 
     with_gradient_only: the part is not given the cache by which generation is told.
     """
@@ -160,7 +160,7 @@ def compile_for_training(part: nn.Module, backend: str, with_gradient_only: bool
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformers model that are checkpointed one by one, in order: of all the stacks that a text reaches."""
+    """List the layers of a model that are checkpointed one by one, in all stacks that a text reaches."""
     found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     towers = [model.get_submodule(name) for name in find_towers(model)] if found else []
     inside = {id(below) for layer in found for below in layer.modules() if below is not layer}
@@ -169,7 +169,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, and what their decoder calls once in a forward pass: the rotary embedding, the last norm."""
+    """Return the layers, and what their decoder calls once in a forward pass: the rotary embedding, the last norm."""
     layers = decoder_layers(model)
     # The decoder, which calls them, is the innermost module that holds their list.
     holders = [
@@ -180,7 +180,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def left_out(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that stay out of the graphs. In PEFT's wrappers of parameters (`target_parameters`) Dynamo ends
+    """List the outermost modules that stay out of the graphs. In PEFT's wrappers (`target_parameters`) Dynamo ends
     a graph several times. It does not trace the parametrization of stacked experts in 4 bits."""
     experts = {name.rpartition(".")[0] for name in expert_states(model)}
     found = [module for name, module in model.named_modules() if isinstance(module, ParamWrapper) or name in experts]

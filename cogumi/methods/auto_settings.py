@@ -1,4 +1,4 @@
-"""What a run leaves open and the machine decides.
+"""Settings that a run leaves open, chosen for the machine.
 
 `choose` is a function of what the machine has (Machine) and what the model needs (Load). Of vLLM's engine
 `cogumi.forecast.vllm_forecast` chooses first. The estimates for a GPU are those
@@ -60,7 +60,7 @@ NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides. capability: (8, 0) for an A100, None without a GPU. flash: the flash attention that computes right here.
+    """Properties of a machine. capability: (8, 0) for an A100, None without a GPU. flash: the flash attention that works.
     total_bytes: of the GPU, in use or not; 0 without one."""
 
     name: str
@@ -90,7 +90,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What a run asks of a machine. weights: bytes of all weights and their gradients. trained: how many are trained.
+    """Requirements of a run. weights: bytes of all weights and their gradients. trained: how many are trained.
 
     element: bytes of one activation; micro_batch sequences of `length` tokens go through at once. attention: the
     implementations that the model's class has. own_kernels: flash attention that it asks for by name. splits: smaller
@@ -131,7 +131,7 @@ SHARED_OPTIMIZER = Choice(
 
 
 def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
-    """The decisions that the config leaves open, in the order in which they take effect."""
+    """Return the decisions that the config leaves open, in the order in which they take effect."""
     choices, load = micro_batch(run, machine, load)
     checkpointing = gradient_checkpointing(machine, load)
     if not is_planned(run):  # there the planner cuts the micro-batch to the memory, with TRL's default
@@ -191,7 +191,7 @@ def attention(machine: Machine, load: Load) -> Choice:
 
 
 def micro_batch(run: RunConfig, machine: Machine, load: Load) -> tuple[list[Choice], Load]:
-    """A smaller micro-batch for the same step where only that fits without gradient checkpointing; and the load it makes."""
+    """Choose a smaller micro-batch for the same step if only that fits without gradient checkpointing."""
     batch, accumulated = batch_of(run)
     if machine.capability is not None and is_open(run, MICRO_BATCH) and gradient_checkpointing(machine, load).value:
         for size in load.splits:
@@ -248,7 +248,7 @@ Decide = Callable[[RunConfig, Machine, Load], list[Choice]]
 
 
 def apply_choices(run: RunConfig, base: str, decide: Decide = choose) -> RunConfig:
-    """The run with what it left open decided, each decision logged; a resumed run keeps the ones it made.
+    """Decide what the run left open and log each decision; a resumed run keeps the ones it made.
 
     decide: what decides. Raises UsageError where a decision and the environment exclude each other.
     """
@@ -268,7 +268,7 @@ def apply_choices(run: RunConfig, base: str, decide: Decide = choose) -> RunConf
 
 
 def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
-    """The run with these values where it had none; another micro-batch keeps the size of the step."""
+    """Fill in the chosen values; another micro-batch keeps the size of the step."""
     run = run.model_copy(deep=True)
     for choice in choices:
         section, _, name = choice.key.partition(".")
@@ -315,7 +315,7 @@ def refuse_segments(run: RunConfig) -> None:
 
 
 def load_of(run: RunConfig, base: str) -> Load:
-    """What a run asks, from the base's config alone: nothing is loaded."""
+    """Estimate the load of a run from the base's config alone."""
     config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     model = meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
@@ -338,7 +338,7 @@ def load_of(run: RunConfig, base: str) -> Load:
 
 
 def longest_sequence(run: RunConfig) -> int:
-    """The budget of an example in tokens, for gspo with the completion."""
+    """Return the budget of an example in tokens, for gspo with the completion."""
     completion = (run.train.get("max_completion_length") or COMPLETION) if run.cogumi.method == "gspo" else 0
     return longest_example(run) + completion
 

@@ -100,7 +100,7 @@ def use_kernels(run: RunConfig, model: Any = None) -> None:
 
 
 def pin_revision(run: RunConfig) -> RunConfig:
-    """The run with its model's revision as a commit: the one it began with, or what the hub says now."""
+    """Pin the model's revision to a commit: the one the run began with, or the hub's current one."""
     known, name = read_section(run.run_dir / DECISIONS, "base"), run.model.name
     commit = known["commit"] if known.get("name") == name else find_commit(name, run.model.revision)
     if commit is not None:
@@ -111,7 +111,7 @@ def pin_revision(run: RunConfig) -> RunConfig:
 
 
 def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
-    """The base's tokenizer, or the one saved with the adapter that the run starts from, as the run before had it.
+    """Load the base's tokenizer, or the one saved with the adapter that the run starts from.
     `train:` may name another chat template and end token for it."""
     adapter = run.model.adapter
     of_adapter = adapter is not None and (adapter / "tokenizer_config.json").exists()
@@ -172,7 +172,7 @@ def build_trainer(
     meter: Meter,
     ranks: Ranks | None = None,
 ) -> Any:
-    """The trainer of a run whose choices are made (`cogumi.methods.auto_settings`); a batch that is left open is planned here.
+    """Build the trainer of a run with settled choices (`cogumi.methods.auto_settings`); plan a batch that is left open.
 
     meter: is told of the stage of dpo's reference. ranks: the processes of the training.
     """
@@ -225,7 +225,7 @@ def build_trainer(
 
 
 def rebuild_model(run: RunConfig, base: str, trained: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """The model of a sharded training, on the GPU where it fits there. trained: the weights by their names, one at a time.
+    """Rebuild the model of a sharded training, on the GPU if it fits. trained: weights by name, one at a time.
 
     Raises RuntimeError where a trained weight finds no place."""
     wanted, whole = run.model, run.cogumi.tuning == "full"
@@ -258,7 +258,7 @@ def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
 
 
 def checkpoints_layers(run: RunConfig) -> bool:
-    """Whether activations are computed twice: TRL's default, unless the run says otherwise."""
+    """Return whether activations are computed twice: TRL's default, unless the run says otherwise."""
     return run.train.get("gradient_checkpointing") is not False
 
 
@@ -266,7 +266,7 @@ def checkpoints_layers(run: RunConfig) -> bool:
 
 
 def budget_reached(options: CogumiSection, seconds: float) -> str | None:
-    """Which limit is reached after so many seconds of a run, in words; None if none is."""
+    """Return which limit is reached after so many seconds of a run, in words; None if none is."""
     hours = seconds / 3600
     if options.max_hours is not None and hours >= options.max_hours:
         return f"{hours:.{2 if hours >= 1 else 4}f} h of cogumi.max_hours {options.max_hours:g}"

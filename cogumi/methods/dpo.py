@@ -79,7 +79,7 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
 
 
 def judge_first_loss(loss: float, args: Any) -> Check:
-    """The first step's loss beside the formula's value at rewards of 0."""
+    """Compare the loss of the first step with the formula at rewards of 0."""
     names, required = "+".join(args.loss_type), "the formula's value where nothing is learned yet"
     if names not in AT_THE_START or args.loss_weights or args.use_weighting:
         return Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", required, True)

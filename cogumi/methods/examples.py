@@ -1,4 +1,4 @@
-"""What a run trains on and is evaluated on: from `data:` of its config, through the formats, to prepared examples."""
+"""Examples to train on and to evaluate: from `data:` of a config, through the formats, to prepared rows."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Examples:
-    """What a run trains on, is evaluated on, and completes for samples.jsonl; the last two None without held-out rows.
+    """Data to train on, to evaluate, and to complete for samples.jsonl; the last two None without held-out rows.
 
     prompts: `prompt` (text, as the model sees it), `prompt_ids`, and what would be the answer. max_length: in tokens, None
     of prompts, which the trainer tokenizes.
@@ -72,7 +72,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the rows that were chosen: how many made examples, and what became of the others. Tokens: of the examples."""
+    """Numbers of chosen rows that became examples, were dropped or cut. Tokens are those of the examples."""
 
     name: str
     rows: int
@@ -91,7 +91,7 @@ class Shares:
 
 
 def account_for(data: Data) -> Shares:
-    """What became of every row."""
+    """Account for every row."""
     dropped = {reason: each.count for reason, each in data.dropped.items()}
     name, examples, tokens = redact_text(data.name), len(data.dataset), data.lengths.tokens
     return Shares(name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned)
@@ -100,7 +100,7 @@ def account_for(data: Data) -> Shares:
 def prepare_examples(
     run: RunConfig, tokenizer: PreTrainedTokenizerBase, of_base: PretrainedConfig | None = None
 ) -> Examples:
-    """The examples of a run, prepared now or found in the cache. Raises UsageError as the formats and sources do.
+    """Prepare the examples of a run, or find them in the cache. Raises UsageError as the formats and sources do.
 
     of_base: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
     """
@@ -124,7 +124,7 @@ def prepare_examples(
 def sources_of(
     run: RunConfig, tokenizer: PreTrainedTokenizerBase, of_base: PretrainedConfig | None
 ) -> list[tuple[Source, FormatOptions]]:
-    """The sources of a run, with what their rows become. of_base: as `prepare_examples` takes it."""
+    """List the sources of a run with the format of their rows. of_base: see `prepare_examples`."""
     today = None
     if run.data.format != "fim" and prints_date(tokenizer):  # today, or the day on which the run began
         today = read_section(run.run_dir / DECISIONS, DATA).get("today") or date.today().isoformat()
@@ -186,14 +186,14 @@ def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | 
 
 
 def longest_example(run: RunConfig) -> int:
-    """The budget of an example in tokens: `train.max_length`, or TRL's own; fill in the middle has one of its own."""
+    """Return the budget of an example in tokens: `data.fim.max_length`, else `train.max_length` or TRL's default."""
     if run.data.format == "fim":
         return run.data.fim.max_length
     return int(run.train.get("max_length") or MAX_LENGTH)
 
 
 def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedConfig) -> str:
-    """What to say where examples are longer than what the model was made for; "" where none is."""
+    """Describe examples that are longer than the model's positions; "" if none is."""
     positions, longest = context_of(of_base), examples.train.lengths.quantile(1.0)
     if positions is None or longest <= positions:
         return ""
@@ -205,7 +205,7 @@ def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedCon
 
 
 def describe_empty_thoughts(run: RunConfig, examples: Examples) -> str:
-    """What to say where a run with thinking learns answers without a thought; "" where it learns none."""
+    """Describe examples of a run with thinking whose answer has no thought; "" if there are none."""
     count, rows = examples.train.thoughtless, len(examples.train.dataset)
     if not run.cogumi.thinking or not count:
         return ""
@@ -219,7 +219,7 @@ def describe_empty_thoughts(run: RunConfig, examples: Examples) -> str:
 
 
 def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Dataset | None:
-    """The first held-out examples as prompts, with what would be the answer, for samples.jsonl."""
+    """Make prompts of the first held-out examples, with their answers, for samples.jsonl."""
     rows = held_out.select(range(min(SAMPLE_ROWS, len(held_out))))
 
     def decode(ids: list[int]) -> str:

@@ -94,7 +94,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
 
 
 def setting(run: RunConfig, key: str) -> Any:
-    """A key of `train:`, or TRL's default."""
+    """Return a key of `train:`, or TRL's default."""
     value = run.train.get(key)
     return trl_defaults((key,))[key] if value is None else value
 
@@ -137,7 +137,7 @@ def rollout_rows(run: RunConfig) -> int:
 
 
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
-    """The step's size checked, and a batch of that size for TRL's own checks until the model is there to plan with."""
+    """Check the size of a step, and make a batch of that size for TRL's checks until the model is loaded."""
     for key in (key for key in PLANNED if run.train.get(key) is not None):
         what = f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same"
         raise UsageError(what, fix="drop one (documents per rollout are train.generation_batch_size)")
@@ -152,7 +152,7 @@ def provisional_batch(run: RunConfig) -> dict[str, Any]:
 
 
 def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset) -> dict[str, Any]:
-    """The batch of the run, cut to the loaded model and the memory beside it; a resumed run keeps its batch."""
+    """Plan the batch for the loaded model and the memory beside it; a resumed run keeps its batch."""
     planned: dict[str, Any] = read_section(run.run_dir / DECISIONS, BATCH)
     if not planned:
         tools = task_of(run).schemas
@@ -188,7 +188,7 @@ def batch_for(
 def prompt_ids(
     prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
 ) -> list[int]:
-    """A prompt as TRL sends it: text as it stands, messages and the schemas of tools through the chat template."""
+    """Tokenize a prompt as TRL does: text as it is, messages and schemas of tools through the chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     return list(
@@ -206,7 +206,7 @@ def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
 
 
 def lora_parameters(model: nn.Module, rank: int) -> int:
-    """At most: an adapter of this rank on every linear layer."""
+    """Count the parameters of an adapter of this rank on every linear layer, an upper bound."""
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
     return sum(rank * (module.in_features + module.out_features) for module in linear)
 
@@ -243,7 +243,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
 
 
 def read_rewards(run: RunConfig) -> list[Any]:
-    """The reward functions of a run, with their arguments: none where its environment alone pays.
+    """Return the reward functions of a run, with their arguments: none where its environment alone pays.
 
     Raises UsageError for one that cannot be given what is visible.
     """
@@ -277,7 +277,7 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
 
 
 def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """The rewards, given completions up to a stop sequence and, with `cogumi.thinking`, the visible part of them.
+    """Wrap the rewards: they see completions up to a stop sequence and, with `cogumi.thinking`, the visible part.
 
     A reward that takes the thought is given it, and one that takes token ids alone is given all of them.
     """
@@ -302,7 +302,7 @@ def graded(reward: Any, flag: bool | None, tokenizer: PreTrainedTokenizerBase, s
 
 
 def scores_visible(reward: Any) -> bool:
-    """Whether a reward is about what a reader sees: not one that takes the thought, or token ids without the text."""
+    """Return whether a reward scores the visible text: it takes no thought, and no token ids without the text."""
     taken = parameters_of(reward)
     return not reads_thoughts(reward) and not ("completion_ids" in taken and "completions" not in taken)
 
@@ -321,7 +321,7 @@ def apply_thinking(flag: bool, args: Any, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def task_of(run: RunConfig) -> Task:
-    """What the policy of a run acts in, which is often nothing. Raises UsageError as `load_task` does."""
+    """Load the environment and tools of a run, often none. Raises UsageError as `load_task` does."""
     task = load_task(run.cogumi.environment, run.cogumi.tools)
     if not run.cogumi.rewards and not task.pays:
         fix = "name one in cogumi.rewards" + (", or give the environment get_reward()" if task.environment else "")
@@ -364,12 +364,12 @@ def refuse_without_tools(task: Task, prompts: Dataset, tokenizer: PreTrainedToke
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What an environment's `reset` is given of a row: its record as the data file has it, and the prompt."""
+    """Return what an environment's `reset` is given of a row: its record as the data file has it, and the prompt."""
     return {**row[RECORD_COLUMN], "prompt": row["prompt"]} if RECORD_COLUMN in row else dict(row)
 
 
 def describe_sandbox(run: RunConfig, rewards: Sequence[Any]) -> str:
-    """What isolates the programs of a model, where the environment's or a reward's module uses the sandbox; else "".
+    """Describe the isolation of a model's programs if the environment's or a reward's module uses the sandbox; else "".
 
     The sandbox is started for it, and raises UsageError where it cannot be.
     """
@@ -397,7 +397,7 @@ def begin_episodes(run: RunConfig, tokenizer: PreTrainedTokenizerBase, context: 
 
 
 def make_trainer(episodes: Episodes | None, rewards: list[Any], args: Any, **given: Any) -> Any:
-    """A `trl.GRPOTrainer` with these rewards, and with the environment's own behind them at weight 1."""
+    """Build a `trl.GRPOTrainer` with these rewards, followed by the environment's own at weight 1."""
     import trl  # looked up here: unsloth puts its own trainer on the module
 
     more = episodes.trainer_arguments() if episodes is not None else {}

@@ -1,4 +1,4 @@
-"""What a run would train on, before it does (`cogumi preview`), and what models write for its held-out prompts.
+"""Preview of the training examples (`cogumi preview`), and comparison of models on held-out prompts.
 
 Nothing is trained and no run directory is made; the prepared data stays in its cache, where the run finds it.
 """
@@ -124,15 +124,15 @@ class Comparison:
     written: dict[str, list[str]]
 
     def exact(self, name: str) -> float:
-        """The share of completions that equal the answer, as the reward `exact_answer` has it."""
+        """Return the share of completions that equal the answer, as the reward `exact_answer` has it."""
         return fmean(exact_answer(self.written[name], self.answers))
 
     def similarity(self, name: str) -> float:
-        """The mean of the reward `answer_similarity`, in 0..1."""
+        """Return the mean of the reward `answer_similarity`, in 0..1."""
         return fmean(answer_similarity(self.written[name], self.answers))
 
     def shown(self, count: int) -> range:
-        """The rows to show, whatever was answered: evenly spaced, as neighbours are often of one source file."""
+        """Return the rows to show, whatever was answered: evenly spaced, as neighbours are often of one source file."""
         return range(0, len(self.prompts), max(1, len(self.prompts) // count))[:count]
 
 

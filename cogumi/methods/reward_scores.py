@@ -123,7 +123,7 @@ def score_file(run: RunConfig, file: Path) -> RewardReport:
 
 
 def read_rewards(run: RunConfig) -> list[Any]:
-    """The reward functions. A setting that the config leaves to TRL is asked of TRL where a reward takes it."""
+    """Return the reward functions. A setting that the config leaves to TRL is asked of TRL where a reward takes it."""
     rewards = rewards_of(run.cogumi.rewards, {key: run.train[key] for key in RUN_SETTINGS if key in run.train})
     if all(name not in RUN_SETTINGS for reward in rewards for name in needed_columns(reward)):
         return rewards
@@ -228,7 +228,7 @@ def join_data(run: RunConfig, rows: list[Scored], needed: list[str], file: Path)
 
 
 def last_message(recorded: str) -> str:
-    """The text of the last message of a conversation in rollouts.jsonl."""
+    """Return the text of the last message of a conversation in rollouts.jsonl."""
     if "\ntool: " in recorded:
         return recorded.rpartition(f"\n{ASSISTANT}")[2]
     return recorded.removeprefix(ASSISTANT)

@@ -1,4 +1,4 @@
-"""What a run says of its sampler: vLLM or transformers, which weights it is given, and what its settings may be."""
+"""Settings of the sampler, vLLM or transformers, and checks of settings and prompts before a model is downloaded."""
 
 import inspect
 import logging
@@ -112,7 +112,7 @@ def engine_of(run: RunConfig) -> dict[str, Any]:
 
 
 def adapter_rank(run: RunConfig) -> int:
-    """The rank of the run's adapter."""
+    """Return the rank of the run's adapter."""
     return int(lora_config(run.lora).r)
 
 
@@ -219,7 +219,7 @@ def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
 
 
 def needed_columns(reward: Any, columns: Sequence[str]) -> list[str]:
-    """The columns of the data that a reward has a parameter without a default for."""
+    """Return the columns of the data that a reward has a parameter without a default for."""
     parameters = inspect.signature(reward).parameters.values()
     names = [each.name for each in parameters if each.default is each.empty]
     return [name for name in names if name in columns and name not in ALWAYS_THERE]

@@ -60,7 +60,7 @@ def build_trainer(run: RunConfig, ranks: Ranks | None = None, **common: Any) -> 
 
 
 def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, tokenizer: Any) -> dict[str, Any]:
-    """Whether rows may be packed, as it was measured; a resumed run keeps what it decided before its first step."""
+    """Measure whether rows may be packed; a resumed run keeps its first decision."""
     if args.packing and args.packing_strategy == "wrapped":
         log.warning("packing: `wrapped` cuts examples and lets them read each other; `bfd` does neither")
         return {"safe": None}
@@ -92,7 +92,7 @@ def pack_datasets(
     processing_class: Any,
     **_: Any,
 ) -> dict[str, Any]:
-    """The trainer's `args` and data sets as packing makes them: rows, and as many of them a step as examples were asked for.
+    """Pack the data sets, and set as many rows a step in the trainer's `args` as hold the examples asked for.
     ranks: the processes of the training, of which the first measures whether rows may be packed."""
     from trl import pack_dataset
 
@@ -148,7 +148,7 @@ def refuse_other_labels(trainer: Any, dataset: Any) -> None:
 
 
 def count_learned(row: dict[str, Any]) -> int:
-    """How many tokens of an example, or of the examples of a packed row, are to be predicted."""
+    """Count the tokens to be predicted of an example, or of the examples of a packed row."""
     learned = row["completion_mask"] if "completion_mask" in row else [label != -100 for label in row["labels"]]
     ends = list(accumulate(row.get("seq_lengths") or [len(learned)], initial=0))
     return sum(sum(learned[start + 1 : end]) for start, end in pairwise(ends))

@@ -1,4 +1,4 @@
-"""The part that each of several processes has in a step, which training and preflight cut alike.
+"""Division of a step among processes, shared by training and preflight.
 
 What cannot be shared out is refused before torch is imported, which takes seconds.
 """
@@ -10,7 +10,7 @@ TRL_STEP = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, 
 
 
 def split_step(run: RunConfig, count: int) -> RunConfig:
-    """The run as each of `count` processes trains it: an optimizer step has as many examples as with one process.
+    """Divide the run among `count` processes: an optimizer step has as many examples as with one process.
 
     Raises UsageError where a step cannot be shared out evenly, and for what several processes cannot do.
     """
@@ -44,7 +44,7 @@ def split_step(run: RunConfig, count: int) -> RunConfig:
 
 
 def is_planned(run: RunConfig) -> bool:
-    """Whether the run says how large an optimizer step is, and leaves the batch to GSPO's planner."""
+    """Return whether the run says how large an optimizer step is, and leaves the batch to GSPO's planner."""
     return run.cogumi.docs_per_step is not None or run.cogumi.prompts_per_step is not None
 
 

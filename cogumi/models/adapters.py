@@ -42,7 +42,7 @@ MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
 def lora_config(lora: dict[str, Any], revision: str | None = None, model: Any = None) -> LoraConfig:
-    """The LoraConfig of a run: `lora:` over the defaults. `revision` is the base's, recorded for the merge.
+    """Return the LoraConfig of a run: `lora:` over the defaults. `revision` is the base's, recorded for the merge.
     model: the base, of which all-linear leaves out, by `exclude_modules`, towers beside the language model and routers."""
     try:
         config = LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
@@ -72,7 +72,7 @@ def find_routers(model: Any) -> list[str]:
 
 
 def find_towers(model: Any) -> list[str]:
-    """What a multimodal model has linear layers in beside its language model, by name: towers for images or sound, and
+    """List modules with linear layers beside the language model of a multimodal model: towers for images or sound, and
     what joins them to it. A text meets none of them, so nothing is learned there."""
     if model.config.get_text_config() is model.config or (language := model.get_decoder()) is model:
         return []
@@ -147,7 +147,7 @@ def drop_casts(model: Any) -> int:
 
 
 def differing_tensors(model: Any, adapter: Path) -> list[str]:
-    """The tensors in which the model's adapter and the one that was saved from it are not the same, bit for bit."""
+    """List the tensors that differ, in any bit, between the model's adapter and the one saved from it."""
     live, saved = get_peft_model_state_dict(model), load_file(adapter / ADAPTER_WEIGHTS)
     same = {name for name in live.keys() & saved.keys() if torch.equal(live[name].cpu(), saved[name])}
     return sorted((live.keys() | saved.keys()) - same)
@@ -161,7 +161,7 @@ def differing_tensors(model: Any, adapter: Path) -> list[str]:
 
 
 def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The `lora:` section of a run that starts from an adapter: the adapter's own, complete. given: what the
+    """Return the `lora:` section of a run that starts from an adapter: the adapter's own, complete. given: what the
     configuration says. Raises UsageError where a key of it does not agree, and for a directory that holds no LoRA that
     a run can start from."""
     inside = adapter / "adapter"
@@ -220,7 +220,7 @@ def check_base(adapter: Path, config: Any, revision: str | None) -> str:
 
 
 def load_adapter(model: Any, adapter: Path, revision: str | None) -> PeftModel:
-    """The base, of this revision, with the adapter on it, to be trained. Raises UsageError where it does not fit."""
+    """Load the adapter onto the base, of this revision, to be trained. Raises UsageError if it does not fit."""
     log.info("starting from adapter %s: %s", adapter, check_base(adapter, model.config, revision))
     record, now = read_base_record(adapter), quantization_of(model.config)
     if record is not None and record.quantization != now:

@@ -45,14 +45,14 @@ def complete_with_ends(
 
 
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end a text, for tokenizer and model."""
+    """Return the tokens that end a text, for tokenizer and model."""
     of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = [getattr(tokenizer, "eos_token_id", None), *(of_model if isinstance(of_model, list) else [of_model])]
     return {int(each) for each in found if each is not None}
 
 
 def cut_at_stop(completion: Any, stops: Sequence[str]) -> Any:
-    """A completion, text or chat messages, up to the first stop sequence in its last message."""
+    """Cut a completion, text or chat messages, at the first stop sequence in its last message."""
     if isinstance(completion, str):
         return completion[: min((at for stop in stops if (at := completion.find(stop)) >= 0), default=len(completion))]
     *before, last = completion

@@ -31,7 +31,7 @@ TULU = Path(__file__).parents[1] / "data" / "tulu.jinja"
 
 
 def resolve_model(name: str, revision: str | None = None) -> str:
-    """A directory or hub id that transformers can load. Raises UsageError when there is no such model."""
+    """Resolve a model's name to a directory or hub id. Raises UsageError if there is no such model."""
     if name == SMALL_BASE:
         return str(small_base_path())
     if name in RANDOM_BASES:
@@ -53,7 +53,7 @@ def resolve_model(name: str, revision: str | None = None) -> str:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with a padding token. Raises UsageError when the model has none that could end a text."""
+    """Return the tokenizer, with a padding token. Raises UsageError when the model has none that could end a text."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
@@ -69,7 +69,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
 
 
 def first_line(error: Exception) -> str:
-    """Of transformers' errors, which list all that they know below."""
+    """Return the first line of transformers' errors, which list all known values below."""
     return str(error).strip().partition("\n")[0]
 
 
@@ -80,7 +80,7 @@ def load_model(
     quantization: dict[str, Any] | None = None,
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """The base model, on the GPU where there is one. `dtype`, `quantization` and `attention` as in `model:` of a config.
+    """Load the base model, on the GPU if there is one. `dtype`, `quantization` and `attention` are those of `model:`.
 
     Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
     """
@@ -112,7 +112,7 @@ def load_model(
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
-    """What `model.dtype` means on this machine."""
+    """Resolve `model.dtype` on this machine."""
     if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
         on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         dtype = "bfloat16" if on_gpu else "float32"

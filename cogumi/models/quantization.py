@@ -106,7 +106,7 @@ def quantizing_experts(quantization: dict[str, Any]) -> Iterator[None]:
 
 
 def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
-    """How bitsandbytes has quantized a checkpoint, by its own config; None where it has not."""
+    """Return how bitsandbytes has quantized a checkpoint, by its own config; None where it has not."""
     found = quantization_of(config)
     if found is None or found.method != "bitsandbytes":
         return None
@@ -118,7 +118,7 @@ def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
 
 
 def place_quantized_weights(model: Any, config: PreTrainedConfig, quantization: dict[str, Any] | None) -> Any:
-    """The model on the meta device with bitsandbytes' layers and 4-bit experts where loading the base would put them.
+    """Put bitsandbytes' layers and 4-bit experts into a model on the meta device, as loading the base would.
 
     config: the base's, which may be quantized on disk, also by another method. quantization: `model.quantization_config`.
     """
@@ -172,7 +172,7 @@ def refuse_misread(model: PreTrainedModel) -> None:
 
 @functools.cache
 def reads_4bit_rows(columns: int) -> bool:
-    """Whether bitsandbytes gets back, on this CPU, 4-bit weights of so many columns. 0.50.2 counts whole blocks of 64
+    """Test whether bitsandbytes reads 4-bit weights with so many columns on this CPU. 0.50.2 counts whole blocks of 64
     to a row where a CPU has AVX512, and scales the others by a neighbour's. Here each block is one number, which it
     would get back exactly."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -195,14 +195,14 @@ def keep_4bit_unpacked(model: torch.nn.Module) -> int:
 
 @dataclass(frozen=True)
 class WeightCount:
-    """Of a model's parameters: elements by the format that holds them. bytes: of all storages, constants of blocks included."""
+    """Elements of a model's parameters by storage format. bytes: of all storages, constants of blocks included."""
 
     elements: dict[str, int]
     bytes: int
 
     @property
     def quantized(self) -> float:
-        """The share of the elements that is in 4 or 8 bits."""
+        """Return the share of the elements that is in 4 or 8 bits."""
         inside = sum(number for kind, number in self.elements.items() if kind.endswith("-bit"))
         return inside / sum(self.elements.values())
 
@@ -242,7 +242,7 @@ def count_weights(model: torch.nn.Module) -> WeightCount:
 
 
 def count_meta_bytes(model: torch.nn.Module) -> int:
-    """About what the weights of a model of `place_quantized_weights` take when they are loaded."""
+    """Estimate the bytes of the loaded weights of a model of `place_quantized_weights`."""
     size = 0.0
     packed = {id(module.weight) for module in model.modules() if isinstance(module, PackedLinear)}
     for parameter in model.parameters():  # tied ones once
@@ -256,7 +256,7 @@ def count_meta_bytes(model: torch.nn.Module) -> int:
 
 
 def constants_of(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a QuantState: scales of the blocks, and what those are compressed with."""
+    """Yield the tensors of a QuantState: scales of the blocks, and the constants of their compression."""
     if state is not None:
         yield from (each for each in (state.absmax, state.code, state.offset) if each is not None)
         yield from constants_of(state.state2)
@@ -288,7 +288,7 @@ class PackedFormat:
 
 
 def read_format(entries: dict[str, Any]) -> tuple[PackedFormat, list[str]] | None:
-    """The format of a checkpoint's `quantization_config`, and the modules that it leaves as they are; None for others."""
+    """Read the format of a checkpoint's `quantization_config`, and the modules it leaves out; None for others."""
     method, bits = str(entries.get("quant_method", "")), entries.get("bits") or entries.get("w_bit")
     group = entries.get("group_size", entries.get("q_group_size", 128)) or 0
     left_out = [*(entries.get("modules_to_not_convert") or ()), *(entries.get("ignore") or ()), "lm_head"]
@@ -302,7 +302,7 @@ def read_format(entries: dict[str, Any]) -> tuple[PackedFormat, list[str]] | Non
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose weight is stored packed. weight: uint8, (bytes,), scales included."""
+    """Linear layer with a packed weight: uint8, (bytes,), scales included."""
 
     def __init__(self, layer: nn.Linear, packed: PackedFormat) -> None:
         nn.Module.__init__(self)
@@ -320,7 +320,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_layers(model: nn.Module, config: PreTrainedConfig) -> nn.Module:
-    """The model with its quantized linear layers packed, in place. Of a format that is not known it stays as it is."""
+    """Pack the quantized linear layers of a model in place. Unknown formats leave it as it is."""
     entries: Any = config.quantization_config
     found = read_format(entries if isinstance(entries, dict) else entries.to_dict())
     if found is not None:

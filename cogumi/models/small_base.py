@@ -29,18 +29,18 @@ VOCABULARY, CONTEXT = 1024, 512
 
 
 def small_base_path() -> Path:
-    """The directory of the small base (bfloat16 weights, tokenizer, model card), which comes with the package."""
+    """Return the packaged directory of the small base (bfloat16 weights, tokenizer, model card)."""
     return Path(__file__).with_name("small-base")
 
 
 def random_base_path(name: str) -> Path:
-    """The directory of `cogumi:random-<kind>` (bfloat16 weights, tokenizer, chat template), made on first use."""
+    """Return the directory of `cogumi:random-<kind>` (bfloat16 weights, tokenizer, template), made on first use."""
     kind = name.removeprefix(PREFIX)
     return cached_directory(f"random-{kind}", lambda out: make_random_base(kind, out))
 
 
 def cached_directory(name: str, make: Callable[[Path], object]) -> Path:
-    """A directory in the user's cache, whole or absent; made by `make` where it is not there."""
+    """Return a directory of the user's cache, which is complete or absent; `make` fills a missing one."""
     # The recipe is this file: a change of it gives a new model, not a stale one.
     recipe = Path(__file__).read_text(encoding="utf-8") + sample_path().name
     home = Path(platformdirs.user_cache_dir("cogumi")) / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
@@ -58,7 +58,7 @@ def cached_directory(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def train_tokenizer(sources: list[str], control: Sequence[str] = FIM, end: str = END) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with these control tokens; `end`, one of them or END, ends a sequence."""
+    """Train a byte-level BPE with these control tokens; `end`, one of them or END, ends a sequence."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

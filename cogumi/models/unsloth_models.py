@@ -43,7 +43,7 @@ class Backend(NamedTuple):
 
 
 def choose_backend(run: RunConfig) -> Backend:
-    """What trains this run on this machine. Imports no unsloth.
+    """Choose unsloth or TRL for this run on this machine. Imports no unsloth.
 
     Raises UsageError where `cogumi.backend: unsloth` is asked for and unsloth is not installed.
     """
@@ -69,7 +69,7 @@ def choose_backend(run: RunConfig) -> Backend:
 
 
 def needs_exact_ratios(run: RunConfig) -> bool:
-    """Whether the clip of a sequence's ratio acts, which is some 1e-4 wide: each rollout is used for several steps.
+    """Return whether the clip of a sequence's ratio, some 1e-4 wide, acts: a rollout serves several steps.
 
     On an H200 unsloth's ratios were up to 0.018 away from 1 before the first step (docs/measured.md), TRL's were 1.
     """
@@ -86,7 +86,7 @@ def needs_exact_ratios(run: RunConfig) -> bool:
 
 
 def read_model_type(name: str, revision: str | None) -> str:
-    """The `model_type` of a base's config.json, "" where it cannot be read. A model of the hub has it downloaded."""
+    """Read `model_type` of a base's config.json, downloaded for a model of the hub; "" if it cannot be read."""
     if name.startswith(COGUMI_BASE):
         return "llama" if name == "cogumi:small-base" else name.rpartition("random-")[2].replace("-", "_")
     path = Path(name) / "config.json"
@@ -106,7 +106,7 @@ def read_model_type(name: str, revision: str | None) -> str:
 def load_fast_model(
     base: str, wanted: ModelSection, dtype: str, length: int, checkpointing: bool, full: bool = False
 ) -> Any:
-    """The base as unsloth loads it. length: the longest sequence of the run, in tokens. full: every weight is trained.
+    """Load the base by unsloth. length: the longest sequence of the run, in tokens. full: every weight is trained.
 
     Raises UsageError where unsloth refuses the base or quantizes it wrongly.
     """
@@ -166,7 +166,7 @@ def load_fast_model(
 
 
 def add_fast_adapter(run: RunConfig, model: Any, checkpointing: bool) -> Any:
-    """The model with the run's LoRA on it, or with the one that it starts from, as unsloth trains it."""
+    """Add the run's LoRA to the model, or load the one that it starts from, as unsloth trains it."""
     from cogumi.models.adapters import DEFAULTS, load_adapter, lora_config
     from cogumi.patches.trl_internals import commit_of
 
@@ -207,7 +207,7 @@ def loader() -> Any:
 def compare_model(
     model: Any, of_base: Any, dtype: torch.dtype, wanted: ModelSection, settings: Any = None
 ) -> Iterator[str]:
-    """What of the loaded base is not as it was asked for. settings: of its quantization, None without."""
+    """Yield differences of the loaded base from the request. settings: of its quantization, None without."""
     from cogumi.merge.parameter_map import meta_model
     from cogumi.models.quantization import QLORA
     from cogumi.patches.trl_internals import attention_of, commit_of
@@ -240,7 +240,7 @@ def compare_model(
 
 
 def compare_tokenizer(theirs: Any, ours: Any) -> Iterator[str]:
-    """What unsloth changed of the base's tokenizer. The run keeps its own, with which the data were made."""
+    """Yield changes of the tokenizer by unsloth. The run keeps its own, with which the data were made."""
     for key in ("pad_token", "eos_token", "bos_token", "chat_template"):
         if getattr(theirs, key, None) != getattr(ours, key, None):
             yield f"its tokenizer has another {key}; the run keeps the base's"
@@ -249,7 +249,7 @@ def compare_tokenizer(theirs: Any, ours: Any) -> Iterator[str]:
 
 
 def compare_arguments(asked: Mapping[str, Any], args: Any) -> Iterator[str]:
-    """What of `train:` is other in the arguments that were made of it: unsloth changes some as they are made."""
+    """Yield differences of the trainer's arguments from `train:`; unsloth changes some on construction."""
     for key, value in asked.items():
         found = getattr(args, key, value)
         if isinstance(value, bool | int | float | str) and found != value and plain(found) != plain(value):
@@ -257,7 +257,7 @@ def compare_arguments(asked: Mapping[str, Any], args: Any) -> Iterator[str]:
 
 
 def compare_adapter(model: Any, expected: Any, modules: set[str], before: list[str]) -> Iterator[str]:
-    """What of the adapter is not as `lora:` says. modules: those it was to be on. before: the base's parameters."""
+    """Yield differences of the adapter from `lora:`. modules: those requested. before: the base's parameters."""
     from peft.tuners.lora import LoraLayer
 
     found, asked = model.peft_config["default"].to_dict(), expected.to_dict()
@@ -279,7 +279,7 @@ def compare_adapter(model: Any, expected: Any, modules: set[str], before: list[s
 
 
 def is_wanted(name: str, module: Any, config: Any, model: Any) -> bool:
-    """Whether PEFT would put an adapter of this LoraConfig on the module of a base without one."""
+    """Return whether PEFT would put an adapter of this LoraConfig on the module of a base without one."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     if config.target_modules == "all-linear":
@@ -288,7 +288,7 @@ def is_wanted(name: str, module: Any, config: Any, model: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """As it is compared and said: an enum's value, a dtype without its package, a set or tuple as a sorted list."""
+    """Normalize a value for comparison: an enum's value, a dtype without its package, a sequence as a sorted list."""
     if isinstance(value, set | tuple | list):
         return sorted(map(str, value))
     return str(getattr(value, "value", value)).removeprefix("torch.")

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """What each patch returns from `apply()`, `undo()` and `status()`: is it in place, and why (not)."""
+    """Result of `apply()`, `undo()` and `status()` of each patch: whether it is in place, and the reason."""
 
     name: str
     applied: bool

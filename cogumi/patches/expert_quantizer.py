@@ -77,7 +77,7 @@ def quantizer_class() -> type:
             self._stacks: frozenset[str] | None = None
 
         def stacks(self, model: Any) -> frozenset[str]:
-            """The stacks of the model that is loaded; none of one whose weights on disk are quantized already."""
+            """Return the stacks of the model being loaded; none if its weights on disk are already quantized."""
             if self._stacks is None:
                 found = [] if self.pre_quantized else expert_stacks(model, self.modules_to_not_convert)
                 self._stacks = frozenset(name for name, _, _ in found)

@@ -1,4 +1,4 @@
-"""A PyTorch head in the place of TRL 1.15's, which is a Triton kernel and needs a GPU.
+"""PyTorch replacement of TRL 1.15's head, which is a Triton kernel and needs a GPU.
 
 TRL computes every SFT, DPO and GRPO loss by `_ChunkedLogProbFunction.apply`: log-probabilities of the targets without the
 logits of all tokens. The head here has the same signature and values. It makes the logits of a few tokens at a time. If
@@ -256,7 +256,7 @@ def undo() -> PatchStatus:
 
 
 def status() -> PatchStatus:
-    """Whether TRL's losses go through `FusedLogProbFunction` now, and why."""
+    """Return whether TRL's losses go through `FusedLogProbFunction` now, and why."""
     upstream: Any = sys.modules.get("trl.trainer.utils")
     if upstream is not None and is_unsloth_kernel(upstream._ChunkedLogProbFunction):
         return PatchStatus(NAME, False, "unsloth has put a head of its own in this place")
@@ -270,12 +270,12 @@ def status() -> PatchStatus:
 
 
 def is_unsloth_kernel(kernel: Any) -> bool:
-    """Whether unsloth, which runs with and without a GPU, has replaced TRL's kernel already."""
+    """Return whether unsloth, which runs with and without a GPU, has replaced TRL's kernel already."""
     return kernel is not None and kernel.__module__.partition(".")[0] in ("unsloth", "unsloth_zoo")
 
 
 def triton_device() -> str | None:
-    """The kind of device TRL's Triton kernel would run on; None where triton or such a device is missing."""
+    """Return the kind of device TRL's Triton kernel would run on; None where triton or such a device is missing."""
     if importlib.util.find_spec("triton") is None:
         return None
     if torch.cuda.is_available():

@@ -52,13 +52,13 @@ def undo() -> PatchStatus:
 
 
 def status() -> PatchStatus:
-    """Whether the converter asks here now."""
+    """Return whether the converter asks here now."""
     why = "a pre-tokenizer that the converter does not know is GPT-2's if its settings are"
     return PatchStatus(NAME, _replaced is not None, why if _replaced is not None else "not applied")
 
 
 def is_gpt2(tokenizer: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json cuts text as GPT-2's does, and puts nothing before or after it."""
+    """Return whether a tokenizer.json cuts text as GPT-2's does, and puts nothing before or after it."""
     cut = tokenizer["pre_tokenizer"] or {}
     gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     plain = tokenizer["normalizer"] is None and not tokenizer["model"].get("ignore_merges")

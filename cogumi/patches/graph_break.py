@@ -42,7 +42,7 @@ _verdict: "ProbeVerdict | None" = None
 
 @dataclass(frozen=True)
 class CompileProbe:
-    """What came of one. error: the first line of it, "" where it passed."""
+    """Result of a probe. error: its first line, "" if it passed."""
 
     name: str
     error: str
@@ -54,7 +54,7 @@ class CompileProbe:
 
 @dataclass(frozen=True)
 class ProbeVerdict:
-    """What was decided, and by what. strategy: one of STRATEGIES, or "" where nothing was to be decided."""
+    """Chosen strategy and its reason. strategy: one of STRATEGIES, or "" if there was nothing to decide."""
 
     strategy: str
     reason: str
@@ -117,7 +117,7 @@ def undo() -> PatchStatus:
 
 
 def status() -> PatchStatus:
-    """What is in place, and why."""
+    """Return the strategy in place and its reason."""
     if _verdict is None:
         return PatchStatus(NAME, False, "not applied: 4-bit layers compile as far as bitsandbytes lets them")
     where = f" on {', '.join(map(str, _replaced))}" if _replaced else ""
@@ -133,7 +133,7 @@ def verdict() -> ProbeVerdict | None:
 
 
 def find_obstacle(choice: str, model: Any) -> str:
-    """Why no strategy is wanted here, in words; "" where one is."""
+    """Return why no strategy is wanted here, in words; "" where one is."""
     if choice == "off":
         return "off: left as it is"
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -152,7 +152,7 @@ def holds_4bit(model: Any) -> bool:
 
 
 def holds_4bit_experts(model: Any) -> bool:
-    """Whether there is a list of modules with 4-bit layers that are not a transformer's own layers."""
+    """Return whether there is a list of modules with 4-bit layers that are not a transformer's own layers."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return any(
@@ -194,12 +194,12 @@ def decide(model: Any) -> ProbeVerdict:
 
 
 def probe_linear(device: torch.device) -> CompileProbe:
-    """A straight line of two Linear4bit layers."""
+    """Compile two Linear4bit layers in sequence."""
     return probe("a 4-bit layer", lambda layers, x: layers[1](layers[0](x).relu()), device)
 
 
 def probe_zero_rows(device: torch.device) -> CompileProbe:
-    """A loop over experts, of which one gets no row."""
+    """Compile a loop over experts, one of which gets no row."""
     chosen = torch.arange(ROWS, device=device) % (EXPERTS - 1)
 
     def experts(layers: list[Any], x: torch.Tensor) -> torch.Tensor:
@@ -293,12 +293,12 @@ def restore() -> None:
 
 
 def is_configuration(each: Replacement) -> bool:
-    """Whether it is of Dynamo's configuration, which each thread, and each cell of a notebook, may have of its own."""
+    """Return whether it belongs to Dynamo's configuration, which is per thread and per cell of a notebook."""
     return each.owner is DYNAMO
 
 
 def foreign_patches() -> list[str]:
-    """What stands at bitsandbytes' 4-bit matmul and layer, where neither bitsandbytes nor cogumi wrote it."""
+    """List patches of bitsandbytes' 4-bit matmul and layer by packages other than bitsandbytes and cogumi."""
     if sys.modules.get("bitsandbytes") is None:
         return []
     import bitsandbytes

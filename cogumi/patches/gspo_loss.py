@@ -131,7 +131,7 @@ def status() -> PatchStatus:
 
 
 def loss_name(config: Any) -> str:
-    """The name a config was given ("gspo"), or TRL's `loss_type` where it was given none of ours or was changed since."""
+    """Return the name a config was given ("gspo"), or TRL's `loss_type` if it was another or was changed since."""
     name = getattr(config, "cogumi_loss_name", None)
     if name is None:
         return str(config.loss_type)
@@ -174,7 +174,7 @@ def _wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _wrap_display(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A method that shows or saves a config, shown a twin whose `loss_type` is the name it was given."""
+    """Wrap a method that shows or saves a config: it sees a copy whose `loss_type` is the name it was given."""
 
     @functools.wraps(original)
     def show(self: Any) -> Any:

@@ -20,13 +20,13 @@ _originals: dict[str, tuple[type, Any]] = {}
 
 
 def parametrization_of(wrapper: Any) -> Any:
-    """The parametrizations of the 4-bit parameter that PEFT's wrapper adapts; None where it is no such parameter."""
+    """Return the parametrizations of the 4-bit parameter that PEFT's wrapper adapts; None for any other."""
     base, name = wrapper.get_base_layer(), wrapper.parameter_name
     return base.parametrizations[name] if is_quantized(base, name) else None
 
 
 def is_quantized(module: Any, name: str) -> bool:
-    """Whether bitsandbytes has parametrized a module's parameter. PEFT parametrizes plain ones while they are used."""
+    """Return whether bitsandbytes has parametrized the parameter. PEFT parametrizes plain ones while in use."""
     return parametrize.is_parametrized(module, name) and hasattr(module.parametrizations[name][0], "quant_state")
 
 

@@ -1,4 +1,4 @@
-"""What torch does not publish and cogumi uses, each name once: Dynamo's state, a module's compiled call, fake tensors."""
+"""Private names of torch that cogumi uses, each once: Dynamo's state, a module's compiled call, fake tensors."""
 
 import copy
 import os
@@ -25,7 +25,7 @@ EXPERT_ROWS = "capture_dynamic_output_shape_ops"  # whose rows `torch.where` fin
 
 
 def dynamo_counts() -> dict[str, Any]:
-    """Of this process: graphs, their operations, breaks by reason, recompiles, seconds spent compiling."""
+    """Count graphs, operations, breaks by reason, recompiles and seconds of compilation in this process."""
     utils: Any = torch._dynamo.utils
     # Not from the list of compilations, of which Dynamo keeps the last 64.
     recompiles = sum(times - 1 for times in FRAME_COMPILE_COUNTER.values())
@@ -40,7 +40,7 @@ def dynamo_counts() -> dict[str, Any]:
 
 
 def compiled_functions() -> tuple[dict[str, int], dict[str, str]]:
-    """Of Dynamo's latest compilations (it keeps 64): how often each function was compiled, and the error of each that failed.
+    """Count compilations of each function among Dynamo's last 64, and collect the errors of those that failed.
 
     Where `suppress_errors` is on, as unsloth sets it, a function that failed runs uncompiled and nothing else says so.
     """
@@ -72,7 +72,7 @@ def dynamo_left_as_found() -> Iterator[None]:
 
 
 def dynamo_switched_off_by() -> str:
-    """What keeps Dynamo from compiling anything in this process, in words; "" where nothing does."""
+    """Return what keeps Dynamo from compiling anything in this process, in words; "" where nothing does."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "TORCHDYNAMO_DISABLE=1"
     if DYNAMO.disable:
@@ -82,7 +82,7 @@ def dynamo_switched_off_by() -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What a compiler's error says first, with its kind."""
+    """Return type and first line of a compiler's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # "backend='inductor' raised:", and what it raised stands below.
     said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
@@ -90,14 +90,14 @@ def first_line(error: BaseException) -> str:
 
 
 def with_code_of_its_own(function: Any) -> Any:
-    """The same function anew: what Dynamo made of it earlier hangs on its code."""
+    """Copy a function with its code object, on which Dynamo stores what it compiled."""
     return FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
     )
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """What calling the module runs where nothing is compiled, hooks included."""
+    """Return what calling the module runs where nothing is compiled, hooks included."""
     return module._call_impl
 
 
@@ -108,6 +108,6 @@ def set_call(module: nn.Module, call: Callable[..., Any] | None) -> Any:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same for all tensors on one storage, also for fake ones."""
+    """Return a key that is equal for tensors of one storage, also for fake tensors."""
     key: int = tensor.untyped_storage()._cdata
     return key

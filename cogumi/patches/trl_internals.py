@@ -1,4 +1,4 @@
-"""What TRL, transformers and PEFT do not publish of their trainers and models, and cogumi uses: each name once."""
+"""Private names of TRL, transformers and PEFT that cogumi uses, each once."""
 
 import dataclasses
 import functools
@@ -95,7 +95,7 @@ def wrap_method(trainer: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def makes_rollouts(trainer: Any) -> bool:
-    """Whether it is a GRPOTrainer, TRL's or unsloth's."""
+    """Return whether it is a GRPOTrainer, TRL's or unsloth's."""
     return hasattr(trainer, MAKE_ROLLOUT)
 
 
@@ -110,7 +110,7 @@ def rollout_mode(trainer: Any) -> str:
 
 
 def logged_metrics(trainer: Any, mode: str) -> dict[str, list[float]]:
-    """The values by name since the trainer last logged; TRL logs their means. A name that is not there has no values."""
+    """Return the values by name since the trainer last logged; TRL logs their means."""
     metrics: dict[str, list[float]] = trainer._metrics[mode]
     return metrics
 
@@ -127,7 +127,7 @@ def logged_completions(trainer: Any) -> dict[str, Any]:
 
 
 def keeps_rollouts(trainer: Any) -> bool:
-    """Whether a trainer uses a rollout for several steps."""
+    """Return whether a trainer uses a rollout for several steps."""
     return hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step")
 
 
@@ -141,7 +141,7 @@ def set_rollout_position(trainer: Any, micro_batches: int, rollout: Any) -> None
 
 
 def unlogged(trainer: Any) -> dict[str, Any]:
-    """The step of the last logged row, the sum of the losses since, and TRL's metrics since."""
+    """Return the step of the last logged row, the sum of the losses since, and TRL's metrics since."""
     metrics = {name: list(values) for name, values in getattr(trainer, "_metrics", {}).get("train", {}).items()}
     return {"step": trainer._globalstep_last_logged, "loss": trainer._tr_loss.clone(), "metrics": metrics}
 
@@ -161,23 +161,23 @@ def drop_gradients(trainer: Any) -> None:
 
 
 def tokenized_prompts(trainer: Any, prompts: list[Any]) -> list[list[int]]:
-    """The ids of prompts as the trainer renders them, chat template and all."""
+    """Return the ids of prompts as the trainer renders them, chat template and all."""
     ids: list[list[int]] = trainer._tokenize_prompts(prompts)[0]
     return ids
 
 
 def prepared_inputs(trainer: Any, inputs: Any) -> Any:
-    """A collated batch on the trainer's device."""
+    """Return a collated batch on the trainer's device."""
     return trainer._prepare_inputs(inputs)
 
 
 def commit_of(config: Any) -> str | None:
-    """The commit of the hub that a model was loaded from; None for a directory."""
+    """Return the commit of the hub that a model was loaded from; None for a directory."""
     return getattr(config, "_commit_hash", None)
 
 
 def attention_of(config: Any) -> str:
-    """The attention implementation that a model was loaded with; "" where it has none."""
+    """Return the attention implementation that a model was loaded with; "" where it has none."""
     return getattr(config, "_attn_implementation", None) or ""
 
 
@@ -189,7 +189,7 @@ def supported_attention(model: Any) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 def holds_adapter(model: Any) -> bool:
-    """Whether an adapter was loaded into a transformers model by its own methods, without PEFT's wrapper."""
+    """Return whether an adapter was loaded into a transformers model by its own methods, without PEFT's wrapper."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -199,7 +199,7 @@ def place_quantized_layers(quantizer: Any, model: Any) -> None:
 
 
 def swaps_features(layer: Any) -> bool:
-    """Whether PEFT took a wrapped parameter's first axis for the inputs."""
+    """Return whether PEFT took a wrapped parameter's first axis for the inputs."""
     return bool(layer._did_swap_in_out_features)
 
 

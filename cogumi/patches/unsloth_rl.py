@@ -66,7 +66,7 @@ def undo() -> PatchStatus:
 
 
 def status() -> PatchStatus:
-    """Whether `trl.GRPOTrainer` is unsloth's, and why (not). Imports nothing."""
+    """Return whether `trl.GRPOTrainer` is unsloth's, and why (not). Imports nothing."""
     if is_in_place():
         versions = f"unsloth {version('unsloth')}, unsloth_zoo {version('unsloth_zoo')}, written for {WRITTEN_FOR}"
         return PatchStatus(NAME, True, f"trl.GRPOTrainer is unsloth's ({versions})")
@@ -77,7 +77,7 @@ def status() -> PatchStatus:
 
 
 def find_obstacle(backend: Asked) -> str | None:
-    """Why TRL's own trainer is used on this machine; None where unsloth's is. Raises UsageError where unsloth is asked
+    """Return the reason to use TRL's trainer on this machine; None for unsloth's. Raises UsageError if unsloth is asked
     for and is not installed."""
     if backend == "trl":
         return "stock TRL trains, as was chosen"
@@ -93,18 +93,18 @@ def find_obstacle(backend: Asked) -> str | None:
 
 
 def is_in_place() -> bool:
-    """Whether unsloth has patched TRL in this process. Imports nothing."""
+    """Return whether unsloth has patched TRL in this process. Imports nothing."""
     trl = sys.modules.get("trl")
     return "unsloth" in sys.modules and trl is not None and is_unsloth_trainer(trl.GRPOTrainer)
 
 
 def was_left_out() -> bool:
-    """Whether TRL was chosen in this process and is imported, so that unsloth cannot be any more."""
+    """Return whether TRL was chosen in this process and is imported, so that unsloth cannot be any more."""
     return _asked == "trl" and "trl" in sys.modules and not is_in_place()
 
 
 def is_unsloth_trainer(trainer: type) -> bool:
-    """Whether a trainer class is the one unsloth generated, or derives from it."""
+    """Return whether a trainer class is the one unsloth generated, or derives from it."""
     return any(cls.__module__ == "UnslothGRPOTrainer" for cls in trainer.__mro__)
 
 
@@ -152,7 +152,7 @@ def validate_import_order() -> None:
 
 
 def locate_import(name: str) -> str:
-    """The place at which the cells of the notebook, or the script, import a package; "" where another module did."""
+    """Find the line of a notebook cell, or of the script, that imports a package; "" if another module did."""
     main = sys.modules["__main__"]
     texts = {f"cell In[{number}], line ": cell for number, cell in enumerate(vars(main).get("In", []))}
     file = Path(getattr(main, "__file__", None) or "")
@@ -208,7 +208,7 @@ def check_upstream() -> None:
 
 
 def differences(found: dict[str, list[str]], file: str) -> list[str]:
-    """What of UPSTREAM and NAMED is not so in `found`: parameters that are relied upon keep names, and UPSTREAM's places."""
+    """List functions of UPSTREAM (by name and position) and NAMED (by name) whose parameters differ from those found."""
     wrong = [
         name
         for name, wanted in UPSTREAM.get(file, {}).items()
@@ -219,7 +219,7 @@ def differences(found: dict[str, list[str]], file: str) -> list[str]:
 
 
 def parameters_by_function(source: str) -> dict[str, list[str]]:
-    """Of each function and `Class.method` at a file's own level, `*` and `**` left out."""
+    """Read the parameters of top-level functions and of `Class.method`, without `*` and `**`."""
     body = ast.parse(source).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     for owner in (node for node in body if isinstance(node, ast.ClassDef)):

@@ -105,7 +105,7 @@ def build_engine(generation: Any) -> None:
 
 
 def computing_dtype(model: Any, accelerator: Any) -> torch.dtype:
-    """What the trainer multiplies matrices in: autocast's dtype, else that of the weights."""
+    """Return what the trainer multiplies matrices in: autocast's dtype, else that of the weights."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     dtype: torch.dtype = mixed or model.dtype
     return dtype
@@ -113,7 +113,7 @@ def computing_dtype(model: Any, accelerator: Any) -> torch.dtype:
 
 @contextmanager
 def kept_environment() -> Iterator[None]:
-    """What TRL tells vLLM of the launch in environment variables, gone after the block: another run would read it as its own."""
+    """Remove TRL's environment variables of the launch after the block, which another run would read as its own."""
     before = {name: os.environ.get(name) for name in LAUNCH}
     try:
         yield
@@ -127,7 +127,7 @@ def kept_environment() -> Iterator[None]:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """The random states of Python, NumPy and torch, on every device, as they were before the block."""
+    """Restore the random states of Python, NumPy and torch, on every device, after the block."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng():
         yield
@@ -136,7 +136,7 @@ def kept_random_state() -> Iterator[None]:
 
 
 def sync_weights(generation: Any) -> None:
-    """The trainer's weights into the engine: the adapter alone where it serves one, else TRL's own way, and a CPU's."""
+    """Give the engine the trainer's weights: the adapter alone if it serves one, else TRL's own way, or a CPU's."""
     if serves_adapter(generation):
         return hand_over_adapter(generation)
     if generation.accelerator.device.type != "cpu":
@@ -181,7 +181,7 @@ def iterate_parameters(generation: Any) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def merged(layer: Any) -> Iterator[torch.nn.Module]:
-    """The module that a LoRA layer wraps, with the adapter in its weights; afterwards its parameters are what they were."""
+    """Yield the module that a LoRA layer wraps with the adapter in its weights; restore its parameters afterwards."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     wrappers: list[Any] = [layer]
@@ -226,14 +226,14 @@ class ServerWorker:
 
 
 def adapter_options(rank: int) -> dict[str, Any]:
-    """The arguments for an engine that serves the adapter of the trainer beside its base. rank: the adapter's largest."""
+    """Return the arguments of an engine that serves the trainer's adapter beside its base. rank: the largest."""
     from vllm.config.lora import MaxLoRARanks
 
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(n for n in get_args(MaxLoRARanks) if n >= rank)}
 
 
 def serves_adapter(generation: Any) -> bool:
-    """Whether the engine multiplies base and adapter apart, as the trainer does, instead of their sum."""
+    """Return whether the engine multiplies base and adapter apart, as the trainer does, instead of their sum."""
     return generation.mode == "colocate" and generation.llm.llm_engine.vllm_config.lora_config is not None
 
 
@@ -271,7 +271,7 @@ def pack_heads(model: torch.nn.Module) -> None:
 
 
 def head_dtype(generation: Any) -> torch.dtype | None:
-    """What the engine multiplies its LM head in; None for a server, which does not tell."""
+    """Return what the engine multiplies its LM head in; None for a server, which does not tell."""
     if generation.mode != "colocate":
         return None
     dtype: torch.dtype = generation.llm.llm_engine.model_config.head_dtype
@@ -302,7 +302,7 @@ def observe_generation(generation: Any, observer: Callable[[list[list[int]]], No
 
 
 def score(generation: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """The engine's log-probability of every token but the first of each sequence, in nats, at temperature 1."""
+    """Return the engine's log-probability of every token but the first of each sequence, in nats, at temperature 1."""
     if generation.mode != "colocate":
         found = generation.vllm_client.get_sequence_logprobs([*sequences], [1] * len(sequences), top_logprobs=1)
         return [[place[0] for place in each] for each in found["actual_logprobs"]]
