@@ -71,19 +71,19 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
     margins = [row["rewards/margins"] for row in metrics if "rewards/margins" in row]
     finite = count_finite(margins)
     of_all = f"{finite} of {len(margins)} finite"
+    loss, names = float(first["loss"]), "+".join(args.loss_type)
+    formula = "the formula's value where nothing is learned yet"
+    if names not in AT_THE_START or args.loss_weights or args.use_weighting:
+        first_loss = Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", formula, True)
+    else:
+        expected, fix = (
+            AT_THE_START[names](args.beta),
+            "set train.loss_type and train.beta to those of the loss that you meant",
+        )
+        compared = f"{names}: {loss:.5f}, {expected:.5f} by the formula"
+        first_loss = Check("first loss", compared, formula, abs(loss - expected) < 1e-2, fix)
     return [
         Check("reference", figure, required, apart <= NO_DISTANCE, "leave out the trainer's ref_model"),
-        judge_first_loss(float(first["loss"]), args),
+        first_loss,
         Check("margins", of_all, "all", finite == len(margins), "lower train.learning_rate"),
     ]
-
-
-def judge_first_loss(loss: float, args: Any) -> Check:
-    """Compare the loss of the first step with the formula at rewards of 0."""
-    names, required = "+".join(args.loss_type), "the formula's value where nothing is learned yet"
-    if names not in AT_THE_START or args.loss_weights or args.use_weighting:
-        return Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", required, True)
-    expected = AT_THE_START[names](args.beta)
-    figure = f"{names}: {loss:.5f}, {expected:.5f} by the formula"
-    fix = "set train.loss_type and train.beta to those of the loss that you meant"
-    return Check("first loss", figure, required, abs(loss - expected) < 1e-2, fix)

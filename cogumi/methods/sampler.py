@@ -65,18 +65,20 @@ def refuse_adapter(run: RunConfig) -> None:
     """Raise UsageError where vLLM cannot be given the run's adapter apart from its base."""
     if run.cogumi.sampler_weights == "merged":
         return
-    key = "cogumi.sampler_weights"
-    if not run.train.get("use_vllm") or run.train.get("vllm_mode", "colocate") != "colocate":
-        fix = "drop it, or set train.use_vllm: true with train.vllm_mode: colocate"
-        raise UsageError("adapter is for vLLM in the trainer's process", key=key, fix=fix)
-    if run.cogumi.tuning == "full":
-        raise UsageError("adapter, and there is none with cogumi.tuning: full", key=key, fix="drop it")
-    if run.train.get("vllm_enable_sleep_mode"):
-        what = "adapter, and an engine that sleeps loses the base's weights"
-        raise UsageError(what, key=key, fix="set merged, or drop train.vllm_enable_sleep_mode")
-    if (rank := adapter_rank(run)) > LARGEST_RANK:
-        what = f"adapter, and vLLM serves ranks up to {LARGEST_RANK}, not {rank}"
-        raise UsageError(what, key=key, fix="set merged, or lower lora.r")
+    key, is_colocated = "cogumi.sampler_weights", run.train.get("vllm_mode", "colocate") == "colocate"
+    rank = adapter_rank(run)
+    obstacles = [
+        (not run.train.get("use_vllm") or not is_colocated, "adapter is for vLLM in the trainer's process",
+         "drop it, or set train.use_vllm: true with train.vllm_mode: colocate"),
+        (run.cogumi.tuning == "full", "adapter, and there is none with cogumi.tuning: full", "drop it"),
+        (run.train.get("vllm_enable_sleep_mode"), "adapter, and an engine that sleeps loses the base's weights",
+         "set merged, or drop train.vllm_enable_sleep_mode"),
+        (rank > LARGEST_RANK, f"adapter, and vLLM serves ranks up to {LARGEST_RANK}, not {rank}",
+         "set merged, or lower lora.r"),
+    ]  # fmt: skip
+    for applies, what, fix in obstacles:
+        if applies:
+            raise UsageError(what, key=key, fix=fix)
     asked, plain = vars(lora_config(run.lora)), vars(lora_config({}))
     given = [name for name, value in asked.items() if name not in SERVED and value != plain[name]]
     if asked["init_lora_weights"] not in PLAIN_INITS:
@@ -112,7 +114,6 @@ def engine_of(run: RunConfig) -> dict[str, Any]:
 
 
 def adapter_rank(run: RunConfig) -> int:
-    """Return the rank of the run's adapter."""
     return int(lora_config(run.lora).r)
 
 

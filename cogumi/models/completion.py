@@ -1,11 +1,13 @@
 """Completions of raw prompts: for samples beside a run, for a chat, and for comparing models."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+
+from cogumi.patches import replaced
 
 
 @torch.no_grad()
@@ -26,7 +28,12 @@ def complete_with_ends(
     model.eval()
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
     batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
-    with without_router_logits(model):
+    config = model.config.get_text_config()
+    routing: AbstractContextManager[None] = nullcontext()
+    if getattr(config, "output_router_logits", False):
+        # The router's loss fails in `generate`: its mask is of the whole sequence, its logits of one token (transformers 5.17).
+        routing = replaced(config, {"output_router_logits": False})
+    with routing:
         written = model.generate(
             **batch,
             max_new_tokens=max_new_tokens,
@@ -57,18 +64,3 @@ def cut_at_stop(completion: Any, stops: Sequence[str]) -> Any:
         return completion[: min((at for stop in stops if (at := completion.find(stop)) >= 0), default=len(completion))]
     *before, last = completion
     return [*before, {**last, "content": cut_at_stop(last.get("content") or "", stops)}]
-
-
-@contextmanager
-def without_router_logits(model: Any) -> Iterator[None]:
-    """In the block a mixture of experts does not compute its router's loss, which fails in `generate`.
-    The mask there is that of the whole sequence, and the router's logits are those of one token (transformers 5.17)."""
-    config = model.config.get_text_config()
-    if not getattr(config, "output_router_logits", False):
-        yield
-        return
-    config.output_router_logits = False
-    try:
-        yield
-    finally:
-        config.output_router_logits = True

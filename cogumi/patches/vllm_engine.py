@@ -113,16 +113,14 @@ def computing_dtype(model: Any, accelerator: Any) -> torch.dtype:
 
 @contextmanager
 def kept_environment() -> Iterator[None]:
-    """Remove TRL's environment variables of the launch after the block, which another run would read as its own."""
-    before = {name: os.environ.get(name) for name in LAUNCH}
+    """Restore TRL's environment variables of the launch after the block: another run would read them as its own."""
+    before = {name: os.environ[name] for name in LAUNCH if name in os.environ}
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in LAUNCH:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextmanager
