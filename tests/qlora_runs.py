@@ -18,13 +18,12 @@ GSPO_TRAIN: Config = {
 }  # fmt: skip
 
 
-def short_sft(model: Path, code: Path, run_dir: Path, rows: int = 32, **sections: Any) -> Config:
+def short_sft(model: Path, code: Path, run_dir: Path, rows: int = 32) -> Config:
     """Three steps of fill in the middle, with a merge."""
     data = {"max_rows": rows, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
     train = {"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "no"}
     ours = {"merge": True, "compile": "off"}
-    config = run_config("sft", model, code, run_dir, data_section=data, train=train, cogumi=ours) | {"lora": {}}
-    return config | {name: config.get(name, {}) | values for name, values in sections.items()}
+    return run_config("sft", model, code, run_dir, data_section=data, train=train, cogumi=ours) | {"lora": {}}
 
 
 def as_gspo(config: Config, **train: Any) -> Config:

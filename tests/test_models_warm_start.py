@@ -62,8 +62,8 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path, adapter: Path) -> Config:
-    model = {"adapter": str(adapter)}
-    return short_sft(tiny_model, code_parquet, tmp_path / "run", rows=15, model=model)
+    config = short_sft(tiny_model, code_parquet, tmp_path / "run", rows=15)
+    return config | {"model": config["model"] | {"adapter": str(adapter)}}
 
 
 @pytest.fixture
