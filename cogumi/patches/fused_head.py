@@ -155,9 +155,9 @@ class _HeadFunction(torch.autograd.Function):
                 total = e.sum(1)
                 per_token[chunk] -= total.log()
                 if outputs["entropy"] is not None:
-                    outputs["entropy"][chunk] = total.log() - torch.linalg.vecdot(e, shifted) / total
+                    outputs["entropy"][chunk] = total.log() - shifted.mul_(e).sum(1) / total
                 if outputs["log_sum_sq_probs"] is not None:
-                    outputs["log_sum_sq_probs"][chunk] = torch.linalg.vecdot(e, e).log() - 2 * total.log()
+                    outputs["log_sum_sq_probs"][chunk] = 2 * (torch.linalg.vector_norm(e, dim=1).log() - total.log())
                 if gradient is not None:
                     chosen = head.weight[targets[chunk]]
                     if slope is not None:
