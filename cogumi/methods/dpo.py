@@ -76,10 +76,8 @@ def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:
     if names not in AT_THE_START or args.loss_weights or args.use_weighting:
         first_loss = Check("first loss", f"{names}: {loss:.4f}, not compared: it depends on the data", formula, True)
     else:
-        expected, fix = (
-            AT_THE_START[names](args.beta),
-            "set train.loss_type and train.beta to those of the loss that you meant",
-        )
+        expected = AT_THE_START[names](args.beta)
+        fix = "set train.loss_type and train.beta to those of the loss that you meant"
         compared = f"{names}: {loss:.5f}, {expected:.5f} by the formula"
         first_loss = Check("first loss", compared, formula, abs(loss - expected) < 1e-2, fix)
     return [
