@@ -34,7 +34,7 @@ from cogumi.data.cache import Prepared, Source, prepare, tokenizer_identity
 from cogumi.data.fim import FimConfig
 from cogumi.data.rows import Chunk, Dropped
 from cogumi.data.selection import Selection
-from cogumi.data.source_files import files_identity
+from cogumi.data.sources import files_identity
 from cogumi.data.stdlib_sample import sample_path, write_sample
 from cogumi.models.small_base import train_tokenizer
 from tests.fim_examples import tokenize_for_sft

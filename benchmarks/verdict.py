@@ -227,7 +227,7 @@ def sources() -> list[str]:
 def middles_of(texts: list[str], words: Any, longest: int = LENGTH, seed: int = 0) -> Any:
     """Tokenized fill-in-the-middle examples: input_ids, completion_mask."""
     fim = FimConfig(max_length=longest, middle_chars=(4, 24), overlong="trim", seed=seed)
-    return tokenize_for_sft(pl.DataFrame({"source": texts}), words, fim, name="sample").dataset
+    return tokenize_for_sft(pl.DataFrame({"source": texts}), words, fim).dataset
 
 
 @cache
@@ -237,7 +237,7 @@ def middles(rows: int = 2048) -> Any:
 
 def prompts_of(texts: list[str], longest: int, middle_chars: tuple[int, int]) -> Any:
     fim = FimConfig(max_length=longest, middle_chars=middle_chars, overlong="trim")
-    return prompts_for_rl(pl.DataFrame({"source": texts}), tokenizer(), fim, name="sample").dataset
+    return prompts_for_rl(pl.DataFrame({"source": texts}), tokenizer(), fim).dataset
 
 
 @cache

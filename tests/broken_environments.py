@@ -12,15 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # What would change what the doctor says, wherever the tests run.
 REMOVED = (
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "TMPDIR",
-    "JUPYTER_PATH",
+    "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME", "HF_HUB_CACHE", "TMPDIR", "JUPYTER_PATH",
     "JUPYTER_DATA_DIR",
-)
+)  # fmt: skip
 
 
 @dataclass

@@ -9,6 +9,9 @@ import trl
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cogumi.data.encoding import FormatOptions
+from cogumi.data.formats import columns_for, tokenize_for
+from cogumi.data.rows import Chunk
 from cogumi.data.stdlib_sample import sample_path
 from cogumi.models.small_base import train_tokenizer
 
@@ -16,15 +19,11 @@ TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHATML = ("<|im_start|>", "<|im_end|>")
 CONTROLS = {
-    "llama3": LLAMA,
-    "llama3_1": LLAMA,
-    "qwen2_5": CHATML,
-    "qwen3": CHATML,
-    "qwen3_instruct_2507": CHATML,
+    "llama3": LLAMA, "llama3_1": LLAMA, "qwen2_5": CHATML, "qwen3": CHATML, "qwen3_instruct_2507": CHATML,
     "gptoss": ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
     "phi3": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
     "gemma": ("<bos>", "<start_of_turn>", "<end_of_turn>"),
-}
+}  # fmt: skip
 ENDS = {"gptoss": "<|return|>", "phi3": "<|endoftext|>", "gemma": "<end_of_turn>"}
 
 
@@ -56,19 +55,19 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def chunk_of(rows: list[dict[str, Any]], tokenizer: Any, options: FormatOptions, first_row: int = 0) -> Chunk:
+    """The examples of rows, and the rows that are dropped, which are all of them."""
+    frame = pl.DataFrame(rows, strict=False)
+    chunk = tokenize_for(options, tokenizer)(frame.select(**columns_for(options, frame.columns)), first_row)
+    assert len(frame) == len(chunk.table) + sum(dropped.count for dropped in chunk.dropped.values())
+    return chunk
+
+
 def tiny_for(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=4096,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **sizes, **ends)  # type: ignore[arg-type]
     )
 
 

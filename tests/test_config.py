@@ -55,6 +55,11 @@ def test_null_takes_a_key_away_unless_it_is_one_of_its_values(config: Path) -> N
     assert run.lora == {"target_modules": None}  # peft's own choice for the architecture
 
 
+def test_a_merge_key_may_be_overridden(config: Path) -> None:
+    config.write_text(GOOD.replace("train:\n", "train:\n  <<: {max_steps: 9, warmup_steps: 2}\n"))
+    assert load_config(config).train == {"learning_rate": 5e-7, "max_steps": 3, "warmup_steps": 2}
+
+
 def test_a_bare_off_is_a_word(config: Path) -> None:
     config.write_text(GOOD + "  compile: off\n")  # which YAML 1.1 reads as False
     assert load_config(config).cogumi.compile == "off"
@@ -81,13 +86,6 @@ def test_a_section_of_a_file_that_is_a_value_is_not_called_missing(section: str,
     values = yaml.safe_load(config.read_text()) | {section: 5}
     config.write_text(yaml.safe_dump(values))
     assert f"{section}: must be a section (keys and values), is 5" in refusal(config)
-
-
-def test_every_shipped_config_loads() -> None:
-    configs = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
-    assert len(configs) >= 2
-    for path in configs:
-        load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +154,8 @@ def test_a_config_of_the_package_goes_by_its_name(
         ("train.max_steps", 0, "must be at least 1, or -1 for train.num_train_epochs"),
         ("train.max_steps", -5, "must be at least 1, or -1"),
         ("train.save_steps", 0, "must be at least 1 step, or a share"),  # Trainer: no checkpoint at all
-        (
-            "train.logging_steps",
-            -5,
-            "must be at least 1 step, or a share",
-        ),  # Trainer: nothing logged but the first step
+        # Trainer: nothing logged but the first step
+        ("train.logging_steps", -5, "must be at least 1 step, or a share"),
         ("train.save_total_limit", -1, "must be at least 1"),
         ("train.num_train_epochs", 0, "must be more than 0"),
         ("train.learning_rate", -1.0, "must be 0 or more"),
@@ -256,22 +251,10 @@ def test_a_flag_for_thinking_that_no_template_would_see_is_refused(golden: Golde
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (
-            {"data__overlong": "truncate"},
-            ("data.overlong", "for data.format: fim it is data.fim.overlong"),
-        ),
-        (
-            {"data__format": "chat", "data__column": "text"},
-            ("data.column", "it is for data.format: fim"),
-        ),
-        (
-            {"data__format": "chat", "data__fim__max_length": 64},
-            ("data.fim.max_length", "it is for data.format"),
-        ),
-        (
-            {"cogumi__docs_per_step": 8},
-            ("cogumi.docs_per_step", "it is for cogumi.method: gspo"),
-        ),
+        ({"data__overlong": "truncate"}, ("data.overlong", "for data.format: fim it is data.fim.overlong")),
+        ({"data__format": "chat", "data__column": "text"}, ("data.column", "it is for data.format: fim")),
+        ({"data__format": "chat", "data__fim__max_length": 64}, ("data.fim.max_length", "it is for data.format")),
+        ({"cogumi__docs_per_step": 8}, ("cogumi.docs_per_step", "it is for cogumi.method: gspo")),
     ],
 )
 def test_keys_that_are_not_looked_at_are_refused(

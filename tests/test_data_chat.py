@@ -3,14 +3,12 @@
 import json
 from typing import Any
 
-import polars as pl
 import pytest
 
 from cogumi.data.chat import read_messages
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import BadRow
-from tests.chat_tokenizers import chat_tokenizer
+from tests.chat_tokenizers import chat_tokenizer, chunk_of
 
 QUESTION = {"role": "user", "content": "2 + 3?"}
 ANSWER = {"role": "assistant", "content": "5."}
@@ -39,9 +37,7 @@ def test_every_shape_is_the_same_example(shape: dict[str, Any]) -> None:
 
 
 def tokens(rows: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
-    frame = pl.DataFrame(rows, strict=False)
-    chosen = FormatOptions("sft", "chat", **options)
-    chunk = tokenize_for(chosen, chat_tokenizer("qwen3"))(frame.select(**columns_for(chosen, frame.columns)), 0)
+    chunk = chunk_of(rows, chat_tokenizer("qwen3"), FormatOptions("sft", "chat", **options))
     assert not chunk.dropped
     return list(chunk.table.to_pylist())
 
@@ -117,20 +113,10 @@ def test_no_conversation_says_why(messages: Any, reason: str) -> None:
 @pytest.mark.parametrize("learn", ["turns", "completion"])
 def test_bad_rows_are_counted_with_the_first_of_them(learn: str) -> None:
     good = [QUESTION, ANSWER]
-    column = [
-        good,
-        [QUESTION],
-        [QUESTION, {"role": "assistant", "content": " \n"}],
-        [ANSWER],
-        [],
-        None,
-        good,
-        [QUESTION],
-        [{"role": "user", "content": "<|im_end|>"}, ANSWER],
-    ]
-    frame = pl.DataFrame({"messages": column})
+    blank, special = {"role": "assistant", "content": " \n"}, {"role": "user", "content": "<|im_end|>"}
+    column = [good, [QUESTION], [QUESTION, blank], [ANSWER], [], None, good, [QUESTION], [special, ANSWER]]
     options = FormatOptions("sft", "chat", learn=learn)  # type: ignore[arg-type]
-    chunk = tokenize_for(options, chat_tokenizer("qwen3"))(frame.select(**columns_for(options, frame.columns)), 100)
+    chunk = chunk_of([{"messages": messages} for messages in column], chat_tokenizer("qwen3"), options, 100)
     assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
         "without any assistant turn": (2, 101),
         "with an empty answer": (1, 102),

@@ -11,8 +11,7 @@ from golden import Golden
 from cogumi.data.encoding import FormatOptions, keep_end
 from cogumi.data.fim import FAMILIES, FimConfig
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
-from cogumi.data.records import RECORD_COLUMN, decode_rows, encode_record
-from cogumi.data.rows import BadRow, Chunk
+from cogumi.data.rows import RECORD_COLUMN, BadRow, Chunk, decode_rows, encode_record
 from tests.chat_tokenizers import chat_tokenizer, texts
 from tests.fim_examples import prompts_for_rl, tokenize_for_sft
 
@@ -36,9 +35,6 @@ def chunk_of(rows: dict[str, list[Any]], name: str, chosen: FormatOptions, **of_
 def examples_of(chunk: Chunk) -> list[dict[str, Any]]:
     """What a data set of the chunk gives, less the original records."""
     return [*decode_rows(Dataset(chunk.table), chunk.encoded).remove_columns(RECORD_COLUMN)]
-
-
-# ------------------------------------------------------------------------------------------------------------- columns
 
 
 @pytest.mark.parametrize(
@@ -128,9 +124,6 @@ def test_options_are_json_and_every_one_shows() -> None:
     assert len(plain) == len(others)
 
 
-# ---------------------------------------------------------------------------------------- completions of several messages
-
-
 def test_of_a_completion_of_several_turns_the_tools_are_not_learned() -> None:
     call = {
         "role": "assistant",
@@ -151,9 +144,6 @@ def test_of_a_completion_of_several_turns_the_tools_are_not_learned() -> None:
     assert "5." in text
     assert "the result" not in text
     assert "earlier" not in text
-
-
-# ------------------------------------------------------------------------------------------------------- prompts for RL
 
 
 @pytest.mark.parametrize(
@@ -314,9 +304,6 @@ def test_prompts_of_white_space_ask_nothing() -> None:
     blank = [[{"role": "system", "content": " "}, {"role": "user", "content": "\n"}]]
     for rows, format in (({"prompt": [" \n\t"]}, "prompt_completion"), ({"messages": blank}, "chat")):
         assert list(chunk_of(rows, "qwen3", options("gspo", format)).dropped) == ["with an empty prompt"]
-
-
-# ------------------------------------------------------------------------------------------------------- FIM from columns
 
 
 def test_pieces_are_laid_out_as_the_same_cut_is() -> None:

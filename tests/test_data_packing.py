@@ -12,14 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import cogumi
 from cogumi.core.run_directory import read_json
-from cogumi.data.packing import (
-    collate_rows_apart,
-    padding_mask,
-    probe_packing,
-    rows_per_step,
-    with_labels,
-)
+from cogumi.data.packing import collate_rows_apart, padding_mask, probe_packing, rows_per_step, with_labels
 from cogumi.telemetry.recorder import preserve_rng_and_mode
+from tests.builders import run_config
 
 VOCABULARY = 128
 SHAPE = {
@@ -153,9 +148,6 @@ def test_the_probe_leaves_modes_and_random_states_and_sees_the_adapter() -> None
     assert torch.is_grad_enabled()
 
 
-# ----------------------------------------------------------------------------------------------------------------- rows
-
-
 def examples(lengths: list[int], whole: bool = False, seed: int = 0) -> Dataset:
     """Random ids with every second half, or all of it, to be learned."""
     generator = torch.Generator().manual_seed(seed)
@@ -207,22 +199,14 @@ def test_a_step_holds_about_the_examples_that_were_asked_for(
     assert rows_per_step(per_row, micro_batch, accumulation) == expected
 
 
-# ----------------------------------------------------------------------------------------------------------------- runs
-
-
 def config_of(model: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
     settings = {
-        "max_length": 200, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 24,
-        "learning_rate": 3e-3, "logging_steps": 1, "gradient_checkpointing": False, "save_strategy": "no",
+        "max_length": 200, "gradient_accumulation_steps": 2, "max_steps": 24, "learning_rate": 3e-3, "save_strategy": "no",
         "train_sampling_strategy": "sequential",
     }  # fmt: skip
-    return {
-        "model": {"name": str(model)},
-        "lora": {"r": 4},
-        "data": {"source": "cogumi:stdlib", "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": settings | train,
-        "cogumi": {"method": "sft", "run_dir": str(run_dir)},
-    }
+    fim = {"fim": {"max_length": 160, "middle_chars": [8, 32]}}
+    merge = {"merge": True}
+    return run_config("sft", model, "cogumi:stdlib", run_dir, data_section=fim, train=settings | train, cogumi=merge)
 
 
 def trained(tiny_model: Path, run_dir: Path, data: Dataset, **train: Any) -> Any:

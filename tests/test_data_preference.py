@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import peft
-import polars as pl
 import pytest
 import trl
 from datasets import Dataset
 
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import Chunk
+from tests import chat_tokenizers
 from tests.chat_tokenizers import chat_tokenizer, texts, tiny_for
 
 Rows = list[dict[str, Any]]
@@ -36,11 +35,7 @@ def chat_pairs(system: bool = True) -> Rows:
 
 
 def chunk_of(rows: Rows, tokenizer: Any, **options: Any) -> Chunk:
-    frame = pl.DataFrame(rows, strict=False)
-    chosen = FormatOptions("dpo", "preference", **options)
-    chunk = tokenize_for(chosen, tokenizer)(frame.select(**columns_for(chosen, frame.columns)), 0)
-    assert len(frame) == len(chunk.table) + sum(each.count for each in chunk.dropped.values())
-    return chunk
+    return chat_tokenizers.chunk_of(rows, tokenizer, FormatOptions("dpo", "preference", **options))
 
 
 def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> Rows:
@@ -111,15 +106,10 @@ def test_overlong_pairs_are_dropped_or_cut_as_trls_collator_cuts_them(tmp_path: 
 
 def test_pairs_that_say_nothing_are_dropped() -> None:
     pairs = [
-        ("p", "same", "same"),
-        ("p", "a", " "),
-        (None, "abc", "xyz"),
-        ("p", "good", None),
-        ("p", "a <|eot_id|>", "b"),
-        ("p" * 300, "a", "b"),
-        ("p", "a" + " b" * 200 + " c", "a" + " b" * 200 + " d"),
+        ("p", "same", "same"), ("p", "a", " "), (None, "abc", "xyz"), ("p", "good", None),
+        ("p", "a <|eot_id|>", "b"), ("p" * 300, "a", "b"), ("p", "a" + " b" * 200 + " c", "a" + " b" * 200 + " d"),
         ("p", "fine", "bad"),
-    ]
+    ]  # fmt: skip
     rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
     chunk = chunk_of(rows, chat_tokenizer("llama3"), max_length=100, overlong="truncate")
     assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {

@@ -1,6 +1,5 @@
 """From files to arrow files: the examples that the tokenizing function makes, every row accounted for, cached and constant."""
 
-import json
 import os
 import shutil
 import signal
@@ -23,7 +22,7 @@ from cogumi.data import cache as module
 from cogumi.data.cache import Data, Prepared, Selection, Source, prepare, tokenizer_identity
 from cogumi.data.fim import FimConfig
 from cogumi.data.rows import Chunk, Dropped, count_dropped, excerpt_of
-from cogumi.data.source_files import files_identity
+from cogumi.data.sources import files_identity
 from tests.fim_examples import tokenize_for_sft
 
 
@@ -42,10 +41,7 @@ def words(rows: pl.DataFrame, first_row: int) -> Chunk:
             ids.append([len(word) for word in text.split()])
     masks = [[0] * (len(each) - 1) + [1] for each in ids]
     table = pa.table(
-        {
-            "input_ids": pa.array(ids, pa.list_(pa.int32())),
-            "completion_mask": pa.array(masks, pa.list_(pa.int8())),
-        }
+        {"input_ids": pa.array(ids, pa.list_(pa.int32())), "completion_mask": pa.array(masks, pa.list_(pa.int8()))}
     )
     return Chunk(table, dropped)
 
@@ -209,25 +205,6 @@ def test_nothing_usable_is_said_and_not_kept(tmp_path, golden: Golden):
     with golden.raises("data", place="rows.parquet"):
         run([source(tmp_path / "rows.parquet", [])], tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_columns_that_begin_with_nulls_or_change_their_type(tmp_path, monkeypatch, golden: Golden):
-    from cogumi.data import sources as reading
-
-    monkeypatch.setattr(reading, "MOST_ROWS", 2)
-
-    def prompts(rows: pl.DataFrame, first_row: int) -> Chunk:
-        return Chunk(pa.table({"prompt": rows["p"].to_list(), "answer": rows["a"].to_list()}))
-
-    def made_of(*answers: Any) -> Data:
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        path.write_text("\n".join(json.dumps({"p": "x", "a": answer}) for answer in answers))
-        return run([Source("r", [path], {"p": "p", "a": "a"}, prompts, files_identity([path]), "")], tmp_path).train
-
-    assert made_of(None, None, 1, 2, 2.5, None).dataset["answer"][:] == [None, None, 1.0, 2.0, 2.5, None]
-    assert made_of(None, None, "a", "b").dataset["answer"][:] == [None, None, "a", "b"]
-    with golden.raises("data", message="answer has incompatible types: int64 vs string"):
-        made_of(1, 2, "a", "b")
 
 
 def test_the_same_data_is_prepared_once(tmp_path, caplog):
@@ -413,6 +390,9 @@ def test_trl_maps_prepared_data_without_changing_it(tmp_path, tiny_model):
     )
     assert isinstance(trainer._get_train_sampler(), RandomSampler)
     assert [each["input_ids"] for each in trainer.train_dataset] == expected(numbered(20))
+    assert [each["labels"] for each in trainer.train_dataset] == [
+        [-100, -100, ids[-1]] for ids in expected(numbered(20))
+    ]
     assert (made.directory / "train.arrow").read_bytes() == before
     shutil.rmtree(made.directory)
     assert trainer.train_dataset[3]["input_ids"] == expected(numbered(20))[3]  # mapped files outlive their names

@@ -21,6 +21,7 @@ from cogumi.data.sources import ORIGINALS, batches
 from cogumi.methods.examples import Examples, prepare_examples
 from cogumi.models.loading import load_tokenizer
 from cogumi.rl.memory_plan import repeat_to_rollout
+from tests.builders import run_config
 from tests.chat_tokenizers import chat_tokenizer, tiny_for
 
 Config = dict[str, Any]
@@ -61,27 +62,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 def config_of(model: Path, source: Path | str, home: Path, **data: Any) -> Config:
-    return {
-        "model": {"name": str(model)},
-        "lora": {"r": 2},
-        "data": {
-            "source": str(source),
-            "format": "prompt_completion",
-            "columns": {"value": "value"},
-            "eval_rows": 0,
-            **data,
-        },
-        "train": {
-            "max_steps": 1,
-            "num_generations": 2,
-            "per_device_train_batch_size": 100,
-            "steps_per_generation": 2,
-            "max_completion_length": 2,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
-        },
-        "cogumi": {"method": "gspo", "run_dir": str(home / "run"), "rewards": [f"{home}/own.py:seen"], "merge": False},
-    }
+    rows = {"format": "prompt_completion", "columns": {"value": "value"}, "eval_rows": 0, **data}
+    train = {
+        "max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 100, "steps_per_generation": 2,
+        "max_completion_length": 2, "save_strategy": "no",
+    }  # fmt: skip
+    rewards = {"rewards": [f"{home}/own.py:seen"]}
+    return run_config("gspo", model, source, home / "run", data_section=rows, train=train, cogumi=rewards)
 
 
 def unpickled(path: Path) -> Iterator[Any]:
@@ -122,15 +109,8 @@ def test_messages_with_calls_of_tools_go_through_a_run_as_they_are(tiny_model: P
     arguments = {"a": 2, "b": [0.30000000000000004, 10**20, None], "c": {}}
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     told = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5", "name": "add"}]
-    rows = [
-        {
-            "id": n,
-            "value": n,
-            "prompt": [{"role": "user", "content": f"row {n}"}, *(told if n % 2 else [])],
-            "tools": [call] * (n % 2),
-        }
-        for n in range(16)
-    ]
+    asked = [[{"role": "user", "content": f"row {n}"}, *(told if n % 2 else [])] for n in range(16)]
+    rows = [{"id": n, "value": n, "prompt": prompt, "tools": [call] * (n % 2)} for n, prompt in enumerate(asked)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "own.py").write_text(REWARD)
     config = config_of(home, tmp_path / "rows.jsonl", tmp_path, eval_rows=2)
@@ -187,21 +167,11 @@ def test_sources_need_not_have_the_same_columns(tiny_model: Path, tmp_path: Path
 
 def test_a_row_of_a_table_is_its_cells_as_they_were_read(tiny_model: Path, tmp_path: Path) -> None:
     row = {
-        "prompt": "p",
-        "bytes": b"\xff\x00",
-        "text": "\0bytes",
-        "when": datetime(2026, 1, 2, 3, 4, 5, 678901),
-        "zoned": datetime(2026, 1, 2, tzinfo=UTC),
-        "day": date(2026, 1, 2),
-        "hour": time(3, 4, 5, 6),
-        "length": timedelta(days=-3, microseconds=7),
-        "money": Decimal("12345678901234567890.10"),
-        "value": {"a": [1.0, None], "b": {"c": b"x"}},
-        "none": None,
-        "number": 2**63 - 1,
-        "half": 1.0,
-        "yes": True,
-    }
+        "prompt": "p", "bytes": b"\xff\x00", "text": "\0bytes", "when": datetime(2026, 1, 2, 3, 4, 5, 678901),
+        "zoned": datetime(2026, 1, 2, tzinfo=UTC), "day": date(2026, 1, 2), "hour": time(3, 4, 5, 6),
+        "length": timedelta(days=-3, microseconds=7), "money": Decimal("12345678901234567890.10"),
+        "value": {"a": [1.0, None], "b": {"c": b"x"}}, "none": None, "number": 2**63 - 1, "half": 1.0, "yes": True,
+    }  # fmt: skip
     pl.DataFrame([row, row | {"prompt": "q", "value": None}]).write_parquet(tmp_path / "rows.parquet")
     config = config_of(tiny_model, tmp_path / "rows.parquet", tmp_path, eval_rows=1)
     examples = examples_of(config)

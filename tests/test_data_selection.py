@@ -26,12 +26,9 @@ def hashes_of(rows: list[dict[str, object]], seed: int = 0) -> list[int]:
 
 def test_equal_rows_have_equal_hashes_and_others_do_not():
     rows = [
-        {"a": "x", "b": "yz"},
-        {"a": "xy", "b": "z"},
-        {"a": "x", "b": None},
-        {"a": None, "b": "x"},
+        {"a": "x", "b": "yz"}, {"a": "xy", "b": "z"}, {"a": "x", "b": None}, {"a": None, "b": "x"},
         {"a": "", "b": ""},
-    ]
+    ]  # fmt: skip
     hashes = hashes_of(rows)
     assert len(set(hashes)) == len(rows)
     assert hashes_of(rows[::-1]) == hashes[::-1]

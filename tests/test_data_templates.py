@@ -11,10 +11,11 @@ from datasets import Dataset
 from tokenizers import normalizers
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat_templates import read_template
+from cogumi.data.chat import read_template
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import Chunk
+from tests import chat_tokenizers
 from tests.chat_tokenizers import chat_tokenizer, learned_texts, texts, tiny_for
 
 Rows = list[dict[str, Any]]
@@ -23,12 +24,8 @@ Rows = list[dict[str, Any]]
 def conversations(count: int = 24, system: bool = True) -> Rows:
     """One to three turns of real text, with leading and trailing spaces, blank lines and characters of up to four bytes."""
     pool = [
-        *(text[:120] for text in texts()[:60]),
-        "naïve 日本語 🎉🎉 x",
-        "\n\n a\n",
-        "1 < 2 && 'q'",
-        " \tends in space ",
-    ]
+        *(text[:120] for text in texts()[:60]), "naïve 日本語 🎉🎉 x", "\n\n a\n", "1 < 2 && 'q'", " \tends in space ",
+    ]  # fmt: skip
     rows = []
     for at in range(count):
         messages = [{"role": "system", "content": "Be brief."}] if system and at % 3 == 0 else []
@@ -40,11 +37,7 @@ def conversations(count: int = 24, system: bool = True) -> Rows:
 
 
 def chunk_of(rows: Rows, tokenizer: Any, format: str = "chat", method: str = "sft", **options: Any) -> Chunk:
-    frame = pl.DataFrame(rows, strict=False)
-    chosen = FormatOptions(method, format, **options)  # type: ignore[arg-type]
-    chunk = tokenize_for(chosen, tokenizer)(frame.select(**columns_for(chosen, frame.columns)), 0)
-    assert len(frame) == len(chunk.table) + sum(each.count for each in chunk.dropped.values())
-    return chunk
+    return chat_tokenizers.chunk_of(rows, tokenizer, FormatOptions(method, format, **options))  # type: ignore[arg-type]
 
 
 def labels_of(chunk: Chunk) -> list[list[int]]:
@@ -62,9 +55,6 @@ def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> D
     return trl.SFTTrainer(
         model=tiny_for(tokenizer), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     ).train_dataset
-
-
-# ----------------------------------------------------------------------------------------------------- TRL as the oracle
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_instruct_2507", "phi3"])
@@ -144,9 +134,6 @@ def test_calls_of_tools_and_their_results(tmp_path: Path) -> None:
     as_text = [message | ({"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": [3]}'}}]}
                           if "tool_calls" in message else {}) for message in messages]  # fmt: skip
     assert chunk_of([{"messages": json.dumps(as_text), "tools": tools}], tokenizer).table.equals(ours.table)
-
-
-# ------------------------------------------------------------------------------------------- the text itself as the oracle
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen2_5", "qwen3_instruct_2507", "gptoss", "phi3", "gemma"])
@@ -240,9 +227,6 @@ def test_texts_that_the_tokenizer_normalizes(learn: str, tmp_path: Path) -> None
     if learn == "turns":
         theirs = trl_prepared(rows, tokenizer, tmp_path, assistant_only_loss=True)
         assert (ours.table["input_ids"].to_pylist(), labels_of(ours)) == (theirs["input_ids"][:], theirs["labels"][:])
-
-
-# ------------------------------------------------------------------------------------------------------------ budget
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])

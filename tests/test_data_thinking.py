@@ -3,18 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 import torch
 from golden import Golden
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat_templates import read_template, read_thinking, visible_text
+from cogumi.data.chat import read_template, read_thinking, visible_text
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.formats import columns_for, tokenize_for
-from cogumi.data.records import decode_rows
+from cogumi.data.rows import decode_rows
 from cogumi.rewards.functions import on_visible
-from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, learned_texts, texts, tiny_for
+from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, chunk_of, learned_texts, texts, tiny_for
 
 QUESTION = {"role": "user", "content": "2 + 3?"}
 INLINE = {"role": "assistant", "content": "<think>\n2 and 3.\n</think>\n\n5."}
@@ -29,9 +27,8 @@ def learned(
 ) -> tuple[list[str], str, Any]:
     """(learned texts, the whole text, drops) of one question and its answer."""
     tokenizer = chat_tokenizer(name)
-    frame = pl.DataFrame({"messages": [[QUESTION, answer]]})
     options = FormatOptions("sft", "chat", learn=learn, thinking=thinking)  # type: ignore[arg-type]
-    chunk = tokenize_for(options, tokenizer)(frame.select(**columns_for(options, frame.columns)), 0)
+    chunk = chunk_of([{"messages": [QUESTION, answer]}], tokenizer, options)
     if not len(chunk.table):
         return [], "", list(chunk.dropped)
     row = chunk.table.to_pylist()[0]
@@ -40,9 +37,6 @@ def learned(
         tokenizer.decode(row["input_ids"]),
         chunk.dropped,
     )
-
-
-# ------------------------------------------------------------------------------------------------------ what is learned
 
 
 @pytest.mark.parametrize("learn", ["turns", "completion"])
@@ -129,9 +123,6 @@ def test_rendering_follows_the_flag_as_rollouts_do() -> None:
         )
         assert template.prompt([QUESTION]) == rollout
         assert rollout.endswith("</think>\n\n") == (flag is False)
-
-
-# ---------------------------------------------------------------------------------------------------------- what is seen
 
 
 @pytest.mark.parametrize(
@@ -224,9 +215,8 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     apply_thinking(False, args, tokenizer)
     rewards = [graded(reward, False, tokenizer, "tags", opened=False)]
     assert args.chat_template_kwargs == {"enable_thinking": False}
-    rows = pl.DataFrame({"messages": [[{"role": "user", "content": text[:20]}, PLAIN] for text in texts()[:4]]})
-    options = FormatOptions("gspo", "chat", thinking=False)
-    chunk = tokenize_for(options, tokenizer)(rows.select(**columns_for(options, rows.columns)), 0)
+    rows = [{"messages": [{"role": "user", "content": text[:20]}, PLAIN]} for text in texts()[:4]]
+    chunk = chunk_of(rows, tokenizer, FormatOptions("gspo", "chat", thinking=False))
     prompts_and_answers = decode_rows(Dataset(chunk.table), chunk.encoded)
     torch.manual_seed(0)
     trainer = trl.GRPOTrainer(

@@ -24,11 +24,9 @@ from cogumi.config.schema import load_config
 from cogumi.core.run_directory import read_jsonl
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import tokenize_for
-from cogumi.environments.calculator import Calculator, evaluate
-from cogumi.environments.code_completion import FUNCTIONS, CodeCompletion
 from cogumi.environments.episodes import Episodes
+from cogumi.environments.examples import FUNCTIONS, Calculator, CodeCompletion, Repository, evaluate
 from cogumi.environments.loading import SHIPPED, load_task, own_rows
-from cogumi.environments.repository import Repository
 from cogumi.forecast.data_sample import prompt_lengths
 from cogumi.health.flags import RunHistory
 from cogumi.methods.gspo import describe_sandbox, read_rewards, task_of, try_task
@@ -229,7 +227,7 @@ def test_an_environment_scores_no_completions_of_a_file(here: Path, golden: Gold
 def test_what_the_shipped_ones_are() -> None:
     tasks = {name: load_task(name, []) for name in SHIPPED}
     assert [task.takes_turns for task in tasks.values()] == [False, True, False]
-    assert all(task.pays and own_rows(task) for task in tasks.values())
+    assert all(task.has_reward and own_rows(task) for task in tasks.values())
     names = [[each["function"]["name"] for each in task.schemas] for task in tasks.values()]
     assert names == [["calculate"], [], ["read_file", "replace", "run_tests"]]
 
@@ -289,9 +287,6 @@ def test_a_repository_is_edited_until_its_tests_pass() -> None:
     assert "AssertionError" in environment.run_tests()
     with pytest.raises(KeyError):
         environment.replace("tests.py", "30", "31")
-
-
-# ------------------------------------------------------------------------------------------------------- not scored
 
 
 def test_a_completion_that_could_not_be_scored_is_in_no_baseline(make_trainer: Any) -> None:

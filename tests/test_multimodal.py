@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from builders import all_tensors, check_close, logits, rms, train
+from builders import all_tensors, check_close, logits, rms, run_config, train
 from hub_server import hub_server
 from multimodal_models import KINDS, save_multimodal
 from peft import PeftModel, get_peft_model
@@ -59,20 +59,10 @@ def base(kind: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def config_of(base: Path, code: Path, run_dir: Path) -> Config:
-    return {
-        "model": {"name": str(base)},
-        "lora": {"r": 4},
-        "data": {"source": str(code), "max_rows": 15, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
-        },
-        "cogumi": {"method": "sft", "run_dir": str(run_dir), "compile": "off", "samples_every": 0},
-    }
+    rows = {"max_rows": 15, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
+    train = {"max_steps": 3, "learning_rate": 1e-2, "save_strategy": "no"}
+    options = {"merge": True, "compile": "off", "samples_every": 0}
+    return run_config("sft", base, code, run_dir, data_section=rows, train=train, cogumi=options)
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +213,6 @@ def test_a_tied_head_that_is_adapted_alone_gets_a_tensor_that_both_classes_load(
         check_close(rms(logits(merged) - wanted), rms(wanted - plain))
 
 
-# ------------------------------------------------------------------------------------------------------ further training
-
-
 @pytest.mark.slow("bitsandbytes on a CPU takes seconds a step")
 def test_a_base_in_four_bits_trains_and_merges(base: Path, kind: str, code_parquet: Path, tmp_path: Path) -> None:
     """down_proj has 96 columns, which bitsandbytes misreads on some CPUs; the tower stays as it is."""
@@ -279,9 +266,6 @@ def test_full_tuning_leaves_the_towers_out_too(base: Path, kind: str, code_parqu
     else:
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before if any(p in name for p in OUTSIDE))
-
-
-# ---------------------------------------------------------------------------------------- planned before it is loaded
 
 
 def unmergeable(base: Path, code: Path, run_dir: Path) -> Config:

@@ -14,6 +14,7 @@ from cogumi.config.schema import load_config
 from cogumi.data.rows import describe_value
 from cogumi.data.stdlib_sample import sample_path
 from cogumi.methods.preview import Preview
+from tests.builders import run_config
 
 Config = dict[str, Any]
 
@@ -107,14 +108,8 @@ def test_a_broken_file_is_named_once(chat: Config, tmp_path: Path) -> None:
 
 def test_pairs_and_prompts_are_shown_too(chat: Config, tmp_path: Path) -> None:
     turn = [{"role": "user", "content": "2 + 2?"}]
-    pairs = pl.DataFrame(
-        {
-            "prompt": [turn] * 2,
-            "chosen": [[{"role": "assistant", "content": "4"}]] * 2,
-            "rejected": [[{"role": "assistant", "content": "5"}]] * 2,
-        }
-    )
-    pairs.write_parquet(tmp_path / "pairs.parquet")
+    sides = {side: [{"role": "assistant", "content": text}] for side, text in (("chosen", "4"), ("rejected", "5"))}
+    pl.DataFrame([{"prompt": turn, **sides}] * 2).write_parquet(tmp_path / "pairs.parquet")
     source = {"source": str(tmp_path / "pairs.parquet"), "format": "preference"}
     model = cogumi.train(chat, train__max_steps=1, train__max_length=256, train__gradient_checkpointing=False).merged
     shown = cogumi.preview({**chat, "model": {"name": str(model)}, "data": source, "train": {}}, cogumi__method="dpo")
@@ -167,13 +162,7 @@ def test_rows_that_are_left_alone_are_said_with_the_key_that_does_it(
 def test_prompts_alone_are_data_for_gspo(tiny_model: Path, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"def add_{number}(a, b):"}) for number in range(40)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
-    shown = cogumi.preview(
-        {
-            "model": {"name": str(tiny_model)},
-            "data": {"source": str(tmp_path / "prompts.jsonl"), "format": "prompt_completion", "eval_rows": 8},
-            "train": {"max_completion_length": 8},
-            "cogumi": {"method": "gspo", "rewards": ["parses"], "run_dir": str(tmp_path / "run")},
-        },
-        examples=2,
-    )
+    rows = {"format": "prompt_completion", "eval_rows": 8}
+    config = run_config("gspo", tiny_model, tmp_path / "prompts.jsonl", tmp_path / "run", data_section=rows)
+    shown = cogumi.preview(config, examples=2, train__max_completion_length=8, cogumi__rewards=["parses"])
     assert "def add_" in str(shown)

@@ -137,7 +137,7 @@ def test_examples_that_teach_to_answer_without_a_thought_are_counted(tmp_path: P
     }
     run = load_config(config)
     examples = prepare_examples(run, tokenizer)
-    assert (examples.train.thoughtless, len(examples.train.dataset)) == (3, 6)
+    assert (examples.train.rows_without_reasoning, len(examples.train.dataset)) == (3, 6)
     assert "in 3 of 6 examples" in describe_empty_thoughts(run, examples)
     for thinking in (None, False):
         other = load_config(config, cogumi__thinking=thinking)

@@ -12,10 +12,10 @@ import cogumi
 from cogumi.config.schema import dump_config, load_config
 from cogumi.methods import gspo
 from cogumi.rewards import rewards_of
-from cogumi.rewards.entries import read_entries, weights_of
 from cogumi.rewards.functions import exact_match
-from cogumi.rewards.named_rewards import needed_columns, refuse_missing_columns
+from cogumi.rewards.named_rewards import needed_columns, read_entries, refuse_missing_columns, weights_of
 from cogumi.training.stages import describe_differences
+from tests.builders import run_config
 
 MINE = """
 def long_enough(completions: list[str], least: int, scale: float = 1.0, words: list[str] = (), **columns):
@@ -107,12 +107,19 @@ def test_weights(golden: Golden) -> None:
 
 
 def config_of(rewards: list[Any], **train: Any) -> dict[str, Any]:
-    return {
-        "model": {"name": "cogumi:small-base"},
-        "data": {"source": "cogumi:stdlib", "eval_rows": 0, "max_rows": 24, "fim": {"max_length": 96}},
-        "train": {"max_completion_length": 20, "num_generations": 4, "per_device_train_batch_size": 8, **train},
-        "cogumi": {"method": "gspo", "rewards": rewards, "merge": False},
-    }
+    rows = {"eval_rows": 0, "max_rows": 24, "fim": {"max_length": 96}}
+    train = {"max_completion_length": 20, "num_generations": 4, "per_device_train_batch_size": 8, **train}
+    config = run_config(
+        "gspo",
+        "cogumi:small-base",
+        "cogumi:stdlib",
+        "runs/run",
+        data_section=rows,
+        train=train,
+        cogumi={"rewards": rewards},
+    )
+    del config["cogumi"]["run_dir"]
+    return config
 
 
 def test_a_run_knows_them_by_its_yaml_and_by_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +148,7 @@ def test_a_training_logs_and_weighs_them(tmp_path: Path, mine: str, monkeypatch:
         {"name": "overlong", "buffer": 10, "weight": 3.0},
         {"name": "overlong", "buffer": 20},
     ]
-    train = {"max_steps": 1, "steps_per_generation": 1, "save_strategy": "no", "gradient_checkpointing": False}
+    train = {"max_steps": 1, "steps_per_generation": 1, "save_strategy": "no"}
     result = cogumi.train(config_of(rewards, **train))
     row = result.metrics[0]
     means = [row[f"rewards/{name}/mean"] for name in ("long_enough", "overlong", "overlong_2")]

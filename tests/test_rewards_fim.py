@@ -3,9 +3,7 @@
 import warnings
 
 import pytest
-from golden import Golden
 
-from cogumi.rewards import rewards_of
 from cogumi.rewards.functions import edit_similarity, exact_match, parses
 
 
@@ -61,13 +59,6 @@ def test_parses_is_silent_here_and_changes_no_filter():
         assert caught == []
         warnings.warn("still heard", stacklevel=1)
         assert len(caught) == 1
-
-
-def test_rewards_by_name(golden: Golden):
-    assert rewards_of(["parses", "exact_match", "edit_similarity"]) == [parses, exact_match, edit_similarity]
-    assert [reward.__name__ for reward in rewards_of(["parses"])] == ["parses"]
-    with golden.raises("rewards", key="cogumi.rewards", message="'edit_similarty'", fix="'edit_similarity'"):
-        rewards_of(["edit_similarty"])
 
 
 def test_lists_of_unequal_length_are_an_error():

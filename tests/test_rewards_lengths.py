@@ -10,8 +10,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.methods.gspo import graded_as_seen, read_rewards
 from cogumi.rewards import rewards_of
-from cogumi.rewards.functions import edit_similarity, format_match
-from cogumi.rewards.lengths import count_thought_tokens, overlong, thought_spans
+from cogumi.rewards.functions import count_thought_tokens, edit_similarity, format_match, overlong, thought_spans
 from tests.chat_tokenizers import chat_tokenizer
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"

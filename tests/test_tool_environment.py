@@ -14,11 +14,9 @@ from typing import Any
 
 import jupytext
 import pytest
-import torch
 from filelock import FileLock
 from finished_runs import shared_by_workers
 from gspo_batches import gradient_of_logps
-from transformers import TrainerCallback
 
 import cogumi
 from cogumi.core.run_directory import read_jsonl
@@ -198,19 +196,11 @@ def trainer_in(
     from datasets import Dataset
 
     common = {
-        "loss_type": "gspo",
-        "num_generations": 8,
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "max_completion_length": 176,
-        "max_tool_calling_iterations": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "save_strategy": "no",
+        "loss_type": "gspo", "num_generations": 8, "per_device_train_batch_size": 8, "steps_per_generation": 2,
+        "max_completion_length": 176, "max_tool_calling_iterations": 2, "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant", "gradient_checkpointing": False, "bf16": False, "save_strategy": "no",
         "report_to": "none",
-    }
+    }  # fmt: skip
     opened.__name__ = "open"
     uses = {"tools": [opened], "reward_funcs": found} if tools else {"environment_factory": Boxes}
     uses = episodes.trainer_arguments() if episodes is not None else uses
@@ -237,27 +227,3 @@ def test_other_trainers_with_tools_are_proven_too(played: tuple[Any, Path], tmp_
     # A tool's token, which the sampler has no log-probability of, is in no ratio.
     assert max(first["policy/max_ratio"] - 1, 1 - first["policy/min_ratio"]) < 1e-5
     assert max(record["relative_difference"][key] for key in ("loss", "gradient")) < TOLERANCE
-
-
-@pytest.mark.slow("three trainings; a run killed inside a rollout is in the first tier")
-def test_a_run_with_tools_goes_on_inside_a_rollout(played: tuple[Any, Path], tmp_path: Path) -> None:
-    """With the mask that was saved with the rollout: the weights are those of a run that was not interrupted."""
-    ends = []
-    for name, stops in (("whole", [4]), ("cut", [3, 4])):
-        for stop in stops:
-            trainer = trainer_in(tmp_path / name, played[1], steps=4, save_strategy="steps", save_steps=3)
-            cogumi.protect(trainer)
-            if stop < 4:
-                trainer.add_callback(StopAfter(stop))
-            trainer.train()
-            assert trainer.state.global_step == stop
-        ends.append(trainer.model.state_dict())
-    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-
-
-class StopAfter(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step

@@ -21,7 +21,7 @@ from sampler_scenarios import CONTEXT, CONTROLS, ENDS, LENGTH, MARK, PROMPTS
 from test_tool_environment import taught  # noqa: F401
 from transformers import AutoTokenizer
 
-from cogumi.data.chat_templates import visible_text
+from cogumi.data.chat import visible_text
 from cogumi.models.completion import cut_at_stop
 
 Seen = dict[str, Any]

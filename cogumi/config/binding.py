@@ -1,7 +1,7 @@
-"""Sections of a config, bound to the signatures of the libraries: an unknown key or a wrong type is one line with its place.
+"""Bind sections of a config to the signatures of the libraries: a wrong key, type or value is one line with its place.
 
-Importing trl takes seconds, and a misspelt key should not wait for them. So keys and types are first read from the
-installed sources. This refuses only what is certain to be wrong. Afterwards a run is bound to the imported classes.
+Importing trl takes seconds, and a misspelt key should not wait for them. Keys and types are therefore first read from the
+installed sources, which refuses only what is certain to be wrong. Later a run is bound to the imported classes.
 """
 
 import ast
@@ -11,10 +11,11 @@ import difflib
 import importlib.util
 import re
 import typing
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -62,7 +63,41 @@ NAMED_IN_HELP = (
 MORE_NAMES = {("GRPOConfig", "loss_type")}  # cogumi has losses of its own (cogumi.config.presets)
 QUOTED = re.compile(r"""[`'"]([a-z][a-z0-9_]*)[`'"]""")
 # unsloth replaces TRL's config classes with its own, which have more keys; this is where it writes them.
-UNSLOTH = "unsloth.models.rl"
+UNSLOTH_CONFIG_MODULE = "unsloth.models.rl"
+# Keys of LoraConfig that a run cannot choose, and the reason.
+FIXED_LORA_KEYS = {
+    "peft_type": "cogumi trains LoRA and no other kind of adapter",
+    "task_type": "the model is a causal language model",
+    "inference_mode": "a frozen adapter does not train",
+    "base_model_name_or_path": "the base is model.name",
+    "revision": "the base's is model.revision",
+    "auto_mapping": "PEFT writes it",
+    "peft_version": "PEFT writes it",
+}
+# Values of lora.init_lora_weights that need a pass over the data or gradients before training.
+PREPARED_INITS = ("eva", "corda")
+# Limits that the types do not express: {rule in words: (predicate, keys)}.
+RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "must be at least 1": (
+        lambda n: n >= 1,
+        ("train.per_device_train_batch_size", "train.per_device_eval_batch_size", "train.gradient_accumulation_steps",
+         "train.save_total_limit", "train.max_completion_length", "train.steps_per_generation", "train.num_iterations",
+         "train.vllm_max_model_length", "lora.r"),
+    ),
+    "must be 1, as a run is one process; a server may have more": (lambda n: n == 1, ("train.vllm_tensor_parallel_size",)),
+    "must be at least 1, or -1 for train.num_train_epochs": (lambda n: n >= 1 or n == -1, ("train.max_steps",)),
+    "must be at least 1 step, or a share of all steps below 1":
+        (lambda n: n > 0, ("train.save_steps", "train.logging_steps", "train.eval_steps")),
+    "must be more than 0": (lambda n: 0 < n < inf, ("train.num_train_epochs", "train.repetition_penalty")),
+    "must be more than 0, because GRPO samples; 1.0 samples from the model as it is":
+        (lambda n: 0 < n < inf, ("train.temperature",)),
+    "must be more than 0 and at most 1": (lambda n: 0 < n <= 1, ("train.top_p", "train.vllm_gpu_memory_utilization")),
+    "must be at least 0 and at most 1": (lambda n: 0 <= n <= 1, ("train.min_p",)),
+    "must be at least 1, or 0 for all tokens": (lambda n: n >= 0, ("train.top_k",)),
+    "must be 0 or more": (lambda n: 0 <= n < inf, ("train.learning_rate", "train.weight_decay", "train.warmup_steps")),
+    "must be at least 0 and below 1":
+        (lambda n: 0 <= n < 1, ("train.adam_beta1", "train.adam_beta2", "lora.lora_dropout")),
+}  # fmt: skip
 
 
 def bind_mapping(value: Any, section: str, origins: Origins) -> dict[str, Any]:
@@ -74,7 +109,7 @@ def bind_mapping(value: Any, section: str, origins: Origins) -> dict[str, Any]:
 
 
 def nearest(word: Any, known: Iterable[Any]) -> str | None:
-    """The known word that was meant, most likely."""
+    """Return the known word that is most similar, if any."""
     return next(iter(difflib.get_close_matches(str(word), map(str, known), n=1)), None)
 
 
@@ -87,20 +122,8 @@ def reject_unknown(values: Iterable[str], known: Iterable[str], prefix: str, ori
             raise origins.error(f"unknown key `{prefix}{key}`{where}", f"{prefix}{key}", hint)
 
 
-def refuse_bits(bound: dict[str, Any], section: str, origins: Origins) -> None:
-    """Raise UsageError unless a quantization is to 4 bits or to 8, with nothing beside it that is for the other."""
-    chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
-    if len(chosen) != 1:
-        what = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
-        raise origins.error(f"{section}: load_in_4bit and load_in_8bit {what}", section)
-    for key in bound:
-        if key.startswith(KEYS_OF_OTHER_BITS[chosen[0]]):
-            ignored = f"{section}.{key} would be ignored with {chosen[0]}: true"
-            raise origins.error(ignored, f"{section}.{key}", "drop it")
-
-
 def bind_values(values: dict[str, Any], section: str, name: str, hints: Hints, origins: Origins) -> dict[str, Any]:
-    """The section's values, coerced to the types (`hints`) of the library's config class of this name."""
+    """Coerce the section's values to the types (`hints`) of the library's config class `name`."""
     reject_unknown(values, hints, f"{section}.", origins, f" ({name}, {owner_of(name)} {version(owner_of(name))})")
     bound = {}
     for key, value in values.items():
@@ -115,33 +138,42 @@ def bind_values(values: dict[str, Any], section: str, name: str, hints: Hints, o
             # Lax mode: YAML 1.1 reads `5e-7` as a string, which is a float to everybody else.
             bound[key] = TypeAdapter(hint).validate_python(value)
         except ValidationError as error:
-            if value is None:  # not a value of this key: `train.beta=null` takes what the file says away
+            if value is None:  # no value of this key: `train.beta=null` removes the one of the file
                 continue
-            said = error.errors()[0]["msg"]
+            problem = error.errors()[0]["msg"]
             choices = get_args(hint) if get_origin(hint) is Literal else ()
             if len(choices) > MANY_CHOICES and (near := nearest(value, choices)):
-                said = f"did you mean {near}?"
-            elif get_origin(hint) not in (Annotated, Literal):  # what those allow is in the message
-                said += f" ({hint.__name__ if isinstance(hint, type) else hint})"
-            raise origins.error(f"{section}.{key} = {value!r}: {said}", f"{section}.{key}") from None
+                problem = f"did you mean {near}?"
+            elif get_origin(hint) not in (Annotated, Literal):  # their message lists the allowed values
+                problem += f" ({hint.__name__ if isinstance(hint, type) else hint})"
+            raise origins.error(f"{section}.{key} = {value!r}: {problem}", f"{section}.{key}") from None
     return bound
 
 
-# ------------------------------------------------------------------------------------------------- of imported classes
+def refuse_out_of_range(section: str, values: dict[str, Any], origins: Origins) -> None:
+    """Raise UsageError for numbers out of range, which libraries replace by a default or reject late."""
+    for rule, (is_valid, keys) in RANGES.items():
+        for key in keys:
+            name = key.removeprefix(f"{section}.")
+            value = values.get(name) if name != key else None
+            if isinstance(value, int | float) and not is_valid(value):
+                raise origins.error(f"{key} = {value:g}: {rule}", key)
+
+
+# ---------------------------------------------------------------------------------------------------- imported classes
 
 
 def owner_of(name: str) -> str:
-    """The package of a library's config class."""
     return HOMES[name].partition(".")[0]
 
 
 def config_class(name: str) -> Any:
-    """A library's config class. Imported here: trl brings torch and transformers, and a missing file should not wait."""
+    """Import a library's config class; trl imports torch and transformers."""
     return getattr(importlib.import_module(owner_of(name)), name)
 
 
 def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
-    """Type by key of a library's config class, as the class itself says."""
+    """Return the type of each key of a library's config class."""
     if name == "BitsAndBytesConfig":
         return QUANTIZATION
     owner = config_class(name)
@@ -149,11 +181,14 @@ def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
     return {field.name: hints[field.name] for field in dataclasses.fields(owner) if field.init}
 
 
-# ------------------------------------------------------------------------------------------------- read from the source
+# ------------------------------------------------------------------------------------------------------------- sources
 
 
 def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints:
-    """Type by key from the library's source, `Any` where only the library can tell. asked: keys unsloth may add."""
+    """Read the type of each key from the library's source; `Any` if only the library can tell.
+
+    asked: keys of the config, which unsloth may have added to TRL's.
+    """
     if name == "BitsAndBytesConfig":
         return QUANTIZATION
     try:
@@ -161,18 +196,18 @@ def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints:
     except LookupError:
         return hints_imported(name)
     fields = dict(fields_of_class(module, definition))
-    if owner_of(name) == "trl" and (unsloth := file_of(UNSLOTH)) is not None:
+    if owner_of(name) == "trl" and (unsloth := file_of(UNSLOTH_CONFIG_MODULE)) is not None:
         text = unsloth.read_text(encoding="utf-8")
         fields |= {key: Any for key in asked if key not in fields and key in text}
     return fields
 
 
 def reporters_in_source() -> list[str]:
-    """What `train.report_to` may name, besides none and all."""
+    """Return the values of `train.report_to` besides none and all."""
     module, table = REPORTERS
-    for each in module_of(module).body:
-        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Dict) and ast.unparse(each.targets[0]) == table:
-            return [str(key.value) for key in each.value.keys if isinstance(key, ast.Constant)]
+    for node in module_of(module).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == table:
+            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
     raise LookupError(f"{module} has no {table}")
 
 
@@ -187,7 +222,7 @@ def losses_in_source() -> list[str]:
 
 @cache
 def module_of(name: str) -> ast.Module:
-    """The syntax tree of an installed module."""
+    """Parse an installed module without importing it."""
     path = file_of(name)
     if path is None:
         raise LookupError(f"there is no module {name}")
@@ -195,11 +230,11 @@ def module_of(name: str) -> ast.Module:
 
 
 def file_of(name: str) -> Path | None:
-    """The file of a module. Its package is found, not imported."""
+    """Return the file of a module, without importing its package."""
     package, *inside = name.split(".")
     spec = importlib.util.find_spec(package)
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(place, *inside)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder, *inside)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
                 return file
@@ -207,14 +242,14 @@ def file_of(name: str) -> Path | None:
 
 
 def find_class(module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """(module, definition) of a class that a module defines or imports from its own package. Raises LookupError."""
-    for each in module_of(module).body:
-        if isinstance(each, ast.ClassDef) and each.name == name:
-            return module, each
-        if isinstance(each, ast.ImportFrom) and any((as_.asname or as_.name) == name for as_ in each.names):
+    """Find (module, definition) of a class that a module defines or imports from its own package, or LookupError."""
+    for node in module_of(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
             if name in HOMES:
                 return find_class(HOMES[name], name)
-            relative = "." * each.level + (each.module or "")
+            relative = "." * node.level + (node.module or "")
             origin = importlib.util.resolve_name(relative, module.rpartition(".")[0])
             if origin.partition(".")[0] == module.partition(".")[0]:
                 return find_class(origin, name)
@@ -222,32 +257,36 @@ def find_class(module: str, name: str) -> tuple[str, ast.ClassDef]:
 
 
 def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, Any]]:
-    """(key, type) of what a dataclass is built with, its bases' first."""
+    """Iterate over (key, type) of a dataclass's arguments, those of its bases first."""
     for base in map(ast.unparse, definition.bases):
         try:
-            found = find_class(module, base)
+            base_definition = find_class(module, base)
         except LookupError:  # of another package
             continue
-        yield from fields_of_class(*found)
-    if not any("dataclass" in ast.unparse(each) for each in definition.decorator_list):
+        yield from fields_of_class(*base_definition)
+    if not any("dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list):
         return
-    keys = {
-        each.target.id
-        for each in definition.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    }
-    for each in definition.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and is_argument(each):
-            key, hint = each.target.id, type_of(module, each.annotation)
-            if key in NAMED_IN_HELP and (definition.name, key) not in MORE_NAMES:
-                hint = named_in_help(hint, each, keys)
-            yield key, hint
+    annotated = [
+        node for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    fields = {ast.unparse(node.target): node for node in annotated}
+    for key, node in fields.items():
+        options = node.value.keywords if isinstance(node.value, ast.Call) else []
+        is_fixed = any(option.arg == "init" and plain_value(option.value) is False for option in options)
+        if is_fixed or "ClassVar" in ast.unparse(node.annotation):
+            continue
+        hint = type_of(module, node.annotation)
+        if key in NAMED_IN_HELP and (definition.name, key) not in MORE_NAMES:
+            hint = named_in_help(hint, node, fields)
+        yield key, hint
 
 
 def named_in_help(hint: Any, field: ast.AnnAssign, keys: Container[str]) -> Any:
-    """A type of text as a Literal of the words that the field's help quotes; as it is for fewer than two words.
-    keys: of the class, which a help may quote too ("when `use_vllm` is set")."""
-    texts = (each.value for each in ast.walk(field) if isinstance(each, ast.Constant) and isinstance(each.value, str))
+    """Narrow a type of text to the words that the field's help quotes, if it quotes at least two.
+
+    keys: of the class, which a help may quote too ("when `use_vllm` is set").
+    """
+    texts = (node.value for node in ast.walk(field) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     quoted = dict.fromkeys(QUOTED.findall(" ".join(texts)))
     words: Any = Literal[tuple(word for word in quoted if word not in keys)]
     if len(get_args(words)) < 2 or hint not in (str, list[str]):
@@ -255,15 +294,8 @@ def named_in_help(hint: Any, field: ast.AnnAssign, keys: Container[str]) -> Any:
     return words if hint is str else list[words]
 
 
-def is_argument(field: ast.AnnAssign) -> bool:
-    if "ClassVar" in ast.unparse(field.annotation):
-        return False
-    options = field.value.keywords if isinstance(field.value, ast.Call) else []
-    return not any(each.arg == "init" and plain_value(each.value) is False for each in options)
-
-
 class Names(dict[str, Any]):
-    """What the names of an annotation mean: builtins, `typing`'s, and enumerations as Literals of their values."""
+    """Namespace of an annotation: builtins, `typing`, and enumerations as Literals of their values."""
 
     def __init__(self, module: str) -> None:
         super().__init__(vars(builtins) | {name: getattr(typing, name) for name in typing.__all__})
@@ -277,31 +309,31 @@ class Names(dict[str, Any]):
 
 
 def type_of(module: str, annotation: ast.expr) -> Any:
-    """The type that an annotation means, without importing what it names: `Any` for a class that is no enumeration."""
+    """Evaluate an annotation without importing its classes: `Any` for a class that is no enumeration."""
     names = Names(module)
-    if isinstance(annotation, ast.Constant) or any(isinstance(each, ast.Attribute) for each in ast.walk(annotation)):
+    if isinstance(annotation, ast.Constant) or any(isinstance(node, ast.Attribute) for node in ast.walk(annotation)):
         return Any  # a type in quotes, or a dotted name
     try:
         hint = eval(ast.unparse(annotation), {"__builtins__": {}}, names)
-    except TypeError:  # a part in quotes, or a class that is not followed with something in brackets
+    except TypeError:  # a part in quotes, or an unresolved class with a subscript
         return Any
     parts = get_args(hint)
-    if names.choices & set(parts):  # `OptimizerNames | str`: the library makes a member of the text, or raises
+    if names.choices & set(parts):  # `OptimizerNames | str`: the library converts the text, or raises
         return Union[tuple(part for part in parts if part is not str)]  # noqa: UP007
     return hint
 
 
 @cache
 def enumeration(module: str, name: str) -> Any:
-    """The values of an enumeration as a Literal; Any for another class."""
+    """Return the values of an enumeration as a Literal; Any for another class."""
     try:
         _, definition = find_class(module, name)
     except LookupError:
         return Any
     if not any("Enum" in ast.unparse(base) for base in definition.bases):
         return Any
-    values = [plain_value(each.value) for each in definition.body if isinstance(each, ast.Assign)]
-    return Literal[tuple(values)] if all(isinstance(each, str) for each in values) else Any
+    values = [plain_value(node.value) for node in definition.body if isinstance(node, ast.Assign)]
+    return Literal[tuple(values)] if all(isinstance(value, str) for value in values) else Any
 
 
 def plain_value(node: ast.expr) -> Any:

@@ -1,9 +1,8 @@
-"""One YAML, one run. `model / lora / data / train / cogumi`, checked key by key before anything is loaded or written.
+"""The schema of a run: one YAML with `model / lora / data / train / cogumi`, checked before anything is loaded or written.
 
-`lora:` is peft's LoraConfig and `train:` is TRL's config for the method (SFTConfig, DPOConfig, GRPOConfig). Both are
-bound to the installed libraries' own signatures. An unknown key or a wrong type is one line that names file, line and
-key. Values come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`), then from the call or the
-command line.
+`lora:` is peft's LoraConfig and `train:` is TRL's config for the method (SFTConfig, DPOConfig, GRPOConfig), both bound to
+the installed libraries' signatures. Values come from the file, then from the environment (`COGUMI_TRAIN__MAX_STEPS=5`),
+then from the call or the command line.
 """
 
 import os
@@ -16,6 +15,9 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cogumi.config.binding import (
+    FIXED_LORA_KEYS,
+    KEYS_OF_OTHER_BITS,
+    PREPARED_INITS,
     Hints,
     bind_mapping,
     bind_values,
@@ -23,18 +25,17 @@ from cogumi.config.binding import (
     hints_in_source,
     losses_in_source,
     nearest,
-    refuse_bits,
+    refuse_out_of_range,
     reject_unknown,
     reporters_in_source,
 )
-from cogumi.config.limits import refuse_no_lora, refuse_out_of_range
 from cogumi.config.presets import PRESETS, REMOVED
 from cogumi.config.source import SECTIONS, Origins, not_a_section, parse_scalar, read_source, set_value
 from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
 ENVIRONMENT_PREFIX = "COGUMI_"
 TRL_CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "gspo": "GRPOConfig"}
-# Keys of the `cogumi:` section that mean something to gspo only, and of `data.fim:` what counts whatever a row is.
+# Keys of the `cogumi:` section for gspo only; the key of `data.fim:` for every format.
 GSPO_ONLY = (
     *("rewards", "environment", "tools", "episode_seconds"),
     *("docs_per_step", "prompts_per_step", "behaviour_logps", "fp32_lm_head"),
@@ -57,7 +58,7 @@ class ModelSection(Section):
     attn_implementation: str | None = None
     """As in transformers: sdpa, eager, flash_attention_2, ...; chosen by the machine and the model when unset."""
     quantization_config: dict[str, Any] | None = None
-    """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4, quantized twice, computing in `dtype`."""
+    """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4 with double quantization, in `dtype`."""
     adapter: Path | None = None
     """The adapter directory of an earlier run, such as runs/sft/adapter, to start from; its `lora:` section holds."""
 
@@ -234,8 +235,8 @@ class CogumiSection(Section):
     max_cost: float | None = Field(default=None, gt=0)
     """The same in dollars of `price_per_hour`."""
     samples_every: int | None = Field(default=None, ge=0)
-    """Complete the prompts of samples.jsonl every so many steps, beside before the training and at its end; 0: only there.
-    By default at each tenth of a long run, as long as it takes at most 2 % of the time."""
+    """Complete the prompts of samples.jsonl every N steps, plus before and after training; 0: before and after only. By default
+    at each tenth of a long run, as long as it takes at most 2 % of the time."""
     preflight: Annotated[Literal["auto", "on", "off"], BeforeValidator(on_or_off)] = "auto"
     """Forecast the memory first, and refuse a run that cannot fit. auto: where there is a GPU."""
     compile: Annotated[Literal["auto", "off", "layers"], BeforeValidator(on_or_off)] = "auto"
@@ -254,15 +255,15 @@ class CogumiSection(Section):
         return self.processes if isinstance(self.processes, int) else 1
 
 
-# Keys of `train:` that a run does not take.
-BESIDE = "would share the model out beside cogumi.sharding", "set cogumi.sharding: fsdp2"
-NOT_ASKED = {
+# Keys of `train:` that a run refuses: {key: (reason, fix)}.
+SHARDING_CONFLICT = "would share the model out beside cogumi.sharding", "set cogumi.sharding: fsdp2"
+REFUSED_TRAIN_KEYS = {
     "output_dir": ("is the run's own", "set cogumi.run_dir"),
     "resume_from_checkpoint": ("is the run's own: the last good checkpoint in its directory", "set cogumi.run_dir"),
     # Under ZeRO-3 all processes make each model together, and in a run the first one looks ahead alone.
     "deepspeed": ("is not for a run: checkpoints of DeepSpeed are not verified", "set cogumi.sharding: fsdp2"),
-    "fsdp": BESIDE,
-    "fsdp_config": BESIDE,
+    "fsdp": SHARDING_CONFLICT,
+    "fsdp_config": SHARDING_CONFLICT,
     # Where several processes see one example, what each counts is not to be summed.
     "parallelism_config": ("is not for a run: processes share examples, and never a part of one", "drop it"),
 }
@@ -282,10 +283,10 @@ class RunConfig(Section):
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunConfig:
-    """The checked configuration of one run.
+    """Return the checked configuration of one run, from a path, a template's name or a mapping.
 
-    `config` is a path or a mapping; `overrides` are dotted names with `__` for the dot (`train__max_steps=5`).
-    Raises UsageError with one line that names the key, where it was set, and the nearest valid name.
+    `overrides` are dotted names with `__` for the dot (`train__max_steps=5`). Raises UsageError with the key, where it was
+    set, and the nearest valid name.
     """
     run, origins = read_config(config, overrides)
     return bind_sections(run, hints_imported, origins)
@@ -294,7 +295,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
 def read_config(
     config: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[RunConfig, Origins]:
-    """The configuration as far as it is known without importing trl and peft, and where its values come from."""
+    """Check a configuration as far as possible without importing trl and peft; return it with the origins of its values."""
     values, origins = read_source(config)
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX):
@@ -313,14 +314,19 @@ def read_config(
     for optional in ("lora", "train"):
         values[optional] = bind_mapping(values.get(optional), optional, origins)
 
-    if not values["cogumi"].get("environment") or values["data"].get("mix"):
-        refuse_two_sources(values["data"], origins)
+    data, mix = values["data"], values["data"].get("mix")
+    if data.get("source") is None and not mix and not values["cogumi"].get("environment"):
+        raise origins.error("`data.source` is missing (or data.mix, a list of sources)", "data.source", at="data")
+    for key in ("source", "revision", "split", "subset") if mix else ():
+        if data.get(key) is not None:
+            ignored = f"data.{key} beside data.mix would be ignored"
+            raise origins.error(ignored, f"data.{key}", "give it in an entry of the mix")
     run = validate_sections(values, origins)
     refuse_ignored(run, origins)
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
         what = f"{run.cogumi.sharding} shares the model among several processes, and there is one"
         raise origins.error(f"cogumi.sharding: {what}", "cogumi.sharding", "set cogumi.processes as well, or drop it")
-    for name, (why, fix) in NOT_ASKED.items():
+    for name, (why, fix) in REFUSED_TRAIN_KEYS.items():
         if name in run.train:
             raise origins.error(f"train.{name} {why}", f"train.{name}", fix)
     for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
@@ -334,7 +340,7 @@ def read_config(
 
 
 def bind_sections(run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints], origins: Origins) -> RunConfig:
-    """The run with `train:`, `lora:` and the quantization bound to the libraries' classes, whose types `hints_of` knows."""
+    """Bind `train:`, `lora:` and the quantization to the libraries' classes, whose types `hints_of` returns."""
 
     def bind(values: dict[str, Any], section: str, name: str) -> dict[str, Any]:
         return bind_values(values, section, name, hints_of(name, values), origins)
@@ -344,16 +350,29 @@ def bind_sections(run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints
     run.lora = bind(run.lora, "lora", "LoraConfig")
     refuse_out_of_range("train", run.train, origins)
     refuse_out_of_range("lora", run.lora, origins)
-    refuse_no_lora(run.lora, origins)
+    for key, reason in FIXED_LORA_KEYS.items():
+        if key in run.lora:
+            raise origins.error(f"lora.{key} is not the run's to set: {reason}", f"lora.{key}", "drop it")
+    init = str(run.lora.get("init_lora_weights", "")).lower()
+    if init in PREPARED_INITS:
+        needs = f"{init} needs a pass over the data before training, which a run does not make"
+        raise origins.error(needs, "lora.init_lora_weights", "drop it")
     if run.model.quantization_config is not None:
         section = "model.quantization_config"
-        run.model.quantization_config = bind(run.model.quantization_config, section, "BitsAndBytesConfig")
-        refuse_bits(run.model.quantization_config, section, origins)
+        bound = run.model.quantization_config = bind(run.model.quantization_config, section, "BitsAndBytesConfig")
+        chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
+        if len(chosen) != 1:
+            problem = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
+            raise origins.error(f"{section}: load_in_4bit and load_in_8bit {problem}", section)
+        for key in bound:
+            if key.startswith(KEYS_OF_OTHER_BITS[chosen[0]]):
+                ignored = f"{section}.{key} would be ignored with {chosen[0]}: true"
+                raise origins.error(ignored, f"{section}.{key}", "drop it")
     return run
 
 
 def dump_config(run: RunConfig) -> str:
-    """The resolved configuration as YAML, secrets replaced by `<redacted>`."""
+    """Return the resolved configuration as YAML, with secrets replaced by `<redacted>`."""
     return yaml.safe_dump(redact(run.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
 
 
@@ -368,7 +387,7 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def refuse_ignored(run: RunConfig, origins: Origins) -> None:
-    """Raise UsageError for keys that this method or format of data does not look at."""
+    """Raise UsageError for keys that this method or data format ignores."""
     formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
     ignored = (
         {"data.overlong": "messages are not cut; a prompt that is too long is left out"} if formats == {"chat"} else {}
@@ -389,7 +408,7 @@ def refuse_ignored(run: RunConfig, origins: Origins) -> None:
 
 
 def refuse_unknown_names(run: RunConfig, origins: Origins) -> None:
-    """Raise UsageError for a loss of GSPO's family, or a place for metrics, that there is not."""
+    """Raise UsageError for an unknown loss of GSPO's family, or an unknown tracker."""
     losses = [run.train.get("loss_type", "gspo")] if run.cogumi.method == "gspo" else []
     report_to = run.train.get("report_to") or []
     reporters = [report_to] if isinstance(report_to, str) else report_to
@@ -407,7 +426,7 @@ def refuse_unknown_names(run: RunConfig, origins: Origins) -> None:
 
 
 def fill_for_environment(values: dict[str, Any]) -> None:
-    """Defaults of a run that acts in something: prompts, and of an environment its own reward and, without a source, rows."""
+    """Fill in defaults of a run with an environment or tools: prompts; with an environment, its own reward and rows."""
     options, data = values.get("cogumi"), values.get("data")
     if not isinstance(options, dict) or not (options.get("environment") or options.get("tools")):
         return
@@ -419,16 +438,6 @@ def fill_for_environment(values: dict[str, Any]) -> None:
         data.setdefault("format", "prompt_completion")
 
 
-def refuse_two_sources(data: Mapping[str, Any], origins: Origins) -> None:
-    """Raise UsageError unless there is one `source`, or a `mix` that says for itself where its rows are."""
-    if data.get("source") is None and not data.get("mix"):
-        raise origins.error("`data.source` is missing (or data.mix, a list of sources)", "data.source", at="data")
-    for key in ("source", "revision", "split", "subset") if data.get("mix") else ():
-        if data.get(key) is not None:
-            ignored = f"data.{key} beside data.mix would be ignored"
-            raise origins.error(ignored, f"data.{key}", "give it in an entry of the mix")
-
-
 def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
@@ -436,18 +445,17 @@ def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
         problem = error.errors()[0]
         path = [str(part) for part in problem["loc"]]
         dotted = ".".join(path)
-        # The place of the key itself, or of the nearest section above it that is there.
+        # The place of the key, or of the nearest section above it.
         above = (".".join(path[:length]) for length in range(len(path), 0, -1))
         at = next((key for key in above if key in origins), "")
         if problem["type"] == "extra_forbidden":
             section: Any = RunConfig
             for part in path[:-1]:
-                # An entry of a list stands for its kind.
                 section = get_args(section)[0] if part.isdigit() else section.model_fields[part].annotation
             reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins)
-        said = f"{dotted} = {problem['input']!r}: {problem['msg']}"
+        message = f"{dotted} = {problem['input']!r}: {problem['msg']}"
         if problem["type"] == "missing":
-            said = f"`{dotted}` is missing"
+            message = f"`{dotted}` is missing"
         elif problem["type"] in ("model_type", "dict_type"):
-            said = not_a_section(dotted, problem["input"])
-        raise origins.error(said, dotted, at=at) from None
+            message = not_a_section(dotted, problem["input"])
+        raise origins.error(message, dotted, at=at) from None

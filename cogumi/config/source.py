@@ -1,4 +1,4 @@
-"""Where the values of a run come from, each with its place; and the templates that come with the package."""
+"""Read the values of a run with the place of each, and list the templates that come with the package."""
 
 import difflib
 import os
@@ -17,14 +17,14 @@ FOLDERS = {"configs": "*.yaml", "accelerate": "*.yaml", "recipes": "*.py", "temp
 
 
 class Origins(dict[str, str]):
-    """Where each value came from, by dotted key: "file.yaml:12", "environment COGUMI_X"; else the label."""
+    """Origin of each value by dotted key ("file.yaml:12", "environment COGUMI_X"); the label for any other key."""
 
     def __init__(self, label: str) -> None:
         super().__init__()
         self.label = label
 
     def error(self, message: str, key: str, fix: str = "", at: str = "") -> UsageError:
-        """What is wrong with a key, at the place of that key, or of the key `at`."""
+        """Return an error at the place of a key, or of the key `at`."""
         return UsageError(message, key=key, place=self.get(at or key, self.label), fix=fix)
 
 
@@ -33,15 +33,22 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
         return copy_mapping(config), Origins("config")
     if not isinstance(config, str | os.PathLike):
         raise UsageError(f"{config!r} is no config", fix="give a YAML file, a name of `cogumi cp`, or a dict")
-    path = find_config(Path(config))
+    path = Path(config)
+    if not is_yaml(path) and not path.exists():  # a name of `cogumi cp`, such as smoke/sft
+        path = list_templates().get(path.as_posix(), path)
     if path.is_dir():
         fix = f"name a YAML file in it; {suggest_yaml(path / 'x.yaml')}"
         raise UsageError(f"{path} is a directory", fix=fix)
     if not path.exists():
         raise UsageError("no such config file", place=path, fix=suggest_yaml(path))
+    origins = Origins(str(path))
     try:
         text = path.read_text(encoding="utf-8")
-        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()  # with line numbers
+        if isinstance(node, yaml.MappingNode):
+            record_lines(node, "", origins)  # before merge keys (<<) are expanded
+        values: Any = loader.construct_document(node) if node else None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot be read as UTF-8 text: {error}", place=path) from None
     except yaml.YAMLError as error:
@@ -50,16 +57,7 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
         raise UsageError(f"not valid YAML: {' '.join(problem.split())}", place=place) from None
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"a config is a mapping with the sections {', '.join(SECTIONS)}", place=f"{path}:1")
-    origins = Origins(str(path))
-    record_lines(node, "", origins)
     return values, origins
-
-
-def find_config(path: Path) -> Path:
-    """A config that comes with the package where `path` is its name, as in `cogumi cp`: `smoke/sft`; else the path."""
-    if is_yaml(path) or path.exists():
-        return path
-    return list_templates().get(path.as_posix(), path)
 
 
 def is_yaml(path: Path) -> bool:
@@ -78,8 +76,8 @@ def record_lines(node: yaml.MappingNode, prefix: str, origins: Origins) -> None:
 
 
 def suggest_yaml(path: Path) -> str:
-    """The nearest YAML beside a path that is none; of a name without an ending the nearest of the package's own."""
-    names = {each.name: path.parent / each.name for each in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
+    """Suggest a YAML beside a missing path, or one of the package's own for a name without a suffix."""
+    names = {file.name: file for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
     if not is_yaml(path):
         names |= {name: Path(name) for name in list_templates() if not name.endswith(".py")}
     near = difflib.get_close_matches(path.name if is_yaml(path) else str(path), names, n=1)
@@ -89,7 +87,7 @@ def suggest_yaml(path: Path) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """The first dozen of the names, and how many more there are."""
+    """Join the first dozen names, and count the rest."""
     return ", ".join(names[:12]) + f" and {len(names) - 12} more" * (len(names) > 12)
 
 
@@ -129,29 +127,29 @@ def set_value(values: dict[str, Any], origins: Origins, key: str, value: Any, or
     origins[key] = origin
 
 
-# -------------------------------------------------------------------------------------------- what the package brings
+# ----------------------------------------------------------------------------------------------------------- templates
 
 
 def list_templates() -> dict[str, Path]:
-    """Everything that can be handed out, by name: configs without their ending, the others with it."""
-    found = {}
+    """Return every file of the package that can be copied by name: configs without their suffix, the others with it."""
+    templates = {}
     for folder, pattern in FOLDERS.items():
         for path in sorted((PACKAGE / folder).rglob(pattern)):
             relative = path.relative_to(PACKAGE / folder)
             if relative.name != "__init__.py":
                 name = relative.with_suffix("") if path.suffix == ".yaml" else relative
-                found[str(name if folder in ("configs", "templates") else Path(folder) / name)] = path
-    return found
+                templates[str(name if folder in ("configs", "templates") else Path(folder) / name)] = path
+    return templates
 
 
 def describe_template(path: Path) -> str:
-    """What a file is, in its own words: a config's second comment line, the first line of the others."""
+    """Return a file's own description: a config's second comment line, the first line of the others."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return lines[1].removeprefix("# ") if path.suffix == ".yaml" else lines[0].strip('"# ')
 
 
 def copy_template(name: str, destination: Path | None = None) -> Path:
-    """Copy what has this name (a path from the README does as well) to a new file, or into a directory; return the copy."""
+    """Copy a template (or a path of the README) to a new file or into a directory, and return the copy."""
     known = list_templates()
     plain = name.removeprefix("configs/").removesuffix(".yaml")
     if plain not in known:
@@ -172,7 +170,7 @@ def copy_template(name: str, destination: Path | None = None) -> Path:
 
 
 def parse_overrides(words: Iterable[str] | None) -> dict[str, Any]:
-    """Command-line words `train.max_steps=5` as the keyword overrides of `load_config`."""
+    """Parse command-line words such as `train.max_steps=5` to keyword overrides of `load_config`."""
     overrides = {}
     for word in words or ():
         key, equals, text = word.partition("=")

@@ -1,1 +1,1 @@
-"""From files to examples a trainer takes."""
+"""From data files to examples for a trainer."""

@@ -1,8 +1,8 @@
-"""From files to examples on the disk that a trainer maps into memory, kept under a key of all that shapes them.
+"""Prepare examples once, in an on-disk cache that a trainer memory-maps, keyed by everything that shapes them.
 
 Rows are read twice: their hashes choose what is held out and trained on (`cogumi.data.selection`), then the chosen rows
-become examples in arrow files. Neither pass holds more than a batch. The directory is written aside and renamed: it is
-there whole, or not at all. `datasets` puts what TRL makes of the files (packed rows) beside them.
+become examples in arrow files. Neither pass holds more than a batch. The directory is written aside and renamed, so it is
+whole or absent. `datasets` puts files that TRL derives (packed rows) beside the examples.
 """
 
 import hashlib
@@ -20,15 +20,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import platformdirs
 import polars as pl
+import pyarrow as pa
 from tqdm.auto import tqdm
 
 from cogumi.core.durability import NO_SPACE, lock_directory, sync_path, write_synced
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes
-from cogumi.data.records import RECORD_COLUMN, decode_rows
-from cogumi.data.rows import Dropped, ExamplesWriter, Lengths, Tokenize, count_dropped, describe_counts
+from cogumi.data.rows import (
+    RECORD_COLUMN,
+    Dropped,
+    KindsDiffer,
+    Lengths,
+    Tokenize,
+    count_dropped,
+    decode_rows,
+    token_lengths,
+)
 from cogumi.data.selection import (
     COPY,
     HELD_OUT,
@@ -55,7 +65,7 @@ EQUAL = {COPY: "equal to an earlier row", LIKE_HELD_OUT: "equal to a held-out ro
 
 @dataclass(frozen=True)
 class Source:
-    """Files of the same columns, and what makes examples of their rows."""
+    """Files of the same columns, and the function that makes examples of their rows."""
 
     name: str
     files: Sequence[Path]
@@ -63,45 +73,45 @@ class Source:
     """Field that `tokenize` knows -> column of the files."""
     tokenize: Tokenize
     identity: Any
-    """What the files hold, as JSON: a hub commit with their names, or `source_files.files_identity`."""
+    """Identifies the content of the files, as JSON: a hub commit and file names, or `sources.files_identity`."""
     options: Any
-    """What decides what `tokenize` makes of a row, as JSON: the format and its settings."""
+    """Everything that decides the result of `tokenize` for a row, as JSON: the format and its settings."""
     weight: float = 1.0
     keeps_records: bool = False
-    """Whether `tokenize` is given each row as it was read, too, in the column `record`."""
+    """Whether `tokenize` also gets each original row, in the column `record`."""
 
     def batches(self, files: Sequence[Path] | None = None, records: bool = False) -> Iterator[pl.DataFrame]:
-        """The rows of its files, or of these, by field. records: with the rows as they were read, if they are to be kept."""
-        kept = {RECORD_COLUMN: ORIGINALS} if records and self.keeps_records else {}
-        for rows in batches(files or self.files, list(dict.fromkeys(self.columns.values())), bool(kept)):
-            yield rows.select(**self.columns, **kept)
+        """Iterate over the rows of all files, or of `files`, by field; `records` adds original rows if they are kept."""
+        extra = {RECORD_COLUMN: ORIGINALS} if records and self.keeps_records else {}
+        for rows in batches(files or self.files, list(dict.fromkeys(self.columns.values())), bool(extra)):
+            yield rows.select(**self.columns, **extra)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Examples, and what became of every row that was to make one."""
+    """Examples, and an account of every row that was to make one."""
 
     dataset: "Dataset"
-    """Mapped from its arrow file; the columns of `Chunk.table`, of which those that are encoded are decoded."""
+    """Memory-mapped columns of `Chunk.table`, the encoded ones decoded."""
     name: str
     dropped: Mapping[str, Dropped]
     truncated: int
     duplicates: int
-    """Rows equal to an earlier one; among `dropped` where they were to be."""
+    """Rows equal to an earlier one; also among `dropped` with `data.deduplicate`."""
     lengths: Lengths
     learned: int
-    """Tokens with a completion mask of 1; 0 where there is no mask."""
-    thoughtless: int = 0
+    """Tokens with a completion mask of 1; 0 without a mask."""
+    rows_without_reasoning: int = 0
     """Examples of conversations whose last answer has no thought, or an empty one."""
     note: str = ""
 
     @property
     def total(self) -> int:
-        """Rows: examples, and what was dropped."""
-        return len(self.dataset) + sum(each.count for each in self.dropped.values())
+        """Number of rows: examples and dropped ones."""
+        return len(self.dataset) + sum(dropped.count for dropped in self.dropped.values())
 
     def report(self) -> str:
-        """One line: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
+        """Describe the rows: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
         line = describe_counts(self.name, len(self.dataset), self.dropped)
         if self.truncated:
             line += f"; truncated {self.truncated:,}"
@@ -110,33 +120,34 @@ class Data:
         return f"{line} ({self.note})" if self.note else line
 
     def examples_dropped(self) -> list[str]:
-        """A line for each reason, with the first row that was dropped for it."""
+        """Return one line per reason, with the first row dropped for it."""
         return [
             f"{self.name}: {dropped.count:,} {reason}, the first is row {dropped.row:,}: {dropped.excerpt}"
             for reason, dropped in self.dropped.items()
         ]
 
     def refuse_bad_rows(self) -> None:
-        """Raise UsageError with the first of the rows that were dropped for what they hold (data.bad_rows: fail)."""
+        """Raise UsageError with the first row that was dropped for its content (data.bad_rows: fail)."""
         harmless = ("longer than", *EQUAL.values())
-        bad = [(reason, each) for reason, each in self.dropped.items() if not reason.startswith(harmless)]
+        bad = [(reason, dropped) for reason, dropped in self.dropped.items() if not reason.startswith(harmless)]
         if bad:
-            (reason, first), count = bad[0], sum(each.count for _, each in bad)
-            where = f"the first is row {first.row:,}: {first.excerpt}"
-            what = f"{count:,} bad rows, {first.count:,} of them {reason}; {where}"
-            raise UsageError(what, place=self.name, fix="repair them, or drop them with data.bad_rows: drop")
+            (reason, first), count = bad[0], sum(dropped.count for _, dropped in bad)
+            message = (
+                f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}"
+            )
+            raise UsageError(message, place=self.name, fix="repair them, or drop them with data.bad_rows: drop")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run trains on and is evaluated on."""
+    """The data that a run trains on and is evaluated on."""
 
     train: Data
     held_out: Data | None
     key: str
     directory: Path
     sources: Sequence[str]
-    """A line for each source, where there are several: how much of it is used."""
+    """One line per source of a mixture: how much of it is used."""
 
 
 def prepare(
@@ -147,39 +158,39 @@ def prepare(
     bad_rows: str = "drop",
     cache_dir: str | Path | None = None,
 ) -> Prepared:
-    """The examples of `sources`, from the cache where these very ones were prepared before.
+    """Return the examples of `sources`, from the cache if the same ones were prepared before.
 
-    parts: what shapes them beyond sources, selection, code and libraries, as JSON: `tokenizer_identity` above all.
-    bad_rows: "fail" refuses rows that were dropped for what they hold. cache_dir: in the user's cache by default.
-
-    Raises UsageError for a source that cannot be read, a full disk, no row to train on, and bad rows to be refused.
+    `parts` is whatever else shapes the examples, as JSON: `tokenizer_identity` above all. Raises UsageError if a source
+    cannot be read, the disk is full, no row is left to train on, or bad_rows="fail" and rows were dropped for their content.
     """
     home = Path(cache_dir or Path(platformdirs.user_cache_dir("cogumi")) / "prepared")
-    described = [[each.name, each.identity, each.options, dict(each.columns), each.weight] for each in sources]
-    whole = {"sources": described, "selection": asdict(selection), "parts": parts, "code": code_and_libraries()}
-    text = json.dumps(whole, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    described = [
+        [source.name, source.identity, source.options, dict(source.columns), source.weight] for source in sources
+    ]
+    content = {"sources": described, "selection": asdict(selection), "parts": parts, "code": code_and_libraries()}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
     directory = home / key
-    known = directory.exists()
-    if not known:
-        with alone(home, key) as unfinished:
+    is_cached = directory.exists()
+    if not is_cached:
+        with exclusive_build(home, key) as unfinished:
             if unfinished is not None:
                 _write(sources, selection, unfinished)
                 os.rename(unfinished, directory)
                 sync_path(home)
     size = format_bytes(sum(path.stat().st_size for path in directory.iterdir()))
-    log.info("prepared data %s %s (%s)", "from cache" if known else "is kept in", directory, size)
+    log.info("prepared data %s %s (%s)", "from cache" if is_cached else "is kept in", directory, size)
 
     record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
-    parts_of = {part: _load_part(directory, part, record[part]) for part in ("train", "held_out") if record[part]}
+    loaded = {part: _load_part(directory, record[part]) for part in ("train", "held_out") if record[part]}
     if bad_rows == "fail":
-        for data in parts_of.values():
+        for data in loaded.values():
             data.refuse_bad_rows()
-    return Prepared(parts_of["train"], parts_of.get("held_out"), key, directory, record["sources"])
+    return Prepared(loaded["train"], loaded.get("held_out"), key, directory, record["sources"])
 
 
 def code_and_libraries() -> dict[str, str]:
-    """What prepares the data: the text of this package, and the versions of the libraries that it calls."""
+    """Return a hash of this package's source and the versions of the libraries that it calls."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -187,10 +198,10 @@ def code_and_libraries() -> dict[str, str]:
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """A hash of all that decides which ids a text or a conversation becomes."""
+    """Hash everything that decides the ids of a text or a conversation."""
     if tokenizer.is_fast:
         model: Any = json.loads(tokenizer.backend_tokenizer.to_str())
-        model |= {"padding": None, "truncation": None}  # what the last call asked for
+        model |= {"padding": None, "truncation": None}  # left over from the last call
     else:
         model = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     parts = {
@@ -198,53 +209,52 @@ def tokenizer_identity(tokenizer: Any) -> str:
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "special ids": sorted(tokenizer.all_special_ids),
         "chat_template": tokenizer.chat_template,
-        "adds": [getattr(tokenizer, f"add_{each}_token", None) for each in ("bos", "eos")],
+        "adds": [getattr(tokenizer, f"add_{end}_token", None) for end in ("bos", "eos")],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _load_part(directory: Path, part: str, record: dict[str, Any]) -> Data:
-    from datasets import Dataset
+def _load_part(directory: Path, record: dict[str, Any]) -> Data:
+    from datasets import Dataset, concatenate_datasets
 
-    dropped = {reason: Dropped(*each) for reason, each in record.pop("dropped").items()}
+    dropped = {reason: Dropped(*counted) for reason, counted in record.pop("dropped").items()}
     lengths = Lengths(dict(record.pop("lengths")))
-    dataset = decode_rows(Dataset.from_file(str(directory / f"{part}.arrow")), record.pop("encoded"))
-    return Data(dataset, dropped=dropped, lengths=lengths, **record)
-
-
-# ----------------------------------------------------------------------------------------------------------- directory
+    # One file per source. Columns that a source lacks are filled with None.
+    files = [Dataset.from_file(str(directory / file)) for file in record.pop("files")]
+    dataset = files[0] if len(files) == 1 else concatenate_datasets(files)
+    return Data(decode_rows(dataset, record.pop("encoded")), dropped=dropped, lengths=lengths, **record)
 
 
 @contextmanager
-def alone(home: Path, key: str) -> Iterator[Path | None]:
-    """An empty directory to write into while no other process does, or None where another has finished meanwhile."""
-    for left in home.glob("*.unfinished"):  # of killed processes, whose locks are free; another may remove it first
-        with suppress(FileNotFoundError), lock_directory(left) as held:
-            if held:
-                shutil.rmtree(left)
-    unfinished, waits = home / f"{key}.unfinished", False
+def exclusive_build(home: Path, key: str) -> Iterator[Path | None]:
+    """Yield an empty directory to write into while no other process does; None if another one finished meanwhile."""
+    for leftover in home.glob(
+        "*.unfinished"
+    ):  # the lock of a killed process is free; another process may remove it first
+        with suppress(FileNotFoundError), lock_directory(leftover) as is_locked:
+            if is_locked:
+                shutil.rmtree(leftover)
+    unfinished, is_waiting = home / f"{key}.unfinished", False
     while not (home / key).exists():
         try:
             unfinished.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            fix = "set XDG_CACHE_HOME to another directory"
-            raise UsageError(
-                f"prepared data cannot be written there ({error.strerror})", place=home, fix=fix
-            ) from error
-        number = unfinished.stat().st_ino
-        with lock_directory(unfinished) as held:
-            # The process that had the lock before may have renamed the directory, or removed it.
-            if held is not False and unfinished.exists() and unfinished.stat().st_ino == number:
-                for left in unfinished.iterdir():
-                    left.unlink()
+            message = f"prepared data cannot be written there ({error.strerror})"
+            raise UsageError(message, place=home, fix="set XDG_CACHE_HOME to another directory") from error
+        inode = unfinished.stat().st_ino
+        with lock_directory(unfinished) as is_locked:
+            # The process that held the lock before may have renamed or removed the directory.
+            if is_locked is not False and unfinished.exists() and unfinished.stat().st_ino == inode:
+                for leftover in unfinished.iterdir():
+                    leftover.unlink()
                 try:
                     yield unfinished
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
                 return
-        if not waits:
+        if not is_waiting:
             log.info("another process prepares the same data: waiting for it")
-        waits = True
+        is_waiting = True
         time.sleep(0.5)
     yield None
 
@@ -252,18 +262,88 @@ def alone(home: Path, key: str) -> Iterator[Path | None]:
 # ---------------------------------------------------------------------------------------------------------- two passes
 
 
+class ExamplesWriter:
+    """Write the examples of one part (train or held_out) to one arrow stream per source, and count dropped rows."""
+
+    def __init__(self, directory: Path, part: str) -> None:
+        self.directory, self.part = directory, part
+        self.files: dict[str, Any] = {}
+        self.rows = self.truncated = self.learned = self.rows_without_reasoning = 0
+        self.dropped: dict[str, Dropped] = {}
+        self.encoded: dict[str, bool] = {}  # by column
+        self.lengths = Lengths()
+
+    def add(self, number: int, tokenize: Tokenize, rows: pl.DataFrame, at: npt.NDArray[np.int64]) -> None:
+        """Write the examples of rows of source `number`, which have the indices `at`, and count the dropped ones."""
+        try:
+            chunk = tokenize(rows, self.rows)
+        except KindsDiffer as error:  # `tokenize` numbers the chosen rows; a report names the place in the source
+            raise KindsDiffer(*(int(at[row - self.rows]) for row in error.rows)) from None
+        table = chunk.table.replace_schema_metadata(None)
+        lost = sum(dropped.count for dropped in chunk.dropped.values())
+        if len(table) + lost != len(at):
+            raise RuntimeError(f"{len(at)} rows became {len(table)} examples and {lost} dropped")
+        for reason, dropped in chunk.dropped.items():
+            count_dropped(self.dropped, reason, int(at[dropped.row - self.rows]), dropped.excerpt, dropped.count)
+        self.rows += len(at)
+        self.truncated += chunk.truncated
+        self.rows_without_reasoning += chunk.rows_without_reasoning
+        if not len(table):
+            return
+        for name in table.column_names:
+            is_encoded = name in chunk.encoded
+            if self.encoded.setdefault(name, is_encoded) != is_encoded:
+                kinds = ("text", "messages") if name == "prompt" else ("text", "another field")
+                before, after = kinds if is_encoded else kinds[::-1]
+                message = f"`{name}` is {before} before row {at[0]} and {after} from there on"
+                raise UsageError(message, key="data.source", fix="write them alike")
+        self.lengths.update(token_lengths(table))
+        if "completion_mask" in table.column_names:
+            self.learned += sum(int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks)
+        file = f"{self.part}.arrow" if number == 0 else f"{self.part}-{number}.arrow"
+        if file not in self.files:
+            self.files[file] = pa.ipc.new_stream(str(self.directory / file), table.schema)
+        self.files[file].write_table(table.combine_chunks())
+
+    def close(self, name: str) -> dict[str, Any]:
+        """Return the record of this part. Raises UsageError if no row was usable."""
+        if not self.files:
+            longer = any(reason.startswith("longer than") for reason in self.dropped)
+            allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
+            raise UsageError(describe_counts(name, 0, self.dropped), fix=f"give other rows{allow}")
+        for file, stream in self.files.items():
+            stream.close()
+            sync_path(self.directory / file)
+        return {
+            "name": name,
+            "files": list(self.files),
+            "dropped": {reason: [each.count, each.row, each.excerpt] for reason, each in self.dropped.items()},
+            "truncated": self.truncated,
+            "rows_without_reasoning": self.rows_without_reasoning,
+            "encoded": [name for name, is_encoded in self.encoded.items() if is_encoded],
+            "lengths": sorted(self.lengths.items()),
+            "learned": self.learned,
+        }
+
+
+def describe_counts(name: str, used: int, dropped: Mapping[str, Dropped]) -> str:
+    total = used + sum(each.count for each in dropped.values())
+    reasons = ", ".join(f"{each.count:,} {reason}" for reason, each in dropped.items())
+    return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")
+
+
 def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
     try:
         counts, duplicates, states = _select(sources, selection, out)
         train, held_out = _tokenize(sources, states, out)
-        used = sum(each[TRAIN] for each in counts)
-        left = used + sum(each[UNUSED] + each[COPY] for each in counts)
+        used = sum(count[TRAIN] for count in counts)
+        left = used + sum(count[UNUSED] + count[COPY] for count in counts)
         name = sources[0].name if len(sources) == 1 else f"{len(sources)} sources"
         note = f"{used:,} of {len(states):,} rows chosen" if used < left else ""
-        wanted = selection.eval_rows or held_out.file is not None  # a default that makes no example refuses no run
+        has_held_out = selection.eval_rows or held_out.files  # a default that makes no example refuses no run
         record = {
             "train": train.close(name) | {"duplicates": duplicates, "note": note},
-            "held_out": held_out.close("held out (data.eval_rows)") | {"duplicates": 0} if wanted else None,
+            "held_out": held_out.close("held out (data.eval_rows)") | {"duplicates": 0} if has_held_out else None,
             "sources": [
                 f"{source.name}: {count[TRAIN]:,} of {sum(count):,} rows ({count[TRAIN] / sum(count):.0%})"
                 + (f", {count[HELD_OUT]:,} held out" if count[HELD_OUT] else "")
@@ -271,8 +351,8 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
                 if len(sources) > 1
             ],
         }
-        for passing in ("hashes", "states"):
-            (out / passing).unlink()
+        for temporary in ("hashes", "states"):
+            (out / temporary).unlink()
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
@@ -283,16 +363,16 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
 
 
 def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple[list[list[int]], int, States]:
-    """(counts of states by source, duplicates, what becomes of each row of all sources): the first pass."""
-    rows_of = [0] * len(sources)
+    """Choose rows by their hashes: (counts of states by source, duplicates, state of each row of all sources)."""
+    heights = [0] * len(sources)
     with (out / "hashes").open("wb") as file:
         for number, _, rows in _numbered(sources, "choosing rows", None, records=False):
             file.write(row_hashes(rows, selection.seed).tobytes())
-            rows_of[number] += rows.height
-    for source, height in zip(sources, rows_of, strict=True):
+            heights[number] += rows.height
+    for source, height in zip(sources, heights, strict=True):
         if not height:
             raise UsageError("it has no rows", place=source.name, fix="check what wrote it, or give another file")
-    bounds = [0, *np.cumsum(rows_of).tolist()]
+    bounds = [0, *np.cumsum(heights).tolist()]
     hashes = np.memmap(out / "hashes", np.uint64, "r")
     states = np.memmap(out / "states", np.uint8, "w+", shape=(bounds[-1],))
     duplicates = choose_rows(hashes, states, bounds, [source.weight for source in sources], selection)
@@ -311,27 +391,27 @@ def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple
 
 
 def _tokenize(sources: Sequence[Source], states: States, out: Path) -> tuple[ExamplesWriter, ExamplesWriter]:
-    """(what is trained on, what is held out): the second pass makes examples of the chosen rows."""
-    train, held_out = ExamplesWriter(out / "train.arrow"), ExamplesWriter(out / "held_out.arrow")
+    """Make examples of the chosen rows: (those trained on, those held out)."""
+    train, held_out = ExamplesWriter(out, "train"), ExamplesWriter(out, "held_out")
     for number, first_row, rows in _numbered(sources, "preparing", len(states), records=True):
-        here = np.asarray(states[first_row : first_row + rows.height])
+        batch_states = np.asarray(states[first_row : first_row + rows.height])
         for state, reason in EQUAL.items():
-            equal = np.flatnonzero(here == state)
+            equal = np.flatnonzero(batch_states == state)
             if len(equal):
                 first = int(equal[0])
                 shown = rows.drop(RECORD_COLUMN, strict=False).row(first)
                 count_dropped(train.dropped, reason, first_row + first, shown, len(equal))
         for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
-            chosen = np.flatnonzero(here == state)
+            chosen = np.flatnonzero(batch_states == state)
             if len(chosen):
-                part.add(sources[number].tokenize, rows[chosen], first_row + chosen)
+                part.add(number, sources[number].tokenize, rows[chosen], first_row + chosen)
     return train, held_out
 
 
 def _numbered(
     sources: Sequence[Source], doing: str, total: int | None, records: bool
 ) -> Iterator[tuple[int, int, pl.DataFrame]]:
-    """(number of the source, place of the first row among the rows of all sources, rows by field), batch by batch."""
+    """Iterate over (number of the source, index of the first row over all sources, rows by field) with a progress bar."""
     row = 0
     with tqdm(desc=doing, unit=" rows", total=total, delay=5, mininterval=1) as bar:
         for number, source in enumerate(sources):

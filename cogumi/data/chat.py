@@ -1,107 +1,137 @@
-"""Conversations of the usual shapes as the messages that chat templates take: a list of `{"role", "content"}`.
+"""Conversations of the usual shapes as messages, and the chat templates that render them.
 
-The shapes are OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`,
-`input`, `output`. `reasoning_content`, `tool_calls`, `tool_call_id` and `name` stay where a message has them.
+Shapes: OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`, `input`,
+`output`. `reasoning_content`, `tool_calls`, `tool_call_id` and `name` are kept.
 
-- Null fields are absent fields: columns give every message the keys of all others, and templates ask `'tool_calls' in
+- Null fields are absent fields: columns give every message the keys of all others, and templates test `'tool_calls' in
   message`. Arguments of a tool call may be JSON text, as OpenAI's API writes them, in which a null stays null.
 - Parts of text are joined. A row with a picture or a sound is dropped.
-- Two turns of one role in a row stay: whether that is a conversation is the template's to say.
+- Consecutive turns of one role stay: the template decides whether that is a conversation.
+
+Templates write thoughts as `<think>...</think>` before the answer (Qwen3, DeepSeek-R1 and many others) or in gpt-oss's
+harmony channels (`analysis` before `final`). `{% generation %}` marks, the template's own or those of TRL's training
+version, say where the assistant's turns are: the marked text without the generation prompt is learned. A template without
+marks (Llama 3.1's) is rendered twice per turn, up to it with the generation prompt and to its end; the row is dropped if
+one of the two texts is no prefix of the whole conversation.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from datetime import date
+from typing import Any, Literal
 
-from cogumi.data.rows import BadRow, decode_value
+from jinja2 import TemplateError
+
+from cogumi.core.errors import UsageError
+from cogumi.data.rows import BadRow, decode_cell
 
 Message = dict[str, Any]
 Side = str | list[Message]
 
 OPEN, CLOSE = "<think>", "</think>"
-
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ROLES = {
-    **{each: each for each in ("system", "developer", "user", "assistant", "tool")},
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     # ShareGPT's names and those of its descendants.
     "human": "user",
     **dict.fromkeys(("gpt", "bot", "chatbot", "chatgpt", "model", "ai"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "tool_response", "ipython"), "tool"),
 }
-CALLS = ("function_call", "tool_call")
+CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""What a message may call what its author thought before it."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, the tools they may call, and where learning begins."""
-
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     prompt_length: int = 0
-    """Messages before this one are a prompt, of which nothing is learned."""
+    """Number of leading messages that are the prompt, of which nothing is learned."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a model is asked in a rollout, what would be right, and the tools that its length counts."""
+    """The prompt of a rollout, the gold answer, and the tools that count in its length."""
 
     prompt: Side
     answer: str | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-def read_list(value: Any, reason: str) -> list[Any]:
-    """The list in a cell, or in its JSON text. Raises BadRow."""
-    value = decode_value(value)
+# ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def _parse_json(text: str, reason: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadRow(reason, text) from None
+
+
+def _read_list(value: Any, reason: str) -> list[Any]:
+    """Return the list in a cell, or in its JSON text."""
+    value = decode_cell(value)
     if isinstance(value, str):
-        value = parse_json(value, reason)
+        value = _parse_json(value, reason)
     if not isinstance(value, list | tuple):
         raise BadRow(reason)
     return list(value)
 
 
+def _read_text(value: Any) -> str:
+    value = decode_cell(value)
+    if not isinstance(value, str):
+        raise BadRow("with a field that is no text", f"{value!r}")
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
 def read_messages(value: Any) -> list[Message]:
-    """The messages in a cell: a list of objects, or JSON text of one. Raises BadRow."""
-    messages = read_list(value, "whose messages are neither a list nor JSON")
+    """Return the messages in a cell: a list of objects, or its JSON text. Raises BadRow."""
+    messages = _read_list(value, "whose messages are neither a list nor JSON")
     if not messages:
         raise BadRow("without messages")
-    return [message_of(each) for each in messages]
+    return list(map(_read_message, messages))
 
 
-def first_of(raw: Mapping[str, Any], *keys: str) -> Any:
-    return next((raw[key] for key in keys if raw.get(key) is not None), None)
-
-
-def message_of(raw: Any) -> Message:
+def _read_message(raw: Any) -> Message:
     if not isinstance(raw, Mapping):
         raise BadRow("with a message that is no object")
-    name, content = first_of(raw, "role", "from"), first_of(raw, "content", "value")
-    lower = name.strip().lower() if isinstance(name, str) else None
-    if lower in CALLS:
-        call = parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
-        called = call if isinstance(call, list) else [call]
-        return {"role": "assistant", "content": "", "tool_calls": [tool_call_of(each) for each in called]}
-    if lower not in ROLES:
+    name = raw["role"] if raw.get("role") is not None else raw.get("from")
+    content = raw["content"] if raw.get("content") is not None else raw.get("value")
+    role = name.strip().lower() if isinstance(name, str) else None
+    if role in CALL_ROLES:
+        call = _parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
+        calls = call if isinstance(call, list) else [call]
+        return {"role": "assistant", "content": "", "tool_calls": list(map(_read_tool_call, calls))}
+    if role not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
     calls = raw.get("tool_calls")
     if calls and not isinstance(calls, list | tuple):
         raise BadRow("with tool calls that are no list")
     if content is None and not calls:
         raise BadRow("with a message that has no content")
-    message: Message = {"role": ROLES[lower], "content": "" if content is None else join_parts(content)}
+    message: Message = {"role": ROLES[role], "content": "" if content is None else _join_parts(content)}
     if calls:
-        message["tool_calls"] = [tool_call_of(each) for each in calls]
-    texts = {"reasoning_content": next((raw[key] for key in THOUGHTS if raw.get(key)), None)}
+        message["tool_calls"] = list(map(_read_tool_call, calls))
+    texts = {"reasoning_content": next((raw[key] for key in REASONING_KEYS if raw.get(key)), None)}
     texts |= {key: raw.get(key) for key in ("name", "tool_call_id")}
-    return message | {key: join_parts(text) for key, text in texts.items() if text is not None}
+    return message | {key: _join_parts(text) for key, text in texts.items() if text is not None}
 
 
-def join_parts(content: Any) -> str:
-    """A message's content as text; parts of text are joined as they are."""
-    content = decode_value(content)
+def _join_parts(content: Any) -> str:
+    """Return a message's content as text; parts of text are joined without a separator."""
+    content = decode_cell(content)
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -115,182 +145,167 @@ def join_parts(content: Any) -> str:
     return "".join(texts)
 
 
-def tool_call_of(raw: Any) -> dict[str, Any]:
-    """{"type": "function", "function": {"name", "arguments"}}, with its id where it has one."""
+def _read_tool_call(raw: Any) -> dict[str, Any]:
+    """Return {"type": "function", "function": {"name", "arguments"}}, with the call's id if it has one."""
     function = raw.get("function") if isinstance(raw, Mapping) else None
-    called = function if isinstance(function, Mapping) else raw
-    if not isinstance(called, Mapping) or not isinstance(called.get("name"), str):
+    call = function if isinstance(function, Mapping) else raw
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise BadRow("with a tool call that names no function")
-    arguments, reason = called.get("arguments"), "with tool-call arguments that are no JSON object"
+    arguments, reason = call.get("arguments"), "with tool-call arguments that are no JSON object"
     if isinstance(arguments, str):
-        arguments = parse_json(arguments, reason)
+        arguments = _parse_json(arguments, reason)
     else:
         arguments = without_nulls({} if arguments is None else arguments)
     if not isinstance(arguments, Mapping):
         raise BadRow(reason)
-    call: dict[str, Any] = {"type": "function", "function": {"name": called["name"], "arguments": arguments}}
+    result: dict[str, Any] = {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
     if isinstance(raw.get("id"), str):
-        call["id"] = raw["id"]
-    return call
+        result["id"] = raw["id"]
+    return result
 
 
-def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """The JSON schemas of the tools a conversation may call; a list, or JSON text of one."""
+def _read_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return the JSON schemas of the tools in a cell, a list or its JSON text."""
     if value is None or value in ("", b""):
         return None
     reason = "with tools that are no list of JSON schemas"
-    tools = read_list(value, reason)
+    tools = _read_list(value, reason)
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise BadRow(reason)
-    # `or None`: Llama's template writes about tools even for an empty list.
+    # `or None`: Llama's template mentions tools even for an empty list.
     return [without_nulls(tool) for tool in tools] or None
 
 
-def alpaca_messages(instruction: Any, extra: Any, output: Any, system: Any = None) -> list[Message]:
-    """One turn of instruction, with its input below it where there is one, and the output as the answer."""
-    question = read_text(instruction)
-    if extra is not None and (more := read_text(extra)).strip():
-        question = f"{question}\n\n{more}"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": read_text(output)}]
-    if system is not None and (rule := read_text(system)).strip():
-        messages.insert(0, {"role": "system", "content": rule})
-    return messages
-
-
-def read_text(value: Any) -> str:
-    """A cell that must hold text."""
-    value = decode_value(value)
-    if not isinstance(value, str):
-        raise BadRow("with a field that is no text", f"{value!r}")
-    return value
-
-
-def last_turn(messages: Sequence[Message], role: str) -> int:
-    """The index of the last message of this role. Raises BadRow where there is none."""
-    for at in reversed(range(len(messages))):
-        if messages[at]["role"] == role:
-            return at
+def _last_turn(messages: Sequence[Message], role: str) -> int:
+    for index in reversed(range(len(messages))):
+        if messages[index]["role"] == role:
+            return index
     raise BadRow(f"without any {role} turn")
 
 
-def refuse_empty_answers(messages: Sequence[Message], first: int = 0) -> None:
-    """BadRow for an assistant's turn that says and calls nothing: it would teach to stop at once."""
-    for message in messages[first:]:
+def _refuse_empty_answers(messages: Sequence[Message]) -> None:
+    """Raise BadRow for an assistant's turn without text and calls: it would teach the model to stop at once."""
+    for message in messages:
         if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
             raise BadRow("with an empty answer")
 
 
-def split_thought(content: str) -> tuple[str | None, str]:
-    """(thought, answer) of a content that opens with a thought; (None, content) where tags stand elsewhere, as text.
+def _refuse_empty_prompt(prompt: Side) -> None:
+    texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if "tool_calls" not in turn]
+    if not "".join(texts).strip():
+        raise BadRow("with an empty prompt")
 
-    A content may close a thought that it does not open: the prompt of DeepSeek-R1 has opened it. Raises BadRow where
-    the thought never closes.
+
+def _text_or_messages(value: Any) -> Side:
+    return read_messages(value) if isinstance(value, list) else _read_text(value)
+
+
+def _as_messages(side: Side, role: str) -> list[Message]:
+    return [{"role": role, "content": side}] if isinstance(side, str) else side
+
+
+def split_thought(content: str) -> tuple[str | None, str]:
+    """Split content that starts with a thought into (thought, answer); (None, content) if tags elsewhere are text.
+
+    A content may close a thought that it does not open: DeepSeek-R1's prompt has opened it. Raises BadRow for a thought
+    that never closes.
     """
-    before, closed, answer = content.partition(CLOSE)
-    opens = before.lstrip().startswith(OPEN)
-    if opens and not closed:
+    before, close, answer = content.partition(CLOSE)
+    is_opened = before.lstrip().startswith(OPEN)
+    if is_opened and not close:
         raise BadRow("with a thought that never closes")
-    if not closed or (not opens and OPEN in before):
+    if not close or (not is_opened and OPEN in before):
         return None, content
     return before.strip().removeprefix(OPEN).strip("\n"), answer.lstrip("\n")
 
 
-def lacks_thought(messages: Sequence[Message]) -> bool:
-    """Whether the last answer has no thought, or one of white space. Raises BadRow where a thought never closes."""
-    answer = messages[last_turn(messages, "assistant")]
+def is_missing_reasoning(messages: Sequence[Message]) -> bool:
+    """Tell whether the last answer has no thought, or a blank one. Raises BadRow for a thought that never closes."""
+    answer = messages[_last_turn(messages, "assistant")]
     thought = answer.get("reasoning_content") or split_thought(answer["content"])[0]
     return not (thought or "").strip()
-
-
-def parse_json(text: str, reason: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise BadRow(reason, text) from None
-
-
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(inner) for inner in value]
-    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def row_messages(row: dict[str, Any]) -> list[Message]:
-    """The messages of a chat row of any shape."""
-    if "instruction" in row:
-        return alpaca_messages(row["instruction"], row.get("input"), row["output"], row.get("system"))
-    return read_messages(row["messages"] if "messages" in row else row["conversations"])
+def _row_messages(row: dict[str, Any]) -> list[Message]:
+    """Return the messages of a chat row of any shape; Alpaca's input is put below the instruction."""
+    if "instruction" not in row:
+        return read_messages(row["messages"] if "messages" in row else row["conversations"])
+    question = _read_text(row["instruction"])
+    if row.get("input") is not None and (extra := _read_text(row["input"])).strip():
+        question = f"{question}\n\n{extra}"
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": _read_text(row["output"])}]
+    if row.get("system") is not None and (system := _read_text(row["system"])).strip():
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
 
 
 def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation:
-    """A chat row's conversation, with at least one answer. Unless all is learned, it ends with the last answer."""
-    messages = row_messages(row)
-    last = last_turn(messages, "assistant")
+    """Return a chat row's conversation with at least one answer; it ends with the last one unless all is learned."""
+    messages = _row_messages(row)
+    last = _last_turn(messages, "assistant")
     if learn != "all":
         messages = messages[: last + 1]
     prompt_length = last if learn == "completion" else 0
     if last == 0:
         raise BadRow("with nothing before the answer")
-    refuse_empty_answers(messages, prompt_length)
-    return Conversation(messages, read_tools(row.get("tools")), prompt_length)
+    _refuse_empty_answers(messages[prompt_length:])
+    return Conversation(messages, _read_tools(row.get("tools")), prompt_length)
 
 
 def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
-    """(prompt, completion) where both are text; else one conversation, the prompt's messages first."""
-    prompt, completion = text_or_messages(row["prompt"]), text_or_messages(row["completion"])
+    """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
+    prompt, completion = _text_or_messages(row["prompt"]), _text_or_messages(row["completion"])
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise BadRow("with an empty answer")
         return prompt, completion
-    asked, answered = as_messages(prompt, "user"), as_messages(completion, "assistant")
-    last_turn(answered, "assistant")
-    refuse_empty_answers(answered)
-    return Conversation(asked + answered, read_tools(row.get("tools")), len(asked))
+    questions, answers = _as_messages(prompt, "user"), _as_messages(completion, "assistant")
+    _last_turn(answers, "assistant")
+    _refuse_empty_answers(answers)
+    return Conversation(questions + answers, _read_tools(row.get("tools")), len(questions))
 
 
 def read_pair(row: dict[str, Any]) -> dict[str, Any]:
-    """{"prompt", "chosen", "rejected"}, all text or all messages, and "tools". Raises BadRow."""
-    chosen, rejected = text_or_messages(row["chosen"]), text_or_messages(row["rejected"])
+    """Return {"prompt", "chosen", "rejected", "tools"}, the first three all text or all messages. Raises BadRow."""
+    chosen, rejected = _text_or_messages(row["chosen"]), _text_or_messages(row["rejected"])
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("whose chosen and rejected are of two kinds")
     if chosen == rejected:
         raise BadRow("whose chosen and rejected are the same")
-    prompt: Side | None = text_or_messages(row["prompt"]) if row.get("prompt") is not None else None
+    prompt: Side | None = _text_or_messages(row["prompt"]) if row.get("prompt") is not None else None
     if isinstance(chosen, str) and isinstance(prompt, list):
-        chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
+        chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
     elif isinstance(chosen, list) and isinstance(prompt, str):
         # Both sides often repeat the prompt; the text is then the first question of the conversation.
-        opens = chosen[0]["role"] != "assistant"
-        prompt = None if opens else as_messages(prompt, "user")
+        prompt = _as_messages(prompt, "user") if chosen[0]["role"] == "assistant" else None
     if prompt is None:
-        length = implicit_prompt(chosen, rejected)
+        length = _implicit_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
     if not prompt:
         raise BadRow("without a prompt")
     for side in (chosen, rejected):
-        if isinstance(side, str) and not side.strip():
-            raise BadRow("with an empty answer")
-        if not isinstance(side, str):
-            if not side or side[-1]["role"] != "assistant":
-                raise BadRow("with a side that does not end with the assistant")
-            if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
-                raise BadRow("with a question inside a side")
-            refuse_empty_answers(side)
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": read_tools(row.get("tools"))}
+        if isinstance(side, str):
+            if not side.strip():
+                raise BadRow("with an empty answer")
+            continue
+        if not side or side[-1]["role"] != "assistant":
+            raise BadRow("with a side that does not end with the assistant")
+        if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
+            raise BadRow("with a question inside a side")
+        _refuse_empty_answers(side)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": _read_tools(row.get("tools"))}
 
 
-def implicit_prompt(chosen: Side, rejected: Side) -> int:
-    """The length of what both begin with: turns, or characters less a space before the first that differs.
+def _implicit_prompt(chosen: Side, rejected: Side) -> int:
+    """Return the length of the common start: turns, or characters without a space before the first difference.
 
-    (trl 1.15, data_utils.py, extract_prompt.) Where one side is the beginning of the other, the prompt leaves it one turn.
+    As trl 1.15's extract_prompt (data_utils.py). If one side starts with the other one, a turn is left to it.
     """
     shorter = min(len(chosen), len(rejected))
-    length = next((at for at in range(shorter) if chosen[at] != rejected[at]), shorter)
+    length = next((index for index in range(shorter) if chosen[index] != rejected[index]), shorter)
     if isinstance(chosen, str):
         return length - 1 if length and chosen[length - 1] == " " else length
     while length and (length == shorter or chosen[length]["role"] != "assistant"):
@@ -298,44 +313,249 @@ def implicit_prompt(chosen: Side, rejected: Side) -> int:
     return length
 
 
-def text_or_messages(value: Any) -> Side:
-    return read_messages(value) if isinstance(value, list) else read_text(value)
-
-
-def as_messages(side: Side, role: str) -> list[Message]:
-    return [{"role": role, "content": side}] if isinstance(side, str) else side
-
-
 def read_question(row: dict[str, Any]) -> Question:
-    """The messages up to the last turn of the user, and what the assistant says after it.
+    """Return the messages up to the last user turn, and the assistant's answer to it.
 
-    A conversation that ends with what a tool returned is asked as a whole: it is the assistant's turn.
+    A conversation that ends with a tool's result is the prompt as a whole: it is the assistant's turn.
     """
-    messages = row_messages(row)
-    asked = last_turn(messages, "user") + 1
+    messages = _row_messages(row)
+    length = _last_turn(messages, "user") + 1
     if messages[-1]["role"] == "tool":
-        asked = len(messages)
-    refuse_empty_prompt(messages[:asked])
-    answers = [each["content"] for each in messages[asked:] if each["role"] == "assistant"]
-    return Question(messages[:asked], split_thought(answers[-1])[1] if answers else None, read_tools(row.get("tools")))
+        length = len(messages)
+    _refuse_empty_prompt(messages[:length])
+    answers = [message["content"] for message in messages[length:] if message["role"] == "assistant"]
+    return Question(
+        messages[:length], split_thought(answers[-1])[1] if answers else None, _read_tools(row.get("tools"))
+    )
 
 
 def read_prompt(row: dict[str, Any]) -> Question:
-    """The prompt, text or messages, and the completion's text or its last message's."""
-    prompt, completion = row["prompt"], row.get("completion")
+    """Return the prompt, text or messages, with the text of the completion or of its last message."""
+    completion = row.get("completion")
     if isinstance(completion, list):
         completion = read_messages(completion)[-1]["content"]
-    answer = None if completion is None else split_thought(read_text(completion))[1]
-    asked = text_or_messages(prompt)
-    refuse_empty_prompt(asked)
-    return Question(asked, answer, None if isinstance(asked, str) else read_tools(row.get("tools")))
+    answer = None if completion is None else split_thought(_read_text(completion))[1]
+    prompt = _text_or_messages(row["prompt"])
+    _refuse_empty_prompt(prompt)
+    return Question(prompt, answer, None if isinstance(prompt, str) else _read_tools(row.get("tools")))
 
 
-def refuse_empty_prompt(prompt: Side) -> None:
-    """BadRow for a prompt in which there is nothing but white space."""
-    said = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if "tool_calls" not in each]
-    if not "".join(said).strip():
-        raise BadRow("with an empty prompt")
+# ------------------------------------------------------------------------------------------------------------ thoughts
+
+
+SPAN = re.compile(re.escape(OPEN) + r".*?" + re.escape(CLOSE), re.DOTALL)
+# gpt-oss, https://cookbook.openai.com/articles/openai-harmony: a message ends with one of these, or with the text.
+FINAL = re.compile(
+    re.escape(f"{CHANNEL}final") + r".*?" + re.escape(MESSAGE) + r"(.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|\Z)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a chat template writes thoughts, under a run's flag."""
+
+    flag: bool | None
+    style: Literal["tags", "harmony", "none"]
+    """tags: `<think>`; harmony: gpt-oss's channels; none: the template has no thoughts."""
+    key: Literal["reasoning_content", "thinking", "content", "none"]
+    """The key of a message that the template reads a thought from; content: inside the content, between tags."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the template for the flag, also GRPOConfig's `chat_template_kwargs`."""
+
+
+def read_thinking(template: str, flag: bool | None) -> Thinking:
+    """Resolve `cogumi.thinking` for a chat template. Raises UsageError for true if the template knows no thoughts."""
+    if CHANNEL in template:
+        style, key = "harmony", "thinking"
+    elif CLOSE in template:
+        style, key = "tags", "reasoning_content" if "reasoning_content" in template else "content"
+    else:
+        style, key = "none", "none"
+    switch = re.search(r"\b(enable_thinking|reasoning_effort|thinking(?= is defined))\b", template)
+    if flag and style == "none" and switch is None:
+        fix = "drop the key, or start from a model whose template has it"
+        raise UsageError("true, but this model's chat template knows no thinking", key="cogumi.thinking", fix=fix)
+    kwargs: dict[str, Any] = {switch[1]: flag} if flag is not None and switch is not None else {}
+    if "reasoning_effort" in kwargs:  # gpt-oss has no off; low is the least that it was trained with
+        kwargs = {} if flag else {"reasoning_effort": "low"}
+    return Thinking(flag, style, key, kwargs)  # type: ignore[arg-type]
+
+
+def adapt_thought(message: dict[str, Any], thinking: Thinking) -> dict[str, Any]:
+    """Remove an assistant message's thought, or move it to the key from which this template renders it.
+
+    Raises BadRow for a thought that never closes, or that has no place although nothing says to leave it out.
+    """
+    if message["role"] != "assistant":
+        return message
+    thought, content = message.get("reasoning_content"), message["content"]
+    if thought is None:
+        if thinking.flag is None or (CLOSE not in content and not content.lstrip().startswith(OPEN)):
+            return message
+        thought, content = split_thought(content)
+        if thought is None or (thinking.flag and thinking.key == "content"):
+            return message  # tags elsewhere are text; or the template reads them itself
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": content}
+    if thinking.flag is False:
+        return rest
+    if thinking.key == "none":
+        raise BadRow("with a thought that the chat template has no place for (cogumi.thinking: false leaves it out)")
+    if thinking.key == "content":
+        return rest | {"content": f"{OPEN}\n{thought}\n{CLOSE}\n\n{content}"}
+    return rest | {thinking.key: thought}
+
+
+def visible_text(reply: str, style: str, opened: bool = False) -> str | None:
+    """Return the part of a reply that a reader sees, or None if its thinking never closes.
+
+    The reply has its control tokens if `style` is harmony. opened: the prompt ends inside a thought.
+    """
+    if style == "harmony":
+        finals: list[str] = FINAL.findall(reply)
+        return finals[-1] if finals else None
+    if not opened and OPEN not in reply and CLOSE not in reply:
+        return reply
+    text = SPAN.sub("", OPEN + reply if opened else reply)
+    if OPEN in text:
+        return None
+    return text.rpartition(CLOSE)[2].lstrip("\n")
+
+
+# ----------------------------------------------------------------------------------------------------------- templates
+
+
+PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+Spans = list[tuple[int, int]]
+"""Character positions in a rendered text, in order."""
+# Raised by a template's `raise_exception`, and by Python for a message that a template does not expect.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One tokenizer's template and all arguments of a rendering."""
+
+    text: str
+    text_with_tools: str
+    """The variant for conversations with tools; mostly the same."""
+    marked: str | None
+    """The template with `{% generation %}` marks, if there is one."""
+    thinking: Thinking
+    variables: dict[str, Any] = field(repr=False)
+    """Arguments of every rendering: special tokens, the thinking switch, the date."""
+    header: str = ""
+    """The part of the generation prompt that lies inside the marks."""
+    prompt_opens_thought: bool = False
+
+    def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
+        return self.render(messages, tools)[0]
+
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
+        """Render the messages and the generation prompt, as the model sees them at its turn."""
+        return self.render(messages, tools, add_generation_prompt=True)[0]
+
+    def turns(self, conversation: Conversation) -> tuple[str, Spans]:
+        """Render a conversation: (text, spans of the assistant's turns behind the prompt)."""
+        messages, tools, first = conversation.messages, conversation.tools, conversation.prompt_length
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.marked is None:
+            text = self.whole(messages, tools)
+            return text, [self._span(text, messages, tools, index) for index in answers if index >= first]
+        text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
+        spans = [(start + len(self.header) * text.startswith(self.header, start), end) for start, end in spans]
+        if first and len(spans) != len(answers):
+            raise BadRow("whose turns the chat template does not mark one by one")
+        return text, [span for index, span in zip(answers, spans, strict=True) if index >= first] if first else spans
+
+    def _span(self, text: str, messages: Sequence[Message], tools: Any, index: int) -> tuple[int, int]:
+        before = self.prompt(messages[:index], tools)
+        through_turn = text if index == len(messages) - 1 else self.whole(messages[: index + 1], tools)
+        if not text.startswith(through_turn) or not through_turn.startswith(before):
+            rest = "(train.completion_only_loss: true learns the last alone)"
+            raise BadRow(f"whose earlier turns the chat template rewrites {rest}")
+        return len(before), len(through_turn)
+
+    def render(
+        self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
+    ) -> tuple[str, Spans]:
+        """Render (text, spans); spans need `return_assistant_tokens_mask`. Raises BadRow with the template's message."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        adapted = [adapt_thought(message, self.thinking) for message in messages]
+        chosen = template or (self.text_with_tools if tools else self.text)
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[adapted], tools=tools, chat_template=chosen, **options, **self.variables
+            )
+        except REFUSALS as error:
+            raise BadRow("that the chat template refuses", f"{error}" or type(error).__name__) from error
+        texts, spans = rendered
+        return texts[0], spans[0] if spans else []
+
+
+def read_template(tokenizer: Any, thinking: bool | None = None, today: str | None = None) -> ChatTemplate:
+    """Read a tokenizer's chat template under the run's thinking flag; `today` (2025-12-31) is the date that it prints.
+
+    Raises UsageError for no template, one that does not render, or a flag that it cannot follow.
+    """
+    if tokenizer.chat_template is None:
+        sft_fix = "for cogumi.method: sft set train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
+        other_fix = "for dpo and gspo start from a model that has one, such as the merged model of that SFT run"
+        message = "this model's tokenizer has no chat template, and only text needs none"
+        raise UsageError(message, key="data.format", fix=f"{sft_fix}; {other_fix}")
+    text = tokenizer.get_chat_template()
+    resolved = read_thinking(text, thinking)
+    variables = dict(tokenizer.special_tokens_map) | resolved.template_kwargs
+    if today is not None:
+        variables["strftime_now"] = date.fromisoformat(today).strftime
+    with_tools = tokenizer.get_chat_template(tools=[{}])
+    bare = ChatTemplate(text, with_tools, _marked_template(tokenizer, text), resolved, variables)
+    try:
+        prompt = bare.prompt(PROBE[:1])
+        question = bare.whole(PROBE[:1])
+        marked, spans = bare.render(PROBE, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)
+    except BadRow as error:
+        raise UsageError(f"the chat template refuses a question and its answer: {error.excerpt}") from error
+    differences = (index for index, (one, other) in enumerate(zip(prompt, question, strict=False)) if one != other)
+    generation_prompt = prompt[next(differences, len(question)) :]
+    opens = OPEN in generation_prompt and CLOSE not in generation_prompt.rpartition(OPEN)[2]
+    if opens and thinking is False:
+        message = "false, but this model's chat template opens a thought in every prompt and has no switch for it"
+        raise UsageError(
+            message, key="cogumi.thinking", fix="drop the key, or start from a model that can answer without"
+        )
+    header, start = "", spans[0][0] if spans else 0
+    for before in range(min(len(generation_prompt), start), -1, -1) if spans else ():
+        if marked.startswith(generation_prompt, start - before):  # it begins right before the marks
+            header = generation_prompt[before:]
+            break
+    return replace(bare, header=header, prompt_opens_thought=opens)
+
+
+def prints_date(tokenizer: Any) -> bool:
+    """Tell whether a rendering depends on the day (gpt-oss's does)."""
+    return bool(tokenizer.chat_template) and "strftime_now" in tokenizer.get_chat_template()
+
+
+def _marked_template(tokenizer: Any, text: str) -> str | None:
+    """Return the template itself if it has marks, else TRL's training version of it, or None if neither is usable."""
+    from trl.chat_template_utils import (
+        get_training_chat_template,
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
+
+    try:
+        marked = text if has_generation_markers(text) else get_training_chat_template(tokenizer) or text
+        # Some mark a turn without the token that ends it; a model trained on that never learns to stop.
+        return marked if is_chat_template_stop_token_trained(tokenizer, marked) else None
+    # ValueError: TRL has no training version of this template. The others: TRL tries it on a tool call first.
+    except REFUSALS:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- as text
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:

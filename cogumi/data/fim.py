@@ -1,15 +1,15 @@
-"""Fill-in-the-middle: the control tokens of each model family, where a document is cut, and the examples that come of it.
+"""Fill-in-the-middle (FIM): control tokens of each model family, cuts of a document, and the resulting examples.
 
 A source is cut at two character positions into prefix, middle and suffix. The model sees prefix and suffix and learns
 the middle (Bavarian et al. 2022, arXiv:2207.14255). PSM shows prefix, then suffix; SPM shows suffix, then prefix. The
-cut ignores token boundaries, because an editor's cursor does. It depends on the seed, the row's index and its text alone.
+cut ignores token boundaries, as an editor's cursor does. It depends on the seed, the row's index and its text alone.
 
-Every piece is tokenized on its own, and the control tokens are put in by id. SentencePiece tokenizers put a "▁" before a
-text's first word. So pieces are tokenized as they stand after a control token, as in the prompt at inference. Some (Llama
-2 style) hence have a "▁" before suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
+Every piece is tokenized separately, and control tokens are inserted by id. SentencePiece tokenizers put a "▁" before a
+text's first word, so pieces are tokenized behind a control token, as in the prompt at inference. Llama 2 style tokenizers
+thus have a "▁" before suffix and middle, where CodeLlama's pretraining had none; it vanishes in decoding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any
@@ -21,8 +21,7 @@ import pyarrow as pa
 from cogumi.config.schema import FimConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.encoding import Ids, cuts_at_spaces, encode, encode_by_words, list_array, special_texts
-from cogumi.data.records import RECORD_COLUMN, record_columns
-from cogumi.data.rows import Chunk, Dropped, count_dropped, describe_value
+from cogumi.data.rows import RECORD_COLUMN, Chunk, Dropped, count_dropped, describe_value, record_columns
 
 PLAIN, PSM, SPM = 0, 1, 2
 """Left to right; prefix, suffix, middle; suffix, prefix, middle."""
@@ -33,9 +32,9 @@ Runs = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class FimTokens:
-    """One family's control tokens in its order; `psm` or `spm` is None where the family was not trained on that order.
+    """Control tokens of one family; `psm` or `spm` is None if the family was not trained on that order.
 
-    `end` closes the middle; None is the tokenizer's end of sequence. `ids` is empty until `detect_fim_tokens` fills it.
+    `end` closes the middle; None is the tokenizer's end of sequence. `detect_fim_tokens` fills `ids`.
     """
 
     family: str
@@ -45,12 +44,11 @@ class FimTokens:
     ids: dict[str, int] = field(default_factory=dict)
 
     def texts(self) -> list[str]:
-        """Every control token of this family once, as text."""
         runs = chain.from_iterable(chain(*(order for order in (self.psm, self.spm) if order is not None)))
         return list(dict.fromkeys([*runs, *([self.end] if self.end else [])]))
 
     def prompt(self, prefix: str, suffix: str, order: int) -> str:
-        """The prompt as text, `order` being PSM or SPM; the middle is what follows it."""
+        """Return the prompt before the middle as text; `order` is PSM or SPM."""
         before, between, after = (self.spm if order == SPM else self.psm) or ((), (), ())
         first, second = (suffix, prefix) if order == SPM else (prefix, suffix)
         return "".join([*before, first, *between, second, *after])
@@ -81,9 +79,9 @@ FAMILIES = (
 
 
 def detect_fim_tokens(tokenizer: Any) -> FimTokens | None:
-    """The first family of `FAMILIES` all of whose control tokens this tokenizer reads as one id each, else None.
+    """Return the first family of which this tokenizer reads every control token as one id, or None.
 
-    The vocabulary alone does not count: the model would never have seen an id that the tokenizer does not give.
+    A vocabulary entry is not enough: the model never saw an id that the tokenizer does not produce.
     """
     vocabulary = tokenizer.get_vocab()
     for family in FAMILIES:
@@ -106,26 +104,26 @@ INSTRUCTION = (
 
 @dataclass(frozen=True)
 class Controls:
-    """What the assembly needs from a tokenizer, read once."""
+    """Properties of a tokenizer that assembling examples needs, read once."""
 
     tokenizer: Any
     tokens: FimTokens | None
     runs: dict[int, list[list[int]]]
     """By order: ids before the first text, between the two, before the middle, and after it."""
     guard: str | None
-    """A control token to tokenize pieces behind, where that changes how they read (SentencePiece's leading "▁")."""
+    """A control token to tokenize pieces behind, if that changes their ids (SentencePiece's leading "▁")."""
     special_texts: list[str]
     by_words: bool
     """Whether `encode_by_words` may be used."""
 
     def spm_rate(self, asked: float) -> float:
-        """The share of examples in suffix-prefix-middle order that this family was trained for, `asked` where both."""
+        """Return the share of examples in SPM order: `asked` if the family was trained on both orders."""
         if self.tokens is None or self.tokens.spm is None:
             return 0.0
         return asked if self.tokens.psm is not None else 1.0
 
     def order_note(self, asked: float) -> str:
-        """Why the orders are not those asked for; empty where they are."""
+        """Explain why the orders are not those asked for; empty if they are."""
         if self.tokens is None:
             return "no FIM tokens in this tokenizer: instruction prompts"
         order = "PSM" if self.tokens.psm else "SPM"
@@ -138,13 +136,13 @@ def read_controls(tokenizer: Any) -> Controls:
         return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
     tokens = detect_fim_tokens(tokenizer)
-    # The beginning of sequence, where the tokenizer adds one by itself: what stands before a text's own ids.
-    bare, dressed = read("a"), read("a", special_tokens=True)
-    before = next((at for at in range(len(dressed)) if dressed[at : at + len(bare)] == bare), None)
+    # The ids that the tokenizer adds before a text: the beginning of sequence, if any.
+    bare, full = read("a"), read("a", special_tokens=True)
+    before = next((start for start in range(len(full)) if full[start : start + len(bare)] == bare), None)
     if before is None:
-        what = "the tokenizer reads 'a' differently with and without special tokens"
-        raise UsageError(what, fix="FIM needs one that does not")
-    lead, end = dressed[:before], [tokenizer.eos_token_id]
+        message = "the tokenizer reads 'a' differently with and without special tokens"
+        raise UsageError(message, fix="FIM needs one that does not")
+    lead, end = full[:before], [tokenizer.eos_token_id]
     plain = [lead, [], [], end]
     runs = {PLAIN: plain, PSM: plain}  # an instruction is one text
     if tokens:
@@ -160,12 +158,12 @@ def read_controls(tokenizer: Any) -> Controls:
 
 
 def tokenize_pieces(examples: pl.DataFrame, controls: Controls) -> list[list[Ids]]:
-    """The seven runs of ids of each example: control, first text, control, second text, control, middle, end."""
+    """Tokenize each example as seven runs: control, first text, control, second text, control, middle, end."""
     order = examples["order"]
     fim = (order != PLAIN).to_list()
     if controls.tokens is None:
         prompts = zip(prompt_texts(examples, controls), fim, strict=True)
-        first, second = [prompt if asked else "" for prompt, asked in prompts], [""] * len(fim)
+        first, second = [prompt if is_fim else "" for prompt, is_fim in prompts], [""] * len(fim)
     else:
         swapped = pl.col("order") == SPM
         shown = examples.select(
@@ -175,36 +173,26 @@ def tokenize_pieces(examples: pl.DataFrame, controls: Controls) -> list[list[Ids
         first, second = shown["first"].to_list(), shown["second"].to_list()
     texts = [*first, *second, *examples["middle"].to_list()]
     if controls.guard is not None:
-        # Behind a control token stand all pieces but a plain row's text and an instruction, which open the sequence.
-        guarded = [each and controls.tokens is not None for each in fim] * 2 + fim
+        # All pieces follow a control token, except a plain row's text and an instruction, which open the sequence.
+        guarded = [is_fim and controls.tokens is not None for is_fim in fim] * 2 + fim
         texts = [controls.guard + text if guard else text for text, guard in zip(texts, guarded, strict=True)]
     ids = (encode_by_words if controls.by_words else encode)(controls.tokenizer, texts)
     if controls.guard is not None:
-        ids = [each[1:] if guard else each for each, guard in zip(ids, guarded, strict=True)]
+        ids = [piece[1:] if guard else piece for piece, guard in zip(ids, guarded, strict=True)]
     control = {kind: [np.array(run, np.int32) for run in runs] for kind, runs in controls.runs.items()}
     rows, pieces = len(fim), []
-    for at, kind in enumerate(order):
+    for row, kind in enumerate(order):
         before, between, after, end = control[kind]
-        pieces.append([before, ids[at], between, ids[rows + at], after, ids[2 * rows + at], end])
+        pieces.append([before, ids[row], between, ids[rows + row], after, ids[2 * rows + row], end])
     return pieces
 
 
 def prompt_texts(examples: pl.DataFrame, controls: Controls) -> list[str]:
-    """The prompts as text; meaningless for plain rows."""
+    """Return the prompts as text; meaningless for plain rows."""
     shown = examples.select("shown_prefix", "shown_suffix", "order").iter_rows()
     if controls.tokens is None:
         return [INSTRUCTION.format(prefix=prefix, suffix=suffix) for prefix, suffix, _ in shown]
     return [controls.tokens.prompt(prefix, suffix, order) for prefix, suffix, order in shown]
-
-
-def refuse_other_prompts(prompts: Sequence[str], pieces: Sequence[list[Ids]], tokenizer: Any) -> None:
-    """UsageError unless the tokenizer reads these prompts as the ids that supervised training uses."""
-    for prompt, runs in zip(prompts, pieces, strict=False):
-        if list(tokenizer(prompt)["input_ids"]) != np.concatenate(runs[:5]).tolist():
-            raise UsageError(
-                f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on",
-                fix="have it add no end token (add_eos_token) and strip no spaces around its FIM tokens (lstrip, rstrip)",
-            )
 
 
 # ----------------------------------------------------------------------------------------------------------------- cuts
@@ -215,24 +203,29 @@ PIECES = ("prefix", "middle", "suffix")
 
 @dataclass
 class DroppedCounter:
-    """The rows dropped so far, by reason."""
-
     first_row: int
     dropped: dict[str, Dropped] = field(default_factory=dict)
 
     def keep(self, frame: pl.DataFrame, keep: pl.Expr | pl.Series, reason: str, text: str) -> pl.DataFrame:
-        """The rows to keep; the others are counted under `reason`, the first with its `text` column."""
-        holds = (frame.select(keep).to_series() if isinstance(keep, pl.Expr) else keep).fill_null(False)
-        if not holds.all():
-            first = frame.row((~holds).arg_max() or 0, named=True)
-            count_dropped(self.dropped, reason, self.first_row + first["row"], first[text], int((~holds).sum()))
-        return frame.filter(holds)
+        """Return the rows to keep; count the others under `reason`, with the `text` column of the first."""
+        mask = (frame.select(keep).to_series() if isinstance(keep, pl.Expr) else keep).fill_null(False)
+        if not mask.all():
+            first = frame.row((~mask).arg_max() or 0, named=True)
+            count_dropped(self.dropped, reason, self.first_row + first["row"], first[text], int((~mask).sum()))
+        return frame.filter(mask)
+
+    def keep_without_special(self, frame: pl.DataFrame, name: str, controls: Controls) -> pl.DataFrame:
+        is_clean = ~pl.col(name).str.contains_any(controls.special_texts)
+        return self.keep(frame, is_clean, "containing a special token", name)
 
 
 def cut_rows(rows: pl.DataFrame, controls: Controls, config: FimConfig, dropping: DroppedCounter) -> pl.DataFrame:
-    """Examples: `row`, `order`, `prefix`, `middle`, `suffix`, and `shown_prefix` and `shown_suffix`, which trimming may
-    shorten. A plain row is all middle. The rows have `source`, or the three pieces, which are not cut again."""
-    # Philox is a counter-based generator whose every count yields four 64-bit words: row i owns count first_row + i.
+    """Cut rows that have `source`; rows that have the three pieces are checked only. A plain row is all middle.
+
+    Returns:
+        `row`, `order`, `prefix`, `middle`, `suffix`, and `shown_prefix` and `shown_suffix`, which trimming may shorten.
+    """
+    # Philox is counter-based: each count yields four 64-bit words, and row i owns count first_row + i.
     bits = np.random.Philox(key=config.seed, counter=[dropping.first_row, 0, 0, 0])
     draws = np.random.Generator(bits).random((rows.height, 4))
     frame = pl.DataFrame(draws, schema=["fim", "spm", "length", "start"]).with_row_index("row")
@@ -247,38 +240,31 @@ def cut_rows(rows: pl.DataFrame, controls: Controls, config: FimConfig, dropping
         frame = dropping.keep(frame, pl.col("middle") != "", "with an empty middle", "prefix")
         frame = dropping.keep(frame, (pl.col("prefix") != "") | (pl.col("suffix") != ""), "without context", "middle")
         for piece in PIECES:
-            frame = _without_special_texts(frame, piece, controls, dropping)
+            frame = dropping.keep_without_special(frame, piece, controls)
     return frame.select("row", "order", *PIECES, shown_prefix="prefix", shown_suffix="suffix")
 
 
 def _with_text(frame: pl.DataFrame, raw: pl.Series, dropping: DroppedCounter) -> pl.DataFrame:
-    """The frame with a column of text; rows that have none are dropped. Raises UsageError for a column without any."""
-    name, values = raw.name, raw.to_list() if raw.dtype == pl.Object else []
-    others = [value for value in values if not isinstance(value, str | bytes | None)]
-    if raw.dtype not in (pl.String, pl.Binary, pl.Null, pl.Object) or (others and len(others) == len(values)):
+    """Add a column of text and drop rows without one. Raises UsageError for a column without any."""
+    values = raw.to_list()
+    is_text = pl.Series([isinstance(value, str | bytes | None) for value in values], dtype=pl.Boolean)
+    has_type = raw.dtype in (pl.String, pl.Binary, pl.Null)
+    if not has_type and (raw.dtype != pl.Object or (values and not is_text.any())):
         kind = "no text" if raw.dtype == pl.Object else raw.dtype
-        key = "data.column" if name == "source" else f"data.columns.{name}"
+        key = "data.column" if raw.name == "source" else f"data.columns.{raw.name}"
         raise UsageError(f"fim needs a column of text, and this one holds {kind}", key=key, fix="name another")
-    if raw.dtype == pl.Object:
-        shown = [None if value is None else describe_value(value) for value in values]
-        is_text = pl.Series([isinstance(value, str | bytes | None) for value in values], dtype=pl.Boolean)
-        frame = dropping.keep(frame.with_columns(raw=pl.Series(shown)), is_text, "with a field that is no text", "raw")
-        raw = pl.Series(
-            name, [value.encode() if isinstance(value, str) else value for value in raw.filter(is_text)], pl.Binary
-        )
-    # polars' own cast fails for the whole column at the first invalid byte, even when not strict.
-    text = pl.Series([_decode(value) for value in raw], dtype=pl.String) if raw.dtype == pl.Binary else raw
-    frame = frame.with_columns(raw.alias("raw"), text.cast(pl.String).alias(name))
-    frame = dropping.keep(frame, pl.col("raw").is_not_null(), "null", "raw")
-    return dropping.keep(frame, pl.col(raw.name).is_not_null(), "not UTF-8", "raw").drop("raw")
-
-
-def _decode(value: bytes | None) -> str | None:
-    """The text of these bytes, or None where they are not UTF-8."""
-    try:
-        return None if value is None else value.decode()
-    except UnicodeDecodeError:
-        return None
+    texts, shown = [], []  # polars' own cast fails for the whole column at the first invalid byte
+    for value in values:
+        shown.append(None if value is None else describe_value(value))
+        try:
+            texts.append(value.decode() if isinstance(value, bytes) else value if isinstance(value, str) else None)
+        except UnicodeDecodeError:
+            texts.append(None)
+    columns = {raw.name: pl.Series(texts, dtype=pl.String), "shown": pl.Series(shown, dtype=pl.String)}
+    frame = frame.with_columns(**columns, is_text=is_text)
+    frame = dropping.keep(frame, pl.col("is_text"), "with a field that is no text", "shown")
+    frame = dropping.keep(frame, pl.col("shown").is_not_null(), "null", "shown")
+    return dropping.keep(frame, pl.col(raw.name).is_not_null(), "not UTF-8", "shown").drop("shown", "is_text")
 
 
 def _cut(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: DroppedCounter) -> pl.DataFrame:
@@ -288,10 +274,10 @@ def _cut(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: D
         order=pl.when(pl.col("fim") >= config.fim_rate).then(PLAIN).otherwise("order"),
     )
     shortest, longest = config.middle_chars
-    # At least one character of context must stay, or there is nothing to complete from.
+    # At least one character of context must remain.
     least = pl.when(plain).then(1).otherwise(shortest + 1)
     frame = dropping.keep(frame, pl.col("n") >= least, "too short to split", "source")
-    frame = _without_special_texts(frame, "source", controls, dropping)
+    frame = dropping.keep_without_special(frame, "source", controls)
 
     n = pl.col("n")
     choices = pl.min_horizontal(pl.lit(longest, pl.Int64), n - 1) - shortest + 1
@@ -307,21 +293,11 @@ def _cut(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: D
     )
 
 
-def _without_special_texts(
-    frame: pl.DataFrame, name: str, controls: Controls, dropping: DroppedCounter
-) -> pl.DataFrame:
-    clean = ~pl.col(name).str.contains_any(controls.special_texts)
-    return dropping.keep(frame, clean, "containing a special token", name)
-
-
 # ------------------------------------------------------------------------------------------------------------ examples
 
 
 def fim_sft_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, config: FimConfig) -> Chunk:
-    """Tokenized examples: `input_ids` and `completion_mask`.
-
-    The mask is 1 on the middle and its end token. On a plain row it is 1 on all but the beginning of sequence.
-    """
+    """Make `input_ids` and `completion_mask`: 1 on the middle and its end token, on a plain row on all but the BOS."""
     kept, pieces, dropped = _fitting(rows, first_row, controls, config)
     learned = np.array([0, 0, 0, 0, 0, 1, 1], np.int8)
     lengths = np.array([[*map(len, runs)] for runs in pieces], np.int64).reshape(-1, 7)
@@ -336,16 +312,19 @@ def fim_sft_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, con
 def fim_prompts_chunk(
     rows: pl.DataFrame, first_row: int, *, controls: Controls, config: FimConfig, rewarded: Mapping[str, str]
 ) -> Chunk:
-    """Prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`.
+    """Make prompts for TRL's GRPOTrainer: the strings `prompt`, `prefix`, `suffix`, `middle`, and the rewards' columns.
 
-    Rows that have their record give `record`, and the columns of it that go to the rewards ({name: column}).
-
-    `tokenizer(prompt)` gives the ids before the middle of `fim_sft_chunk`; UsageError where it gives others. The pieces are
-    the source even where `overlong="trim"` shortened the prompt. `fim_rate` does not apply: a plain row asks for nothing.
+    `tokenizer(prompt)` gives the ids before the middle of `fim_sft_chunk`; otherwise UsageError. The pieces are the source
+    even if `overlong="trim"` shortened the prompt. `fim_rate` does not apply: a plain row asks for nothing.
     """
     kept, pieces, dropped = _fitting(rows, first_row, controls, config.model_copy(update={"fim_rate": 1.0}))
     prompts = prompt_texts(kept, controls)
-    refuse_other_prompts(prompts[:32], pieces, controls.tokenizer)
+    for prompt, runs in zip(prompts[:32], pieces, strict=False):
+        if list(controls.tokenizer(prompt)["input_ids"]) != np.concatenate(runs[:5]).tolist():
+            raise UsageError(
+                f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on",
+                fix="have it add no end token (add_eos_token) and strip no spaces around its FIM tokens (lstrip, rstrip)",
+            )
     table = {"prompt": pa.array(prompts, pa.string())}
     table |= {piece: pa.array(kept[piece].to_list(), pa.string()) for piece in ("prefix", "suffix", "middle")}
     if RECORD_COLUMN in rows.columns:
@@ -356,7 +335,7 @@ def fim_prompts_chunk(
 def _fitting(
     rows: pl.DataFrame, first_row: int, controls: Controls, config: FimConfig
 ) -> tuple[pl.DataFrame, list[list[Ids]], dict[str, Dropped]]:
-    """The examples that fit the budget, trimmed for it where the config says so, their tokens, and what was dropped."""
+    """Return the examples that fit the budget, trimmed if the config says so, their tokens, and the dropped rows."""
     dropping = DroppedCounter(first_row)
     examples = cut_rows(rows, controls, config, dropping)
     if config.overlong == "trim":
@@ -371,8 +350,8 @@ def _fitting(
 def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.DataFrame:
     """Shorten the shown prefix's start and suffix's end, by characters, until each FIM example fits the budget.
 
-    Text is shortened and tokenized again, because a cut token sequence is not what the tokenizer makes of any text. What
-    cannot fit (the middle alone is too long) and plain rows stay as they are, for the caller to drop.
+    Text is shortened and tokenized again: a cut token sequence need not be the tokens of any text. Plain rows, and those
+    of which the middle alone is too long, are left for the caller to drop.
     """
     done: list[pl.DataFrame] = []
     left = examples.with_row_index("at")
@@ -380,11 +359,11 @@ def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.Dat
         lengths = np.array([[*map(len, runs)] for runs in tokenize_pieces(left, controls)])
         context_tokens = lengths[:, 1] + lengths[:, 3]
         n_prefix, n_suffix = (
-            left[each].str.len_chars().cast(pl.Int64).to_numpy() for each in ("shown_prefix", "shown_suffix")
+            left[name].str.len_chars().cast(pl.Int64).to_numpy() for name in ("shown_prefix", "shown_suffix")
         )
         over = lengths.sum(axis=1) - max_length
         again = (over > 0) & (n_prefix + n_suffix > 0)
-        # Characters in proportion to tokens, and at least one less, so that this ends.
+        # Characters in proportion to tokens, and at least one less, so that the loop ends.
         keep = (n_prefix + n_suffix) * np.maximum(context_tokens - over, 0) // np.maximum(context_tokens, 1)
         keep = np.minimum(keep, n_prefix + n_suffix - 1)
         keep_suffix = np.minimum(n_suffix, np.maximum(keep // 2, keep - n_prefix))
@@ -398,6 +377,6 @@ def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.Dat
 
 
 def _trimmed(examples: pl.DataFrame) -> int:
-    """How many of these show less than they have."""
+    """Count the examples of which some context is not shown."""
     shorter = (pl.col("shown_prefix") != pl.col("prefix")) | (pl.col("shown_suffix") != pl.col("suffix"))
     return examples.filter(shorter).height

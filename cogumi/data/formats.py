@@ -1,4 +1,4 @@
-"""Every format of `data.format` for every method: which columns it needs, and what makes its rows examples.
+"""Formats of `data.format` for each method: the columns they need, and the examples made of their rows.
 
 | method | fim | chat | prompt_completion | preference |
 |---|---|---|---|---|
@@ -6,49 +6,68 @@
 | dpo | | | | prompt, chosen, rejected |
 | gspo | prompt, prefix, suffix, middle | messages to the last question | prompt | |
 
-For gspo the original record as `record`, every other column of it that `data.columns` names, and the gold answer as
-`answer` go to the rewards.
+*The last turn, or a completion*, is what follows the tokens that prompt and whole share, as in TRL's SFTTrainer (trl 1.15,
+sft_trainer.py, tokenize_fn). *Every turn* is the tokens of the spans of `ChatTemplate.turns`; a token that begins before a
+span or ends behind it is learned.
+
+For gspo the original record as `record`, every other column that `data.columns` names, and the gold answer as `answer` go
+to the rewards.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
+    ChatTemplate,
     Conversation,
     Question,
-    lacks_thought,
+    Spans,
+    adapt_thought,
+    is_missing_reasoning,
     read_completion,
     read_conversation,
     read_pair,
     read_prompt,
     read_question,
+    read_template,
 )
-from cogumi.data.chat_templates import adapt_thought
 from cogumi.data.encoding import (
     FormatOptions,
     Ids,
-    Rendering,
+    batches,
     encode,
     keep_end,
-    learn_completions,
-    learn_spans,
     list_array,
-    masked_chunk,
+    refuse_slow,
+    reset_backend,
     shared_prefix,
     special_texts,
 )
 from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk, read_controls
-from cogumi.data.records import RECORD_COLUMN, encode_record, record_columns
-from cogumi.data.rows import BadRow, Chunk, Dropped, KindsDiffer, Tokenize, parse_rows, try_each
+from cogumi.data.rows import (
+    RECORD_COLUMN,
+    BadRow,
+    Chunk,
+    Dropped,
+    KindsDiffer,
+    Tokenize,
+    encode_record,
+    parse_rows,
+    record_columns,
+    try_each,
+)
 
+Mask = npt.NDArray[np.int8]
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
     "dpo": ("preference",),
@@ -60,7 +79,7 @@ FIELDS = {
     "prompt_completion": ("prompt", "completion", "tools"),
     "preference": ("prompt", "chosen", "rejected", "tools"),
 }
-# The fields that make an example: the first of these that are all there.
+# The fields that make an example: the first of these that are all present.
 SHAPES: dict[str, list[tuple[str, ...]]] = {
     "fim": [("source",), ("prefix", "suffix", "middle")],
     "chat": [("messages",), ("conversations",), ("instruction", "output")],
@@ -70,68 +89,62 @@ SHAPES: dict[str, list[tuple[str, ...]]] = {
 OPTIONAL = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}
 RESERVED = (
     RECORD_COLUMN,
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "environments",
+    *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
 )
-"""What rewards are given whatever the data has, so that no column of it can have the name."""
+"""Arguments of every reward, which no column of the data can have as its name."""
 
 
 def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
-    """{field: column} that this format needs of a source with these columns.
+    """Return {field: column} that this format needs of a source with the columns `names`.
 
-    Raises UsageError where the method does not train on the format, a named column is missing, or no shape is found.
+    Raises UsageError if the method does not train on the format, a named column is missing, or no shape is complete.
     """
     method, format = options.method, options.format
     if format not in FORMATS[method]:
-        what, fix = f"{format} is not for cogumi.method: {method}", f"one of {', '.join(FORMATS[method])}"
-        raise UsageError(what, key="data.format", fix=fix)
-    for its_field, column in options.columns.items():
-        key = f"data.columns.{its_field}"
+        message, fix = f"{format} is not for cogumi.method: {method}", f"one of {', '.join(FORMATS[method])}"
+        raise UsageError(message, key="data.format", fix=fix)
+
+    def suggest(name: str, known: Sequence[str]) -> str:
+        near = nearest(name, known)
+        return f"did you mean {near}?" if near else f"there is {', '.join(known) or 'none'}"
+
+    for name, column in options.columns.items():
+        key = f"data.columns.{name}"
         if column not in names:
-            raise UsageError(f"no column {column!r}", key=key, fix=_near(column, names))
-        if its_field not in FIELDS[format] and method != "gspo":
-            raise UsageError(f"{key} is no field of data.format: {format}", fix=_near(its_field, FIELDS[format]))
-        if its_field in RESERVED:
+            raise UsageError(f"no column {column!r}", key=key, fix=suggest(column, names))
+        if name not in FIELDS[format] and method != "gspo":
+            raise UsageError(f"{key} is no field of data.format: {format}", fix=suggest(name, FIELDS[format]))
+        if name in RESERVED:
             fix = f"give it another name; in the original row it is record[{column!r}]"
-            raise UsageError(f"rewards are given `{its_field}` whatever the data has", key=key, fix=fix)
-    found = {each: each for each in FIELDS[format] if each in names} | dict(options.columns)
+            raise UsageError(f"rewards are given `{name}` whatever the data has", key=key, fix=fix)
+    available = {name: name for name in FIELDS[format] if name in names} | dict(options.columns)
     if format == "fim" and options.column in names:
-        found["source"] = options.column
+        available["source"] = options.column
     shapes = [("prompt",)] if format == "prompt_completion" and method == "gspo" else SHAPES[format]
     # A column that is named decides the shape, whatever else the file has.
-    shapes = sorted(shapes, key=lambda shape: not any(each in options.columns for each in shape))
-    shape = next((each for each in shapes if all(needed in found for needed in each)), None)
+    shapes = sorted(shapes, key=lambda shape: not any(name in options.columns for name in shape))
+    shape = next((shape for shape in shapes if all(name in available for name in shape)), None)
     if shape is None:
-        wanted = options.column if format == "fim" else " or ".join(" and ".join(each) for each in shapes)
+        needed = options.column if format == "fim" else " or ".join(" and ".join(shape) for shape in shapes)
         how = "set data.column to one of them" if format == "fim" else "data.columns says which column is which"
         fix = f"the data has {', '.join(names) or 'none'}: {how}"
-        raise UsageError(f"{format} needs the columns {wanted}", key="data.format", fix=fix)
+        raise UsageError(f"{format} needs the columns {needed}", key="data.format", fix=fix)
     tools = () if format == "fim" else ("tools",)
-    wanted_fields = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *rewarded_columns(options)]
-    return {each: found[each] for each in dict.fromkeys(wanted_fields) if each in found}
+    used = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *rewarded_columns(options)]
+    return {name: available[name] for name in dict.fromkeys(used) if name in available}
 
 
 def rewarded_columns(options: FormatOptions) -> dict[str, str]:
-    """{name: column} of what goes to gspo's rewards under a name of its own: what `data.columns` names beside the fields."""
+    """Return {name: column} of `data.columns` beside the format's fields, which gspo's rewards get by name."""
     return {name: column for name, column in options.columns.items() if name not in FIELDS[options.format]}
 
 
-def _near(name: str, names: Sequence[str]) -> str:
-    near = nearest(name, names)
-    return f"did you mean {near}?" if near else f"there is {', '.join(names) or 'none'}"
-
-
 def learned_parts(format: str, train: Mapping[str, Any]) -> Literal["turns", "completion", "all"]:
-    """What `train.completion_only_loss` and `train.assistant_only_loss` mean for a format.
+    """Resolve `train.completion_only_loss` and `train.assistant_only_loss` for a format.
 
     Neither: every turn of a conversation, the completion of a prompt. Both: the completion. Both false: everything.
     """
-    completion, assistant = (train.get(f"{each}_only_loss") for each in ("completion", "assistant"))
+    completion, assistant = (train.get(f"{part}_only_loss") for part in ("completion", "assistant"))
     if format == "prompt_completion":
         return "all" if completion is False and not assistant else "turns" if assistant else "completion"
     if completion:
@@ -140,7 +153,7 @@ def learned_parts(format: str, train: Mapping[str, Any]) -> Literal["turns", "co
 
 
 def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
-    """What makes examples of rows that have the fields of `columns_for`.
+    """Return the function that makes examples of rows with the fields of `columns_for`.
 
     Raises UsageError, now or for the first rows, for a tokenizer or chat template that cannot be used for it.
     """
@@ -156,12 +169,33 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
 
 
 def layout_note(options: FormatOptions, tokenizer: Any) -> str:
-    """What a report of the data should add: why a layout is not the one asked for; mostly nothing."""
+    """Explain why a layout is not the one asked for; empty if it is."""
     return read_controls(tokenizer).order_note(options.fim.spm_rate) if options.format == "fim" else ""
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """Options, tokenizer and chat template of rows that are conversations, prompts or pairs."""
+
+    options: FormatOptions
+    tokenizer: Any
+    special: list[str]
+    """Texts that the tokenizer reads as control tokens."""
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Read for the first row that holds messages: text needs none."""
+        return read_template(self.tokenizer, self.options.thinking, self.options.today)
+
+    def refuse_thinking(self) -> None:
+        """Raise UsageError for a flag that a row of text would ignore."""
+        if self.options.thinking is not None:
+            reason = f"text in data.format: {self.options.format} is not rendered with a chat template"
+            raise UsageError(f"cogumi.thinking would be ignored: {reason}", fix="drop it, or give messages")
+
+
 def are_text(kinds: Sequence[bool], rows: Sequence[int]) -> bool:
-    """Whether rows are text, not messages. Raises KindsDiffer, a UsageError, where some are."""
+    """Tell whether rows are text, not messages. Raises KindsDiffer, a UsageError, if only some are."""
     if any(kinds) and not all(kinds):
         raise KindsDiffer(rows[kinds.index(True)], rows[kinds.index(False)])
     return all(kinds)
@@ -171,149 +205,203 @@ def are_text(kinds: Sequence[bool], rows: Sequence[int]) -> bool:
 
 
 def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
-    """`input_ids` and `completion_mask` of conversations, or of prompts and completions."""
+    """Make `input_ids` and `completion_mask` of conversations, or of prompts and completions."""
     dropped: dict[str, Dropped] = {}
-    learn = using.options.learn
+    options, learn, tokenizer = using.options, using.options.learn, using.tokenizer
     make = read_completion if "prompt" in rows.columns else partial(read_conversation, learn=learn)
-    made, at = parse_rows(rows, first_row, make, dropped, using.special)
-    plain = are_text([isinstance(each, tuple) for each in made], at)
+    parsed, at = parse_rows(rows, first_row, make, dropped, using.special)
+    plain = are_text([isinstance(row, tuple) for row in parsed], at)
     by_turns = learn == "turns" and not plain
 
-    def render(each: Conversation | tuple[str, str]) -> tuple[str, Any]:
-        """(text, its prompt, or the spans of its turns)."""
-        if isinstance(each, tuple):
+    def render(row: Conversation | tuple[str, str]) -> tuple[str, Any]:
+        """Return (text, its prompt or the spans of its turns)."""
+        if isinstance(row, tuple):
             using.refuse_thinking()
-            return each[0] + each[1] + using.tokenizer.eos_token, each[0]
+            return row[0] + row[1] + tokenizer.eos_token, row[0]
         if by_turns:
-            return using.template.turns(each)
-        asked = each.messages[: each.prompt_length]
-        prompt = "" if learn == "all" else using.template.prompt(asked, each.tools)
-        return using.template.whole(each.messages, each.tools), prompt
+            return using.template.turns(row)
+        prompt = "" if learn == "all" else using.template.prompt(row.messages[: row.prompt_length], row.tools)
+        return using.template.whole(row.messages, row.tools), prompt
 
-    rendered, kept = try_each(made, at, render, dropped, lambda each: getattr(each, "messages", each))
-    texts, learned = [text for text, _ in rendered], [prompt for _, prompt in rendered]
-    if by_turns:
-        examples = learn_spans(using.tokenizer, texts, learned)
-    else:
-        examples = learn_completions(using.tokenizer, learned, texts, plain, everything=learn == "all")
-    thoughtless = rows_without_thought(dict(zip(at, made, strict=True)), kept) if using.options.thinking else set()
-    return masked_chunk(examples, using.options, kept, texts, dropped, thoughtless)
+    rendered, rows_at = try_each(parsed, at, render, dropped, lambda row: getattr(row, "messages", row))
+    texts, parts = [text for text, _ in rendered], [part for _, part in rendered]
+    examples = (
+        learn_spans(tokenizer, texts, parts) if by_turns else learn_completions(tokenizer, parts, texts, plain, learn)
+    )
+    without_reasoning: set[int] = set()
+    if options.thinking:
+        conversation_of = dict(zip(at, parsed, strict=True))
+        for row in rows_at:
+            conversation = conversation_of[row]
+            if isinstance(conversation, Conversation) and is_missing_reasoning(conversation.messages):
+                without_reasoning.add(row)
+
+    def fit(example: tuple[tuple[Ids, Mask], str]) -> tuple[Ids, Mask, bool]:
+        (ids, mask), limit = example[0], options.max_length
+        is_long = limit is not None and len(ids) > limit
+        if is_long and options.overlong == "drop":
+            raise BadRow(options.too_long)
+        if limit is not None and is_long:
+            end = slice(-limit, None) if options.truncation_mode == "keep_end" else slice(limit)
+            ids, mask = ids[end], mask[end]
+        if not mask.any():
+            raise BadRow(f"with nothing to learn within {limit} tokens" if is_long else "with nothing to learn")
+        return ids, mask, is_long
+
+    pairs = zip(examples, texts, strict=True)
+    fitting, example_rows = try_each(pairs, rows_at, fit, dropped, lambda example: example[1])
+    lengths = [len(ids) for ids, _, _ in fitting]
+    table = {
+        "input_ids": list_array([ids for ids, _, _ in fitting], lengths, pa.int32()),
+        "completion_mask": list_array([mask for _, mask, _ in fitting], lengths, pa.int8()),
+    }
+    truncated = sum(is_long for _, _, is_long in fitting)
+    return Chunk(pa.table(table), dropped, truncated, sum(row in without_reasoning for row in example_rows))
 
 
-def rows_without_thought(made: Mapping[int, Any], rows: Sequence[int]) -> set[int]:
-    """Which of these rows are conversations whose last answer has no thought, or an empty one."""
-    return {row for row in rows if isinstance(made[row], Conversation) and lacks_thought(made[row].messages)}
+def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
+    """Tokenize each text with its spans learned. Raises UsageError for a tokenizer without offsets."""
+    refuse_slow(tokenizer)
+    encode_batch = reset_backend(tokenizer).encode_batch
+    encodings = chain.from_iterable(encode_batch(part, add_special_tokens=False) for part in batches(texts))
+
+    def first_token(encoding: Any, character: int, length: int) -> int:
+        """Return the first token of this character, or of the next one that has any (some tokenizers drop spaces)."""
+        tokens = (encoding.char_to_token(index) for index in range(character, length))
+        return next((int(token) for token in tokens if token is not None), len(encoding.ids))
+
+    examples = []
+    for encoding, text, text_spans in zip(encodings, texts, spans, strict=True):
+        mask = np.zeros(len(encoding.ids), np.int8)
+        for start, end in text_spans:
+            if start < end:
+                # If several tokens hold one character, all of them are learned.
+                last = encoding.char_to_token(end - 1)
+                stop = max(first_token(encoding, end, len(text)), 0 if last is None else last + 1)
+                mask[first_token(encoding, start, len(text)) : stop] = 1
+        examples.append((np.array(encoding.ids, np.int32), mask))
+    return examples
+
+
+def learn_completions(
+    tokenizer: Any, prompts: Sequence[str], wholes: Sequence[str], special_tokens: bool, learn: str
+) -> list[tuple[Ids, Mask]]:
+    """Tokenize each whole text; learned is all behind the tokens it shares with its prompt, or everything.
+
+    special_tokens: the tokenizer adds its own (a beginning of sequence), which a chat template does by itself.
+    """
+    ids_of_whole = encode(tokenizer, wholes, special_tokens)
+    starts = [0] * len(ids_of_whole)
+    if learn != "all":
+        starts = list(map(shared_prefix, encode(tokenizer, prompts, special_tokens), ids_of_whole))
+    pairs = zip(ids_of_whole, starts, strict=True)
+    return [(ids, (np.arange(len(ids)) >= start).astype(np.int8)) for ids, start in pairs]
 
 
 # --------------------------------------------------------------------------------------------------------------- pairs
 
 
 def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
-    """`prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer tokenizes them (trl 1.15, dpo_trainer.py, tokenize_fn)."""
+    """Make `prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer (trl 1.15, dpo_trainer.py, tokenize_fn)."""
     dropped: dict[str, Dropped] = {}
     pairs, at = parse_rows(rows, first_row, read_pair, dropped, using.special)
     plain = are_text([isinstance(pair["prompt"], str) for pair in pairs], at)
-    texts, at = try_each(pairs, at, partial(render_pair, using=using), dropped, lambda pair: tuple(pair.values()))
-    ids = [encode(using.tokenizer, [each[side] for each in texts], plain) for side in range(3)]
+
+    def render(pair: dict[str, Any]) -> tuple[str, str, str]:
+        """Return (prompt, prompt and chosen, prompt and rejected)."""
+        prompt, chosen, rejected, tools = pair.values()
+        if isinstance(prompt, str):
+            using.refuse_thinking()
+            end = using.tokenizer.eos_token
+            return prompt, prompt + chosen + end, prompt + rejected + end
+        whole = using.template.whole
+        return using.template.prompt(prompt, tools), whole(prompt + chosen, tools), whole(prompt + rejected, tools)
+
+    texts, at = try_each(pairs, at, render, dropped, lambda pair: tuple(pair.values()))
+    ids = [encode(using.tokenizer, [text[side] for text in texts], plain) for side in range(3)]
     fit = partial(fit_pair, options=using.options)
-    fitting, _ = try_each(zip(*ids, texts, strict=True), at, fit, dropped, lambda each: each[3][0])
+    fitting, _ = try_each(zip(*ids, texts, strict=True), at, fit, dropped, lambda example: example[3][0])
     columns = {}
     for side, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
-        ids_of = [pair[side] for pair, _ in fitting]
-        columns[name] = list_array(ids_of, map(len, ids_of), pa.int32())
-    return Chunk(pa.table(columns), dropped, sum(cut for _, cut in fitting))
-
-
-def render_pair(pair: dict[str, Any], using: Rendering) -> tuple[str, str, str]:
-    """(prompt, prompt and chosen, prompt and rejected). Raises BadRow."""
-    prompt, chosen, rejected, tools = pair.values()
-    if isinstance(prompt, str):
-        using.refuse_thinking()
-        eos = using.tokenizer.eos_token
-        return prompt, prompt + chosen + eos, prompt + rejected + eos
-    template = using.template
-    return (
-        template.prompt(prompt, tools),
-        template.whole(prompt + chosen, tools),
-        template.whole(prompt + rejected, tools),
-    )
+        side_ids = [pair[side] for pair, _ in fitting]
+        columns[name] = list_array(side_ids, map(len, side_ids), pa.int32())
+    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting))
 
 
 def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[tuple[Ids, Ids, Ids], bool]:
-    """((prompt, chosen, rejected), whether something was cut) of the ids of a prompt and of both wholes.
+    """Return ((prompt, chosen, rejected), whether something was cut) of the ids of a prompt and of both wholes.
 
-    The prompt ends where its own tokens part from either whole's. Cut is what TRL's collator cuts at `max_length`, but from
-    the start (keep_end), where it cuts unlike lengths of one prompt. Raises BadRow where nothing is left to compare.
+    The prompt ends where its tokens part from those of either whole. Sides are cut as TRL's collator cuts at `max_length`,
+    but not from the start (keep_end): with sides of unequal length it would cut one prompt differently. Raises BadRow if
+    nothing is left to compare.
     """
     prompt, chosen, rejected, _ = pair
     start = min(shared_prefix(prompt, chosen), shared_prefix(prompt, rejected))
     prompt, chosen, rejected = prompt[:start], chosen[start:], rejected[start:]
-    most = options.max_length
-    cut = most is not None and start + max(len(chosen), len(rejected)) > most
-    if cut and options.overlong == "drop":
+    limit = options.max_length
+    is_cut = limit is not None and start + max(len(chosen), len(rejected)) > limit
+    if is_cut and options.overlong == "drop":
         raise BadRow(options.too_long)
-    if most is not None and cut and options.truncation_mode == "keep_start":
-        room = max(0, most - start)
+    if limit is not None and is_cut and options.truncation_mode == "keep_start":
+        room = max(0, limit - start)
         chosen, rejected = chosen[:room], rejected[:room]
         if np.array_equal(chosen, rejected):
-            raise BadRow(f"with nothing to compare within {most} tokens")
+            raise BadRow(f"with nothing to compare within {limit} tokens")
     if not len(chosen) or not len(rejected):
         raise BadRow("with nothing to compare")
-    return (prompt, chosen, rejected), cut
+    return (prompt, chosen, rejected), is_cut
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
 
 
 def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
-    """`prompt`, and for the rewards `answer` (null where a row has none), `record` and columns of it, where rows have theirs.
+    """Make `prompt` and the rewards' `answer` (null without one), `record` and named columns, where rows have them.
 
-    Messages are what the chat template takes, with calls of tools, and GRPOTrainer renders them. A row's `tools` count in the
-    length. Over the budget text loses its beginning or its row, as `data.overlong` says, and messages are dropped.
+    Messages are what the chat template takes, with tool calls, and GRPOTrainer renders them. A row's `tools` count in the
+    length. Text over the budget loses its beginning or its row, as `data.overlong` says; messages are dropped.
     """
     options = using.options
     dropped: dict[str, Dropped] = {}
     fields = rows.drop(RECORD_COLUMN, strict=False)
     chat = "prompt" not in fields.columns
-    made, at = parse_rows(fields, first_row, read_question if chat else read_prompt, dropped, using.special)
-    text = are_text([isinstance(each.prompt, str) for each in made], at)
-    if made and not text and options.overlong == "truncate":
-        what = "truncate cuts the beginning of text, and these prompts are messages"
-        raise UsageError(what, key="data.overlong", fix="drop the key: conversations that are too long are left out")
+    parsed, at = parse_rows(fields, first_row, read_question if chat else read_prompt, dropped, using.special)
+    text = are_text([isinstance(question.prompt, str) for question in parsed], at)
+    if parsed and not text and options.overlong == "truncate":
+        message = "truncate cuts the beginning of text, and these prompts are messages"
+        raise UsageError(message, key="data.overlong", fix="drop the key: conversations that are too long are left out")
 
-    def render(each: Question) -> tuple[Question, str]:
-        """(the question, as the model sees it)."""
-        if isinstance(each.prompt, str):
-            return each, each.prompt
-        adapted = [adapt_thought(message, using.template.thinking) for message in each.prompt]
-        tools = [*(each.tools or []), *options.tools]
-        return replace(each, prompt=adapted), using.template.prompt(adapted, tools or None)
+    def render(question: Question) -> tuple[Question, str]:
+        """Return (the question, its prompt as the model sees it)."""
+        if isinstance(question.prompt, str):
+            return question, question.prompt
+        adapted = [adapt_thought(message, using.template.thinking) for message in question.prompt]
+        tools = [*(question.tools or []), *options.tools]
+        return replace(question, prompt=adapted), using.template.prompt(adapted, tools or None)
 
-    usable, at = try_each(made, at, render, dropped, lambda each: each.prompt)
-    truncated = 0
+    def fit(example: tuple[Question, Ids]) -> tuple[Question, bool]:
+        """Return (the question, whether its beginning was cut away)."""
+        question, ids = example
+        if options.max_length is None or len(ids) <= options.max_length:
+            return question, False
+        if options.overlong == "drop" or not isinstance(question.prompt, str):
+            raise BadRow(options.too_long)
+        return replace(question, prompt=keep_end(using.tokenizer, question.prompt, options.max_length)), True
+
+    rendered, at = try_each(parsed, at, render, dropped, lambda question: question.prompt)
+    questions, truncated = [question for question, _ in rendered], 0
     if options.max_length is not None:
-        ids = encode(using.tokenizer, [shown for _, shown in usable], special_tokens=text)
-        fit = partial(fit_prompt, using=using)
-        fitting, at = try_each(zip(usable, ids, strict=True), at, fit, dropped, lambda each: each[0][0].prompt)
-        usable, truncated = [(each, "") for each, _ in fitting], sum(cut for _, cut in fitting)
+        ids = encode(using.tokenizer, [prompt for _, prompt in rendered], special_tokens=text)
+        pairs = zip(questions, ids, strict=True)
+        fitting, at = try_each(pairs, at, fit, dropped, lambda example: example[0].prompt)
+        questions, truncated = [question for question, _ in fitting], sum(is_cut for _, is_cut in fitting)
     rewarded = rewarded_columns(options)
-    prompts = [each.prompt if isinstance(each.prompt, str) else encode_record(each.prompt) for each, _ in usable]
+    prompts = [question.prompt if text else encode_record(question.prompt) for question in questions]
     table = {"prompt": pa.array(prompts, pa.string())}
     encoded = [*rewarded, RECORD_COLUMN] if text else [*rewarded, RECORD_COLUMN, "prompt"]
     if "answer" not in rewarded and (chat or "completion" in fields.columns):
-        table["answer"] = pa.array([encode_record(each.answer) for each, _ in usable], pa.string())
+        table["answer"] = pa.array([encode_record(question.answer) for question in questions], pa.string())
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
     return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded))
-
-
-def fit_prompt(example: tuple[tuple[Question, str], Ids], using: Rendering) -> tuple[Question, bool]:
-    """(the question, whether its beginning was cut away). Raises BadRow for one over the budget that is not to be cut."""
-    (question, _), ids = example
-    most = using.options.max_length
-    if most is None or len(ids) <= most:
-        return question, False
-    if using.options.overlong == "drop" or not isinstance(question.prompt, str):
-        raise BadRow(using.options.too_long)
-    return replace(question, prompt=keep_end(using.tokenizer, question.prompt, most)), True

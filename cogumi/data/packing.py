@@ -1,9 +1,9 @@
-"""Packing several examples into a row: is it safe with this model, how full are the rows, how many rows are a step?
+"""Pack several examples into a row: collation, labels, rows per step, and a probe of leaks between examples.
 
-TRL's `bfd` packing lays the rows of a micro-batch end to end in one sequence without an attention mask, for flash
-attention. Any other attention computes the whole square of the sequence, so it gets the rows beside each other
-(`collate_rows_apart`). transformers 5.17 makes a block-diagonal mask of the position ids. A model with a state along
-the sequence, or with its own mask, still lets examples read each other: `probe_packing` measures this.
+TRL's `bfd` packing concatenates the rows of a micro-batch without an attention mask, for flash attention. Any other
+attention computes the whole square of the sequence, so it gets the rows as a batch (`collate_rows_apart`). transformers
+5.17 makes a block-diagonal mask of the position ids. A model with a state along the sequence, or with its own mask, still
+lets examples read each other: `probe_packing` measures this.
 """
 
 import logging
@@ -20,23 +20,23 @@ from datasets import Dataset
 from cogumi.patches.trl_internals import attention_of
 
 log = logging.getLogger("cogumi")
-DOCUMENT = 48  # tokens of a document in the probe
-PAIRS = 3  # of documents: a leak is in each of them, a router that rounding tips over is chance
-# Logits of the same document apart, in two batch shapes, already differ by what other kernels and sums round differently.
-TIMES_MEASURED = 4
-TIMES_EPSILON = 4  # of the dtype, times the largest logit: where the two shapes happened to agree bit for bit
+DOCUMENT_TOKENS = 48  # of the probe
+DOCUMENT_PAIRS = 3  # a leak shows in each of them, a router that rounding tips over only by chance
+# Bounds of rounding: multiples of the distance between two batch shapes of the same documents, and of the epsilon of the
+# dtype times the largest logit, in case the two shapes agree bit for bit.
+MEASURED_MULTIPLE, EPSILON_MULTIPLE = 4, 4
 
 
 def wants_one_sequence(model: Any) -> bool:
-    """Whether the model's attention takes packed rows end to end without computing what lies between them."""
+    """Tell whether the model's attention takes concatenated rows without computing attention between them."""
     return "flash" in attention_of(model.config)
 
 
 def collate_rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A micro-batch of packed rows, a row each: `input_ids`, `labels`, `position_ids`, (rows, longest row).
+    """Collate packed rows as a batch: `input_ids`, `labels`, `position_ids`, each (rows, longest row).
 
-    collate: TRL's DataCollatorForLanguageModeling, which pads on the right. Padding has position 0, as if each of its tokens
-    were an example. An attention mask, which would let the examples of a row read each other, is not sent.
+    collate: TRL's DataCollatorForLanguageModeling, which pads on the right. Padding has position 0, like examples of one
+    token. No attention mask is returned: it would let the examples of a row read each other.
     """
     batch: dict[str, Any] = replace(collate, padding_free=False, return_position_ids=True)(examples)
     del batch["attention_mask"]
@@ -45,30 +45,28 @@ def collate_rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str
 
 
 def padding_mask(position_ids: torch.Tensor) -> torch.Tensor:
-    """Where `collate_rows_apart` padded: what begins anew at the token after its beginning. No example is one token long."""
-    begins = position_ids == 0
-    return begins & torch.nn.functional.pad(begins[:, 1:], (0, 1), value=True)
+    """Return where `collate_rows_apart` padded: a position 0 followed by another. No example is one token long."""
+    is_start = position_ids == 0
+    return is_start & torch.nn.functional.pad(is_start[:, 1:], (0, 1), value=True)
 
 
 @torch.no_grad()
 def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: int) -> tuple[float, float]:
-    """(distance, bound) of logits of two documents packed and apart: the largest difference, what rounding explains of it.
+    """Compare logits of two documents packed and apart.
 
-    Of several pairs it is the one that differs least beyond rounding.
-
-    model: in evaluation mode. documents: token ids of at least two examples, of which the last DOCUMENT tokens are used
-    (chats begin alike). Packed as the training packs them: a row of the pair and, but for flash attention, one of its first
-    document beside it.
+    The model is in evaluation mode. Of each document the last DOCUMENT_TOKENS are used (chats begin alike). They are packed
+    as in training: a row of the pair and, except for flash attention, a row of its first document. Returns (largest
+    difference, bound of rounding) of the pair that differs least beyond rounding.
     """
-    ends = [list(document[-DOCUMENT:]) for document in documents if len(document) > 1]
-    pairs = list(zip(ends[::2], ends[1::2], strict=False))[:PAIRS]
+    ends = [list(document[-DOCUMENT_TOKENS:]) for document in documents if len(document) > 1]
+    pairs = list(zip(ends[::2], ends[1::2], strict=False))[:DOCUMENT_PAIRS]
     if not pairs:
         raise ValueError("packing is probed with two documents of at least two tokens")
-    found = [probe_pair(model, *pair, pad_token_id) for pair in pairs]
-    return min(found, key=lambda pair: pair[0] / (pair[1] or 1))
+    distances = [_probe_pair(model, *pair, pad_token_id) for pair in pairs]
+    return min(distances, key=lambda pair: pair[0] / (pair[1] or 1))
 
 
-def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) -> tuple[float, float]:
+def _probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) -> tuple[float, float]:
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     flat = DataCollatorForLanguageModeling(pad_token_id, padding_free=True)
@@ -78,8 +76,8 @@ def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) 
         batch = collate(list(rows))
         batch.pop("labels")
         device = next(model.parameters()).device
-        found = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
-        return found.float()  # type: ignore[no-any-return]
+        logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits
+        return logits.float()  # type: ignore[no-any-return]
 
     both = {"input_ids": one + other, "seq_lengths": [len(one), len(other)]}
     if wants_one_sequence(model):
@@ -90,13 +88,13 @@ def probe_pair(model: Any, one: list[int], other: list[int], pad_token_id: int) 
     padded = logits_of(padding, {"input_ids": one}, {"input_ids": other})
     together = torch.cat([row[: len(ids)] for row, ids in zip(padded, (one, other), strict=True)])
     measured = (alone - together).abs().max().item()
-    dtypes = {each.dtype for each in model.parameters() if each.is_floating_point() and each.dtype.itemsize > 1}
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point() and weight.dtype.itemsize > 1}
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes) * alone.abs().max().item()  # of the coarsest
-    return (packed - alone).abs().max().item(), max(TIMES_MEASURED * measured, TIMES_EPSILON * epsilon)
+    return (packed - alone).abs().max().item(), max(MEASURED_MULTIPLE * measured, EPSILON_MULTIPLE * epsilon)
 
 
 def with_labels(examples: Dataset) -> Dataset:
-    """`input_ids` and `labels` of examples with a `completion_mask`: -100 where it is 0, as TRL's build_labels makes them."""
+    """Replace `completion_mask` by `labels`: -100 where it is 0, as TRL's build_labels makes them."""
 
     def label(table: pa.Table) -> pa.Table:
         ids, mask = (table[name].combine_chunks() for name in ("input_ids", "completion_mask"))
@@ -110,9 +108,9 @@ def with_labels(examples: Dataset) -> Dataset:
 
 
 def rows_per_step(examples_per_row: float, micro_batch: int, accumulation: int) -> tuple[int, int]:
-    """(rows of a micro-batch, micro-batches accumulated), which hold about the examples that were asked for.
+    """Return (rows of a micro-batch, micro-batches) that hold about micro_batch x accumulation examples.
 
-    The number of rows is the one nearest to micro_batch x accumulation examples, in micro-batches that are no larger.
+    The micro-batches are no larger than `micro_batch`.
     """
     rows = max(1, round(micro_batch * accumulation / examples_per_row))
     at_once = max(size for size in range(1, min(micro_batch, rows) + 1) if rows % size == 0)

@@ -1,64 +1,75 @@
-"""Rows of a source and what becomes of them: examples in an arrow file, or a count of the dropped rows by reason."""
+"""Rows of a source: their original records carried as text, the examples they become, and counts of dropped rows.
+
+Arrow has one type per column: a key that one record lacks would come back as None, and integers as floats. The original
+record, the columns that `data.columns` names for the rewards, and messages are therefore JSON in the prepared data, and
+`decode_rows` decodes them when a row is read. The source file may then be gone.
+
+A record of a JSON-lines file equals `json.loads` of its line. One of a parquet or CSV file holds its cells by column, as
+Python values. Values without a JSON type (bytes, dates, decimals) are written with their type and read back unchanged.
+"""
 
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from functools import partial
 from itertools import accumulate, chain
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cogumi.core.durability import sync_path
 from cogumi.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 T = TypeVar("T")
 V = TypeVar("V")
 EXCERPT = 80  # characters
-SPOKEN = {"role", "content"}
+MESSAGE_KEYS = {"role", "content"}
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """Rows that made no example for one reason: how many, and the first of them."""
+    """Rows that made no example for one reason: their count, and the index (in the whole source) and start of the first."""
 
     count: int
     row: int
-    """Its index in the whole source, from 0."""
     excerpt: str
-    """What it holds, in at most 80 characters."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The examples of consecutive rows, in their order: len(rows) = len(table) + the counts of `dropped`."""
+    """The examples of consecutive rows, in order: len(rows) = len(table) + the counts of `dropped`.
+
+    The table has, for sft, `input_ids` (list of int32) and `completion_mask` (list of int8); for dpo `prompt_ids`,
+    `chosen_ids` and `rejected_ids` (lists of int32); for gspo `prompt` and the columns of the rewards.
+    """
 
     table: pa.Table
-    """sft: `input_ids` (list of int32), `completion_mask` (list of int8). dpo: `prompt_ids`, `chosen_ids`,
-    `rejected_ids` (lists of int32). gspo: `prompt` (text, or a list of messages) and what the rewards are given."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
     """By reason, such as "null" or "longer than 512 tokens"."""
     truncated: int = 0
-    """Examples in the table of which something was cut away."""
-    thoughtless: int = 0
+    """Examples in the table that were shortened."""
+    rows_without_reasoning: int = 0
     """Examples of conversations whose last answer has no thought, or an empty one."""
     encoded: tuple[str, ...] = ()
-    """Columns of the table that are text of `cogumi.data.records`; a data set of them has the values."""
+    """Columns of the table that hold encoded values, which `decode_rows` decodes."""
 
 
 Tokenize = Callable[[pl.DataFrame, int], Chunk]
-"""Makes examples of rows, whose columns are the fields of the format and whose first has this index in the whole source.
-What it makes of a row depends on the row, its index and what is in the cache key alone. An empty chunk is no error."""
+"""Make examples of rows: a frame of the format's fields, and the index of its first row. The result depends on the row, its
+index and the contents of the cache key alone. An empty chunk is no error."""
 
 
 class BadRow(Exception):
-    """Why a row makes no example, in words that follow a number ("3 null"); `excerpt` where it says more than the row."""
+    """A row makes no example; `reason` completes "3 rows ..." ("null"), `excerpt` replaces the row's own text."""
 
     def __init__(self, reason: str, excerpt: str | None = None):
         super().__init__(reason)
@@ -66,42 +77,45 @@ class BadRow(Exception):
 
 
 class KindsDiffer(UsageError):
-    """A row is text and another one messages, given by their indices: those two are not tokenized alike."""
+    """One row is text and another one messages, which are tokenized differently."""
 
     def __init__(self, text: int, messages: int):
-        super().__init__(
-            f"row {text} is text and row {messages} is messages", key="data.source", fix="write them alike"
-        )
+        message = f"row {text} is text and row {messages} is messages"
+        super().__init__(message, key="data.source", fix="write them alike")
         self.rows = (text, messages)
 
 
 def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any, count: int = 1) -> None:
-    """Count rows, of which row number `row`, which holds `value`, is the first. Rows come in their order."""
+    """Count `count` dropped rows, the first of which has the index `row` and the value `value`."""
     before = dropped.get(reason)
     dropped[reason] = replace(before, count=before.count + count) if before else Dropped(count, row, excerpt_of(value))
 
 
 def excerpt_of(value: Any) -> str:
-    """The start of a value on one line, in at most 80 characters."""
+    """Return the start of a value on one line of at most 80 characters."""
     text = " ".join(describe_value(value)[: 4 * EXCERPT].split())
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
 def describe_value(value: Any) -> str:
-    """A value of a row for people: text as it stands, the fields of a row apart, messages by their roles, the rest as JSON."""
+    """Format a value for people: text unchanged, fields separated by bars, messages by role, the rest as JSON."""
     if isinstance(value, str):
         return value or "(empty)"
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     if isinstance(value, tuple):
         return " | ".join(map(describe_value, value))
-    if isinstance(value, list) and value and all(isinstance(each, dict) and set(each) == SPOKEN for each in value):
-        return " ".join(f"{each['role']}: {describe_value(each['content'])}" for each in value)
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) and set(item) == MESSAGE_KEYS for item in value)
+    ):
+        return " ".join(f"{message['role']}: {describe_value(message['content'])}" for message in value)
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def decode_value(value: Any) -> Any:
-    """Bytes as text, everything else as it is. Raises BadRow for null and for bytes that are no UTF-8."""
+def decode_cell(value: Any) -> Any:
+    """Return bytes as text and anything else unchanged. Raises BadRow for null and for bytes that are not UTF-8."""
     if value is None:
         raise BadRow("null")
     if isinstance(value, bytes):
@@ -114,30 +128,30 @@ def decode_value(value: Any) -> Any:
 
 def try_each(
     values: Iterable[V],
-    at: Iterable[int],
+    indices: Iterable[int],
     make: Callable[[V], T],
     dropped: dict[str, Dropped],
     show: Callable[[V], Any] = lambda value: value,
 ) -> tuple[list[T], list[int]]:
-    """(what `make` makes of each value, the index of its row). Rows that it refuses are counted, the first as `show` has it."""
-    made: list[T] = []
-    kept: list[int] = []
-    for value, row in zip(values, at, strict=True):
+    """Apply `make` to each value and count rows that raise BadRow, with an excerpt of `show(value)`: (results, rows)."""
+    results: list[T] = []
+    result_rows: list[int] = []
+    for value, row in zip(values, indices, strict=True):
         try:
-            made.append(make(value))
-            kept.append(row)
+            results.append(make(value))
+            result_rows.append(row)
         except BadRow as error:
             count_dropped(dropped, error.reason, row, error.excerpt or show(value))
-    return made, kept
+    return results, result_rows
 
 
 def iter_strings(value: Any) -> Iterator[str]:
-    """Every text in a value of messages or tools, however deep, keys included; of a dataclass its values."""
+    """Iterate over every string in nested lists, mappings (with their keys) and dataclasses."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from iter_strings(inner)
+        for item in value:
+            yield from iter_strings(item)
     elif isinstance(value, Mapping):
         yield from iter_strings(list(chain.from_iterable(value.items())))
     elif hasattr(value, "__dataclass_fields__"):
@@ -151,131 +165,23 @@ def parse_rows(
     dropped: dict[str, Dropped],
     special: list[str],
 ) -> tuple[list[T], list[int]]:
-    """What `make` makes of each row, given as {column: value}, and the index of the row.
-
-    Rows that it refuses are counted, and so are those whose texts contain a control token of the tokenizer (`special`).
-    """
+    """Apply `make` to each row as {column: value}: (results, their rows); a text with a control token drops the row."""
     values = zip(*(column.to_list() for column in rows), strict=True)
     indices = range(first_row, first_row + rows.height)
-    made, at = try_each(values, indices, lambda row: make(dict(zip(rows.columns, row, strict=True))), dropped)
-    texts = pl.Series(["\0".join(iter_strings(each)) for each in made], dtype=pl.String)
-    hits = texts.str.contains_any(special)
+    parsed, at = try_each(values, indices, lambda row: make(dict(zip(rows.columns, row, strict=True))), dropped)
+    texts = pl.Series(["\0".join(iter_strings(value)) for value in parsed], dtype=pl.String)
+    has_special = texts.str.contains_any(special)
 
-    def refuse_special(at: int) -> T:
-        if hits[at]:
+    def refuse_special(index: int) -> T:
+        if has_special[index]:
             raise BadRow("containing a special token")
-        return made[at]
+        return parsed[index]
 
-    return try_each(range(len(made)), at, refuse_special, dropped, texts.__getitem__)
-
-
-# ---------------------------------------------------------------------------------------------------------- arrow file
-
-
-class ExamplesWriter:
-    """Takes the rows of one part (trained on, or held out) and writes the examples that they become to an arrow stream."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows = self.truncated = self.learned = self.thoughtless = 0
-        self.dropped: dict[str, Dropped] = {}
-        self.encoded: dict[str, bool] = {}  # by column of the table
-        self.lengths = Lengths()
-        self.file: Any = None
-        self.schema: pa.Schema | None = None
-
-    def add(self, tokenize: Tokenize, rows: pl.DataFrame, at: npt.NDArray[np.int64]) -> None:
-        """Write the examples made of rows at these places of the source, and count what became of the others."""
-        try:
-            chunk = tokenize(rows, self.rows)
-        except KindsDiffer as error:  # `tokenize` numbers the chosen rows; a report names the place in the source
-            raise KindsDiffer(*(int(at[row - self.rows]) for row in error.rows)) from None
-        table = chunk.table.replace_schema_metadata(None)
-        lost = sum(dropped.count for dropped in chunk.dropped.values())
-        if len(table) + lost != len(at):
-            raise RuntimeError(f"{len(at)} rows became {len(table)} examples and {lost} dropped")
-        for reason, dropped in chunk.dropped.items():
-            place = int(at[dropped.row - self.rows])
-            count_dropped(self.dropped, reason, place, dropped.excerpt, dropped.count)
-        self.rows += len(at)
-        self.truncated += chunk.truncated
-        self.thoughtless += chunk.thoughtless
-        if not len(table):
-            return
-        self.refuse_other_encoding(table.column_names, chunk.encoded, int(at[0]))
-        self.lengths.update(token_lengths(table))
-        if "completion_mask" in table.column_names:
-            self.learned += sum(int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks)
-        self.write(table)
-
-    def refuse_other_encoding(self, names: Sequence[str], encoded: Sequence[str], first_row: int) -> None:
-        """Raise UsageError for a column that earlier rows have as text, and these as values, or the other way round."""
-        for name in names:
-            if self.encoded.setdefault(name, name in encoded) != (name in encoded):
-                kinds = ("text", "messages") if name == "prompt" else ("text", "another field")
-                before, here = kinds if name in encoded else kinds[::-1]
-                what = f"`{name}` is {before} before row {first_row} and {here} from there on"
-                raise UsageError(what, key="data.source", fix="write them alike")
-
-    def write(self, table: pa.Table) -> None:
-        if self.schema is None:
-            self.schema, self.file = table.schema, pa.ipc.new_stream(str(self.path), table.schema)
-        elif table.schema != self.schema:
-            try:
-                schema = pa.unify_schemas([self.schema, table.schema], promote_options="permissive")
-            except pa.ArrowException as error:
-                raise UsageError(f"a column holds two kinds of values: {error}", fix="write them alike") from error
-            if schema != self.schema:
-                self.rewrite(schema)
-            table = with_columns(table, schema)
-        self.file.write_table(table.combine_chunks())
-
-    def rewrite(self, schema: pa.Schema) -> None:
-        """What is written so far, in the types that later rows need: a column may have begun with nulls alone."""
-        self.file.close()
-        before = self.path.rename(self.path.with_suffix(".before"))
-        self.file, self.schema = pa.ipc.new_stream(str(self.path), schema), schema
-        with pa.memory_map(str(before)) as mapped:
-            for batch in pa.ipc.open_stream(mapped):
-                self.file.write_table(with_columns(pa.Table.from_batches([batch]), schema))
-        before.unlink()
-
-    def close(self, name: str) -> dict[str, Any]:
-        """The record of this part. Raises UsageError where no row was usable."""
-        if self.file is None:
-            longer = any(reason.startswith("longer than") for reason in self.dropped)
-            allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
-            raise UsageError(describe_counts(name, 0, self.dropped), fix=f"give other rows{allow}")
-        self.file.close()
-        sync_path(self.path)
-        return {
-            "name": name,
-            "dropped": {reason: [each.count, each.row, each.excerpt] for reason, each in self.dropped.items()},
-            "truncated": self.truncated,
-            "thoughtless": self.thoughtless,
-            "encoded": [name for name, encoded in self.encoded.items() if encoded],
-            "lengths": sorted(self.lengths.items()),
-            "learned": self.learned,
-        }
-
-
-def with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table in these types, with nulls in the columns that it has not."""
-    missing = {name: pa.nulls(len(table)) for name in schema.names if name not in table.column_names}
-    for name, nulls in missing.items():
-        table = table.append_column(name, nulls)
-    return table.select(schema.names).cast(schema)
-
-
-def describe_counts(name: str, used: int, dropped: Mapping[str, Dropped]) -> str:
-    """ "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
-    total = used + sum(each.count for each in dropped.values())
-    reasons = ", ".join(f"{each.count:,} {reason}" for reason, each in dropped.items())
-    return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")
+    return try_each(range(len(parsed)), at, refuse_special, dropped, texts.__getitem__)
 
 
 class Lengths(Counter[int]):
-    """Examples by their number of tokens. Of a preference pair: the prompt with the longer answer."""
+    """Number of examples by length in tokens. A preference pair counts its prompt and its longer answer."""
 
     @property
     def tokens(self) -> int:
@@ -286,27 +192,103 @@ class Lengths(Counter[int]):
         return self.tokens / max(1, self.total())
 
     def quantile(self, share: float) -> int:
-        """The shortest length that at least this share of the examples does not exceed; 0 where there are none."""
-        wanted, lengths = max(1, math.ceil(share * self.total())), sorted(self)
-        reached = accumulate(self[length] for length in lengths)
-        return next((length for length, count in zip(lengths, reached, strict=True) if count >= wanted), 0)
+        """Return the shortest length that at least this share of the examples does not exceed; 0 without examples."""
+        rank, lengths = max(1, math.ceil(share * self.total())), sorted(self)
+        cumulative = accumulate(self[length] for length in lengths)
+        return next((length for length, count in zip(lengths, cumulative, strict=True) if count >= rank), 0)
 
     def buckets(self, most: int) -> list[tuple[int, int, int]]:
-        """(first length, last length, examples) of at most so many buckets of one width, up to the longest example."""
+        """Return (first length, last length, examples) of at most `most` buckets of equal width, from 0."""
         if not self:
             return []
         width = max(1, math.ceil((max(self) + 1) / most))
         counts: Counter[int] = Counter()
         for length, count in self.items():
             counts[length // width] += count
-        return [(at * width, (at + 1) * width - 1, counts[at]) for at in range(max(counts) + 1)]
+        return [(index * width, (index + 1) * width - 1, counts[index]) for index in range(max(counts) + 1)]
 
 
 def token_lengths(table: pa.Table) -> list[int]:
-    """Tokens of each example of a chunk; none where the chunk holds text, which a trainer tokenizes."""
-    ids = [name for name in table.column_names if name.endswith("_ids")]
-    lengths = {name: pc.list_value_length(table[name]).to_numpy() for name in ids}
-    found = lengths.get("input_ids", np.empty(0, np.int64))
+    """Return the tokens of each example of a chunk; nothing for text, which a trainer tokenizes."""
+    lengths = {
+        name: pc.list_value_length(table[name]).to_numpy() for name in table.column_names if name.endswith("_ids")
+    }
+    totals = lengths.get("input_ids", np.empty(0, np.int64))
     if "chosen_ids" in lengths:
-        found = lengths["prompt_ids"] + np.maximum(lengths["chosen_ids"], lengths["rejected_ids"])
-    return found.tolist()  # type: ignore[no-any-return]
+        totals = lengths["prompt_ids"] + np.maximum(lengths["chosen_ids"], lengths["rejected_ids"])
+    return totals.tolist()  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+RECORD_COLUMN = "record"
+"""The column of prepared prompts, and the argument of a reward, that is the original record."""
+TABLE_PREFIX = "table "
+"""Start of the text of a value from a parquet or CSV file, which may contain TYPES. No JSON starts like this."""
+TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "\0bytes": (bytes, bytes.hex, bytes.fromhex),
+    "\0decimal": (Decimal, str, Decimal),
+    "\0datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "\0date": (date, date.isoformat, date.fromisoformat),  # after datetime, its subclass
+    "\0time": (time, time.isoformat, time.fromisoformat),
+    "\0timedelta": (
+        timedelta,
+        lambda length: length // timedelta(microseconds=1),
+        lambda count: timedelta(microseconds=count),
+    ),
+}
+"""Types that JSON lacks: {marker key: (type, to JSON, from JSON)}."""
+
+
+def encode_record(record: Any) -> str:
+    """Encode a JSON value as ASCII text: an unpaired surrogate cannot be UTF-8."""
+    return json.dumps(record)
+
+
+def encode_table(rows: pl.DataFrame) -> list[str]:
+    """Encode each row of a table as the text of {column: cell}."""
+
+    def with_type(value: Any) -> dict[str, Any]:
+        for key, (kind, write, _) in TYPES.items():
+            if isinstance(value, kind):
+                return {key: write(value)}
+        raise TypeError(f"{type(value).__name__} is no type of a cell")
+
+    return [TABLE_PREFIX + json.dumps(row, default=with_type) for row in rows.iter_rows(named=True)]
+
+
+def decode_value(text: str) -> Any:
+    """Decode an encoded value with its original types."""
+
+    def without_type(value: dict[str, Any]) -> Any:
+        key = next(iter(value), "")
+        return TYPES[key][2](value[key]) if key in TYPES else value
+
+    if text.startswith(TABLE_PREFIX):
+        return json.loads(text.removeprefix(TABLE_PREFIX), object_hook=without_type)
+    return json.loads(text)
+
+
+def record_columns(records: list[str], named: Mapping[str, str]) -> dict[str, pa.Array]:
+    """Return the columns {name: column} of the encoded records, and the records, as encoded text; missing keys are null."""
+    texts: dict[str, list[str]] = {name: [] for name in named}
+    for record in records:
+        prefix = TABLE_PREFIX if record.startswith(TABLE_PREFIX) else ""
+        cells = json.loads(record.removeprefix(prefix))  # types stay as they are written
+        for name, column in named.items():
+            texts[name].append(prefix + json.dumps(cells.get(column)))
+    return {name: pa.array(column, pa.string()) for name, column in {**texts, RECORD_COLUMN: records}.items()}
+
+
+def decode_rows(dataset: "Dataset", encoded: Iterable[str]) -> "Dataset":
+    """Return the data set with these columns decoded whenever a row is read; on disk they stay text."""
+    names = frozenset(encoded)
+    return dataset.with_transform(partial(_decode_batch, names=names)) if names else dataset
+
+
+def _decode_batch(batch: dict[str, list[Any]], names: frozenset[str]) -> dict[str, list[Any]]:
+    return {
+        name: [value if value is None else decode_value(value) for value in values] if name in names else values
+        for name, values in batch.items()
+    }

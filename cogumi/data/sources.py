@@ -1,11 +1,14 @@
-"""Read columns of parquet, JSON-lines and CSV files as a stream, with errors that say what to change.
+"""Locate the files of `data.source` and stream columns of parquet, JSON-lines and CSV files.
 
-A batch is some 8 MiB, whatever the size of the file. pyarrow reads it page by page through a small buffer, and holds 60 MB
-of any file. polars' own batches held 130 MB of a 260 MB file, and more of a larger one.
+A batch is about 8 MiB, whatever the size of the file. pyarrow reads parquet and CSV page by page through a small buffer.
+JSON lines are parsed line by line: pyarrow, polars and `datasets` are faster, but give every record the keys of all others,
+turn integers into floats, and name no line of a broken file (`cogumi.data.rows` says why records must be exact).
 """
 
+import glob
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -19,60 +22,158 @@ import pyarrow.parquet as pq
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
-from cogumi.data.records import decode_bytes, encode_record, encode_table
-from cogumi.data.source_files import CSV, JSON_LINES, kind_of
+from cogumi.data.rows import encode_record, encode_table
+
+PARQUET, JSON_LINES, CSV = "parquet", "JSON lines", "CSV"
+SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
+COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; a parquet file is compressed inside
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 BATCH_BYTES = 8 * 2**20
-"""Of a file's data at a time. Tokenizing a batch takes some 50 times its text."""
+"""File data per batch. Tokenizing a batch takes about 50 times the memory of its text."""
 MOST_ROWS = 16_384
-"""Rows of a batch at most: a parquet footer counts a repeated text once, so its size may say too little."""
+"""Upper bound of rows per batch: a parquet footer counts a repeated text once, so its size may be too small."""
 BUFFER_BYTES = 2**20
 MOST_NESTED = 256
-"""Lists and objects in each other in a line. What goes through them takes two calls for each, and Python allows 1,000."""
+"""Nesting limit of a JSON line. Code that walks it makes two calls per level, and Python allows 1,000."""
 ORIGINALS = "\0original"
-"""The column of a batch that is its rows as text; no file has one of this name."""
+"""The column of a batch that holds its rows as text; no file has a column of this name."""
+
+
+# ----------------------------------------------------------------------------------------------------------- locations
+
+
+def refuse_missing(source: str) -> None:
+    """Raise UsageError for a source that is neither a sample nor a hub id, and does not exist on this machine."""
+    if not source.startswith("cogumi:") and not Path(source).exists() and not is_hub_id(source):
+        find_files(source)
+
+
+def find_files(path: str | Path) -> list[Path]:
+    """Return the files of a path, a glob or a directory tree in name order; raises UsageError if there are none.
+
+    A directory gives the files of the first kind that it holds: parquet, JSON lines, CSV.
+    """
+    local = Path(path)
+    if local.is_file():
+        return [local]
+    if local.is_dir():
+        # A .json beside the data is more likely to describe it.
+        below = sorted(file for file in local.rglob("*") if file.suffix != ".json" and file.is_file())
+        for kind in SUFFIXES:
+            if files := [file for file in below if kind_of(file) == kind]:
+                return files
+        message = "this directory holds no .parquet or .jsonl file, nor a .csv"
+        raise UsageError(message, place=path, fix="give a file of its own")
+    if glob.has_magic(str(path)):
+        files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if files:
+            return files
+        raise UsageError("no file matches this pattern", place=path, fix="check it with ls")
+    near = nearest(local.name, [file.name for file in local.parent.glob("*")])
+    hint = f"; did you mean {near}?" if near else f" (looked from {Path.cwd()})"
+    raise UsageError(f"no such file{hint}", place=path)
+
+
+def kind_of(file: Path) -> str | None:
+    """Return PARQUET, JSON_LINES or CSV by the suffix, or None."""
+    suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+
+
+def is_hub_id(source: str) -> bool:
+    """Tell whether a source spells `org/name`; a name with the suffix of a data file is a missing file."""
+    return HUB_ID.fullmatch(source) is not None and kind_of(Path(source)) is None
+
+
+def refuse_other_kinds(name: str, paths: Iterable[str | Path]) -> None:
+    for path in paths:
+        if kind_of(Path(path)) is None:
+            message = f"{path} is of a kind that is not read ({', '.join(chain(*SUFFIXES.values()))} are)"
+            raise UsageError(message, place=name, fix="convert it and give the file")
+
+
+def locate(
+    source: str, *, revision: str | None = None, split: str | None = None, subset: str | None = None
+) -> tuple[str, Sequence[Path], Any]:
+    """Find the files of a sample, a path or a hub id, which is downloaded: (name, files, identity).
+
+    A local path wins over a hub id. `split` is of a hub data set ("train" by default), or of a directory laid out like one.
+    The identity is JSON that changes whenever the rows may have changed.
+    """
+    from cogumi.data.stdlib_sample import SAMPLES, sample_path
+    from cogumi.hub.downloads import dataset_files, fetch_dataset, split_of
+
+    if source in SAMPLES:
+        sample = [sample_path(source)]
+        return source, sample, files_identity(sample)
+    if source.startswith("cogumi:"):
+        raise UsageError(f"{source} is not known", key="data.source", fix=f"there is {', '.join(SAMPLES)}")
+    if not Path(source).exists() and is_hub_id(source):
+        commit, paths = dataset_files(source, revision, split, subset)
+        refuse_other_kinds(source, paths)
+        return f"{source}@{commit[:7]}", fetch_dataset(source, commit, paths), [source, commit, paths]
+    for key, value in (("revision", revision), ("subset", subset)):
+        if value is not None:
+            raise UsageError(f"data.{key} would be ignored: {source} is a local file, not a hub id", fix="drop it")
+    if split is None:
+        files = find_files(source)
+    elif Path(source).is_dir():
+        files = split_of(source, split)
+        refuse_other_kinds(source, files)
+    else:
+        raise UsageError(f"data.split would be ignored: {source} is not a directory nor a hub id", fix="drop it")
+    return source, files, files_identity(files)
+
+
+def files_identity(files: Sequence[Path]) -> list[list[Any]]:
+    """Return the real path, size and modification time of each file."""
+    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
 
 
 def column_names(files: Sequence[Path]) -> list[str]:
-    """The columns of these files, in the order in which they come up; of JSON lines those of the first batch."""
+    """Return the columns of all files in order of appearance; of JSON lines those of the first batch."""
     names: dict[str, None] = {}
     for file in files:
-        with _damage_refused(file):
-            found: Iterable[str]
+        with _report_damage(file):
+            columns: Iterable[str]
             if kind_of(file) == JSON_LINES:
-                found = chain.from_iterable(next(_record_blocks(file), []))
+                columns = chain.from_iterable(next(_record_blocks(file), []))
             elif kind_of(file) == CSV:
-                found = _csv_reader(file, None).schema.names
+                columns = _csv_reader(file, None).schema.names
             else:
-                found = pq.read_schema(file).names
-            names.update(dict.fromkeys(found))
+                columns = pq.read_schema(file).names
+            names.update(dict.fromkeys(columns))
     return list(names)
 
 
 def batches(files: Sequence[Path], columns: Sequence[str], originals: bool = False) -> Iterator[pl.DataFrame]:
-    """The named `columns` of all files as frames of some `BATCH_BYTES`, in file order; other columns are never decoded.
+    """Stream the named `columns` of all files as frames of about `BATCH_BYTES`, in file order.
 
-    originals: with the whole rows as text (`cogumi.data.records`) in the column ORIGINALS, for which all columns are decoded.
-    CSV columns are text, and text that is not UTF-8 is binary. A column of JSON lines that is not all text, all booleans,
-    all integers or all floats holds Python objects. A frame's types would give every message the keys of all others.
-    Raises UsageError, naming the file, for JSON lines the line, and the fix.
+    CSV columns are text, or binary where they are not UTF-8. A JSON-lines column that is not all text, booleans, integers
+    or floats holds Python objects: the types of a frame would give every message the keys of all others. `originals` adds
+    the column ORIGINALS with the whole rows, encoded, for which all columns are decoded. Raises UsageError that names the
+    file, and the line of a JSON-lines file.
     """
-    read = {JSON_LINES: _json_batches, CSV: _csv_batches}
+    readers = {JSON_LINES: _json_batches, CSV: _csv_batches}
     for file in files:
-        with _damage_refused(file):
-            yield from read.get(kind_of(file) or "", _parquet_batches)(file, columns, originals)
+        with _report_damage(file):
+            yield from readers.get(kind_of(file) or "", _parquet_batches)(file, columns, originals)
 
 
 @contextmanager
-def _damage_refused(file: Path) -> Iterator[None]:
+def _report_damage(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
-        what = f"not a {kind_of(file)} file, or a damaged one ({_first_line(error)})"
-        raise UsageError(what, place=file, fix="write or download it again") from error
+        message = f"not a {kind_of(file)} file, or a damaged one ({_first_line(error)})"
+        raise UsageError(message, place=file, fix="write or download it again") from error
 
 
-def _refuse_missing(file: Path, columns: Sequence[str], names: Iterable[str]) -> None:
+def _refuse_missing_columns(file: Path, columns: Sequence[str], names: Iterable[str]) -> None:
     names = list(names)
     for column in columns:
         if column not in names:
@@ -89,35 +190,23 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-# -------------------------------------------------------------------------------------------------------------- parquet
-
-
 def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
     with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as parquet:
         schema = pl.DataFrame(parquet.schema_arrow.empty_table()).schema
-        _refuse_missing(file, columns, schema)
+        _refuse_missing_columns(file, columns, schema)
         dictionary_encoded = [name for name in columns if schema[name] in (pl.Categorical, pl.Enum)]
         read = list(schema) if originals else columns
-        rows = _rows_at_a_time(parquet.metadata, read)
-        for batch in parquet.iter_batches(rows, columns=read, use_threads=False):
-            # Zero columns are no frame's rows; text is copied once, into polars' own layout.
-            whole = pl.DataFrame(pa.Table.from_batches([batch]))
-            frame = whole.select(columns).with_columns(pl.col(dictionary_encoded).cast(pl.String))
-            yield _with_originals(frame, encode_table(whole)) if originals else frame
-
-
-def _rows_at_a_time(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
-    """Rows that decode to about BATCH_BYTES, by the footer; the row group with the longest rows decides."""
-    longest = 1.0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        parts = [group.column(i) for i in range(group.num_columns)]
-        size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
-        longest = max(longest, size / max(group.num_rows, 1))
-    return max(1, min(MOST_ROWS, int(BATCH_BYTES / longest)))
-
-
-# ----------------------------------------------------------------------------------------------------------- JSON lines
+        # Rows that decode to about BATCH_BYTES by the footer; the row group with the longest rows decides.
+        row_bytes = 1.0
+        for group in map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups)):
+            parts = [group.column(index) for index in range(group.num_columns)]
+            size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in read)
+            row_bytes = max(row_bytes, size / max(group.num_rows, 1))
+        batch_rows = max(1, min(MOST_ROWS, int(BATCH_BYTES / row_bytes)))
+        for batch in parquet.iter_batches(batch_rows, columns=read, use_threads=False):
+            rows = pl.DataFrame(pa.Table.from_batches([batch]))
+            frame = rows.select(columns).with_columns(pl.col(dictionary_encoded).cast(pl.String))
+            yield _with_originals(frame, encode_table(rows)) if originals else frame
 
 
 def _json_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
@@ -127,11 +216,11 @@ def _json_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterat
         frame = pl.DataFrame([_series(column, [record.get(column) for record in block]) for column in columns])
         yield _with_originals(frame, list(map(encode_record, block))) if originals else frame
     if seen:
-        _refuse_missing(file, columns, seen)
+        _refuse_missing_columns(file, columns, seen)
 
 
 def _record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
-    """The objects of about BATCH_BYTES of lines at a time. Blank lines are no rows."""
+    """Iterate over the objects of about BATCH_BYTES of lines; blank lines are skipped."""
     if file.stat().st_size == 0:
         raise UsageError("it is empty", place=file, fix="check what wrote it, or give another file")
     records: list[dict[str, Any]] = []
@@ -156,30 +245,30 @@ def _record(file: Path, number: int, text: str) -> dict[str, Any]:
         fix = f"convert it: jq -c '.[]' {file.name} > rows.jsonl"
         raise UsageError("one array, not one object a line", place=file, fix=fix)
     try:
-        record, wrong = json.loads(text), "not an object, as a row is"
+        record, problem = json.loads(text), "not an object, as a row is"
     except (ValueError, RecursionError) as error:
-        record, wrong = None, f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
+        record, problem = None, f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
     if not isinstance(record, dict):
-        raise UsageError(wrong, place=f"{file}:{number}", fix="write or download the file again")
-    if text.count("[") + text.count("{") > MOST_NESTED and is_deeper(record, MOST_NESTED):
-        what = f"nested more than {MOST_NESTED} deep"
-        raise UsageError(what, place=f"{file}:{number}", fix="leave the line out, or keep that value as text")
+        raise UsageError(problem, place=f"{file}:{number}", fix="write or download the file again")
+    if text.count("[") + text.count("{") > MOST_NESTED and _is_deeper(record, MOST_NESTED):
+        message = f"nested more than {MOST_NESTED} deep"
+        raise UsageError(message, place=f"{file}:{number}", fix="leave the line out, or keep that value as text")
     return record
 
 
-def is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested in each other more than `most` times."""
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Tell whether lists and objects are nested in each other more than `limit` times."""
     level = [value]
-    for _ in range(most + 1):
-        lists = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = list(chain.from_iterable(lists))
-        if not lists:
+    for _ in range(limit + 1):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        if not inner:
             return False
+        level = list(chain.from_iterable(inner))
     return True
 
 
 def _series(name: str, values: list[Any]) -> pl.Series:
-    """Text, booleans, whole numbers or floats where that is all there is, else the objects themselves."""
+    """Build a column of text, booleans, integers or floats if all values are of that type, else of Python objects."""
     kinds = {type(value) for value in values} - {type(None)}
     if kinds <= {str}:
         try:
@@ -191,51 +280,51 @@ def _series(name: str, values: list[Any]) -> pl.Series:
         return pl.Series(name, values)
     if kinds == {int} and all(value is None or -(2**63) <= value < 2**63 for value in values):
         return pl.Series(name, values, dtype=pl.Int64)
-    return pl.Series(name, list(map(_unicode, values)), dtype=pl.Object)
 
+    def without_surrogates(value: Any) -> Any:
+        """Return the value, or its JSON as bytes that are not UTF-8 if a text in it is no Unicode."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return text.encode("utf-8", "surrogatepass")
+        return value
 
-def _unicode(value: Any) -> Any:
-    """The value; where something in it is no Unicode text, its JSON as bytes that are not UTF-8."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")
-    return value
-
-
-# ------------------------------------------------------------------------------------------------------------------ CSV
+    return pl.Series(name, list(map(without_surrogates, values)), dtype=pl.Object)
 
 
 def _csv_reader(file: Path, columns: Sequence[str] | None) -> pyarrow.csv.CSVStreamingReader:
-    tabs = ".tsv" in file.suffixes[-2:]
-    # Without types every column is guessed from the first block, and one of numbers turns text away later.
+    # Without types every column is guessed from the first block, and a guess of numbers rejects text later.
     types = {name: pa.binary() for name in columns or ()}
     return pyarrow.csv.open_csv(
         pa.input_stream(str(file), compression="detect"),
         pyarrow.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False),
-        pyarrow.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True),
+        pyarrow.csv.ParseOptions(delimiter="\t" if ".tsv" in file.suffixes[-2:] else ",", newlines_in_values=True),
         pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns, strings_can_be_null=False),
     )
 
 
 def _csv_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
     names = _csv_reader(file, None).schema.names
-    _refuse_missing(file, columns, names)
+    _refuse_missing_columns(file, columns, names)
     for batch in _csv_reader(file, list(dict.fromkeys(names)) if originals else columns):
-        whole = pl.DataFrame([_text(name, batch.column(name)) for name in batch.schema.names])
-        frame = whole.select(columns)
-        yield _with_originals(frame, encode_table(whole.with_columns(_cells(whole)))) if originals else frame
+        series = []
+        for name, values in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                series.append(pl.Series(name, values.cast(pa.large_string())))
+            except pa.ArrowInvalid:  # not UTF-8
+                series.append(pl.Series(name, values, dtype=pl.Binary))
+        rows = pl.DataFrame(series)
+        frame = rows.select(columns)
+        if originals:  # columns that are not UTF-8 cell by cell: text, or bytes
+            binary = {column.name: map(_text_or_bytes, column) for column in rows if column.dtype == pl.Binary}
+            cells = [pl.Series(name, list(values), dtype=pl.Object) for name, values in binary.items()]
+            frame = _with_originals(frame, encode_table(rows.with_columns(cells)))
+        yield frame
 
 
-def _cells(rows: pl.DataFrame) -> list[pl.Series]:
-    """The columns with text that is not UTF-8, cell by cell: text, or bytes where it is none."""
-    cells = {column.name: [decode_bytes(value) for value in column] for column in rows if column.dtype == pl.Binary}
-    return [pl.Series(name, values, dtype=pl.Object) for name, values in cells.items()]
-
-
-def _text(name: str, values: pa.Array) -> pl.Series:
+def _text_or_bytes(value: bytes) -> str | bytes:
     try:
-        return pl.Series(name, values.cast(pa.large_string()))
-    except pa.ArrowInvalid:  # not UTF-8
-        return pl.Series(name, values, dtype=pl.Binary)
+        return value.decode()
+    except UnicodeDecodeError:
+        return value

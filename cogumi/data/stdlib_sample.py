@@ -1,11 +1,11 @@
-"""Samples that need no download: the functions of the running Python's own standard library, as code, chat and pairs.
+"""Samples without a download: functions of the running Python's standard library, as code, chat and pairs.
 
-They are real code by many hands, and their licence (PSF-2.0) allows this use. A row is one function or method. Left out
-are test suites, vendored and generated files, functions inside functions, copies, and very short or long ones.
+Their licence (PSF-2.0) allows this use. A row is one function or method. Test suites, vendored and generated files,
+functions inside functions, copies, and very short or long functions are left out.
 
-The tasks are to rename a variable in a few lines of these functions: real code, and one right answer that anyone sees.
-The noisy sample answers about half of them carelessly, which a reward or pairs can correct. The functions of
-`cogumi:stdlib-tasks` are in neither the noisy sample nor the pairs, to compare all methods on them.
+The tasks are to rename a variable in a few lines of these functions, which has one right answer. The noisy sample answers
+about half of them carelessly, which a reward or pairs can correct. The functions of `cogumi:stdlib-tasks` are in neither
+the noisy sample nor the pairs, to compare all methods on them.
 """
 
 import ast
@@ -41,7 +41,7 @@ SKIPPED_FOLDERS = frozenset([
 
 
 def sample_path(name: str = "cogumi:stdlib") -> Path:
-    """The cached file of one of `SAMPLES` for the running Python, written on first use (seconds)."""
+    """Return the cached file of one of `SAMPLES` for the running Python; the first use writes it in seconds."""
     stem = f"stdlib-functions-py{platform.python_version()}-v{FORMAT_VERSION}"
     functions = Path(platformdirs.user_cache_dir("cogumi")) / f"{stem}.parquet"
     if not functions.exists():
@@ -49,27 +49,26 @@ def sample_path(name: str = "cogumi:stdlib") -> Path:
     if name == "cogumi:stdlib":
         return functions
     kind = name.removeprefix("cogumi:stdlib-")
-    made, path = (functions.with_name(f"{stem}-{each}-v{TASKS_VERSION}.parquet") for each in ("renamings", kind))
+    tasks, path = (functions.with_name(f"{stem}-{part}-v{TASKS_VERSION}.parquet") for part in ("renamings", kind))
     if not path.exists():
-        if not made.exists():
-            write_frame(made, renamings(pl.read_parquet(functions)["source"].to_list()))
-        where, columns = SAMPLES[name]
-        write_frame(path, pl.read_parquet(made).filter(where).select(**columns))
+        if not tasks.exists():
+            write_frame(tasks, renamings(pl.read_parquet(functions)["source"].to_list()))
+        predicate, columns = SAMPLES[name]
+        write_frame(path, pl.read_parquet(tasks).filter(predicate).select(**columns))
     return path
 
 
 def write_sample(path: Path) -> Path:
-    """Write the standard library's functions to one parquet file and return its path.
-
-    `source` is dedented and parses on its own. Rows are sorted by file and position; the same Python gives the same bytes.
-    """
+    """Write the standard library's functions to one parquet file and return its path."""
     return write_frame(path, collect_functions(Path(sysconfig.get_paths()["stdlib"])), compression="zstd")
 
 
 def collect_functions(library: Path) -> pl.DataFrame:
-    """The functions below `library` that are kept. UsageError where there is no source."""
+    """Collect the functions below `library`, sorted by file and position. Raises UsageError without source files.
+
+    `source` is dedented and parses on its own; the same Python gives the same rows.
+    """
     rows: dict[str, tuple[str, str, str, str]] = {}  # by source
-    # By their parts, so that the order does not depend on the file system.
     for file in sorted(library.rglob("*.py")):
         relative = file.relative_to(library)
         if not SKIPPED_FOLDERS.isdisjoint(relative.parts):
@@ -85,17 +84,17 @@ def collect_functions(library: Path) -> pl.DataFrame:
             first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)]) - 1
             last = function.end_lineno or function.lineno
             source = textwrap.dedent("\n".join(lines[first:last]) + "\n")
-            # One that is still indented has a string at column 0, so that no indent is common to all lines.
+            # A string at column 0 prevents dedenting: no indent is common to all lines.
             if MIN_LINES <= last - first <= MAX_LINES and not source[0].isspace():
                 rows.setdefault(source, (relative.as_posix(), name, source, "PSF-2.0"))
     if not rows:
-        what = "this Python ships no library source to make a sample of"
-        raise UsageError(what, place=library, fix="give your own parquet file")
+        message = "this Python ships no library source to make a sample of"
+        raise UsageError(message, place=library, fix="give your own parquet file")
     return pl.DataFrame(list(rows.values()), schema=["path", "name", "source", "licence"], orient="row")
 
 
 def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """(qualified name, node) of every function below `node`, in source order; functions are not entered."""
+    """Iterate over (qualified name, node) of the functions below `node` in source order, without nested functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield scope + child.name, child
@@ -106,7 +105,7 @@ def _functions(node: ast.AST, scope: str) -> Iterator[tuple[str, ast.FunctionDef
 
 
 def write_frame(path: Path, frame: pl.DataFrame, **options: Any) -> Path:
-    """Write parquet to `path` such that a reader, a crash or a second writer never sees half of it."""
+    """Write a parquet file atomically."""
     buffer = io.BytesIO()
     frame.write_parquet(buffer, **options)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +117,6 @@ def write_frame(path: Path, frame: pl.DataFrame, **options: Any) -> Path:
 
 
 def _message(role: str, content: str | pl.Expr) -> pl.Expr:
-    """A list of one message; a str is the column of its content."""
     return pl.concat_list(pl.struct(role=pl.lit(role), content=content))
 
 
@@ -140,14 +138,14 @@ SAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "cogumi:stdlib-tasks": (IN_TASKS, _conversation("renamed")),
     "cogumi:stdlib-pairs": (~IN_TASKS, PAIRS),
 }
-"""By name which of the `renamings` are taken and the columns made of them; of the first the functions themselves."""
+"""{name: (filter of the `renamings`, columns made of them)}; the first is the functions themselves."""
 
 
 def renamings(sources: list[str]) -> pl.DataFrame:
-    """One task of each function that has one: to rename a variable in a few of its lines.
+    """Make one task per function, if possible: rename a variable in a few of its lines.
 
-    `task` is "Rename total to count:" and the lines, `renamed` the lines after it. `careless` has only the first place
-    renamed, `draw` is 0 to 5 by the function. The new name is a variable's name elsewhere in `sources`.
+    `task` is "Rename total to count:" and the lines, `renamed` the resulting lines, `careless` the lines with only the
+    first place renamed, `draw` 0 to 5 by the function. The new name is a variable's name elsewhere in `sources`.
     """
     trees = [ast.parse(source).body[0] for source in sources]
     uses = Counter(name for tree in trees for name in _variables(tree))
@@ -155,10 +153,10 @@ def renamings(sources: list[str]) -> pl.DataFrame:
     rows: dict[str, tuple[str, str, str, int]] = {}  # by lines
     for source, tree in zip(sources, trees, strict=True):
         draw = random.Random(source)
-        found = sorted(set(_renamable_lines(source, tree)))
-        if not found:
+        candidates = sorted(set(_renamable_lines(source, tree)))
+        if not candidates:
             continue
-        lines, name = draw.choice(found)
+        lines, name = draw.choice(candidates)
         old, new = re.compile(rf"\b{name}\b"), draw.choice(names)
         while re.search(rf"\b{new}\b", lines):
             new = draw.choice(names)
@@ -169,21 +167,21 @@ def renamings(sources: list[str]) -> pl.DataFrame:
 
 
 def careless_answer(task: str) -> str:
-    """The lines of a task with only the first place renamed."""
-    asked, lines = task.split("\n", 1)
-    _, old, _, new = asked.removesuffix(":").split(" ")
+    """Return the lines of a task with only the first place renamed."""
+    request, lines = task.split("\n", 1)
+    _, old, _, new = request.removesuffix(":").split(" ")
     return re.sub(rf"\b{old}\b", new, lines, count=1)
 
 
 def _variables(tree: ast.AST) -> set[str]:
-    """The arguments and assigned names in a function."""
+    """Return the arguments and assigned names in a function."""
     nodes = list(ast.walk(tree))
     assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return (assigned | {node.arg for node in nodes if isinstance(node, ast.arg)}) - {"self", "cls"}
 
 
 def _renamable_lines(source: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(one to three statements, dedented; a variable that is in them twice or more and never as another kind of word)."""
+    """Iterate over (one to three statements, dedented; a variable used in them at least twice, and only as a name)."""
     variables, lines = _variables(tree), source.split("\n")
     blocks = [block for node in ast.walk(tree) for block in (getattr(node, "body", []), getattr(node, "orelse", []))]
     for block in blocks:

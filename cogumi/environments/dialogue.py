@@ -1,7 +1,7 @@
-"""Turns between a policy and an environment that answers in text. What the model wrote is never tokenized again.
+"""Turns between a policy and an environment that answers in text. The model's text is never tokenized again.
 
-Each turn samples from the ids so far. The answer's ids are appended behind the ids that were sampled, with 0 in TRL 1.15's
-`env_mask`: the loss and GSPO's N leave them out.
+Each turn samples from the ids so far. The answer's ids are appended to the sampled ids, with 0 in TRL 1.15's `env_mask`:
+the loss and GSPO's N leave them out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ MARK = "@@@@"  # stands for a message in a rendered conversation
 
 @dataclass
 class Transcript:
-    """One episode. completion, mask, logps: equally long; mask 1 where the model wrote. cut: by which budget, or ""."""
+    """One episode. completion, mask and logps have equal lengths; mask is 1 for the model's ids. cut: the budget, or ""."""
 
     environment: Any
     prompt: list[int]
@@ -46,22 +46,22 @@ class Dialogue(Episodes):
         visible: Callable[[str], str],
         context: int | None,
     ) -> None:
-        """visible: what of a message the environment is given, without its thought. context: of the model, in tokens."""
+        """Prepare the episodes. visible: removes the thought of a message. context: of the model, in tokens."""
         super().__init__(task, seconds, record_of)
         self.visible, self.context = visible, context
         self.environment = self.timed_class(task.environment)
-        self.pool: list[Any] = []  # of environments, which are used again
-        self.environments: list[Any] = []  # of the rollout under way, one for each completion
+        self.pool: list[Any] = []  # of environments, which are reused
+        self.environments: list[Any] = []  # of the current rollout, one per completion
         self.episodes: list[Transcript] = []
 
     def trainer_arguments(self) -> dict[str, Any]:
         return {}  # TRL asks an environment that it makes for a template with tools
 
     def own_reward(self) -> Callable[..., Any]:
-        """A reward function under the environment's name, which has `get_reward`."""
+        """Return a reward function with the environment's name that calls `get_reward`."""
 
         def get_reward(**_: Any) -> list[float | None]:
-            return [each.get_reward() for each in self.environments]
+            return [environment.get_reward() for environment in self.environments]
 
         get_reward.__name__ = self.environment.__name__
         return get_reward
@@ -76,53 +76,54 @@ class Dialogue(Episodes):
             while len(self.pool) < len(rows):
                 self.pool.append(self.environment())
             self.environments = self.pool[: len(rows)]
-            return make([begin_episode(*each) for each in zip(self.environments, rows, strict=True)])
+            return make(list(map(begin_episode, self.environments, rows)))
 
         return super().measure_rollout(begin_and_make, inputs)
 
     def count_generated(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prompt_ids, completion_ids, masks, completions, *more = generate(*args, **kwargs)
-        self.log(completion_ids, masks, [each.cut for each in self.episodes])
-        turns = sum(len(each.messages) + 1 for each in self.episodes) / 2 / max(len(self.episodes), 1)
+        self.log(completion_ids, masks, [episode.cut for episode in self.episodes])
+        turns = sum(len(episode.messages) + 1 for episode in self.episodes) / 2 / max(len(self.episodes), 1)
         logged_metrics(self.trainer, rollout_mode(self.trainer))[f"{PREFIX}turns"].append(turns)
         if isinstance(completions[0], list):  # messages, of which TRL made one
-            completions = [each.messages for each in self.episodes]
+            completions = [episode.messages for episode in self.episodes]
         return prompt_ids, completion_ids, masks, completions, *more
 
     def play(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """TRL's `rollout_func`: every episode to its end, or to what its budgets allow."""
-        ids = tokenized_prompts(trainer, prompts)
-        self.episodes = [Transcript(*each) for each in zip(self.environments, ids, strict=True)]
-        mode, sampled, turn = rollout_mode(trainer), False, 0
-        group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
-        going = list(self.episodes)
-        while going:
-            longest = max(self.room(each) for each in going)
-            written, logps = self.sample(trainer, going, longest, group if turn == 0 else 1)
-            sampled |= logps is not None
-            for at, episode in enumerate(going):
+        """Play every episode to its end or to its budgets: TRL's `rollout_func`."""
+        self.episodes = list(map(Transcript, self.environments, tokenized_prompts(trainer, prompts)))
+        has_logps, turn = False, 0
+        is_train = rollout_mode(trainer) == "train"
+        group = trainer.num_generations if is_train else trainer.num_generations_eval
+        active = list(self.episodes)
+        while active:
+            longest = max(map(self.room, active))
+            written, logps = self.sample(active, longest, group if turn == 0 else 1)
+            has_logps |= logps is not None
+            for index, episode in enumerate(active):
                 room = self.room(episode)
-                kept = logps[at][:room] if logps is not None else None
-                self.take_turn(trainer, episode, written[at][:room], kept, turn, isinstance(prompts[0], str))
-            going = [each for each in going if each.mask[-1:] == [0]]  # those that were answered
+                turn_logps = logps[index][:room] if logps is not None else None
+                self.take_turn(episode, written[index][:room], turn_logps, turn, isinstance(prompts[0], str))
+            active = [episode for episode in active if episode.mask[-1:] == [0]]  # those that were answered
             turn += 1
         return {
-            "prompt_ids": [each.prompt for each in self.episodes],
-            "completion_ids": [each.completion for each in self.episodes],
-            "logprobs": [each.logps for each in self.episodes] if sampled else None,
-            "env_mask": [each.mask for each in self.episodes],
+            "prompt_ids": [episode.prompt for episode in self.episodes],
+            "completion_ids": [episode.completion for episode in self.episodes],
+            "logprobs": [episode.logps for episode in self.episodes] if has_logps else None,
+            "env_mask": [episode.mask for episode in self.episodes],
         }
 
     def room(self, episode: Transcript) -> int:
-        """Tokens that an episode may still have."""
+        """Return the number of tokens that an episode may still have."""
         limit = self.trainer.max_completion_length - len(episode.completion)
         if self.context is not None:
             limit = min(limit, self.context - len(episode.prompt) - len(episode.completion))
         return max(limit, 1)
 
-    def sample(self, trainer: Any, going: list[Transcript], longest: int, group: int) -> tuple[Any, Any]:
-        """(ids, log-probabilities or None) of the next message of each."""
-        histories = [each.prompt + each.completion for each in going]
+    def sample(self, episodes: list[Transcript], longest: int, group: int) -> tuple[Any, Any]:
+        """Sample the next message of each episode: (ids, log-probabilities or None)."""
+        histories = [episode.prompt + episode.completion for episode in episodes]
+        trainer = self.trainer
         generate = getattr(trainer, GENERATE_TURN)
         if trainer.use_vllm:
             limited = replaced(trainer.vllm_generation, {"max_completion_length": longest})
@@ -131,11 +132,9 @@ class Dialogue(Episodes):
         with limited:
             return generate(histories, None, {}, group)  # type: ignore[no-any-return]
 
-    def take_turn(
-        self, trainer: Any, episode: Transcript, ids: list[int], logps: list[float] | None, turn: int, plain: bool
-    ) -> None:
-        """Take in what the model wrote, and the environment's answer where there is one and it fits."""
-        room = self.room(episode)
+    def take_turn(self, episode: Transcript, ids: list[int], logps: list[float] | None, turn: int, plain: bool) -> None:
+        """Append the model's ids, and the environment's answer if there is one and it fits."""
+        trainer, room = self.trainer, self.room(episode)
         episode.append(ids, logps, 1)
         text = trainer.processing_class.decode(ids, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
@@ -149,44 +148,43 @@ class Dialogue(Episodes):
         elif self.is_over():
             episode.cut = SECONDS
         else:
-            said = answer_ids(trainer, answer, ids, plain, self.special)
-            if len(said) >= self.room(episode):
+            reply = answer_ids(trainer, answer, ids, plain, self.special)
+            if len(reply) >= self.room(episode):
                 episode.cut = TOKENS
                 return
-            episode.append(said, None, 0)
+            episode.append(reply, None, 0)
             episode.messages.append({"role": "user", "content": answer})
 
     def answer_of(self, episode: Transcript, text: str) -> str | None:
-        """What the environment answers. Raises RuntimeError where that is no text."""
+        """Return the environment's answer. Raises RuntimeError if it is no text."""
         answer = episode.environment.respond(self.visible(text))
         if answer is None:
             return None
         if not isinstance(answer, str):
-            what = f"respond returned {type(answer).__name__}, and an answer is text, or None at the end"
-            raise RuntimeError(f"cogumi.environment: {self.task.name}: {what}")
-        return answer.encode(errors="replace").decode()  # half a surrogate pair is no text to a tokenizer
+            problem = f"respond returned {type(answer).__name__}, and an answer is text, or None at the end"
+            raise RuntimeError(f"cogumi.environment: {self.task.name}: {problem}")
+        return answer.encode(errors="replace").decode()  # a tokenizer refuses unpaired surrogates
 
 
 def begin_episode(environment: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with what `reset` says behind its prompt, as TRL adds it for environments with tools."""
-    said, prompt = environment.reset(**row), row["prompt"]
-    if said is None:
+    """Add the text of `reset` to the prompt of a row, as TRL does for environments with tools."""
+    text, prompt = environment.reset(**row), row["prompt"]
+    if text is None:
         return dict(row)
     if isinstance(prompt, str):
-        return {**row, "prompt": prompt + said}
-    return {**row, "prompt": [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + said}]}
+        return {**row, "prompt": prompt + text}
+    return {**row, "prompt": [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]}
 
 
 def answer_ids(trainer: Any, answer: str, written: list[int], plain: bool, special: Sequence[str]) -> list[int]:
-    """The ids between what the model wrote and its next message. plain: of a prompt that is text, without a chat template.
+    """Return the ids between the model's ids (`written`) and its next message. plain: without a chat template.
 
-    special: what the tokenizer reads as control tokens. Those that an answer spells out become text, so an environment
-    cannot end a turn by what it quotes.
+    Control tokens (`special`) in an answer stay text, so an environment cannot end a turn by what it quotes.
     """
     tokenizer = trainer.processing_class
     if plain:
         return list(tokenizer(answer, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-    shown = MARK if any(each in answer for each in special) else answer
+    shown = MARK if any(text in answer for text in special) else answer
     conversation = [("user", "."), ("assistant", MARK), ("user", shown)]
     text = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in conversation],
@@ -195,8 +193,8 @@ def answer_ids(trainer: Any, answer: str, written: list[int], plain: bool, speci
         chat_template=trainer.chat_template,
         **trainer.chat_template_kwargs,
     )
-    _, found, behind = text.partition(MARK)
-    if not found:
+    _, mark, behind = text.partition(MARK)
+    if not mark:
         raise UsageError("the chat template does not show what the assistant said", key="train.chat_template_path")
 
     def encode(part: str, **more: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Counts the episodes of each rollout: calls and turns, what is outside of the loss, where an episode ends and why.
+"""Measure the episodes of each rollout: turns, tokens outside of the loss, and why an episode ends.
 
 The budgets of an episode are `train.max_tool_calling_iterations` (turns of the environment), `train.max_completion_length`
 (tokens of the transcript, the environment's included) and `cogumi.episode_seconds` (since the rollout began).
@@ -22,13 +22,13 @@ from cogumi.environments.loading import Task, tool_names
 from cogumi.patches.trl_internals import GENERATE, logged_metrics, observe_rollouts, rollout_mode, wrap_method
 
 PREFIX = "episodes/"
-TURNS, TOKENS, SECONDS = "turns", "tokens", "seconds"  # the budgets that an episode may be cut by
-OVER = "the seconds of this episode are over"  # what the model reads in place of a tool's result
+TURNS, TOKENS, SECONDS = "turns", "tokens", "seconds"  # budgets of an episode
+OVER = "the seconds of this episode are over"  # the model reads it instead of a tool's result
 Ids = Sequence[int]
 
 
 class Episodes:
-    """Follows the episodes of one trainer. seconds: of an episode, or None. record_of: what `reset` is given of a row."""
+    """The episodes of one trainer. seconds: budget of an episode, or None. record_of: arguments of `reset` from a row."""
 
     def __init__(self, task: Task, seconds: float | None, record_of: Callable[[Mapping[str, Any]], dict[str, Any]]):
         self.task, self.budget, self.record_of = task, seconds, record_of
@@ -37,12 +37,12 @@ class Episodes:
         self.turns: int | None = None
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """What TRL's GRPOTrainer is given: tools, and a factory of environments, all of them timed."""
+        """Return arguments of TRL's GRPOTrainer: tools and a factory of environments, all of them timed."""
         tools = [self.timed(tool, budget=True) for tool in self.task.tools]
-        found: dict[str, Any] = {"tools": tools} if tools else {}
+        arguments: dict[str, Any] = {"tools": tools} if tools else {}
         if self.task.environment is not None:
-            found["environment_factory"] = self.timed_class(self.task.environment)
-        return found
+            arguments["environment_factory"] = self.timed_class(self.task.environment)
+        return arguments
 
     def attach(self, trainer: Any) -> None:
         """Log the counts of each rollout of a trainer."""
@@ -59,15 +59,13 @@ class Episodes:
         return batch
 
     def count_generated(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = generate(*args, **kwargs)
-        completion_ids, masks, completions = found[1:4]
-        self.log(
-            completion_ids, masks, [self.reason_of(*each) for each in zip(completion_ids, completions, strict=True)]
-        )
-        return found
+        output = generate(*args, **kwargs)
+        completion_ids, masks, completions = output[1:4]
+        self.log(completion_ids, masks, list(map(self.reason_of, completion_ids, completions)))
+        return output
 
     def reason_of(self, ids: Ids, completion: Any) -> str:
-        """What cut an episode with tools; "" where it came to its end: an end token behind a message without a call."""
+        """Return the budget that cut an episode with tools, or "" if it ended: an end token after a message without a call."""
         calls = sum(1 for message in completion if message.get("tool_calls"))
         if any(message["role"] == "tool" and OVER in str(message["content"]) for message in completion):
             return SECONDS
@@ -76,10 +74,10 @@ class Episodes:
         return TURNS if self.turns is not None and calls > self.turns else TOKENS
 
     def log(self, completion_ids: Sequence[Ids], masks: Sequence[Ids] | None, reasons: Sequence[str]) -> None:
-        """Shares over all processes: of tokens outside of the loss, and of episodes that each budget cut."""
+        """Log, over all processes, the shares of tokens outside of the loss and of episodes that each budget cut."""
         outside = sum(len(mask) - sum(mask) for mask in masks or ())
-        counted = Counter(reasons)
-        cut = [counted[each] for each in (TURNS, TOKENS, SECONDS)]
+        counts = Counter(reasons)
+        cut = [counts[budget] for budget in (TURNS, TOKENS, SECONDS)]
         figures = torch.tensor([[outside, sum(map(len, completion_ids)), len(reasons), *cut]], dtype=torch.float64)
         gathered = self.trainer.accelerator.gather(figures.to(self.trainer.accelerator.device)).sum(0).tolist()
         logged = logged_metrics(self.trainer, rollout_mode(self.trainer))
@@ -92,7 +90,7 @@ class Episodes:
 
     @contextmanager
     def clock(self, name: str, tool: bool = False) -> Iterator[None]:
-        """Count the seconds of the user's code. What it raises names the file and the line; a tool's error goes to the model."""
+        """Count the seconds of the user's code. Its errors name file and line; a tool's error goes to the model."""
         before = time.monotonic()
         if tool and self.is_over():
             raise TimeoutError(f"{OVER} ({self.budget:g})")
@@ -111,7 +109,7 @@ class Episodes:
         return self.budget is not None and time.monotonic() - self.began > self.budget
 
     def timed(self, function: Callable[..., Any], budget: bool = False) -> Callable[..., Any]:
-        """The same function or method, its seconds counted."""
+        """Wrap a function or method to count its seconds."""
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
@@ -135,13 +133,13 @@ class Episodes:
         return called
 
     def timed_class(self, environment: Any) -> Any:
-        """A subclass, of the same name, with every method that a trainer calls counted, and records as they were."""
+        """Return a subclass of the same name whose methods are timed and whose `reset` gets the original record."""
         members = {name: self.timed(getattr(environment, name), budget=True) for name in tool_names(environment)}
-        if self.task.pays:
+        if self.task.has_reward:
             members["get_reward"] = self.timed(environment.get_reward)
         if self.task.takes_turns:
             members["respond"] = self.timed(environment.respond)
         reset = self.timed(environment.reset)
-        # A copy: what `reset` changes in its arguments is no change of the data.
+        # A copy: `reset` may change its arguments, but not the data.
         members["reset"] = lambda instance, **row: reset(instance, **copy.deepcopy(self.record_of(row)))
         return type(environment.__name__, (environment,), members)

@@ -14,8 +14,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.cache import Data, Source
 from cogumi.data.packing import with_labels
-from cogumi.data.records import decode_rows
-from cogumi.data.rows import Lengths, token_lengths
+from cogumi.data.rows import Lengths, decode_rows, token_lengths
 from cogumi.data.selection import held_out_rows
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import longest_example, sources_of

@@ -33,7 +33,7 @@ from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import TOKEN_LOGPS, logged_metrics, observe_rollouts, supported_attention
 from cogumi.patches.unsloth_rl import SET_BY_COGUMI
 from cogumi.rl.guards import LARGEST_SEQUENCE_EPSILON, clips_sequences
-from cogumi.rl.loss_capture import read_trl_inputs, sequence_log_ratio
+from cogumi.rl.loss_check import read_trl_inputs, sequence_log_ratio
 from cogumi.rl.memory_plan import USABLE, ModelShape, free_memory_bytes, samples_beside, step_bytes, total_memory_bytes
 from cogumi.rl.watch import PREFIX, watch
 from cogumi.stack.probes import flash_attention
@@ -402,7 +402,7 @@ def set_clip(run: RunConfig, trainer: Any, rollout: dict[str, Any]) -> dict[str,
         low, high = (choice.value for choice in choices)
         trainer.args.epsilon, trainer.args.epsilon_high = trainer.epsilon_low, trainer.epsilon_high = low, high
         if (proof := watch(trainer).proof) is not None:  # made with the preset's
-            proof.asked_for |= {"epsilon_low": low, "epsilon_high": high}
+            proof.expected |= {"epsilon_low": low, "epsilon_high": high}
     tokens = rollout["completion_mask"].sum(1).double().mean().item()
     outside = (ratios.clamp(1 - low, 1 + high) != ratios).double().mean().item()
     noise = {"sd": sd, "tokens": tokens, "epsilon": low, "outside": outside}

@@ -18,13 +18,12 @@ from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
-from cogumi.data.chat_templates import prints_date, read_template
+from cogumi.data.chat import prints_date, read_template
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
-from cogumi.data.records import RECORD_COLUMN, decode_rows
+from cogumi.data.rows import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
-from cogumi.data.source_files import locate
-from cogumi.data.sources import column_names
+from cogumi.data.sources import column_names, locate
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, setting, task_of
 from cogumi.methods.sft import MAX_LENGTH
@@ -206,7 +205,7 @@ def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedCon
 
 def describe_empty_thoughts(run: RunConfig, examples: Examples) -> str:
     """Describe examples of a run with thinking whose answer has no thought; "" if there are none."""
-    count, rows = examples.train.thoughtless, len(examples.train.dataset)
+    count, rows = examples.train.rows_without_reasoning, len(examples.train.dataset)
     if not run.cogumi.thinking or not count:
         return ""
     return (

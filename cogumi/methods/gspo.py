@@ -17,8 +17,8 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.chat_templates import read_template, visible_text
-from cogumi.data.records import RECORD_COLUMN
+from cogumi.data.chat import read_template, visible_text
+from cogumi.data.rows import RECORD_COLUMN
 from cogumi.environments.dialogue import Dialogue
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import ENVIRONMENT, TOOLS, Task, load_task, try_environment
@@ -27,10 +27,15 @@ from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, loss_values, trl_defaults
 from cogumi.patches.vllm_engine import engine_options
-from cogumi.rewards.entries import RUN_SETTINGS, weights_of
-from cogumi.rewards.functions import on_visible, parameters_of
-from cogumi.rewards.lengths import THOUGHT_COLUMNS, reads_thoughts, with_thoughts
-from cogumi.rewards.named_rewards import SAMPLE, refuse_missing_columns, rewards_of, try_reward
+from cogumi.rewards.functions import THOUGHT_COLUMNS, on_visible, parameters_of, reads_thoughts, with_thoughts
+from cogumi.rewards.named_rewards import (
+    RUN_SETTINGS,
+    SAMPLE,
+    refuse_missing_columns,
+    rewards_of,
+    try_reward,
+    weights_of,
+)
 from cogumi.rewards.unit_tests import run_tests, unit_tests
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.generation import share_prefill_and_drop_finished
@@ -323,7 +328,7 @@ def apply_thinking(flag: bool, args: Any, tokenizer: PreTrainedTokenizerBase) ->
 def task_of(run: RunConfig) -> Task:
     """Load the environment and tools of a run, often none. Raises UsageError as `load_task` does."""
     task = load_task(run.cogumi.environment, run.cogumi.tools)
-    if not run.cogumi.rewards and not task.pays:
+    if not run.cogumi.rewards and not task.has_reward:
         fix = "name one in cogumi.rewards" + (", or give the environment get_reward()" if task.environment else "")
         raise UsageError("it is empty, and no environment pays", key="cogumi.rewards", fix=fix)
     if run.cogumi.episode_seconds is not None and not task:
@@ -401,7 +406,7 @@ def make_trainer(episodes: Episodes | None, rewards: list[Any], args: Any, **giv
     import trl  # looked up here: unsloth puts its own trainer on the module
 
     more = episodes.trainer_arguments() if episodes is not None else {}
-    if isinstance(episodes, Dialogue) and episodes.task.pays:
+    if isinstance(episodes, Dialogue) and episodes.task.has_reward:
         rewards = [*rewards, episodes.own_reward()]
         if args.reward_weights is not None:
             args.reward_weights = [*args.reward_weights, 1.0]

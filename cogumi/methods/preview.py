@@ -17,8 +17,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
-from cogumi.data.records import RECORD_COLUMN
-from cogumi.data.rows import describe_value
+from cogumi.data.rows import RECORD_COLUMN, describe_value
 from cogumi.methods.building import load_run_tokenizer, pin_revision
 from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
 from cogumi.methods.gspo import task_of

@@ -18,10 +18,8 @@ from cogumi.core.formatting import escape_controls
 from cogumi.core.run_directory import jsonable_numbers
 from cogumi.data.chat import text_of, transcript_of
 from cogumi.rewards.distribution import Distribution, describe_rewards, share_of_equal_groups, weighted_total
-from cogumi.rewards.entries import RUN_SETTINGS, weights_of
-from cogumi.rewards.functions import parameters_of
-from cogumi.rewards.lengths import reads_thoughts
-from cogumi.rewards.named_rewards import as_annotated, messages_of, needed_columns, rewards_of
+from cogumi.rewards.functions import parameters_of, reads_thoughts
+from cogumi.rewards.named_rewards import RUN_SETTINGS, as_annotated, messages_of, needed_columns, rewards_of, weights_of
 
 SHOWN_CHARACTERS = 2000
 RECORDED_CHARACTERS = 4000  # of a completion in rollouts.jsonl, its beginning; of a prompt, its end

@@ -1,4 +1,4 @@
-"""What scores a completion."""
+"""Reward functions of GSPO runs."""
 
 from cogumi.rewards.named_rewards import rewards_of
 

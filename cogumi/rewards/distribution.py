@@ -1,4 +1,4 @@
-"""How rewards are spread over completions: figures and a histogram in text."""
+"""Figures of the rewards of completions, for `cogumi rewards`."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BINS, BAR_WIDTH = 10, 40
-
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of one reward over completions, or of their weighted total (weight None).
+    """Distribution of one reward over completions, or of their weighted total (weight None).
 
-    Figures are of the completions that were scored, and NaN where none was. deviation: of the population. quartiles: 25 %,
-    the median, 75 %, interpolated. zeros: the share that is exactly 0. histogram: (from, to, completions); a value alone
-    where there are few.
+    Figures are of the scored completions, NaN without any. deviation: of the population. quartiles: 25 %, the median, 75 %,
+    interpolated. zeros: the share that is exactly 0.
     """
 
     name: str
@@ -28,77 +25,54 @@ class Distribution:
     quartiles: tuple[float, float, float]
     maximum: float
     zeros: float
-    histogram: tuple[tuple[float, float, int], ...]
 
     def __str__(self) -> str:
         weight = "" if self.weight is None else f" (weight {self.weight:g})"
         part = f"{self.not_scored:,} ({self.not_scored / self.completions:.1%}) not scored"
-        lines = [f"{self.name}{weight}: {self.completions:,} completions, {part if self.not_scored else 'all scored'}"]
+        head = f"{self.name}{weight}: {self.completions:,} completions, {part if self.not_scored else 'all scored'}"
         if self.not_scored == self.completions:
-            return lines[0]
+            return head
         low, median, high = self.quartiles
         figures = f"  mean {self.mean:.4g}, deviation {self.deviation:.4g}; minimum {self.minimum:.4g}, "
         figures += f"quartiles {low:.4g} {median:.4g} {high:.4g}, maximum {self.maximum:.4g}; {self.zeros:.1%} are 0"
-        lines.append(figures)
-        most = max(count for *_, count in self.histogram)
-        for first, last, count in self.histogram:
-            of = f"{first:.4g}" if first == last else f"{first:.4g} to {last:.4g}"
-            lines.append(f"  {of:>20} {count:>9,} {'█' * math.ceil(BAR_WIDTH * count / most)}")
-        return "\n".join(lines)
+        return f"{head}\n{figures}"
 
 
 def describe_rewards(name: str, weight: float | None, scores: Sequence[float | None]) -> Distribution:
-    """The distribution of some scores, of which None and NaN are none."""
+    """Compute the distribution of some scores; None and NaN are not scored."""
     values = np.array(scores, dtype=float)
     values = values[~np.isnan(values)]
-    quartiles = np.percentile(values, (25, 50, 75)).tolist() if len(values) else [math.nan] * 3
-    return Distribution(
-        name=name,
-        weight=weight,
-        completions=len(scores),
-        not_scored=len(scores) - len(values),
-        mean=float(values.mean()) if len(values) else math.nan,
-        deviation=float(values.std()) if len(values) else math.nan,
-        minimum=float(values.min()) if len(values) else math.nan,
-        quartiles=(quartiles[0], quartiles[1], quartiles[2]),
-        maximum=float(values.max()) if len(values) else math.nan,
-        zeros=float(np.mean(values == 0)) if len(values) else math.nan,
-        histogram=count_values(values),
-    )
-
-
-def count_values(values: np.ndarray) -> tuple[tuple[float, float, int], ...]:
-    """Bars: each value by itself where there are at most BINS, else BINS ranges of equal width."""
-    distinct, counts = np.unique(values, return_counts=True)
-    if len(distinct) <= BINS:
-        return tuple((float(value), float(value), int(count)) for value, count in zip(distinct, counts, strict=True))
-    counts, edges = np.histogram(values, BINS)
-    return tuple(
-        (float(first), float(last), int(count))
-        for first, last, count in zip(edges[:-1], edges[1:], counts, strict=True)
-    )
+    not_scored = len(scores) - len(values)
+    if not len(values):
+        nan = math.nan
+        return Distribution(name, weight, len(scores), not_scored, nan, nan, nan, (nan, nan, nan), nan, nan)
+    low, median, high = np.percentile(values, (25, 50, 75)).tolist()
+    mean, deviation, minimum, maximum = (float(f(values)) for f in (np.mean, np.std, np.min, np.max))
+    zeros = float(np.mean(values == 0))
+    quartiles = (low, median, high)
+    return Distribution(name, weight, len(scores), not_scored, mean, deviation, minimum, quartiles, maximum, zeros)
 
 
 def weighted_total(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
-    """Of each completion, as a run adds rewards up: None does not apply, and NaN leaves the whole completion unscored.
+    """Add up the rewards of each completion as a run does: None does not apply, NaN leaves the completion unscored.
 
-    scores: by reward. NaN where no reward applies.
+    scores: by reward. The total is NaN if no reward applies.
     """
-    found = []
-    for of_one in zip(*scores, strict=True):
-        scored = [score * weight for score, weight in zip(of_one, weights, strict=True) if score is not None]
-        found.append(math.fsum(scored) if scored else math.nan)
-    return found
+    totals = []
+    for completion_scores in zip(*scores, strict=True):
+        scored = [score * weight for score, weight in zip(completion_scores, weights, strict=True) if score is not None]
+        totals.append(math.fsum(scored) if scored else math.nan)
+    return totals
 
 
 def share_of_equal_groups(groups: Sequence[int], total: Sequence[float]) -> tuple[int, int]:
-    """(groups of several completions, those of them whose rewards are all equal): their advantages are 0.
+    """Count (groups of several completions, those whose rewards are all equal): equal ones have advantages of 0.
 
     groups: the number of each completion's prompt.
     """
-    of_group: dict[int, list[float]] = {}
+    rewards_by_group: dict[int, list[float]] = {}
     for group, reward in zip(groups, total, strict=True):
         if not math.isnan(reward):
-            of_group.setdefault(group, []).append(reward)
-    several = [rewards for rewards in of_group.values() if len(rewards) > 1]
+            rewards_by_group.setdefault(group, []).append(reward)
+    several = [rewards for rewards in rewards_by_group.values() if len(rewards) > 1]
     return len(several), sum(min(rewards) == max(rewards) for rewards in several)

@@ -1,8 +1,8 @@
-"""The reward functions that come with the package.
+"""Reward functions of the package, and the wrappers that change the arguments of a reward.
 
-Every function takes the batch as equally long lists and returns one float per completion, here in 0..1. (Those of
-`lengths` are 0 or less.) A completion is a string, or a list of chat messages of which the last one counts. `middle`,
-`prefix` and `suffix` are the columns of fill-in-the-middle prompts. With `cogumi.thinking` a function scores the visible part:
+Every function takes the batch as equally long lists and returns one float per completion in 0..1 (`overlong` and
+`thought_price` 0 or less). A completion is a string, or a list of chat messages of which the last one counts. `middle`,
+`prefix` and `suffix` are columns of fill-in-the-middle prompts. With `cogumi.thinking` a function scores the visible part:
 a reply whose thinking never closes scores 0 and counts in the metric `unfinished`.
 """
 
@@ -11,21 +11,19 @@ import functools
 import inspect
 import re
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Annotated, Any
 
-from cogumi.core.errors import require_extra
-from cogumi.data.chat import CLOSE, OPEN, text_of
-from cogumi.data.chat_templates import visible_text
+from pydantic import Field
+
+from cogumi.core.errors import UsageError, require_extra
+from cogumi.data.chat import CHANNEL, CLOSE, MESSAGE, OPEN, text_of, visible_text
 from cogumi.data.encoding import special_texts
 
 Completion = str | Sequence[dict[str, Any]]
-
-
-def exact_match(completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the completion is the middle, character for character, else 0.0."""
-    return [float(text_of(each) == expected) for each, expected in zip(completions, middle, strict=True)]
+Reward = Callable[..., Sequence[float | None]]
 
 
 def levenshtein_similarity(first: str, second: str) -> float:
@@ -36,35 +34,39 @@ def levenshtein_similarity(first: str, second: str) -> float:
     return Levenshtein.normalized_similarity(first, second)
 
 
+def exact_match(completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any) -> list[float]:
+    """Score 1.0 if the completion is the middle, character for character, else 0.0."""
+    return [float(text_of(completion) == gold) for completion, gold in zip(completions, middle, strict=True)]
+
+
 def edit_similarity(completions: Sequence[Completion], middle: Sequence[str], **kwargs: Any) -> list[float]:
-    """1 - Levenshtein(completion, middle) / max(len), in 0..1, over characters; two empty strings score 1.0.
+    """Score 1 - Levenshtein(completion, middle) / max(len) over characters; two empty strings score 1.0.
 
     Insertions, deletions and substitutions cost 1 each.
     """
     pairs = zip(completions, middle, strict=True)
-    return [levenshtein_similarity(text_of(each), expected) for each, expected in pairs]
+    return [levenshtein_similarity(text_of(completion), gold) for completion, gold in pairs]
 
 
 def parses(
     completions: Sequence[Completion], prefix: Sequence[str], suffix: Sequence[str], **kwargs: Any
 ) -> list[float]:
-    """1.0 where prefix + completion + suffix is valid Python for the running version, else 0.0.
+    """Score 1.0 if prefix + completion + suffix is valid Python for the running version, else 0.0.
 
-    Nothing is executed. Only meaningful where the source rows parse on their own (whole functions, dedented).
+    Nothing is executed. Only meaningful if the source rows parse on their own (whole functions, dedented).
     """
-    triples = zip(prefix, completions, suffix, strict=True)
-    return [float(is_python(before + text_of(each) + after)) for before, each, after in triples]
 
-
-def is_python(source: str) -> bool:
-    with warnings.catch_warnings():  # a completion's invalid escapes would print once per sample otherwise
-        warnings.simplefilter("ignore")
+    def is_python(source: str) -> bool:
         try:
             ast.parse(source)
         # ValueError: null bytes or lone surrogates; RecursionError and MemoryError: nesting deeper than the parser's stack.
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return False
-    return True
+        return True
+
+    triples = zip(prefix, completions, suffix, strict=True)
+    with warnings.catch_warnings(action="ignore"):  # invalid escapes would print once per completion
+        return [float(is_python(before + text_of(completion) + after)) for before, completion, after in triples]
 
 
 # Digits with thousands separators, or without; a fraction; no exponent. GSM8K writes "#### 1,234".
@@ -72,48 +74,8 @@ NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
-def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-    """1.0 where the last number of the completion (in the last \\boxed{} if there is one) is the last number of `answer`."""
-    pairs = [
-        (last_number(text_of(each)), last_number(str(gold))) for each, gold in zip(completions, answer, strict=True)
-    ]
-    return [float(number is not None and number == gold) for number, gold in pairs]
-
-
-def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-    """1 - Levenshtein(completion, answer) / max(len), in 0..1, over characters, without surrounding white space."""
-    pairs = zip(completions, answer, strict=True)
-    return [levenshtein_similarity(text_of(each).strip(), str(gold).strip()) for each, gold in pairs]
-
-
-def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-    """1.0 where the completion is the answer, without surrounding white space, else 0.0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(text_of(each).strip() == str(gold).strip()) for each, gold in pairs]
-
-
-def format_match(
-    completions: Sequence[Completion],
-    replies: Sequence[str] | None = None,
-    pattern: re.Pattern[str] | None = None,
-    **kwargs: Any,
-) -> list[float]:
-    """1.0 where the whole reply, with its thought, matches `pattern`, else 0.0. A dot matches a line break, too.
-
-    Without a pattern the reply has to be one `<think>...</think>` and text: `trl.rewards.think_format_reward`.
-    """
-    said = [text_of(each) for each in completions] if replies is None else replies
-    if pattern is None:
-        from trl.rewards import think_format_reward
-
-        scores: list[float] = think_format_reward([[{"role": "assistant", "content": each}] for each in said])
-        return scores
-    whole = re.compile(pattern.pattern, pattern.flags | re.DOTALL)
-    return [float(whole.fullmatch(each.strip()) is not None) for each in said]
-
-
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, exactly: 1,200 is 1200.0, and 0.1 is not a binary fraction."""
+    """Return the last number in a text exactly: 1,200 is 1200.0, and 0.1 is not a binary fraction."""
     boxed = BOXED.findall(text)
     numbers = NUMBER.findall(boxed[-1] if boxed else text)
     try:
@@ -122,17 +84,90 @@ def last_number(text: str) -> Decimal | None:
         return None
 
 
-Reward = Callable[..., Sequence[float | None]]
+def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Score 1.0 if the last number (of the last \\boxed{}, if any) is the last number of `answer`, else 0.0."""
+    pairs = zip(completions, answer, strict=True)
+    numbers = [(last_number(text_of(completion)), last_number(str(gold))) for completion, gold in pairs]
+    return [float(number is not None and number == gold) for number, gold in numbers]
+
+
+def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Score 1 - Levenshtein(completion, answer) / max(len) over characters, without surrounding white space."""
+    pairs = zip(completions, answer, strict=True)
+    return [levenshtein_similarity(text_of(text).strip(), str(gold).strip()) for text, gold in pairs]
+
+
+def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Score 1.0 if the completion is the answer, without surrounding white space, else 0.0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text_of(completion).strip() == str(gold).strip()) for completion, gold in pairs]
+
+
+def format_match(
+    completions: Sequence[Completion],
+    replies: Sequence[str] | None = None,
+    pattern: re.Pattern[str] | None = None,
+    **kwargs: Any,
+) -> list[float]:
+    """Score 1.0 if the whole reply, with its thought, matches `pattern`, else 0.0. A dot also matches a line break.
+
+    Without a pattern the reply has to be one `<think>...</think>` and text: `trl.rewards.think_format_reward`.
+    """
+    texts = [text_of(completion) for completion in completions] if replies is None else replies
+    if pattern is None:
+        from trl.rewards import think_format_reward
+
+        scores: list[float] = think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
+        return scores
+    whole = re.compile(pattern.pattern, pattern.flags | re.DOTALL)
+    return [float(whole.fullmatch(text.strip()) is not None) for text in texts]
+
+
+LENGTH_PER_BUFFER = 5  # arXiv:2503.14476, section 4.1: 4,096 of 20,480 tokens
+
+
+def overlong(
+    completion_ids: Sequence[Sequence[int]],
+    max_completion_length: int,
+    buffer: Annotated[int | None, Field(ge=1)] = None,
+    **kwargs: Any,
+) -> list[float]:
+    """Apply DAPO's soft overlong punishment, `trl.rewards.get_soft_overlong_punishment` (arXiv:2503.14476, eq. 13).
+
+    With L = `max_completion_length` (in a run that of `train:`) and B = `buffer` (default L / 5): 0 for |y| <= L - B tokens,
+    ((L - B) - |y|) / B for L - B < |y| <= L, and -1 for L < |y|.
+    """
+    from trl.rewards import get_soft_overlong_punishment
+
+    buffer = buffer or max(1, max_completion_length // LENGTH_PER_BUFFER)
+    if buffer > max_completion_length:
+        message = f"overlong: buffer {buffer} is more than max_completion_length {max_completion_length}"
+        raise UsageError(message, key="cogumi.rewards", fix="lower it")
+    scores: list[float] = get_soft_overlong_punishment(max_completion_length, buffer)(completion_ids=completion_ids)
+    return scores
+
+
+def thought_price(
+    thought_tokens: Sequence[int], price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.001, **kwargs: Any
+) -> list[float]:
+    """Score -`price` per token of thought, 0 without one. A thought that never closes costs all its tokens.
+
+    The marks of a thought cost nothing. The range is -`price` * `train.max_completion_length` to 0.
+    """
+    return [-price * tokens if tokens else 0.0 for tokens in thought_tokens]
+
+
+# ------------------------------------------------------------------------------------------------------------ wrappers
 
 
 def parameters_of(reward: Reward) -> Mapping[str, inspect.Parameter]:
-    """What a reward names in its signature, without *args and **kwargs."""
-    parameters = inspect.signature(reward).parameters
-    return {name: each for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    """Return the named parameters of a reward, without *args and **kwargs."""
+    parameters = inspect.signature(reward).parameters.items()
+    return {name: value for name, value in parameters if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)}
 
 
 def with_columns(reward: Reward, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Reward:
-    """The same reward function, under its name, given what `change` makes of its keyword arguments."""
+    """Wrap a reward, keeping its name, so that `change` maps its keyword arguments."""
     if inspect.iscoroutinefunction(reward):
 
         @functools.wraps(reward)
@@ -149,13 +184,18 @@ def with_columns(reward: Reward, change: Callable[[dict[str, Any]], Mapping[str,
 
 
 def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False) -> Reward:
-    """The same reward function, under its name, given the visible part of every completion.
+    """Wrap a reward, keeping its name, so that it gets the visible part of every completion.
 
-    `style` is that of `chat_templates.Thinking`; `opened`: prompts end inside a thought. Text is read from
-    `completion_ids`, as a completion's own text has lost the control tokens. An asynchronous function is a TypeError.
+    `style` is that of `cogumi.data.chat.Thinking`; `opened`: prompts end inside a thought. Text is read from
+    `completion_ids`: a completion's own text has lost the control tokens. An asynchronous function is a TypeError.
     """
     if inspect.iscoroutinefunction(reward):
         raise TypeError(f"{reward.__name__} is asynchronous; rewards are wrapped as plain functions")
+
+    def with_text(completion: Completion, text: str) -> Completion:
+        if isinstance(completion, str):
+            return text
+        return [*completion[:-1], {**completion[-1], "content": text}] if completion else completion
 
     @functools.wraps(reward)
     def on_visible_part(
@@ -163,8 +203,8 @@ def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False)
     ) -> list[float | None]:
         replies = replies_of(completions, columns.get("completion_ids"), tokenizer, style)
         answers = [visible_text(reply, style, opened) for reply in replies]
-        shown = [_with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
-        scores = reward(prompts=prompts, completions=shown, **columns)
+        visible = [with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
+        scores = reward(prompts=prompts, completions=visible, **columns)
         if log_metric := columns.get("log_metric"):
             log_metric("unfinished", answers.count(None) / max(len(answers), 1))
         return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]
@@ -175,9 +215,9 @@ def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False)
 def replies_of(
     completions: Sequence[Completion], ids: Sequence[Sequence[int]] | None, tokenizer: Any, style: str
 ) -> list[str]:
-    """What the model wrote, with the marks of its thinking. Of several messages (calls of tools between) the last one."""
-    if ids is None or any(not isinstance(each, str) and len(each) != 1 for each in completions):
-        return [text_of(each) for each in completions]
+    """Return the model's texts with the marks of thinking; of several messages (tool calls between) the last one."""
+    if ids is None or any(not isinstance(completion, str) and len(completion) != 1 for completion in completions):
+        return [text_of(completion) for completion in completions]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=False)
     for control in special_texts(tokenizer) if style != "harmony" else ():
         if control not in (OPEN, CLOSE):
@@ -185,7 +225,76 @@ def replies_of(
     return texts
 
 
-def _with_text(completion: Completion, text: str) -> Completion:
-    if isinstance(completion, str):
-        return text
-    return [*completion[:-1], {**completion[-1], "content": text}] if completion else completion
+# ------------------------------------------------------------------------------------------------------------ thoughts
+
+
+THOUGHT_COLUMNS = ("thought_tokens", "replies")
+"""Arguments that a run computes for rewards that name them: tokens of each thought, and whole replies with the thought."""
+ANALYSIS = re.compile(
+    re.escape(f"{CHANNEL}analysis") + r".*?" + re.escape(MESSAGE) + r"(.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|\Z)",
+    re.DOTALL,
+)
+TAGGED = re.compile(re.escape(OPEN) + r"(.*?)(?:" + re.escape(CLOSE) + r"|\Z)", re.DOTALL)
+
+
+def reads_thoughts(reward: Reward) -> bool:
+    """Tell whether a reward takes one of THOUGHT_COLUMNS, and so scores replies without a visible part."""
+    return not parameters_of(reward).keys().isdisjoint(THOUGHT_COLUMNS)
+
+
+def with_thoughts(reward: Reward, tokenizer: Any, style: str, opened: bool = False) -> Reward:
+    """Wrap a reward, keeping its name, so that it gets those of THOUGHT_COLUMNS that it takes.
+
+    style, opened: as in `on_visible`. Without `completion_ids` a completion's text is tokenized.
+    """
+    names = parameters_of(reward).keys() & set(THOUGHT_COLUMNS)
+
+    def add_thoughts(columns: dict[str, Any]) -> dict[str, Any]:
+        completions, ids = columns["completions"], columns.get("completion_ids")
+        # Text is not rendered by the chat template, which is what opens thoughts.
+        is_open = [opened and not isinstance(completion, str) for completion in completions]
+        added: dict[str, list[Any]] = {}
+        if "replies" in names:
+            replies = replies_of(completions, ids, tokenizer, style)
+            added["replies"] = [OPEN + reply if open_ else reply for reply, open_ in zip(replies, is_open, strict=True)]
+        if "thought_tokens" in names:
+            if ids is None:
+                texts = map(text_of, completions)
+                ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+            pairs = zip(ids, is_open, strict=True)
+            added["thought_tokens"] = [count_thought_tokens(row, tokenizer, style, open_) for row, open_ in pairs]
+        return columns | added
+
+    return with_columns(reward, add_thoughts)
+
+
+def count_thought_tokens(ids: Sequence[int], tokenizer: Any, style: str, opened: bool = False) -> int:
+    """Count the tokens of a completion that lie in its thoughts, whole or in part, without marks."""
+    ids = list(ids)
+
+    @functools.cache
+    def characters(tokens: int) -> int:
+        # An incomplete character is not counted.
+        return len(tokenizer.decode(ids[:tokens], skip_special_tokens=False).rstrip("\ufffd"))
+
+    def tokens_to(position: int) -> int:
+        """Return how many tokens it takes to reach a position in the text."""
+        return bisect_left(range(len(ids)), position, key=characters)
+
+    total = 0
+    for start, end in thought_spans(tokenizer.decode(ids, skip_special_tokens=False), style, opened):
+        before = tokens_to(start)
+        total += tokens_to(end) - (before if characters(before) == start else before - 1)
+    return total
+
+
+def thought_spans(text: str, style: str, opened: bool = False) -> list[tuple[int, int]]:
+    """Return the character positions of a reply's thoughts; one that never closes extends to the end."""
+    if style == "harmony":
+        return [match.span(1) for match in ANALYSIS.finditer(text)]
+    shift = 0
+    is_closed_first = CLOSE in text and OPEN not in text.partition(CLOSE)[0]
+    if opened or is_closed_first:  # the opening mark is in the prompt, or was left out
+        text, shift = OPEN + text, len(OPEN)
+    spans = [match.span(1) for match in TAGGED.finditer(text)]
+    return [(start - shift, end - shift) for start, end in spans]

@@ -1,13 +1,14 @@
-"""Maths answers, compared as expressions by the library math-verify in a process of its own.
+"""Maths answers, compared as expressions by the library math-verify in a separate process.
 
-Completions can hold what takes sympy hours and all memory, such as 9^{9^9}. math-verify's own time-outs are signals, which
-fail outside the main thread, and what it did not finish is wrong. Here the other process is killed, and the completion is not
-scored. `trl.rewards.accuracy_reward` is the same library with these signals. It reads answers in LaTeX alone.
+A completion can hold what takes sympy hours and all memory, such as 9^{9^9}. math-verify's own timeouts are signals, which
+fail outside the main thread, and count unfinished comparisons as wrong. Here the process is killed and the completion is
+not scored. `trl.rewards.accuracy_reward` uses the same library with these signals, and reads answers in LaTeX only.
 """
 
 import atexit
 import math
 import os
+import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock
@@ -20,10 +21,10 @@ from cogumi.core.worker import Worker
 from cogumi.data.chat import text_of
 from cogumi.rewards.functions import Completion
 
-# An answer with one of these says itself where its expression is; another one is an expression as a whole.
+# An answer with one of these marks its expression; another one is an expression as a whole.
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 BEFORE_ANSWER = "####"  # GSM8K
-MEMORY_BYTES = 4 << 30  # of address space, of the other process
+MEMORY_BYTES = 4 << 30  # of address space of the worker
 START_SECONDS = 60.0
 UNREADABLE, LATE = "unreadable", "late"
 NOT_SCORED = {UNREADABLE: None, LATE: math.nan}
@@ -38,7 +39,7 @@ def math_answer(
     log_metric: Any = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    r"""1.0 where the completion's answer equals `answer` as an expression, else 0.0; NaN or None where that is not known.
+    r"""Score 1.0 if the completion's answer equals `answer` as an expression, else 0.0; NaN or None if unknown.
 
     A completion's answer is its \boxed{}, else its last formula or number. `answer` is an expression (1/2, \frac12), or text
     with one in \boxed{}, in $...$ or after ####. None: `answer` holds no expression. NaN, so that the whole completion is not
@@ -46,33 +47,28 @@ def math_answer(
     `math_answer/late`.
     """
     pairs = zip(completions, answer, strict=True)
-    found = [UNREADABLE if gold is None else compare_apart(str(gold), text_of(each), seconds) for each, gold in pairs]
+    results = [UNREADABLE if gold is None else compare_apart(str(gold), text_of(text), seconds) for text, gold in pairs]
     if log_metric is not None:
         for why in (UNREADABLE, LATE):
-            log_metric(f"math_answer/{why}", found.count(why) / max(len(found), 1))
-    return [float(each) if isinstance(each, bool) else NOT_SCORED[each] for each in found]
+            log_metric(f"math_answer/{why}", results.count(why) / max(len(results), 1))
+    return [float(result) if isinstance(result, bool) else NOT_SCORED[result] for result in results]
 
 
 def compare_apart(gold: str, text: str, seconds: float) -> bool | str:
-    """`compare` in the other process, which is started where there is none; LATE where it had to be ended."""
+    """Call `compare` in the worker, which is started if there is none; LATE if it had to be killed."""
     with _lock:
         if not _workers:
-            _workers.append(start_worker())
+            require_extra("math_verify", "rewards", key="cogumi.rewards")
+            _workers.append(Worker("math-verify", {**os.environ, "CUDA_VISIBLE_DEVICES": ""}))
+            _workers[0].send(prepare)
+            _workers[0].receive(START_SECONDS)
         try:
             _workers[0].send(compare, gold, text, seconds)
             answer: bool | str = _workers[0].receive(seconds)
-        except RuntimeError:  # it took too long, or the kernel ended it for its memory or its processor time
+        except RuntimeError:  # too slow, or killed by the kernel for its memory or processor time
             close()
             return LATE
         return answer
-
-
-def start_worker() -> Worker:
-    require_extra("math_verify", "rewards", key="cogumi.rewards")
-    worker = Worker("math-verify", {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    worker.send(prepare)
-    worker.receive(START_SECONDS)
-    return worker
 
 
 @atexit.register
@@ -81,13 +77,11 @@ def close() -> None:
         _workers.pop().close()
 
 
-# ------------------------------------------------------------------------------------------------- of the other process
+# ------------------------------------------------------------------------------------------------------- in the worker
 
 
 def prepare() -> None:
-    """Import the library and limit the memory: an expression may be as large as one likes."""
-    import resource
-
+    """Import the library and limit the memory: an expression can be arbitrarily large."""
     import math_verify  # noqa: F401
 
     with suppress(ValueError):  # a smaller limit is set already
@@ -95,21 +89,16 @@ def prepare() -> None:
 
 
 def compare(gold: str, text: str, seconds: float) -> bool | str:
-    """Whether the expression in a text equals the one in `gold`; UNREADABLE where gold has none."""
-    import resource
-
+    """Tell whether the expression in a text equals the one in `gold`; UNREADABLE if gold has none."""
     from math_verify import parse, verify
 
-    # The process ends by itself even if the one that asks is gone.
+    # A limit of processor time ends the worker even if its parent is gone.
     used, hard = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 2, hard))
-    expected = parse(delimited(gold), parsing_timeout=None)
+    gold = gold.rpartition(BEFORE_ANSWER)[2].strip()
+    # Without a delimiter math-verify reads numbers only.
+    is_delimited = not gold or any(mark in gold for mark in DELIMITERS)
+    expected = parse(gold if is_delimited else f"\\boxed{{{gold}}}", parsing_timeout=None)
     if not expected:
         return UNREADABLE
     return bool(verify(expected, parse(text, parsing_timeout=None), timeout_seconds=None))
-
-
-def delimited(gold: str) -> str:
-    """The answer in a form in which math-verify reads all of it: without a delimiter it reads numbers alone."""
-    gold = gold.rpartition(BEFORE_ANSWER)[2].strip()
-    return gold if not gold or any(mark in gold for mark in DELIMITERS) else f"\\boxed{{{gold}}}"

@@ -1,23 +1,33 @@
-"""From the names in a YAML to reward functions, and the shape in which each gets completions.
+"""Reward functions of the entries of `cogumi.rewards`, their arguments, and the shape in which they get completions.
+
+    rewards:
+      - exact_match
+      - {name: overlong, weight: 0.5, buffer: 64}
+
+An argument is bound to the function's own signature and checked against its annotation.
 
 TRL 1.15 gives strings for prompts that are strings, and for conversations a list of messages each, of which the last is
-the model's. A function annotated `completions: list[str]` is given the text of either, and one annotated `completions:
-list[list[dict]]` messages of either. Without such an annotation it gets what TRL gives.
+the model's. A function annotated `completions: list[str]` gets the text of either, one annotated `completions:
+list[list[dict]]` messages of either, and one without such an annotation what TRL gives.
 """
 
 import functools
 import inspect
+import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_origin, get_type_hints
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError, ends_by_signal
 from cogumi.core.user_code import load_object
 from cogumi.data.chat import text_of
-from cogumi.rewards.entries import ALWAYS_THERE, bind_parameters, hints_of, is_column, read_entries, with_names
 from cogumi.rewards.functions import (
+    THOUGHT_COLUMNS,
     Reward,
     answer_similarity,
     edit_similarity,
@@ -25,125 +35,129 @@ from cogumi.rewards.functions import (
     exact_match,
     final_number,
     format_match,
+    overlong,
     parameters_of,
     parses,
+    thought_price,
     with_columns,
 )
-from cogumi.rewards.lengths import THOUGHT_COLUMNS, overlong, thought_price
 from cogumi.rewards.math_answers import math_answer
 from cogumi.rewards.unit_tests import unit_tests
 
-# As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
-OF_TEXT = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
-OF_MESSAGES = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[(?:\w+\.)*(?:list|List|Sequence)\[.*\]\]")
-ROLES = {"prompts": "user", "completions": "assistant"}
-# What a wrong shape raises in a function that reads it.
-OF_SHAPE = (TypeError, AttributeError, KeyError)
-SAMPLE = "The answer is 42."
-
-
-class RewardError(RuntimeError):
-    """A reward of the user's own raised an error; its text names the function, the file and the line."""
-
-
-def as_annotated(reward: Any) -> Any:
-    """A reward function that is given its prompts and completions in the shape that it is annotated with."""
-    wanted: dict[str, Callable[[Any], Any]] = {}
-    for name, role in ROLES.items():
-        annotation = str(getattr(reward, "__annotations__", {}).get(name))
-        if OF_TEXT.fullmatch(annotation):
-            wanted[name] = text_of
-        elif OF_MESSAGES.fullmatch(annotation):
-            wanted[name] = functools.partial(messages_of, role=role)
-    if not wanted:
-        return reward
-
-    def shaped(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {**given, **{name: [wanted[name](each) for each in given[name]] for name in wanted if name in given}}
-
-    return with_columns(reward, shaped)
-
-
-def messages_of(completion: Any, role: str) -> Any:
-    """A prompt or completion as messages: text becomes one."""
-    return [{"role": role, "content": completion}] if isinstance(completion, str) else completion
-
-
-def try_reward(reward: Any, row: Mapping[str, Any], group: int, **given: Any) -> tuple[bool, str] | None:
-    """(whether it is the shape, one line) about a function that does not score completions of this data; None if it does.
-
-    It is called once, for `group` completions of a made-up text, in the shape that TRL will give it. `row`: the first of
-    the data. `given`: what TRL passes besides. An asynchronous one, such as a paid judge, is not called.
-    """
-    conversational = not isinstance(row["prompt"], str)
-    error = error_of_reward(reward, row, group, conversational, given)
-    if error is None:
-        return None
-    name, at = getattr(reward, "__name__", type(reward).__name__), traceback.extract_tb(error.__traceback__)[-1]
-    said = f"reward {name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}) on a trial completion"
-    if not isinstance(error, OF_SHAPE) or error_of_reward(reward, row, group, not conversational, given) is not None:
-        return False, f"{said}; a function that cannot score every text ends the training in its first rollout"
-    got, takes, shape = ("messages", "strings", "str") if conversational else ("text", "messages", "list[dict]")
-    fix = f"annotate it `completions: list[{shape}]` to be given those, or have it read {got}"
-    return True, f"{said}: the prompts are {got}, and so are the completions. The function takes {takes}; {fix}"
-
-
-def error_of_reward(reward: Any, row: Mapping[str, Any], group: int, messages: bool, given: Mapping[str, Any]) -> Any:
-    """What a reward function raises on made-up completions of one prompt; None where it scores them."""
-    if inspect.iscoroutinefunction(reward):
-        return None
-    shape = messages_of if messages else lambda text, role: text_of(text)
-    columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
-    columns |= {
-        "prompts": shape(row["prompt"], "user"),
-        "completions": shape(SAMPLE, "assistant"),
-        "completion_ids": [0],
-    }
-    logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
-    try:
-        list(as_annotated(reward)(**{name: [value] * group for name, value in columns.items()}, **logs, **given))
-    except UsageError:  # of a parameter that it cannot work with
-        raise
-    except Exception as error:  # noqa: BLE001  the user's own code may raise anything; it is reported
-        # What is in a file is wrapped by `with_location`, which says where.
-        return error.__cause__ if isinstance(error, RewardError) and error.__cause__ is not None else error
-    return None
-
-
+KEY = "cogumi.rewards"
+# Arguments that TRL passes whatever the data has.
+ALWAYS_THERE = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+RUN_SETTINGS = ("max_completion_length",)
+"""Keys of `train:` that a reward gets if it names them, unless its entry says otherwise."""
 BUILTIN_REWARDS: dict[str, Reward] = {
-    each.__name__: each
-    for each in (
+    reward.__name__: reward
+    for reward in (
         *(exact_match, edit_similarity, parses, final_number, exact_answer, answer_similarity),
         *(math_answer, format_match, overlong, thought_price, unit_tests),
     )
 }
-"""What a YAML may name, beside `file.py:function` and `package.module:function`."""
+"""Names for a YAML, besides `file.py:function` and `package.module:function`."""
+
+# As `str` shows them: list[str], typing.List[str], collections.abc.Sequence[str]; an annotation may be a string itself.
+TEXT_ANNOTATION = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[str\]")
+MESSAGES_ANNOTATION = re.compile(r"(?:\w+\.)*(?:list|List|Sequence|Iterable)\[(?:\w+\.)*(?:list|List|Sequence)\[.*\]\]")
+ROLES = {"prompts": "user", "completions": "assistant"}
+SHAPE_ERRORS = (TypeError, AttributeError, KeyError)
+"""Raised by a function that reads completions of the wrong shape."""
+SAMPLE = "The answer is 42."
+
+
+class RewardError(RuntimeError):
+    """A reward of the user's own raised an error; the message names the function, the file and the line."""
+
+
+# ------------------------------------------------------------------------------------------------------------- entries
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of `cogumi.rewards`. A weight of None stands for 1.0."""
+
+    name: str
+    weight: float | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def read_entries(rewards: Sequence[str | Mapping[str, Any]]) -> list[Entry]:
+    """Parse the entries and check what is known without their functions. Raises UsageError."""
+    if not rewards:
+        raise UsageError("cogumi.rewards is empty", fix="name at least one reward")
+    entries: list[Entry] = []
+    for item in rewards:
+        entry = Entry(item) if isinstance(item, str) else _read_entry(item)
+        if any((entry.name, entry.parameters) == (other.name, other.parameters) for other in entries):
+            message = f"{entry.name} stands there twice with the same parameters"
+            raise UsageError(message, key=KEY, fix="name it once, with a weight: {name: ..., weight: 2.0}")
+        entries.append(entry)
+    return entries
+
+
+def _read_entry(entry: Mapping[str, Any]) -> Entry:
+    name, weight = entry.get("name"), entry.get("weight")
+    if not isinstance(name, str):
+        message = f"an entry is a name, or a mapping with `name`, and this is {dict(entry)!r}"
+        raise UsageError(message, key=KEY, fix="write {name: exact_match, weight: 0.5}")
+    if weight is not None:
+        weight = _check_type("weight", weight, float, name)
+        if not math.isfinite(weight):
+            raise UsageError(f"{name}: weight = {weight}: must be a finite number", key=KEY)
+    return Entry(name, weight, {key: value for key, value in entry.items() if key not in ("name", "weight")})
+
+
+def weights_of(rewards: Sequence[str | Mapping[str, Any]], given: Sequence[float] | None) -> list[float] | None:
+    """Return TRL's `reward_weights` from the entries or from `train:` (`given`); None if neither has any.
+
+    Raises UsageError if both have.
+    """
+    entries = read_entries(rewards)
+    if all(entry.weight is None for entry in entries):
+        return None if given is None else list(given)
+    if given is not None:
+        message = "train.reward_weights and a `weight` in cogumi.rewards say the same"
+        raise UsageError(message, key="train.reward_weights", fix="drop one")
+    return [1.0 if entry.weight is None else entry.weight for entry in entries]
 
 
 def rewards_of(rewards: Sequence[str | Mapping[str, Any]], settings: Mapping[str, Any] | None = None) -> list[Any]:
-    """The reward functions of these entries, in this order, with their arguments.
+    """Return the reward functions of these entries in order, with their arguments and with unique names.
 
-    settings: values of `entries.RUN_SETTINGS`, of a run. Raises UsageError for a name that stands for none.
+    TRL's metrics, such as `rewards/overlong/mean`, go by name: the second `overlong` is `overlong_2`. `settings` are values
+    of RUN_SETTINGS. Raises UsageError for an unknown name, or an argument that the function does not take.
     """
     entries = read_entries(rewards)
-    for unknown in (each.name for each in entries if ":" not in each.name and each.name not in BUILTIN_REWARDS):
-        near = nearest(unknown, BUILTIN_REWARDS)
-        hint = f"did you mean {near!r}? " if near else ""
-        fix = f"{hint}there are: {', '.join(BUILTIN_REWARDS)}, and your own as file.py:function"
-        raise UsageError(f"no reward {unknown!r}", key="cogumi.rewards", fix=fix)
-    functions = [load_reward(each.name) if ":" in each.name else BUILTIN_REWARDS[each.name] for each in entries]
-    pairs = zip(functions, entries, strict=True)
-    return with_names([bind_parameters(function, entry, settings or {}) for function, entry in pairs])
+    for entry in entries:
+        if ":" not in entry.name and entry.name not in BUILTIN_REWARDS:
+            near = nearest(entry.name, BUILTIN_REWARDS)
+            hint = f"did you mean {near!r}? " if near else ""
+            fix = f"{hint}there are: {', '.join(BUILTIN_REWARDS)}, and your own as file.py:function"
+            raise UsageError(f"no reward {entry.name!r}", key=KEY, fix=fix)
+    functions: list[Any] = []
+    names: list[str] = []
+    for entry in entries:
+        reward = load_reward(entry.name) if ":" in entry.name else BUILTIN_REWARDS[entry.name]
+        reward = _bind_parameters(reward, entry, settings or {})
+        name = getattr(reward, "__name__", type(reward).__name__)
+        if name in names:
+            reward = _with_arguments(reward, {})
+            reward.__name__ = f"{name}_{names.count(name) + 1}"
+        names.append(name)
+        functions.append(reward)
+    return functions
 
 
 def load_reward(name: str) -> Reward:
-    """The function of `path/to/file.py:function` or `package.module:function`, whose code is executed to get it."""
-    return with_location(name, load_object(name, "cogumi.rewards", callable, "function"))
+    """Execute the code of `path/to/file.py:function` or `package.module:function` and return the function."""
+    return _with_location(name, load_object(name, KEY, callable, "function"))
 
 
-def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward whose errors name it and the line: the trainer that calls it shows neither."""
-    if inspect.iscoroutinefunction(reward):  # trl awaits those
+def _with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a reward so that its errors name it and the line: the trainer that calls it shows neither."""
+    if inspect.iscoroutinefunction(reward):  # TRL awaits those
         return reward
 
     @functools.wraps(reward)
@@ -153,28 +167,157 @@ def with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
         except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
             if ends_by_signal(error):
                 raise
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {error}"
-            raise RewardError(f"cogumi.rewards: {name} raised {what} ({at.filename}:{at.lineno})") from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"{name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            raise RewardError(f"cogumi.rewards: {message}") from error
 
     return scored
 
 
-def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
-    """Raise UsageError where a reward asks for what the data has not: TRL would find out after the first rollout."""
-    for reward in rewards:
-        hints = hints_of(reward)
-        for name in needed_columns(reward):
-            if name not in columns:
-                what = f"{reward.__name__} takes `{name}`, and the prompts come with {', '.join(sorted(columns))}"
-                fix = f"say which column of the file it is: data.columns: {{{name}: ...}}"
-                if not is_column(parameters_of(reward)[name], hints):
-                    fix += f", or give its value in the entry: {{name: {reward.__name__}, {name}: ...}}"
-                raise UsageError(what, key="cogumi.rewards", fix=fix)
+def _bind_parameters(reward: Reward, entry: Entry, settings: Mapping[str, Any]) -> Reward:
+    """Bind the entry's arguments and RUN_SETTINGS to a reward. Raises UsageError for an unknown one or a wrong type."""
+    parameters, hints = parameters_of(reward), _hints_of(reward)
+    columns = {name for name in parameters if name not in ALWAYS_THERE and _is_column(parameters[name], hints)}
+    known = [name for name in parameters if name not in (*ALWAYS_THERE, "environments", *THOUGHT_COLUMNS, *columns)]
+    bound = {name: settings[name] for name in RUN_SETTINGS if name in parameters and name in settings}
+    for name, value in entry.parameters.items():
+        if name not in known:
+            near = nearest(name, known)
+            fix = f"did you mean {near}?" if near else f"it takes {', '.join(known) or 'none'}"
+            if name in columns:
+                fix = f"it is a column of the data, by the name in data.columns: {{{name}: ...}}"
+            raise UsageError(f"{entry.name} takes no parameter `{name}`", key=KEY, fix=fix)
+        bound[name] = _check_type(name, value, hints.get(name, Any), entry.name)
+    return _with_arguments(reward, bound) if bound else reward
+
+
+def _with_arguments(reward: Reward, arguments: Mapping[str, Any]) -> Reward:
+    """Bind arguments to a reward; they take precedence over columns of the same name."""
+    bound: Any = with_columns(reward, lambda columns: {**columns, **arguments})
+    signature = inspect.signature(reward)
+    rest = [parameter for name, parameter in signature.parameters.items() if name not in arguments]
+    bound.__signature__ = signature.replace(parameters=rest)
+    return bound  # type: ignore[no-any-return]
+
+
+def _check_type(key: str, value: Any, hint: Any, name: str) -> Any:
+    """Coerce a value to an annotation. Raises UsageError if it is of another type."""
+    try:
+        adapter = TypeAdapter(hint)
+    except PydanticSchemaGenerationError:  # no type of values, such as a class of the user's own
+        return value
+    try:
+        checked = adapter.validate_python(value)
+    except ValidationError as error:
+        raise UsageError(f"{name}: {key} = {value!r}: {error.errors()[0]['msg']}", key=KEY) from None
+    if isinstance(value, bool):  # pydantic reads true and false as the numbers 1 and 0
+        try:
+            is_bool = adapter.validate_python(True, strict=True) is True
+        except ValidationError:
+            is_bool = False
+        if not is_bool:
+            raise UsageError(f"{name}: {key} = {value!r}: not a number", key=KEY)
+    return checked
+
+
+def _hints_of(reward: Reward) -> dict[str, Any]:
+    """Return the annotations of a function with their limits; nothing if a name in one cannot be resolved."""
+    try:
+        return get_type_hints(inspect.unwrap(reward), include_extras=True)
+    except (NameError, TypeError):
+        return {}
+
+
+def _is_column(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> bool:
+    """Tell whether a parameter is annotated as one value per completion, and so is a column of the data."""
+    return parameter.default is parameter.empty and get_origin(hints.get(parameter.name)) in (list, Sequence)
 
 
 def needed_columns(reward: Reward) -> list[str]:
-    """The columns of the data without which a reward cannot score."""
-    given = (*ALWAYS_THERE, *THOUGHT_COLUMNS)
+    """Return the columns of the data that a reward cannot score without."""
+    provided = (*ALWAYS_THERE, *THOUGHT_COLUMNS)
     parameters = parameters_of(reward).values()
-    return [each.name for each in parameters if each.default is each.empty and each.name not in given]
+    return [item.name for item in parameters if item.default is item.empty and item.name not in provided]
+
+
+def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
+    """Raise UsageError if a reward needs a column that the data lacks: TRL would find out after the first rollout."""
+    for reward in rewards:
+        hints = _hints_of(reward)
+        for name in needed_columns(reward):
+            if name not in columns:
+                message = f"{reward.__name__} takes `{name}`, and the prompts come with {', '.join(sorted(columns))}"
+                fix = f"say which column of the file it is: data.columns: {{{name}: ...}}"
+                if not _is_column(parameters_of(reward)[name], hints):
+                    fix += f", or give its value in the entry: {{name: {reward.__name__}, {name}: ...}}"
+                raise UsageError(message, key=KEY, fix=fix)
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+
+def messages_of(completion: Any, role: str) -> Any:
+    """Return a prompt or completion as messages: text becomes one."""
+    return [{"role": role, "content": completion}] if isinstance(completion, str) else completion
+
+
+def as_annotated(reward: Any) -> Any:
+    """Wrap a reward so that it gets prompts and completions in the shape of its annotations."""
+    converters: dict[str, Callable[[Any], Any]] = {}
+    for name, role in ROLES.items():
+        annotation = str(getattr(reward, "__annotations__", {}).get(name))
+        if TEXT_ANNOTATION.fullmatch(annotation):
+            converters[name] = text_of
+        elif MESSAGES_ANNOTATION.fullmatch(annotation):
+            converters[name] = functools.partial(messages_of, role=role)
+    if not converters:
+        return reward
+
+    def convert(columns: Mapping[str, Any]) -> dict[str, Any]:
+        names = [name for name in converters if name in columns]
+        return {**columns, **{name: list(map(converters[name], columns[name])) for name in names}}
+
+    return with_columns(reward, convert)
+
+
+def try_reward(reward: Any, row: Mapping[str, Any], group: int, **arguments: Any) -> tuple[bool, str] | None:
+    """Call a reward once, for `group` completions of a made-up text in the shape that TRL will give it.
+
+    `row` is the first of the data, `arguments` what TRL passes besides. An asynchronous reward, such as a paid judge, is not
+    called. Returns None if it scores them, else (whether the shape is wrong, one line about the error).
+    """
+    conversational = not isinstance(row["prompt"], str)
+    error = _error_of_reward(reward, row, group, conversational, arguments)
+    if error is None:
+        return None
+    name, frame = getattr(reward, "__name__", type(reward).__name__), traceback.extract_tb(error.__traceback__)[-1]
+    problem = (
+        f"reward {name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno}) on a trial completion"
+    )
+    is_shape = isinstance(error, SHAPE_ERRORS)
+    if not is_shape or _error_of_reward(reward, row, group, not conversational, arguments) is not None:
+        return False, f"{problem}; a function that cannot score every text ends the training in its first rollout"
+    got, takes, shape = ("messages", "strings", "str") if conversational else ("text", "messages", "list[dict]")
+    fix = f"annotate it `completions: list[{shape}]` to be given those, or have it read {got}"
+    return True, f"{problem}: the prompts are {got}, and so are the completions. The function takes {takes}; {fix}"
+
+
+def _error_of_reward(
+    reward: Any, row: Mapping[str, Any], group: int, conversational: bool, arguments: Mapping[str, Any]
+) -> Any:
+    """Return the exception of a reward on made-up completions of one prompt, or None."""
+    if inspect.iscoroutinefunction(reward):
+        return None
+    shape = messages_of if conversational else lambda text, role: text_of(text)
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
+    columns |= {"prompts": shape(row["prompt"], "user"), "completions": shape(SAMPLE, "assistant")}
+    columns["completion_ids"] = [0]
+    logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
+    try:
+        list(as_annotated(reward)(**{name: [value] * group for name, value in columns.items()}, **logs, **arguments))
+    except UsageError:  # of a parameter that it cannot work with
+        raise
+    except Exception as error:  # noqa: BLE001  the user's own code may raise anything; it is reported
+        # `_with_location` wraps an error of a user's file.
+        return error.__cause__ if isinstance(error, RewardError) and error.__cause__ is not None else error
+    return None

@@ -94,7 +94,7 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
     # Imported here: attaching to a run needs no schema.
     from cogumi.config.binding import nearest
     from cogumi.config.schema import read_config
-    from cogumi.data.source_files import refuse_missing
+    from cogumi.data.sources import refuse_missing
 
     run, origins = read_config(config, overrides)
     if trains:
