@@ -1,3 +1,3 @@
-"""What every other folder may use: errors, files, text, processes, the run directory."""
+"""Shared by all other folders: errors, files, text, processes, the run directory."""
 
 __version__ = "0.1.0"

@@ -30,7 +30,7 @@ LOCAL_FUSE = frozenset(["fuse.fuse-overlayfs", "fuse.lxcfs"])
 
 @dataclass(frozen=True)
 class Space:
-    """What a filesystem says of itself. Bytes; `free` is what may still be written without being root.
+    """Size of a filesystem in bytes; `free` is what may still be written without being root.
 
     `inodes` and `inodes_free` are None where a filesystem has no fixed number of them (btrfs, most network ones).
     """
@@ -44,12 +44,12 @@ class Space:
 
     @property
     def used_share(self) -> float | None:
-        """The share of the bytes that is taken, as df has it: blocks kept for root count as taken. None: no size told."""
+        """Used share of the bytes, as df prints it: blocks reserved for root count as used. None without a size."""
         return self.used / (self.used + self.free) if self.used + self.free else None
 
     @property
     def inodes_share(self) -> float | None:
-        """The share of the inodes that is taken: without one, no file can be made, whatever the bytes say."""
+        """Used share of the inodes: without a free one, no file can be made."""
         if self.inodes is None or self.inodes_free is None:
             return None
         return 1 - self.inodes_free / self.inodes
@@ -68,7 +68,7 @@ class Filesystem:
 
 
 def space_of(path: Path) -> Space:
-    """The numbers of the filesystem that `path` is on. Raises OSError where it does not answer."""
+    """Return the sizes of the filesystem of `path`. Raises OSError if it does not respond."""
     status = os.statvfs(path)
     counted = status.f_files > 0  # otherwise it has no fixed number of inodes, and all are 0
     return Space(
@@ -82,27 +82,29 @@ def space_of(path: Path) -> Space:
 
 
 def filesystem_of(path: Path, *used_for: str) -> Filesystem:
-    """The filesystem that `path` is on, or will be when it is made. Raises OSError where it does not answer."""
+    """Return the filesystem of `path`, which may not exist yet. Raises OSError if it does not respond."""
     place = nearest_existing(path).resolve()
     space = space_of(place)
     try:
         import psutil
     except ImportError:  # the doctor runs where packages are missing
-        mount = next(each for each in (place, *place.parents) if each.is_mount() or each == each.parent)
+        mount = next(parent for parent in (place, *place.parents) if parent.is_mount() or parent == parent.parent)
         return Filesystem(used_for, str(mount), "", "", False, space)
     # Of mounts over each other the last one is seen.
     over = [row for row in reversed(psutil.disk_partitions(all=True)) if place.is_relative_to(row.mountpoint)]
     if not over:
         return Filesystem(used_for, str(place), "", "", False, space)
-    found = max(over, key=lambda row: len(row.mountpoint))
-    return Filesystem(used_for, found.mountpoint, found.device, found.fstype, is_network(found.fstype), space)
+    partition = max(over, key=lambda row: len(row.mountpoint))
+    return Filesystem(
+        used_for, partition.mountpoint, partition.device, partition.fstype, is_network(partition.fstype), space
+    )
 
 
 def filesystems(directory: Path) -> list[Filesystem]:
-    """Every filesystem that a run writes to, each once, the run's first. One that does not answer is said and left out."""
+    """List the filesystems that a run writes to, the run's first. Those that do not respond are logged and skipped."""
     places = {"run directory": directory, "HF cache": hub_cache(), "datasets": datasets_cache()}
     places |= {"temp": Path(tempfile.gettempdir()), "shared memory": Path("/dev/shm")}
-    found: dict[tuple[int, int], Filesystem] = {}
+    by_device: dict[tuple[int, int], Filesystem] = {}
     for name, place in places.items():
         if name == "shared memory" and not place.is_dir():
             continue
@@ -114,8 +116,8 @@ def filesystems(directory: Path) -> list[Filesystem]:
             log.warning("%s %s: its filesystem does not answer: %s", name, place, error.strerror)
             continue
         key = (device, one.space.total)
-        found[key] = replace(found[key], used_for=(*found[key].used_for, name)) if key in found else one
-    return list(found.values())
+        by_device[key] = replace(by_device[key], used_for=(*by_device[key].used_for, name)) if key in by_device else one
+    return list(by_device.values())
 
 
 def nearest_existing(path: Path) -> Path:
@@ -125,9 +127,9 @@ def nearest_existing(path: Path) -> Path:
 
 
 def path_from_environment(variable: str, default: Path) -> Path:
-    """The path in an environment variable, with ~ and $NAME in it replaced; `default` where it is not set."""
-    said = os.environ.get(variable)
-    return Path(os.path.expandvars(os.path.expanduser(said))) if said else default
+    """Return the path in an environment variable, with ~ and $NAME expanded; `default` if it is not set."""
+    value = os.environ.get(variable)
+    return Path(os.path.expandvars(os.path.expanduser(value))) if value else default
 
 
 def hf_home() -> Path:
@@ -181,13 +183,13 @@ def fallocate(file: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-# Its free space is that of memory, which asking would take.
+# tmpfs is RAM; probing its free space would allocate it.
 IN_MEMORY = "tmpfs"
 
 
 @dataclass(frozen=True)
 class Need:
-    """What goes to one place beyond what is there: bytes at the fullest moment of training, and at the end of the run."""
+    """Additional bytes in one place: at the fullest moment of training, and at the end of the run."""
 
     what: str
     path: Path
@@ -224,7 +226,7 @@ class Disk:
 
     @property
     def refusal(self) -> str:
-        """Why it does not fit, in one clause; "" where it fits."""
+        """Reason why it does not fit; "" if it fits."""
         if self.wanted and self.filesystem.space.read_only:
             return "it is read-only"
         if self.short:
@@ -236,16 +238,14 @@ class Disk:
         for need in self.needs:
             parts.append(f"{need.what} {format_bytes(need.end if self.end > self.training else need.training)}")
         when = "at the end" if self.end > self.training else "while training"
-        said = f"wants {format_bytes(self.wanted)} more {when}" if self.wanted else "wants nothing more"
+        demand = f"wants {format_bytes(self.wanted)} more {when}" if self.wanted else "wants nothing more"
         verdict = f"does not fit: {self.refusal}" if self.refusal else "fits"
         kind = f"{self.filesystem.kind}, network" if self.filesystem.network else self.filesystem.kind
-        return (
-            f"{self.filesystem.mount} ({kind}) {said} ({', '.join(parts)}); {format_bytes(space.free)} free: {verdict}"
-        )
+        return f"{self.filesystem.mount} ({kind}) {demand} ({', '.join(parts)}); {format_bytes(space.free)} free: {verdict}"
 
 
 def group_needs(needs: Iterable[Need]) -> Iterable[Disk]:
-    """The filesystems that the needs are for, each once, in the order in which they come up."""
+    """Group needs by filesystem, in the order in which they come up."""
     grouped: dict[tuple[int, int], tuple[Filesystem, list[Need]]] = {}
     for need in needs:
         place = nearest_existing(need.path).resolve()

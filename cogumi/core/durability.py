@@ -1,4 +1,4 @@
-"""What makes a file stay: waiting for the disk and reading from it, hashes, locks, and the words of a disk that is full."""
+"""Durable writes: fsync, hashing, locks and disk-full errors."""
 
 import ctypes
 import errno
@@ -12,18 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-# What a filesystem says when it takes no more of a file: full, over a quota, over a limit on the size of one.
+# Full, over a quota, over a limit on the size of a file.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-# How much of a file is hashed before its reader hears of it.
-HASH_STEP = 1 << 20
-
-# What flock says on filesystems that cannot lock a directory (some network filesystems).
+HASH_STEP = 1 << 20  # bytes between two reports of progress
+# errno values flock returns when a filesystem does not support locks.
 NO_LOCKS = (errno.EINVAL, errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def sync_path(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on the disk."""
+    """Flush a file, or a directory's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,7 +29,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_error(directory: Path) -> OSError | None:
-    """Why a directory takes no new file; None where it takes one, or is merely full."""
+    """Return why no file can be created in a directory; None if it can, or the disk is merely full."""
     try:
         with TemporaryFile(dir=directory):
             return None
@@ -41,7 +38,7 @@ def write_error(directory: Path) -> OSError | None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk. Raises FileExistsError rather than replace one."""
+    """Write a new file and flush it to the disk. Raises FileExistsError rather than replace one."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -50,7 +47,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[bool | None]:
-    """Hold the lock of a directory while in the block: True, False if another process has it, None if none can be had."""
+    """Hold the lock of a directory in the block. Yields False if another process has it, None without lock support."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -68,14 +65,16 @@ def lock_directory(directory: Path) -> Iterator[bool | None]:
 
 
 def sha256_file(path: Path) -> str:
-    """The sha256 of a file's bytes, as `sha256sum` prints it."""
+    """Return the sha256 of a file, as `sha256sum` prints it."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def blake3_file(path: Path, advance: Callable[[int], object] | None = None) -> str:
-    """The BLAKE3 digest of a file's bytes, as `b3sum` prints it: as strong as sha256, and three times as fast.
-    advance: called with the bytes just hashed."""
+    """Return the BLAKE3 digest of a file, as `b3sum` prints it: as strong as sha256, and three times as fast.
+
+    advance: called with the number of bytes just hashed.
+    """
     from blake3 import blake3  # this module is imported where an environment is examined that lacks packages
 
     digest, buffer = blake3(), memoryview(bytearray(HASH_STEP))
@@ -89,18 +88,19 @@ def blake3_file(path: Path, advance: Callable[[int], object] | None = None) -> s
 
 def drop_from_memory(path: Path, length: int = 0) -> None:
     """Drop the first `length` bytes of a file (0: all) from the page cache, so that the next read comes from the disk.
-    Bytes that are not on the disk yet stay cached, and those that a process has mapped, and all of a tmpfs.
-    Without posix_fadvise, this does nothing."""
+
+    Bytes that are not flushed yet, or mapped, or on a tmpfs stay cached. Does nothing without posix_fadvise.
+    """
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, length, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_in_memory(path: Path) -> int | None:
-    """How many bytes of a file are in memory, so that a read of them proves nothing of the disk.
+    """Return how many bytes of a file are in the page cache, so that reading them proves nothing about the disk.
 
-    None where the kernel does not say: on other systems than Linux, and on filesystems that map no files. Of a file that
-    this user neither owns nor may write, Linux calls every page cached (mincore(2)), so it is None as well.
+    None if unknown: not on Linux, on filesystems that map no files, and for a file that this user neither owns nor may
+    write, for which Linux reports every page as cached (mincore(2)).
     """
     import numpy as np
 

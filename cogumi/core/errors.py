@@ -1,18 +1,27 @@
-"""What the user can fix, what a merge found wrong, and the findings of `cogumi doctor`."""
+"""Exception types and doctor findings."""
 
+import logging
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Self
 
+log = logging.getLogger("cogumi")
+
 
 class UsageError(Exception):
-    """Bad input from the user.
+    """Bad input from the user, as one line `place: key: message; fix`.
 
-    Its text is one line, `place: key: message; fix`. The command line prints that line without a traceback and exits
-    with status 2; a notebook shows it alone as well. message: what is wrong. place: the file, with a line where one is
-    known, or the directory. key: the configuration key or the option. fix: what the user does next.
+    The command line prints that line without a traceback and exits with status 2; a notebook shows it alone as well.
+
+    Args:
+        message: What is wrong.
+        place: The file, with its line if known, or the directory.
+        key: The configuration key or the option.
+        fix: What the user does next.
     """
 
     def __init__(self, message: str, *, place: Path | str = "", key: str = "", fix: str = "") -> None:
@@ -25,20 +34,20 @@ class UsageError(Exception):
 
     @classmethod
     def like(cls, error: "UsageError") -> Self:
-        """An error of this class that says the same."""
+        """Return an error of this class with the same content."""
         return cls(error.message, place=error.place, key=error.key, fix=error.fix)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython prints in place of a traceback."""
+        """Return what IPython prints in place of a traceback."""
         return [f"cogumi: {self}"]
 
 
 class RefusedAtSetup(UsageError):
-    """A setting that a library refuses while the run is set up, before the first step; the run leaves no directory."""
+    """A library refuses a setting before the first step; the run leaves no directory."""
 
 
 class DiskFull(UsageError):
-    """Something does not fit on a disk. needed: bytes that it takes there, 0 where that is not known; place: a directory."""
+    """Something does not fit on the disk of the directory `place`; needed: its bytes, 0 if unknown."""
 
     def __init__(self, text: str, place: Path, needed: int = 0) -> None:
         super().__init__(text)
@@ -46,7 +55,7 @@ class DiskFull(UsageError):
 
 
 class RunFailed(Exception):
-    """A run that was to be started in another process ended there before it had begun to train, or one of its processes died."""
+    """A run in another process ended before it began to train, or one of its processes died."""
 
 
 class MergeError(Exception):
@@ -68,8 +77,24 @@ def require_extra(module: str, extra: str, key: str = "") -> None:
         raise UsageError(f"{module} is not installed", key=key, fix=f'run: pip install "cogumi[{extra}]"')
 
 
+@contextmanager
+def best_effort(action: str, *expected: type[Exception]) -> Iterator[None]:
+    """Log an error of the block in one line instead of raising it: for work whose failure must not end what it serves.
+
+    Args:
+        action: What the block does, as it follows "cannot".
+        expected: Exception types to log; default: every Exception.
+    """
+    kinds = expected or (Exception,)
+    try:
+        yield
+    except kinds as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        log.error("cannot %s: %s", action, text)
+
+
 def ends_by_signal(error: BaseException) -> bool:
-    """Whether it is what a handler of SIGTERM or SIGHUP raises, and not an exit that the user's own code calls."""
+    """Tell the exit of a SIGTERM or SIGHUP handler from an exit that the user's own code calls."""
     return isinstance(error, SystemExit) and error.code in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
@@ -82,10 +107,10 @@ State = Literal["ok", "note", "warning", "fatal", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What `cogumi doctor` says of one thing.
+    """One result of `cogumi doctor`.
 
     state: "note": worth knowing, nothing wrong; "warning": something is wrong; "fatal": nothing can train before this is
-    repaired; "skipped": not examined, or not there. figure: what was found. cause and fix: "" where nothing is wrong.
+    repaired; "skipped": not examined, or missing. cause and fix: "" if nothing is wrong.
     """
 
     what: str

@@ -8,14 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# What a terminal obeys: the control characters but newline and tab, and those that reverse the direction of the text after
-# them. And what Python makes of bytes that are not UTF-8.
+# Control characters but newline and tab, bidi overrides, and what Python makes of bytes that are not UTF-8.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escape_controls(text: str) -> str:
     """Text for a terminal that others wrote: control characters are shown, as in `\\x1b[31m`, and not obeyed."""
-    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+    return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def python_command() -> str:
@@ -66,15 +65,15 @@ def format_share(count: int, whole: int) -> str:
 def flag_sentence(flag: Mapping[str, Any]) -> str:
     """A flag that is not green in one sentence: its likely cause, the figures, the key to change."""
     cause, knob = (str(flag.get(key) or "") for key in ("cause", "knob"))
-    said = ": ".join(filter(None, (cause, str(flag["evidence"]))))
-    return f"{said}; change {knob}" if knob else said
+    sentence = ": ".join(filter(None, (cause, str(flag["evidence"]))))
+    return f"{sentence}; change {knob}" if knob else sentence
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, without its line breaks; its type where it says nothing."""
+    """Return the text of an error in one line; its type if the text is empty."""
     return " ".join(f"{error}".split()) or type(error).__name__
 
 
 def last_line(text: str) -> str:
-    """The last line of what a process printed."""
+    """Return the last line of what a process printed."""
     return (text.strip().splitlines() or ["it said nothing"])[-1].strip()

@@ -1,4 +1,4 @@
-"""What the commands print. Text that others wrote (data, logs, names of files, errors of libraries) is shown, not obeyed."""
+"""Output of the commands. Control characters in text of others (data, logs, file names, errors) are made visible."""
 
 import errno
 import json
@@ -19,13 +19,11 @@ from cogumi.core.redact import VisibleFormatter
 
 log = logging.getLogger(__name__)
 
-# What Ctrl-C leaves, by command.
+# What Ctrl-C leaves behind, by command.
 AFTER_INTERRUPT = {
-    "train": "; the same command continues the run",
-    "merge": "; nothing is left of the merge",
-    "merge --check": "; the directory is as it was",
-    "export": "; nothing is left of the export",
-}
+    "train": "; the same command continues the run", "merge": "; nothing is left of the merge",
+    "merge --check": "; the directory is as it was", "export": "; nothing is left of the export",
+}  # fmt: skip
 BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
 STOP_CODES = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
 
@@ -37,11 +35,11 @@ def print_text(text: object = "", end: str = "\n", to_error: bool = False) -> No
 
 def print_json(value: Any) -> None:
     text = json.dumps(value, default=str, indent=2, ensure_ascii=False)
-    print(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    print(CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def print_report(report: Any, as_json: bool) -> None:
-    """A report in words, or its `as_dict` as one JSON object."""
+    """Print a report as text, or its `as_dict` as one JSON object."""
     if as_json:
         print_json(report.as_dict())
     else:
@@ -50,19 +48,18 @@ def print_report(report: Any, as_json: bool) -> None:
 
 @contextmanager
 def failures_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
-    """A disk or a start that fails, or a merge that is not what it should be, is one line and exit status 1. kinds: of these
-    those that are; all by default."""
-    told = kinds or (MergeError, OSError, RunFailed)
+    """Report a failure as one line and exit status 1. kinds: exception types; default: MergeError, OSError, RunFailed."""
+    reported = kinds or (MergeError, OSError, RunFailed)
     try:
         yield
-    except told as error:
+    except reported as error:
         print_text(f"cogumi: {error}", to_error=True)
         raise typer.Exit(1) from error
 
 
 @contextmanager
 def show_waiting(what: str) -> Iterator[None]:
-    """For a block that takes its time: say what it does, on standard error where that is a terminal."""
+    """Print what the block does to standard error, if that is a terminal."""
     if sys.stderr.isatty():
         print_text(f"{what} ...", to_error=True)
     yield
@@ -106,7 +103,7 @@ def run_command(app: typer.Typer) -> None:
 
 
 def after_interrupt(words: list[str]) -> str:
-    """What Ctrl-C leaves of the command with these words."""
+    """Return what Ctrl-C leaves behind of the command with these words."""
     checks = any(word.partition("=")[0] == "--check" for word in words)
     return AFTER_INTERRUPT.get(" ".join([*words[:1], "--check"] if checks else words[:1]), "")
 

@@ -18,9 +18,9 @@ SHORTEST = 8  # characters: what is shorter occurs in ordinary text, and would b
 
 
 def redact_text(text: str) -> str:
-    """The text without the secrets in it, those of the environment included."""
-    found = {value for name, value in os.environ.items() if HOLDS_SECRET.search(name) and len(value) >= SHORTEST}
-    for secret in sorted(found, key=len, reverse=True):  # one may be a part of another
+    """Replace secrets in a text, those of the environment included."""
+    secrets = {value for name, value in os.environ.items() if HOLDS_SECRET.search(name) and len(value) >= SHORTEST}
+    for secret in sorted(secrets, key=len, reverse=True):  # one may be a part of another
         text = text.replace(secret, REDACTED)
     return LOOKS_SECRET.sub(REDACTED, text)
 

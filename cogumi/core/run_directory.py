@@ -1,4 +1,4 @@
-"""The run directory: what a run writes and everything else reads. docs/architecture.md says what each file holds.
+"""The run directory, which a run writes and everything else reads. docs/architecture.md lists its files.
 
 A run is resumed by what status.json says, so it is apart from heartbeat.json, which a thread replaces each second. Files
 are replaced whole (temporary file, fsync, rename); a `.jsonl` line is one write. A reader never sees half of either.
@@ -25,7 +25,7 @@ SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the tr
 ROLLOUTS = "rollouts.jsonl"
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.
 CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
-# The start of a process is told in the clock of today, which may have been set since; no number comes round as soon.
+# Start times use wall-clock time, which may be adjusted; PIDs are not reused that quickly.
 CLOCK_SECONDS = 5.0
 NUMBERS = re.compile(r"\[\n\s*((?:-?[\d.eE+-]+,\s*)*-?[\d.eE+-]+)\n\s*\]")  # as json.dumps writes them with an indent
 
@@ -54,10 +54,10 @@ def unwritable_error(path: Path, error: OSError) -> UsageError:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether nothing is there, or only what a detached process keeps there. Raises UsageError for a file."""
+    """Tell whether the directory is missing, empty, or only has the files of a detached start. Raises UsageError for a file."""
     if os.path.lexists(path) and not path.is_dir():
         raise UsageError(f"{path} is a file, not a directory", fix="set cogumi.run_dir to a new directory")
-    return not path.is_dir() or all(each.name in (CONSOLE, START) for each in path.iterdir())
+    return not path.is_dir() or all(entry.name in (CONSOLE, START) for entry in path.iterdir())
 
 
 def refuse_occupied(path: Path) -> None:
@@ -65,9 +65,9 @@ def refuse_occupied(path: Path) -> None:
     if not is_empty(path):
         status = path / "status.json"
         begun = status.exists() and status.stat().st_size
-        what = f"a run ({read_json(status).get('state', 'unknown')})" if begun else "files"
+        content = f"a run ({read_json(status).get('state', 'unknown')})" if begun else "files"
         fix = "set cogumi.run_dir to a new directory, or delete this one"
-        raise UsageError(f"{path} already holds {what}", fix=fix)
+        raise UsageError(f"{path} already holds {content}", fix=fix)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -87,12 +87,12 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value to be read by people as well: a list of numbers is one line."""
     text = json.dumps(jsonable_numbers(value), indent=2, ensure_ascii=False)
-    text = NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    text = NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
     write_atomic(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The value in a file of a run. Raises UsageError where it is damaged; cogumi itself writes these files whole."""
+    """Read a JSON file of a run. Raises UsageError if it is damaged; cogumi itself writes these files whole."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -126,7 +126,7 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, none where there is no file. A last line without its end is of a writer that was cut off."""
+    """Read the rows of a file, if it exists. Ignore a final partial line: the writer was interrupted."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
@@ -149,14 +149,14 @@ def hostname() -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """The record of the process that asks: its number, the machine, and when it began (seconds since 1970)."""
+    """Return a record of this process: its PID, the machine, and when it began (seconds since 1970)."""
     import psutil  # here, as the doctor imports this module where packages are missing
 
     return {"pid": os.getpid(), "host": hostname(), "began": psutil.Process().create_time()}
 
 
 def is_running(record: Mapping[str, Any]) -> bool | None:
-    """Whether the process of a record is running. A zombie is not.
+    """Tell whether the process of a record is running. A zombie is not.
 
     None for a record of another machine or without a pid, and where the process with that pid began at another time.
     """
@@ -174,5 +174,5 @@ def is_running(record: Mapping[str, Any]) -> bool | None:
 
 
 def same_process(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two records are of one process. A record of none is of no process."""
+    """Tell whether two records are of the same process. A record without a pid never is."""
     return one.get("pid") is not None and all(one.get(key) == other.get(key) for key in ("pid", "host", "began"))

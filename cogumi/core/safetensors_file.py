@@ -1,4 +1,4 @@
-"""The safetensors layout: where each tensor's bytes lie in a shard.
+"""Read and write the safetensors layout: where each tensor's bytes lie in a shard.
 
 A file is an 8-byte little-endian header length, a JSON header and the tensors' bytes, back to back. The header maps
 tensor names to dtype, shape and byte range (https://github.com/huggingface/safetensors#format). With these ranges, the
@@ -123,7 +123,7 @@ def read_elements(span: Span, first: int, count: int) -> torch.Tensor:
 
 
 def leading_rows_equal(span: Span, stored: Span, block: int = 1 << 18) -> bool:
-    """Whether the rows that both tensors have are equal, in the dtype of `span`."""
+    """Tell whether the rows that both tensors have are equal, in the dtype of `span`."""
     rows, columns = matrix_shape(span.shape)
     if matrix_shape(stored.shape)[1] != columns:
         return False
@@ -151,5 +151,5 @@ def write_header(path: Path, header: bytes) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements as bytes, row-major; writable where the tensor is contiguous."""
+    """View a tensor's elements as bytes, row-major; writable if the tensor is contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""The user's own functions and classes, by the names that a config gives them: `file.py:name` or `package.module:name`."""
+"""Load the user's functions and classes by their names in a config: `file.py:name` or `package.module:name`."""
 
 import functools
 import importlib
@@ -13,7 +13,7 @@ from cogumi.core.errors import UsageError, ends_by_signal
 
 
 def load_object(name: str, key: str, accept: Callable[[Any], bool], kind: str) -> Any:
-    """What `path/to/file.py:name` or `package.module:name` stands for; its code is executed to get it."""
+    """Load the object that `path/to/file.py:name` or `package.module:name` names, executing its module."""
     place, _, attribute = name.rpartition(":")
     if not place:
         raise UsageError(f"{name!r} names no {kind}", key=key, fix=f"write file.py:{kind}")
@@ -32,18 +32,18 @@ def load_object(name: str, key: str, accept: Callable[[Any], bool], kind: str) -
         raise UsageError(f"{name}: {place} raises {type(error).__name__}: {error}", key=key) from error
     found = getattr(module, attribute, None)
     if not accept(found):
-        there = [
+        names = [
             known
             for known, value in vars(module).items()
             if accept(value) and getattr(value, "__module__", "") == module.__name__
         ]
-        raise UsageError(f"{place} has no {kind} {attribute!r}", key=key, fix=f"it has: {', '.join(there) or 'none'}")
+        raise UsageError(f"{place} has no {kind} {attribute!r}", key=key, fix=f"it has: {', '.join(names) or 'none'}")
     return found
 
 
 @functools.cache
 def load_file(path: str, start: str, written: int) -> Any:
-    """The module that a file is. It is executed once, and again where it was written since.
+    """Execute a file as a module, once, and again if it was written since.
 
     start: the directory that the path starts from. written: when, in ns.
     """
@@ -54,6 +54,6 @@ def load_file(path: str, start: str, written: int) -> Any:
 
 
 def describe_error(error: BaseException, stage: str) -> str:
-    """What was raised in a stage, with the file and line."""
+    """Describe an error that was raised in a stage, with its file and line."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"{stage} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"

@@ -1,4 +1,4 @@
-"""Python functions called in a process of their own, of which nothing is left when it is over."""
+"""Run functions in a subprocess whose children are all killed on exit."""
 
 import faulthandler
 import os
@@ -26,7 +26,7 @@ POLL = 0.1  # seconds between two looks at the clock
 class Worker:
     """A Python process that runs functions of importable modules, one call after another, and keeps what it prints.
 
-    name: what messages call it. It leads a process group, so that an interrupt of this process spares it.
+    It leads a process group, so that Ctrl-C in this process spares it. name: for messages.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
@@ -48,7 +48,7 @@ class Worker:
             self.process.stdin.flush()
 
     def receive(self, timeout: float | None = None, stopped: Event | None = None) -> Any:
-        """What the function returns. Raises its UsageError, and RuntimeError where the process ended, took longer than
+        """Return the function's result. Raises its UsageError, and RuntimeError if the process ended, took longer than
         `timeout` seconds, or was ended because `stopped` was set."""
         assert self.process.stdout is not None
         began = time.monotonic()
@@ -63,19 +63,19 @@ class Worker:
             status = self.process.wait()
             if status < 0:
                 raise RuntimeError(f"{self.name} was ended by {signal.Signals(-status).name}") from None
-            said = last_line(self.hear(0).decode(errors="replace"))
-            raise RuntimeError(f"{self.name} ended with status {status}: {said}") from None
+            reason = last_line(self.hear(0).decode(errors="replace"))
+            raise RuntimeError(f"{self.name} ended with status {status}: {reason}") from None
         if isinstance(answer, UsageError):
             raise answer
         return answer
 
     def hear(self, start: int) -> bytes:
-        """What it has printed from that byte on. (Reading moves no offset: the file's is the process's own, too.)"""
+        """Return what it printed from that byte on, without moving the file's offset, which is also the process's."""
         size = os.fstat(self.printed.fileno()).st_size
         return os.pread(self.printed.fileno(), size - start, start)
 
     def stop(self) -> None:
-        """End the process, which must not be asked again, and all that it started."""
+        """Kill the process and everything it started; it must not be used again."""
         kill_with_children(self.process.pid)
 
     def close(self) -> None:
@@ -87,25 +87,25 @@ class Worker:
 def call(
     name: str, function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str], timeout: float
 ) -> Any:
-    """What a function returns in a process of its own, as `Worker.receive` has it."""
+    """Call a function in a process of its own; results and errors are those of `Worker.receive`."""
     with closing(Worker(name, environment)) as worker:
         worker.send(function, *arguments)
         return worker.receive(timeout)
 
 
 def kill_with_children(pid: int) -> None:
-    """Kill a process and all that it started, in whatever process group that is. Nothing happens if it has ended."""
+    """Kill a process, if it still runs, and everything it started, in any process group."""
     import psutil  # here, as the doctor imports this module where packages are missing
 
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for each in (*process.children(recursive=True), process):
+        for running in (*process.children(recursive=True), process):
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                running.kill()
 
 
 def main() -> None:
-    """Of the process itself: answer call after call until there is none."""
+    """Entry point of the child: serve calls until the pipe closes."""
     faulthandler.enable()
     with os.fdopen(os.dup(1), "wb") as output:
         os.dup2(2, 1)  # what libraries print goes elsewhere
