@@ -17,7 +17,7 @@ from benchmarks.harness import Row, attempt, row
 from cogumi.rewards.unit_tests import unit_tests
 from cogumi.sandbox import Sandbox
 
-LEVELS: tuple[Any, ...] = ("bubblewrap", "namespaces", "limits")
+LEVELS: tuple[Any, ...] = ("bubblewrap", "limits")
 PROGRAM = "print(1)"
 WORKERS = 2
 

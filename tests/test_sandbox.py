@@ -3,6 +3,7 @@
 This process is the trainer. A level that this machine lacks is skipped, and fails where CI is set.
 """
 
+import ast
 import json
 import os
 import signal
@@ -27,16 +28,17 @@ from processes import until
 from sandbox_attacks import ATTACKS
 
 from cogumi.core.errors import UsageError
-from cogumi.sandbox import Limits, Sandbox, SandboxResult, confinement, default_sandbox, isolation, sandbox_worker
+from cogumi.sandbox import Limits, Sandbox, SandboxResult, default_sandbox, pool, sandbox_worker
 
-LEVELS = ("bubblewrap", "namespaces", "limits")
+LEVELS = ("bubblewrap", "limits")
 LIMITS = Limits(
     seconds=20, cpu_seconds=3, memory_bytes=256 << 20, file_bytes=8 << 20, scratch_bytes=32 << 20, processes=16,
     output_bytes=4096,
 )  # fmt: skip
 SECRET = "hunter2-hunter2"
 USER = 12345
-isolation.BEGIN += f"# of {os.getpid()}\n"  # by which this process finds its own workers, beside those of other tests
+MARK = f"# of {os.getpid()}\n"  # by which this process finds its own workers, beside those of other tests
+pool.BEGIN += MARK
 
 
 def open_sandbox(level: str, workers: int = 2) -> Sandbox:
@@ -60,11 +62,10 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 def workers_alive() -> int:
     """Processes that began as the workers of these tests do, and their forks, wherever they are now."""
-    found = 0
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = process.info["cmdline"] or []
-        found += isolation.BEGIN in line and process.info["status"] != psutil.STATUS_ZOMBIE
-    return found
+    return sum(
+        MARK in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
+        for process in psutil.process_iter(["cmdline", "status"])
+    )
 
 
 class Outside:
@@ -81,9 +82,8 @@ class Outside:
         self.stream.bind(("127.0.0.1", 0))
         self.stream.listen()
         self.datagram.bind(self.stream.getsockname())
-        if sys.platform == "linux":
-            self.abstract.bind(f"\0cogumi-test-{os.getpid()}")
-            self.abstract.listen()
+        self.abstract.bind(f"\0cogumi-test-{os.getpid()}")
+        self.abstract.listen()
         for each in (self.stream, self.datagram):
             each.setblocking(False)
 
@@ -200,7 +200,7 @@ def test_a_kept_file_is_never_read_through_a_link(sandbox: Sandbox, outside: Out
 @pytest.mark.slow("every attack at every level once more")
 def test_an_ordinary_user_is_as_safe(outside: Outside):
     """The same attacks where the trainer is no root, so that a program without namespaces has the trainer's own user."""
-    levels = [each for each in LEVELS if each != "bubblewrap" or any(isolation.launches(each))]
+    levels = [each for each in LEVELS if each != "bubblewrap" or pool.find_bubblewrap()]
     failed = as_user(lambda: {level: attacks_that_succeed(level, outside) for level in levels})
     assert failed == {level: [] for level in levels}
     assert outside.untouched() == []
@@ -242,11 +242,11 @@ def as_user(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -
         answer: Any = "it raised"
         try:
             if python:
-                isolation.interpreter = lambda: python
-                isolation.readable_paths = list
+                pool.interpreter = lambda: python
+                pool.readable_paths = list
             if os.geteuid() == 0:
-                confinement.become(USER)
-                confinement.prctl(confinement.PR_SET_DUMPABLE, 1)
+                sandbox_worker.become(USER)
+                sandbox_worker.prctl(sandbox_worker.PR_SET_DUMPABLE, 1)
             before()
             answer = work()
         except BaseException as error:  # noqa: BLE001 - it is told
@@ -271,13 +271,12 @@ def python_of_every_user() -> str:
     return SYSTEM_PYTHON
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are of Linux")
 def test_where_namespaces_are_refused_limits_hold():
     """As in a container of RunPod or Vast: the kernel's answer decides, found by trying."""
 
     def refuse() -> None:
-        confinement.prctl(confinement.PR_SET_NO_NEW_PRIVS, 1)
-        confinement.install_seccomp(confinement.seccomp_filter(separated=True))
+        sandbox_worker.prctl(sandbox_worker.PR_SET_NO_NEW_PRIVS, 1)
+        sandbox_worker.install_seccomp(sandbox_worker.seccomp_filter(separated=True))
 
     def described() -> list[str]:
         with Sandbox(1, LIMITS) as sandbox:
@@ -290,9 +289,7 @@ def test_where_namespaces_are_refused_limits_hold():
 
 def test_what_the_trial_reaches_is_told(monkeypatch: pytest.MonkeyPatch, golden: Golden):
     """A kernel without seccomp and Landlock, such as gVisor's: what limits alone leave open is in the line of the start."""
-    begin = isolation.modules()
-    begin["cogumi.sandbox.confinement"] += "\ncan_filter = False\n"
-    monkeypatch.setattr(isolation, "modules", lambda: begin)
+    monkeypatch.setattr(pool, "BEGIN", pool.BEGIN.replace("worker.main()", "worker.can_filter = False; worker.main()"))
     with Sandbox(1, LIMITS, "limits") as sandbox:
         assert "the network" in sandbox.reaches
         assert "leaving its process group" in sandbox.reaches
@@ -304,50 +301,10 @@ def test_what_the_trial_reaches_is_told(monkeypatch: pytest.MonkeyPatch, golden:
             golden("rewards", sandbox.describe())
 
 
-def test_a_container_that_covers_proc_is_told(monkeypatch: pytest.MonkeyPatch):
-    """There the kernel refuses a fresh /proc, and the worker cannot see what a program's processes hold together."""
-    open_sandbox("namespaces", 1).close()
-    begin = isolation.modules()
-    source = begin["cogumi.sandbox.confinement"]
-    begin["cogumi.sandbox.confinement"] = source.replace('libc.mount(b"proc"', 'bool and (b"proc"')
-    assert begin["cogumi.sandbox.confinement"] != source
-    monkeypatch.setattr(isolation, "modules", lambda: begin)
-    with Sandbox(1, LIMITS, "namespaces") as sandbox:
-        assert sandbox.reaches == ["memory of many processes together"]
-        assert sandbox.run("import os; print(os.listdir('/proc'))").output == "[]\n"
-        for name in ("fork bomb", "memory bomb", "endless sleep", "environments in /proc"):
-            attack = ATTACKS[name]
-            given = {"given.json": json.dumps({"parent": os.getpid(), "secret": SECRET})}
-            assert attack.contained(sandbox.run(attack.program, given, limits=replace(LIMITS, seconds=attack.seconds)))
-
-
 def test_a_level_that_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch, golden: Golden):
-    monkeypatch.setattr(isolation, "launches", lambda level: iter(()))
+    monkeypatch.setattr(pool, "find_bubblewrap", str)
     with golden.raises("rewards", key="isolation", message="bubblewrap"):
         Sandbox(1, LIMITS, "bubblewrap")
-
-
-@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="of root on Linux")
-def test_root_that_may_become_no_other_user_runs_programs_without_capabilities(
-    monkeypatch: pytest.MonkeyPatch, outside: Outside
-):
-    monkeypatch.setattr(isolation, "launches", lambda level: iter([isolation.Launch("limits", None)]))
-    program = """
-    import ctypes, os, stat
-    libc, data = ctypes.CDLL(None), (ctypes.c_uint32 * 6)()
-    libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), data)
-    try:
-        os.mknod("disk", 0o600 | stat.S_IFBLK, os.makedev(8, 0))
-    except PermissionError:
-        print(os.getuid(), list(data))
-    """
-    with Sandbox(1, LIMITS) as sandbox:
-        assert ", as root)" in sandbox.describe()
-        assert sandbox.run(textwrap.dedent(program)).output == "0 [0, 0, 0, 0, 0, 0]\n"
-        for name in ("killing the parent", "network", "a private file", "rights of others' files", "a daemon"):
-            given = {"given.json": json.dumps(outside.given())}
-            assert ATTACKS[name].contained(sandbox.run(ATTACKS[name].program, given))
-    assert outside.untouched() == []
 
 
 def test_a_worker_that_is_lost_costs_one_result(sandbox: Sandbox):
@@ -371,7 +328,7 @@ def test_a_worker_that_dies_while_it_waits_costs_nothing(sandbox: Sandbox):
 
 def started(sandbox: Sandbox) -> list[int]:
     """The workers of this process by PID."""
-    return [each.pid for each in psutil.Process().children() if isolation.BEGIN in each.cmdline()]
+    return [each.pid for each in psutil.Process().children() if MARK in " ".join(each.cmdline())]
 
 
 def idle(sandbox: Sandbox) -> list[int]:
@@ -414,8 +371,8 @@ def test_a_killed_trainer_leaves_nothing(level: str):
     Path(pools.name).chmod(0o711)
     program = "import os, time\nif os.fork() == 0: os.fork()\nprint(1, flush=True); time.sleep(60)"
     script = f"""
-    from cogumi.sandbox import Sandbox, isolation
-    isolation.BEGIN = {isolation.BEGIN!r}
+    from cogumi.sandbox import Sandbox, pool
+    pool.BEGIN = {pool.BEGIN!r}
     sandbox = Sandbox(2, isolation={level!r})
     print("ready", flush=True)
     sandbox.run_all([{program!r}] * 2)
@@ -481,3 +438,13 @@ def test_a_file_outside_of_the_scratch_directory_is_refused():
 def test_one_sandbox_for_a_process():
     assert default_sandbox() is default_sandbox()
     assert default_sandbox().describe().startswith("sandbox: ")
+
+
+def test_it_imports_nothing_of_the_package_but_errors():
+    """So that it can become a distribution of its own."""
+    for path in Path(pool.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            ours = [name for name in names if name.startswith("cogumi")]
+            assert all(name == "cogumi.core.errors" or name.startswith("cogumi.sandbox") for name in ours), path
