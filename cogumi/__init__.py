@@ -9,7 +9,7 @@ from cogumi.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from cogumi.checkpoints.protection import protect as protect
-    from cogumi.checkpoints.retention import last_good_checkpoint as last_good_checkpoint
+    from cogumi.checkpoints.verify import last_good_checkpoint as last_good_checkpoint
     from cogumi.core.errors import UsageError as UsageError
     from cogumi.diagnostics.checkup import DoctorReport as DoctorReport
     from cogumi.diagnostics.checkup import doctor as doctor
@@ -44,7 +44,7 @@ _HOME = {
     "PatchReport": "cogumi.rl.patching",
     "configure": "cogumi.notebook.form",
     "doctor": "cogumi.diagnostics.checkup",
-    "last_good_checkpoint": "cogumi.checkpoints.retention",
+    "last_good_checkpoint": "cogumi.checkpoints.verify",
     "patch": "cogumi.rl.patching",
     "PreflightReport": "cogumi.forecast.preflight_report",
     "preflight": "cogumi.runs",

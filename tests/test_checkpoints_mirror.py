@@ -20,6 +20,7 @@ from disk_mounts import fill, mounting
 from golden import Golden
 from mirror_server import Hub, Proxy, s3_server
 from pyarrow.fs import FileSelector, S3FileSystem
+from test_checkpoints_protect import make as make_trainer
 
 from cogumi.checkpoints import mirror as mirror_module
 from cogumi.checkpoints.manifest import IDENTITY_NAME, MANIFEST_NAME, Identity, write_manifest
@@ -43,6 +44,18 @@ def make(home: Path, step: int, adapter: bool = True, say: str = "", size: int =
     Identity("ab12", {}).write(path)
     write_manifest(path, step)
     return path
+
+
+def deliver(mirror: Mirror, *checkpoints: Path) -> None:
+    """Send checkpoints, one after the other, and wait until each has arrived."""
+    for checkpoint in checkpoints:
+        deliver(mirror, checkpoint)
+
+
+def filled(place: Any, home: Path, *steps: int) -> Mirror:
+    mirror = Mirror(place)
+    deliver(mirror, *(make(home, step) for step in steps))
+    return mirror
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -128,10 +141,7 @@ def times(count: int, method: str, end: str, fault: Any) -> Callable[[str, str],
 
 
 def test_the_newest_two_are_there(bucket: Bucket, tmp_path: Path) -> None:
-    mirror = Mirror(bucket.url)
-    for step in (2, 4, 6):
-        mirror.send(make(tmp_path, step))
-        assert mirror.finish(PATIENCE) == []
+    filled(bucket.url, tmp_path, 2, 4, 6)
     assert bucket.files() == {"checkpoint-4": WHOLE, "checkpoint-6": WHOLE}
 
 
@@ -139,15 +149,13 @@ def test_the_newest_two_are_there(bucket: Bucket, tmp_path: Path) -> None:
 def test_a_mirror_with_nothing_but_damage_is_refused_on_a_fresh_machine(
     bucket: Bucket, tmp_path: Path, how: str
 ) -> None:
-    mirror = Mirror(bucket.url)
+    mirror = filled(bucket.url, tmp_path / "here", 2, 4)
+    size = (tmp_path / "here" / "checkpoint-4" / "optimizer.pt").stat().st_size
     for step in (2, 4):
-        mirror.send(make(tmp_path / "here", step))
-        assert mirror.finish(PATIENCE) == []
         if how == "no manifest":
             for name in (MANIFEST_NAME, IDENTITY_NAME):
                 bucket.direct.delete_file(f"{bucket.name}/runs/mine/checkpoint-{step}/{name}")
         elif how == "content":
-            size = (tmp_path / "here" / f"checkpoint-{step}" / "optimizer.pt").stat().st_size
             bucket.put(f"checkpoint-{step}/optimizer.pt", b"x" * size)
         else:
             bucket.put(f"checkpoint-{step}/{MANIFEST_NAME}", b"[1]" if how == "not an object" else b'{"format": 1')
@@ -167,8 +175,7 @@ def test_a_mirror_with_nothing_but_damage_is_refused_on_a_fresh_machine(
 def test_it_is_fetched_on_a_fresh_machine_byte_for_byte(bucket: Bucket, tmp_path: Path) -> None:
     sent = make(tmp_path / "here", 2)
     mirror = Mirror(bucket.url)
-    mirror.send(sent)
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, sent)
     fetched = Mirror(bucket.url).fetch_newest(tmp_path / "there", -1)
     assert fetched == tmp_path / "there" / "checkpoint-2"
     assert inspect(fetched).state == "verified"
@@ -179,8 +186,7 @@ def test_it_is_fetched_on_a_fresh_machine_byte_for_byte(bucket: Bucket, tmp_path
 def test_nothing_is_fetched_that_is_not_newer_or_not_there(bucket: Bucket, tmp_path: Path) -> None:
     mirror = Mirror(bucket.url)
     assert mirror.fetch_newest(tmp_path / "there", -1) is None
-    mirror.send(make(tmp_path, 2))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path, 2))
     assert mirror.fetch_newest(tmp_path / "there", 2) is None
     assert not (tmp_path / "there").exists()
 
@@ -213,9 +219,7 @@ def test_it_is_said_when_resumability_has_stalled(
     bucket: Bucket, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.2)
-    mirror = Mirror(bucket.url)
-    mirror.send(make(tmp_path, 2))
-    assert mirror.finish(PATIENCE) == []
+    mirror = filled(bucket.url, tmp_path, 2)
     assert mirror.stalled() == ""
     bucket.proxy.faults = times(10**9, "PUT", "optimizer.pt", (403, "AccessDenied"))
     for step in (4, 6):
@@ -224,8 +228,7 @@ def test_it_is_said_when_resumability_has_stalled(
     assert "ACCESS_DENIED" in said()
     assert "stalled at step 2: " in mirror.stalled()
     bucket.proxy.faults = lambda method, path: None
-    mirror.send(make(tmp_path, 8))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path, 8))
     assert mirror.stalled() == ""
     again = Mirror(bucket.url)
     assert again.fetch_newest(tmp_path / "there", 8) is None
@@ -248,8 +251,7 @@ def test_it_is_said_when_resumability_has_stalled(
 def test_what_passes_is_tried_again(bucket: Bucket, tmp_path: Path, name: str, fault: Any) -> None:
     mirror = Mirror(bucket.url)
     bucket.proxy.faults = times(4, "PUT", name, fault)
-    mirror.send(make(tmp_path, 2))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path, 2))
     assert bucket.files() == {"checkpoint-2": WHOLE}
     tries = [path for method, path in bucket.proxy.requests if method == "PUT" and name in path]
     assert len(tries) == 5
@@ -311,8 +313,7 @@ def test_access_denied_later_is_said_and_the_next_one_goes(
     assert mirror.finish(PATIENCE) == [first]
     assert f"ERROR {first} is not mirrored to {mirror}: " in said()
     assert "ACCESS_DENIED" in said()
-    mirror.send(make(tmp_path, 4))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path, 4))
     assert bucket.files()["checkpoint-4"] == WHOLE
     assert "checkpoint-2" not in bucket.files(), "what had arrived of it has cogumi's identity, and goes"
 
@@ -327,21 +328,11 @@ def test_an_object_damaged_on_its_way_is_noticed_and_sent_again(bucket: Bucket, 
 
     bucket.proxy.after = after
     sent = make(tmp_path, 2)
-    mirror.send(sent)
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, sent)
     assert "optimizer.pt is read back differently" in said()
     fetched = mirror.fetch_newest(tmp_path / "there", -1)
     assert fetched is not None
     assert contents(fetched) == contents(sent)
-
-
-def filled(place: Any, home: Path, *steps: int) -> Mirror:
-    """A mirror to which checkpoints were sent, one after the other."""
-    mirror = Mirror(place)
-    for step in steps:
-        mirror.send(make(home, step))
-        assert mirror.finish(PATIENCE) == []
-    return mirror
 
 
 def test_older_trainer_state_that_cannot_be_removed_is_said(bucket: Bucket, tmp_path: Path, said: Any) -> None:
@@ -350,7 +341,7 @@ def test_older_trainer_state_that_cannot_be_removed_is_said(bucket: Bucket, tmp_
     mirror.send(make(tmp_path, 6))
     assert mirror.finish(PATIENCE) == [], "it has arrived, whatever became of the older one"
     assert bucket.files() == {f"checkpoint-{step}": WHOLE for step in (2, 4, 6)}
-    assert f"WARNING removing older checkpoints from {mirror} failed" in said()
+    assert f"ERROR cannot remove older checkpoints from {mirror}: " in said()
 
 
 def test_a_damaged_one_in_the_bucket_is_named_and_the_next_older_taken(
@@ -366,13 +357,11 @@ def test_a_damaged_one_in_the_bucket_is_named_and_the_next_older_taken(
 def test_a_removal_that_was_interrupted_is_finished_by_the_next(bucket: Bucket, tmp_path: Path) -> None:
     mirror = filled(bucket.url, tmp_path, 2, 4)
     bucket.proxy.faults = times(1, "DELETE", "checkpoint-2/scheduler.pt", (403, "AccessDenied"))
-    mirror.send(make(tmp_path, 6))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path, 6))
     left = bucket.files()["checkpoint-2"]
     assert {"scheduler.pt", IDENTITY_NAME} <= left
     assert MANIFEST_NAME not in left
-    mirror.send(make(tmp_path, 8))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path, 8))
     assert "checkpoint-2" not in bucket.files()
 
 
@@ -408,8 +397,7 @@ def test_what_is_not_cogumis_is_left_alone(bucket: Bucket, tmp_path: Path, said:
     mirror.send(sent)
     assert mirror.finish(PATIENCE) == [sent]
     assert "ValueError: checkpoint-8 there is not cogumi's" in said()
-    mirror.send(make(tmp_path, 10))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path, 10))
     files = bucket.files()
     assert "checkpoint-2" not in files
     assert files["checkpoint-1"] == files["checkpoint-best"] == {"optimizer.pt"}
@@ -419,11 +407,9 @@ def test_what_is_not_cogumis_is_left_alone(bucket: Bucket, tmp_path: Path, said:
 
 def test_the_same_step_of_another_run_is_replaced(bucket: Bucket, tmp_path: Path) -> None:
     mirror = Mirror(bucket.url)
-    mirror.send(make(tmp_path / "old", 2, adapter=False))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path / "old", 2, adapter=False))
     new = make(tmp_path / "new", 2, say=" anew")
-    mirror.send(new)
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, new)
     assert bucket.files() == {"checkpoint-2": WHOLE}
     fetched = mirror.fetch_newest(tmp_path / "there", -1)
     assert fetched is not None
@@ -434,8 +420,7 @@ def test_what_is_there_already_is_not_sent_again(bucket: Bucket, tmp_path: Path)
     mirror = Mirror(bucket.url)
     sent = make(tmp_path, 2)
     for _ in range(2):
-        mirror.send(sent)
-        assert mirror.finish(PATIENCE) == []
+        deliver(mirror, sent)
     assert sum(method == "PUT" and path.endswith("optimizer.pt") for method, path in bucket.proxy.requests) == 1
 
 
@@ -502,10 +487,7 @@ def test_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["optimizer.pt", "adapter_model.safetensors", MANIFEST_NAME])
 @pytest.mark.parametrize("how", ["flipped", "shorter", "gone", "no text"])
 def test_a_damaged_one_is_named_and_the_next_older_taken(tmp_path: Path, said: Any, name: str, how: str) -> None:
-    mirror = Mirror(tmp_path / "mirror")
-    for step in (2, 4):
-        mirror.send(make(tmp_path / "here", step))
-        assert mirror.finish(PATIENCE) == []
+    mirror = filled(tmp_path / "mirror", tmp_path / "here", 2, 4)
     shutil.copytree(tmp_path / "here" / "checkpoint-2", tmp_path / "mirror" / "checkpoint-2", dirs_exist_ok=True)
     path = tmp_path / "mirror" / "checkpoint-4" / name
     data = path.read_bytes()
@@ -538,8 +520,7 @@ def test_a_full_disk_waits_for_space(tmp_path: Path, said: Any) -> None:
 
 def test_a_full_disk_here_ends_the_fetching(tmp_path: Path, golden: Golden) -> None:
     mirror = Mirror(tmp_path / "mirror")
-    mirror.send(make(tmp_path / "here", 2, size=60_000))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path / "here", 2, size=60_000))
     with mounting(tmp_path) as mount:
         disk = mount()
         fill(disk, 0.999)
@@ -551,8 +532,7 @@ def test_a_full_disk_here_ends_the_fetching(tmp_path: Path, golden: Golden) -> N
 def test_a_checkpoint_in_the_way_is_set_aside(tmp_path: Path, said: Any) -> None:
     sent = make(tmp_path / "here", 2)
     mirror = Mirror(tmp_path / "mirror")
-    mirror.send(sent)
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, sent)
     (sent / "optimizer.pt").write_bytes(b"damaged")
     assert mirror.fetch_newest(tmp_path / "here", -1) == sent
     assert inspect(sent).state == "verified"
@@ -581,9 +561,7 @@ def test_one_that_was_damaged_on_the_disk_is_not_called_mirrored(tmp_path: Path,
 
 
 def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path, said: Any) -> None:
-    mirror = Mirror(tmp_path / "mirror")
-    mirror.send(make(tmp_path / "here", 2))
-    assert mirror.finish(PATIENCE) == []
+    mirror = filled(tmp_path / "mirror", tmp_path / "here", 2)
     from cogumi.checkpoints.manifest import seal
 
     (tmp_path / "mirror" / "outside").write_bytes(b"mine")
@@ -593,8 +571,7 @@ def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path, said: A
     with pytest.raises(UsageError, match="none of its 1 checkpoints"):
         mirror.fetch_newest(tmp_path / "there", -1)
     assert "'../outside', which is outside the checkpoint" in said()
-    mirror.send(make(tmp_path / "here", 4))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path / "here", 4))
     assert (tmp_path / "mirror" / "outside").read_bytes() == b"mine"
 
 
@@ -632,13 +609,11 @@ def test_a_repository_gets_a_commit_of_files_and_one_of_the_manifest(
     assert hub.private == {"jane/runs"}
     assert mirror.fetch_newest(tmp_path / "there", -1) is None
     sent = make(tmp_path / "here", 2)
-    mirror.send(sent)
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, sent)
     assert len(hub.repositories["jane/runs"]) == 3
     for step in (4, 6):
         sent = make(tmp_path / "here", step)
-        mirror.send(sent)
-        assert mirror.finish(PATIENCE) == []
+        deliver(mirror, sent)
     place = f"{folder}/" if folder else ""
     assert names_in(hub) == {f"{place}checkpoint-{step}": WHOLE for step in (4, 6)}
     fetched = mirror.fetch_newest(tmp_path / "there", -1)
@@ -669,8 +644,7 @@ def test_what_the_hub_holds_is_compared(
             hub.files("jane/runs")[f"checkpoint-2/{name}"] = b"x" * len(damaged[0])
 
     hub.faults = damage
-    mirror.send(make(tmp_path, 2))
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, make(tmp_path, 2))
     assert f"{name} is read back differently" in said()
     assert hub.files("jane/runs")[f"checkpoint-2/{name}"] == damaged[0]
 
@@ -686,9 +660,7 @@ def test_a_hub_that_refuses_a_commit(hub: Hub, tmp_path: Path, said: Any, monkey
 
 
 def test_a_damaged_checkpoint_of_the_hub_is_named(hub: Hub, tmp_path: Path, said: Any) -> None:
-    mirror = Mirror("hf://jane/runs")
-    mirror.send(make(tmp_path / "here", 2))
-    assert mirror.finish(PATIENCE) == []
+    mirror = filled("hf://jane/runs", tmp_path / "here", 2)
     data = hub.files("jane/runs")["checkpoint-2/optimizer.pt"]
     hub.files("jane/runs")["checkpoint-2/optimizer.pt"] = data[:-1] + b"x"
     with pytest.raises(UsageError, match="none of its 1 checkpoints"):
@@ -699,45 +671,20 @@ def test_a_damaged_checkpoint_of_the_hub_is_named(hub: Hub, tmp_path: Path, said
 # ------------------------------------------------------------------------------------------------------- from end to end
 
 
-def trainer(output_dir: Path) -> Any:
-    import torch
-    from datasets import Dataset
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
-    model: Any = get_peft_model(
-        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), LoraConfig(r=2, target_modules=["q_proj"])
-    )
-    rows = [
-        {"input_ids": [(i * 7 + j) % 64 for j in range(8)], "labels": [(i + j) % 64 for j in range(8)]}
-        for i in range(16)
-    ]
-    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
-    arguments = TrainingArguments(output_dir=str(output_dir), max_steps=8, save_steps=2, learning_rate=1e-2, **options)
-    return Trainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows))
-
-
-def losses(ended: Any) -> dict[int, float]:
-    return {entry["step"]: entry["loss"] for entry in ended.state.log_history if "loss" in entry}
-
-
 def test_a_training_goes_on_elsewhere_from_what_was_mirrored(bucket: Bucket, tmp_path: Path) -> None:
     import cogumi
 
-    first = cogumi.protect(trainer(tmp_path / "run"), keep=8)
-    first.train()
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    first, losses = make_trainer(tmp_path / "run", lora=lora)
+    cogumi.protect(first, keep=8).train()
     mirror = Mirror(bucket.url)
-    for step in (2, 4):
-        mirror.send(tmp_path / "run" / f"checkpoint-{step}")
-    assert mirror.finish(PATIENCE) == []
+    deliver(mirror, *(tmp_path / "run" / f"checkpoint-{step}" for step in (2, 4)))
     shutil.rmtree(tmp_path / "run")  # with what was saved after it
 
     fetched = Mirror(bucket.url).fetch_newest(tmp_path / "run", -1)
     assert fetched == tmp_path / "run" / "checkpoint-4"
     assert inspect(fetched).state == "verified"
-    second = cogumi.protect(trainer(tmp_path / "run"))
-    second.train()
-    assert losses(second) == losses(first)
-    assert len(set(losses(second).values())) == 8
+    second, continued = make_trainer(tmp_path / "run", lora=lora)
+    cogumi.protect(second).train()
+    assert continued.seen == {step: loss for step, loss in losses.seen.items() if step > 4}
+    assert len(set(losses.seen.values())) == 8

@@ -23,8 +23,7 @@ import cogumi
 from cogumi import protect
 from cogumi.checkpoints.commit import STAGING_NAME
 from cogumi.checkpoints.manifest import RUN_NAME, step_of
-from cogumi.checkpoints.retention import PIN_NAME, plan_pruning
-from cogumi.checkpoints.verify import CheckpointState, inspect
+from cogumi.checkpoints.verify import PIN_NAME, CheckpointState, inspect, plan_pruning
 from cogumi.cli.disk_commands import prune
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import UsageError
@@ -32,13 +31,9 @@ from cogumi.disk import disk_bytes
 from cogumi.patches.trl_internals import LOAD_OPTIMIZER
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 64,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64,
     "attention_dropout": 0.1,
-}
+}  # fmt: skip
 
 
 class Losses(TrainerCallback):
@@ -75,16 +70,9 @@ def make(
         for i in range(32)
     ]
     settings: dict[str, Any] = {
-        "max_steps": 8,
-        "save_steps": 2,
-        "save_total_limit": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 4,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "learning_rate": 1e-2,
-    }
+        "max_steps": 8, "save_steps": 2, "save_total_limit": 2, "logging_steps": 1, "per_device_train_batch_size": 4,
+        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2,
+    }  # fmt: skip
     args = TrainingArguments(output_dir=str(output_dir), **settings | options)
     losses = Losses()
     trainer = Trainer(
@@ -447,7 +435,7 @@ def test_pruning_says_why(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / "cogumi-manifest.json").touch()
     (tmp_path / "checkpoint-1" / PIN_NAME).touch()
     (tmp_path / "checkpoint-30").symlink_to(tmp_path / "checkpoint-1")
-    going, said = plan_pruning(tmp_path, 1, best=tmp_path / "checkpoint-2", look=look)
+    going, said = plan_pruning(tmp_path, 1, best=tmp_path / "checkpoint-2", inspect_one=look)
     assert [path.name for path in going] == ["checkpoint-10"]
     assert said == [
         "checkpoint-1: pinned",
@@ -505,11 +493,7 @@ def test_what_a_kill_after_the_last_save_leaves_is_removed_by_the_next_start(
     tests = Path(__file__).parent
     words = ["-c", KILLED_AFTER_ITS_LAST_SAVE, *map(str, (tmp_path, tests, tests.parent))]
     done = subprocess.run(
-        [*prepared_process.python(for_commands), *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=for_commands,
+        [*prepared_process.python(for_commands), *words], capture_output=True, text=True, timeout=300, env=for_commands
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert names(tmp_path)[:3] == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]

@@ -23,16 +23,9 @@ from cogumi import last_good_checkpoint, protect
 from cogumi.models.loading import small_base_path
 
 COMMON: dict[str, Any] = {
-    "save_steps": 1,
-    "save_strategy": "steps",
-    "logging_steps": 1,
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-    "gradient_checkpointing": False,
-    "learning_rate": 1e-3,
-}
+    "save_steps": 1, "save_strategy": "steps", "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
+    "disable_tqdm": True, "gradient_checkpointing": False, "learning_rate": 1e-3,
+}  # fmt: skip
 Make = Callable[..., Any]
 
 
@@ -53,58 +46,42 @@ class Steps(TrainerCallback):
             raise RuntimeError("the machine is gone")
 
 
+def lora_trainer(
+    trainer: str, arguments: str, path: Path, output_dir: Path, rows: dict[str, Any], **options: Any
+) -> Any:
+    """TRL's trainer of that name with an adapter and dropout; 4 steps an epoch."""
+    import peft
+    import trl
+    from datasets import Dataset
+
+    cogumi.patch()  # without a GPU TRL's own loss needs triton
+    torch.manual_seed(1)
+    settings = COMMON | {"max_steps": 7, "per_device_train_batch_size": 2} | options
+    return getattr(trl, trainer)(
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        args=getattr(trl, arguments)(output_dir=str(output_dir), **settings),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=AutoTokenizer.from_pretrained(path),
+        peft_config=peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1),
+    )
+
+
 @pytest.fixture
 def sft(tiny_model: Path, sources: list[str]) -> Make:
-    def make(output_dir: Path, path: Path = tiny_model, **options: Any) -> Any:
-        import peft
-        import trl
-        from datasets import Dataset
-
-        cogumi.patch()  # without a GPU TRL's own loss needs triton
-        torch.manual_seed(1)
-        args = trl.SFTConfig(
-            output_dir=str(output_dir),
-            max_length=32,
-            per_device_train_batch_size=2,
-            **COMMON | {"max_steps": 7} | options,
-        )
-        return trl.SFTTrainer(
-            model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-            args=args,
-            train_dataset=Dataset.from_dict({"text": [text[:80] for text in sources[:8]]}),  # 4 steps an epoch
-            processing_class=AutoTokenizer.from_pretrained(path),
-            peft_config=peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1),
-        )
-
-    return make
+    rows = {"text": [text[:80] for text in sources[:8]]}
+    return lambda output_dir, path=tiny_model, **options: lora_trainer(
+        "SFTTrainer", "SFTConfig", path, output_dir, rows, max_length=32, **options
+    )
 
 
 @pytest.fixture
 def dpo(tiny_model: Path, sources: list[str]) -> Make:
-    def make(output_dir: Path, **options: Any) -> Any:
-        import peft
-        import trl
-        from datasets import Dataset
-
-        cogumi.patch()  # without a GPU TRL's own loss needs triton
-        torch.manual_seed(1)
-        rows = {
-            "prompt": [text[:20] for text in sources[:8]],
-            "chosen": [text[20:40] for text in sources[:8]],
-            "rejected": [text[40:60][::-1] for text in sources[:8]],
-        }
-        args = trl.DPOConfig(
-            output_dir=str(output_dir), per_device_train_batch_size=2, **COMMON | {"max_steps": 7} | options
-        )
-        return trl.DPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
-            args=args,
-            train_dataset=Dataset.from_dict(rows),
-            processing_class=AutoTokenizer.from_pretrained(tiny_model),
-            peft_config=peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1),
-        )
-
-    return make
+    texts = sources[:8]
+    rows = {"prompt": [text[:20] for text in texts], "chosen": [text[20:40] for text in texts]}
+    rows["rejected"] = [text[40:60][::-1] for text in texts]
+    return lambda output_dir, **options: lora_trainer(
+        "DPOTrainer", "DPOConfig", tiny_model, output_dir, rows, **options
+    )
 
 
 @pytest.fixture

@@ -18,68 +18,27 @@ import pytest
 import torch
 
 import cogumi
-from cogumi.checkpoints.manifest import (
-    MANIFEST_NAME,
-    CheckpointDamaged,
-    Manifest,
-    read_manifest,
-    seal,
-    write_manifest,
-)
-from cogumi.checkpoints.retention import inspect_all, last_good_checkpoint
-from cogumi.checkpoints.verify import CheckpointState, inspect
+from cogumi.checkpoints.manifest import MANIFEST_NAME, CheckpointDamaged, Manifest, read_manifest, seal, write_manifest
+from cogumi.checkpoints.verify import CheckpointState, inspect, inspect_all, last_good_checkpoint
 from cogumi.core.durability import sha256_file
 from cogumi.core.errors import UsageError
 
 # What each trainer writes; `test_the_lists_are_complete` holds it against the real directories.
+STATE_FILES = ["optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin"]
+SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 FILES = {
-    "full": [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "optimizer.pt",
-        "rng_state.pth",
-        "scheduler.pt",
-        "trainer_state.json",
-        "training_args.bin",
-    ],
+    "full": ["config.json", "generation_config.json", "model.safetensors", *STATE_FILES],
     "lora": [
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "optimizer.pt",
-        "rng_state.pth",
-        "scheduler.pt",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "trainer_state.json",
-        "training_args.bin",
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        *STATE_FILES,
     ],
-    "sharded": [
-        "config.json",
-        "generation_config.json",
-        "model-00001-of-00003.safetensors",
-        "model-00002-of-00003.safetensors",
-        "model-00003-of-00003.safetensors",
-        "model.safetensors.index.json",
-        "optimizer.pt",
-        "rng_state.pth",
-        "scheduler.pt",
-        "trainer_state.json",
-        "training_args.bin",
-    ],
-}
+    "sharded": ["config.json", "generation_config.json", *SHARDS, "model.safetensors.index.json", *STATE_FILES],
+}  # fmt: skip
 # Written alike at every step, so that the file of another step is no damage.
 SAME_AT_EVERY_STEP = {
-    "README.md",
-    "adapter_config.json",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "training_args.bin",
-}
+    "README.md", "adapter_config.json", "config.json", "generation_config.json", "model.safetensors.index.json",
+    "tokenizer.json", "tokenizer_config.json", "training_args.bin",
+}  # fmt: skip
 
 
 def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path, Path], object]:
@@ -102,17 +61,15 @@ def middle(data: bytes) -> int:
 
 # What is done to one file; `other` is the file of the same name in another step's checkpoint.
 DAMAGE: dict[str, Callable[[Path, Path], object]] = {
-    "deleted": lambda path, other: path.unlink(),
-    "emptied": rewrite(lambda data: b""),
-    "one byte short": rewrite(lambda data: data[:-1]),
-    "half": rewrite(lambda data: data[: len(data) // 2]),
+    "deleted": lambda path, other: path.unlink(), "emptied": rewrite(lambda data: b""),
+    "one byte short": rewrite(lambda data: data[:-1]), "half": rewrite(lambda data: data[: len(data) // 2]),
     "first byte flipped": rewrite(lambda data: flip(data, 0)),
     "middle byte flipped": rewrite(lambda data: flip(data, middle(data))),
     "last byte flipped": rewrite(lambda data: flip(data, -1)),
     "zeros at the end": rewrite(lambda data: data + bytes(4096)),
     "nothing but zeros": rewrite(lambda data: bytes(len(data))),
     "of another step": lambda path, other: path.write_bytes(other.read_bytes()),
-}
+}  # fmt: skip
 
 
 def damages(name: str) -> list[str]:
@@ -120,8 +77,7 @@ def damages(name: str) -> list[str]:
 
 
 of_each_file = pytest.mark.parametrize(
-    ("kind", "name"),
-    [pytest.param(kind, name, id=f"{kind}-{name}") for kind, names in FILES.items() for name in names],
+    ("kind", "name"), [pytest.param(kind, name, id=f"{kind}-{name}") for kind, names in FILES.items() for name in names]
 )
 
 
@@ -129,18 +85,9 @@ def small_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            attention_dropout=0.1,
-        )
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"vocab_size": 64, "num_key_value_heads": 1, "max_position_embeddings": 64, "attention_dropout": 0.1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **more))
 
 
 def options(path: Path) -> dict[str, Any]:
@@ -442,15 +389,7 @@ def test_a_checkpoint_of_weights_alone_is_rejected_and_the_reason_says_so(tmp_pa
 
 def test_a_save_that_was_killed_is_rejected_at_each_file_and_said_to_be_unfinished(copy: Copy) -> None:
     home = copy("full", manifest=False)
-    order = [
-        "trainer_state.json",
-        "rng_state.pth",
-        "scheduler.pt",
-        "optimizer.pt",
-        "training_args.bin",
-        "model.safetensors",
-    ]
-    for name in order:
+    for name in ("trainer_state.json", "rng_state.pth", "scheduler.pt", "optimizer.pt", "model.safetensors"):
         (home / "checkpoint-4" / name).unlink()
         rejected(inspect(home / "checkpoint-4"), "trainer_state.json", "did not finish")
 
@@ -518,14 +457,8 @@ def test_the_order_is_that_of_the_steps_and_older_ones_are_not_read_before_they_
 def test_odd_names_links_and_files_are_left_alone(copy: Copy) -> None:
     home = copy("full", manifest=True)
     newest = home / "checkpoint-4"
-    for name in (
-        "checkpoint-keep-this",
-        "checkpoint-5.bak",
-        ".cogumi-saving",
-        "checkpoint-",
-        "checkpoint--8",
-        "xcheckpoint-7",
-    ):
+    odd = ("keep-this", "5.bak", "", "-8")
+    for name in (*(f"checkpoint-{end}" for end in odd), ".cogumi-saving", "xcheckpoint-7"):
         shutil.copytree(newest, home / name)
     (home / ".cogumi-saving" / "checkpoint-8").mkdir()
     (home / "checkpoint-9").write_text("a file")
@@ -585,7 +518,7 @@ def test_a_resume_from_what_is_accepted_works(copy: Copy, runs: dict[str, Path])
 
 def test_finding_a_checkpoint_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, cogumi.checkpoints.retention; "
+        "import sys, cogumi.checkpoints.verify; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy', 'safetensors')))"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import cogumi
 from cogumi.checkpoints import interruption as module
+from cogumi.checkpoints.callbacks import Pulse
 from cogumi.checkpoints.interruption import ENOUGH_STEPS, FIRST_TIMES_FLOOR, Watchdog
-from cogumi.checkpoints.protection import Pulse
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.errors import UsageError
 
@@ -75,13 +75,9 @@ def make(output_dir: Path, *callbacks: TrainerCallback, data: Any = None, **opti
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     settings: dict[str, Any] = {
-        "max_steps": 1000,
-        "save_strategy": "no",
-        "per_device_train_batch_size": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+        "max_steps": 1000, "save_strategy": "no", "per_device_train_batch_size": 1, "report_to": "none",
+        "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
     return Trainer(
         model=LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)),
         args=TrainingArguments(output_dir=str(output_dir), **settings | options),

@@ -209,7 +209,7 @@ SAVE_AND_PRUNE = """
 import shutil, sys
 from pathlib import Path
 from cogumi.checkpoints.commit import commit, open_staging
-from cogumi.checkpoints.retention import plan_pruning, remove
+from cogumi.checkpoints.verify import plan_pruning, remove
 
 place, step = Path(sys.argv[1]), 5
 print("begun", flush=True)
@@ -594,15 +594,12 @@ def test_a_mistake_in_what_is_to_be_predicted(config: Path, tmp_path: Path, run:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("nothing: here\n")
     mistakes: list[tuple[tuple[Any, ...], str]] = [
-        ((tmp_path / "typo.yaml",), "train.save_step`"),
-        ((tmp_path / "gone.yaml",), str(tmp_path / "gone.yaml")),
-        ((config, "train.max_stepz=5"), "train.max_stepz`"),
-        ((config, "lora.target_modules=[nowhere]"), "nowhere"),
+        ((tmp_path / "typo.yaml",), "train.save_step`"), ((tmp_path / "gone.yaml",), str(tmp_path / "gone.yaml")),
+        ((config, "train.max_stepz=5"), "train.max_stepz`"), ((config, "lora.target_modules=[nowhere]"), "nowhere"),
         ((config, f"model.name={tmp_path / 'empty'}"), "model.name"),
-        ((tmp_path / "empty",), str(tmp_path / "empty")),
-        ((tmp_path / "run",), "nothing"),
+        ((tmp_path / "empty",), str(tmp_path / "empty")), ((tmp_path / "run",), "nothing"),
         ((tmp_path / "run", "train.max_steps=5"), "train.max_steps=5"),
-    ]
+    ]  # fmt: skip
     for words, names_it in mistakes:
         status, said, error = run("predict", *words)
         assert (status, said) == (2, ""), (words, error)

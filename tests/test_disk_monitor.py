@@ -13,9 +13,9 @@ from typing import Any
 
 import prepared_process
 import pytest
-import torch
 from disk_mounts import fill, mounting
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from test_checkpoints_protect import make as make_protected
+from transformers import Trainer, TrainerCallback
 
 import cogumi
 from cogumi.core.errors import UsageError
@@ -294,14 +294,7 @@ class AtStep(TrainerCallback):
 
 
 def make_trainer(output_dir: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
-    common: dict[str, Any] = {"max_steps": 6, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
-    args = TrainingArguments(output_dir=str(output_dir), use_cpu=True, disable_tqdm=True, **(common | settings))
-    return Trainer(LlamaForCausalLM(config), args, train_dataset=rows, eval_dataset=rows, callbacks=list(callbacks))
+    return make_protected(output_dir, *callbacks, **{"max_steps": 6, "save_strategy": "no"} | settings)[0]  # type: ignore[no-any-return]
 
 
 def test_the_callback_in_a_trainer(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
@@ -352,10 +345,7 @@ def test_two_in_one_trainer_do_not_hide_each_other(mount: Mount, caplog: pytest.
         for row in rows:
             percents = {name: value for name, value in row.items() if name.endswith("used_percent")}
             at_small = f"disk/{str(small).strip('/')}/used_percent"
-            assert percents == {
-                "disk/used_percent": pytest.approx(90, abs=0.1),
-                at_small: pytest.approx(70, abs=0.1),
-            }
+            assert percents == {"disk/used_percent": pytest.approx(90, abs=0.1), at_small: pytest.approx(70, abs=0.1)}
     assert sorted(seen) == [("data", "yellow")] * 2 + [("output", "red")] * 2
     assert f"disk {small} is yellow" in caplog.text
     assert f"disk {large / 'out'} is red" in caplog.text

@@ -25,7 +25,7 @@ from transformers import (
 
 import cogumi
 from cogumi.checkpoints.manifest import MANIFEST_NAME, write_manifest
-from cogumi.checkpoints.retention import list_checkpoints
+from cogumi.checkpoints.verify import list_checkpoints
 from cogumi.core.disk_space import Need, group_needs
 from cogumi.disk import disk_bytes
 from cogumi.forecast.disk_forecast import (

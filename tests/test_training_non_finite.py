@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import cogumi
-from cogumi.checkpoints.finite import FiniteGuard
-from cogumi.checkpoints.retention import last_good_checkpoint
+from cogumi.checkpoints.callbacks import FiniteGuard
+from cogumi.checkpoints.verify import last_good_checkpoint
 from cogumi.core.run_directory import read_json
 from cogumi.stack.ranks import Ranks
 from cogumi.training import run as training

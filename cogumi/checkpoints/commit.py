@@ -1,4 +1,4 @@
-"""What is saved appears whole or not at all: written aside, synced, described by a manifest, renamed; or the disk is full.
+"""Write checkpoints whole or not at all: staged, synced, described by a manifest, renamed; and detect a full disk.
 
 Trainer writes into `checkpoint-N` itself, file by file; a kill leaves a directory that its resume takes for the newest.
 """
@@ -27,7 +27,7 @@ ASIDE_PREFIX = "aside-"
 
 
 def open_staging(output_dir: Path) -> Path:
-    """An empty directory in which a checkpoint is written. What an interrupted save left there is removed."""
+    """Make an empty directory for a checkpoint, without what an interrupted save left there."""
     remove_staging(output_dir)
     staging = output_dir / STAGING_NAME
     staging.mkdir(parents=True)
@@ -35,7 +35,7 @@ def open_staging(output_dir: Path) -> Path:
 
 
 def remove_staging(output_dir: Path) -> None:
-    """Remove the directory of unfinished saves, if it is there. Of a link, or a file, the name alone: a link is not followed."""
+    """Remove the directory of unfinished saves, if there is one. A link is removed, and not followed."""
     staging = output_dir / STAGING_NAME
     if staging.is_symlink() or staging.is_file():
         log.warning("%s is not a directory: it is removed, and what a link leads to is left alone", staging)
@@ -45,10 +45,10 @@ def remove_staging(output_dir: Path) -> None:
 
 
 def commit(staged: Path, final: Path) -> CheckpointState:
-    """Make a staged checkpoint durable, name it `final`, and read it back from the disk. Raises OSError, with `final` as it was.
+    """Make a staged checkpoint durable, rename it to `final`, and verify it. Raises OSError, with `final` as it was.
 
-    The order is what a power cut may interrupt anywhere: contents, manifest, names, the new name. Nothing of it stays in
-    the page cache: what is read back there proves nothing, and a file without it is removed in no time.
+    A power cut may come anywhere in this order: contents, manifest, names, the new name. The files are dropped from the
+    page cache, which would prove nothing about the disk and slows down removals.
     """
     for path in sorted(staged.rglob("*"), reverse=True):  # files before the directories they are in
         sync_path(path)
@@ -66,19 +66,18 @@ def commit(staged: Path, final: Path) -> CheckpointState:
 
 
 def set_aside(directory: Path) -> Path:
-    """Give a checkpoint that is in the way another name, which nothing takes for a checkpoint's: it may be the last one."""
+    """Rename a checkpoint that is in the way, so that nothing takes it for a checkpoint: it may be the last one."""
     aside = directory.with_name(f"{ASIDE_PREFIX}{directory.name}-{secrets.token_hex(2)}")
     directory.rename(aside)
     return aside
 
 
-# Libraries report it in four disguises, measured over 46 free-space points: OSError with an errno (8), SafetensorError (14),
-# a bare Exception of the tokenizers library (3), and a RuntimeError of torch's writer that does not say why (21).
-# As Rust and C say ENOSPC, EDQUOT and EFBIG.
+# Libraries report a full disk as OSError, SafetensorError, a bare Exception of tokenizers, or a RuntimeError of torch's
+# writer without the cause. These are the texts of Rust and C for ENOSPC, EDQUOT and EFBIG.
 FULL_DISK_MESSAGES = re.compile(
     r"no space left|os error (28|122|27)\b|disk quota exceeded|file too large", re.IGNORECASE
 )
-# What says nothing of the cause; then the disk is asked.
+# Texts without the cause: the disk is probed.
 AMBIGUOUS_MESSAGES = re.compile(
     r"unexpected pos|iostream error|PytorchStreamWriter|cannot be opened|failed finding central directory"
 )
@@ -86,19 +85,19 @@ PROBE_BYTES = 1 << 20
 
 
 def is_disk_full(error: BaseException, directory: Path) -> bool:
-    """Whether a save into `directory` failed because no more could be written there."""
-    causes: list[BaseException] = []  # the error, and those that it was raised from
-    each: BaseException | None = error
-    while each is not None and each not in causes:
-        if (isinstance(each, OSError) and each.errno in NO_SPACE) or FULL_DISK_MESSAGES.search(str(each)):
+    """Tell whether a save into `directory` failed because no more could be written there."""
+    chain: list[BaseException] = []  # the error, and those that it was raised from
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        if (isinstance(cause, OSError) and cause.errno in NO_SPACE) or FULL_DISK_MESSAGES.search(str(cause)):
             return True
-        causes.append(each)
-        each = each.__cause__ or each.__context__
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return bool(AMBIGUOUS_MESSAGES.search(str(error))) and not can_write(directory)
 
 
 def can_write(directory: Path) -> bool:
-    """Whether a little more can be written there, into files as large as those that are there."""
+    """Probe whether a little more can be written there, into files as large as the largest one."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     largest = max((path.stat().st_size for path in directory.rglob("*") if path.is_file()), default=0)
     if limit != resource.RLIM_INFINITY and largest + PROBE_BYTES > limit:
@@ -111,17 +110,17 @@ def can_write(directory: Path) -> bool:
 
 @contextmanager
 def write_aside(unfinished: Path) -> Iterator[None]:
-    """In the block a directory is written from nothing; nothing of it stays where that fails, as on a full disk."""
+    """Have the block write a new directory; nothing of it stays if that fails. A full disk raises DiskFull."""
     remove_if_there(unfinished)
     try:
         yield
     except BaseException as error:
-        what = unfinished.name.lstrip(".")
+        name = unfinished.name.lstrip(".")
         full = isinstance(error, Exception) and is_disk_full(error, unfinished.parent)
         remove_if_there(unfinished)
         if full:
             raise DiskFull(
-                f"{what}: it does not fit on the disk of {unfinished.parent} ({one_line(error)}); free space there, and the "
+                f"{name}: it does not fit on the disk of {unfinished.parent} ({one_line(error)}); free space there, and the "
                 "same command continues from the last checkpoint",
                 unfinished.parent,
             ) from error

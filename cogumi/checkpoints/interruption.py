@@ -1,4 +1,4 @@
-"""What ends a training before its last step: signals, and a hang that is noticed.
+"""End a training before its last step: signals, and a watchdog for hangs.
 
 At SIGTERM, SIGHUP and SIGINT the training saves its last finished step, then does what the signal asks for. A provider
 that takes a machine back sends SIGTERM and waits for some seconds. A terminal that is closed sends SIGHUP, more than
@@ -32,16 +32,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """While in the block, SIGTERM and SIGHUP raise SystemExit where they would kill: what is begun is put in order."""
-    here = threading.current_thread() is threading.main_thread()
-    deadly = [each for each in SIGNALS if here and signal.getsignal(each) is signal.SIG_DFL]
-    for each in deadly:
-        signal.signal(each, raise_exit)
+    """Have SIGTERM and SIGHUP raise SystemExit instead of killing the process, so that cleanup runs."""
+    is_main = threading.current_thread() is threading.main_thread()
+    deadly = [number for number in SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in deadly:
+        signal.signal(number, raise_exit)
     try:
         yield
     finally:
-        for each in deadly:
-            signal.signal(each, signal.SIG_DFL)
+        for number in deadly:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def raise_exit(number: int, frame: FrameType | None) -> None:
@@ -72,25 +72,30 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While in the block, signals end it in good order; afterwards what they ask for is done.
+        """Record signals in the block, and obey them afterwards.
 
-        Handlers belong to the main thread: in another one nothing is changed. Raises KeyboardInterrupt after
-        SIGINT, SystemExit(143) after SIGTERM and SystemExit(129) after SIGHUP, once the handlers that were there before
-        have been called. A SIGHUP that is ignored (nohup) stays so.
+        Raises KeyboardInterrupt after SIGINT, SystemExit(143) after SIGTERM and SystemExit(129) after SIGHUP, once the
+        previous handlers have been called. An ignored SIGHUP (nohup) stays ignored. Does nothing outside the main thread.
         """
         self.received, self.process = None, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
-        self.before = {each: signal.signal(each, self.handle) for each in heard}
+        self.before = {
+            number: signal.signal(number, self.handle)
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             yield
         finally:
-            for each, handler in self.before.items():
-                signal.signal(each, signal.SIG_DFL if handler is None else handler)
-        if self.received is not None:
-            self.follow_signal(self.received)
+            for number, handler in self.before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if (received := self.received) is not None:
+            handler = self.before.get(received)  # None: another process of the training received the signal
+            if callable(handler) and handler is not signal.default_int_handler:  # a scheduler's may requeue the job
+                handler(received, None)
+            raise KeyboardInterrupt(FINISHED_AND_SAVED) if received == signal.SIGINT else SystemExit(128 + received)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -107,16 +112,9 @@ class Preemption:
         else:
             os._exit(128 + number)
 
-    def follow_signal(self, number: int) -> None:
-        handler = self.before.get(number)  # of a signal that another process of the training has heard
-        if callable(handler) and handler is not signal.default_int_handler:  # a scheduler's may requeue the job
-            handler(number, None)
-        raise KeyboardInterrupt(FINISHED_AND_SAVED) if number == signal.SIGINT else SystemExit(128 + number)
-
 
 HUNG_POLICIES = ("continue", "stop")
-# Below this nothing is called hung: a full checkpoint is written to a slow volume for minutes, a first evaluation computes
-# its metrics in silence. Five minutes of a rented H100 cost a fifth of a dollar, a training stopped by mistake far more.
+# Writing a full checkpoint to a slow volume, or a first evaluation, may take minutes without a sign of life.
 FLOOR_SECONDS = 300.0
 # Before there is a median: compilation, or skipping to where a resumed run was, may take half an hour.
 FIRST_TIMES_FLOOR = 6
@@ -145,8 +143,8 @@ class Watchdog:
         self.reset()
 
     def reset(self) -> None:
-        """As before a training."""
-        # How long this process had run when the watch looked last, and when that was.
+        """Start over before a training."""
+        # How long this process had run at the last check, and when that was.
         self.mark = 0.0, time.monotonic()
         self.steps: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.longest = 0.0
@@ -156,24 +154,24 @@ class Watchdog:
         self.restart_silence()
 
     def restart_silence(self) -> None:
-        """Count from now, and take what was before for no measure of anything."""
+        """Count silence from now on, without measuring what was before."""
         self.last_sign = self.now()
         self.last_step: float | None = None
 
     def now(self) -> float:
-        """Seconds in which this process ran. Those in which it was stopped (Ctrl-Z, docker pause) count as two ticks."""
+        """Return the seconds in which this process ran; a stop (Ctrl-Z, docker pause) counts as two ticks."""
         ran, looked = self.mark
         return ran + min(time.monotonic() - looked, 2 * self.floor / TICKS)
 
     def alive(self) -> None:
-        """A sign of life. The silence before the first is no measure: a resumed run may have been skipping data."""
+        """Note a sign of life. The silence before the first is not measured: a resumed run may have skipped data."""
         now = self.now()
         if self.seen:
             self.longest = max(self.longest, now - self.last_sign)
         self.last_sign, self.seen = now, True
 
     def note_step(self, step: int) -> None:
-        """An optimizer step is done. step: its number."""
+        """Note that an optimizer step is done."""
         self.alive()
         if self.last_step is not None:
             self.steps.append(self.last_sign - self.last_step)
@@ -181,7 +179,7 @@ class Watchdog:
 
     @contextmanager
     def excused(self) -> Iterator[None]:
-        """While in the block, silence is as it should be; afterwards it counts from then."""
+        """Allow silence in the block; afterwards it counts from then."""
         self.excuses += 1
         try:
             yield
@@ -191,7 +189,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while in the block, from a thread of its own."""
+        """Watch the block from a thread."""
         self.reset()
         ending = threading.Event()
         thread = threading.Thread(target=self.watch, args=[ending], name="cogumi-watchdog", daemon=True)
@@ -214,7 +212,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """The silence from which the training is hung, in seconds."""
+        """Return the seconds of silence after which the training counts as hung."""
         typical = TIMES_MEDIAN * statistics.median([*self.steps]) if self.armed else FIRST_TIMES_FLOOR * self.floor
         return max(self.floor, typical, TIMES_LONGEST * self.longest)
 
@@ -248,19 +246,19 @@ class Watchdog:
         except OSError as error:
             log.warning("%s cannot be written (%s): stacks go to standard error", self.log_path, error.strerror)
             os.write(2, text.encode())
-        asked = "; it is asked to end" if self.policy == "stop" and self.armed else ""
-        log.error("%s; the stacks are in %s%s", hung, self.log_path, asked)
+        request = "; it is asked to end" if self.policy == "stop" and self.armed else ""
+        log.error("%s; the stacks are in %s%s", hung, self.log_path, request)
 
 
 def run_with_timeout(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function and wait for it, some seconds at most: where a disk is what hangs, writing to it hangs too."""
+    """Call a function and wait at most WRITING_SECONDS for it: if a disk hangs, writing to it hangs too."""
     thread = threading.Thread(target=function, args=args, name="cogumi-watchdog-writes", daemon=True)
     thread.start()
     thread.join(WRITING_SECONDS)
 
 
 def format_stacks() -> str:
-    """Where each thread is, without the lines of the sources. Not faulthandler's, which holds the lock while a disk hangs."""
+    """Format the stack of each thread without source lines; faulthandler would hold the lock while a disk hangs."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, top in sys._current_frames().items():

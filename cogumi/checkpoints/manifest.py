@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: each file's size and sha256, written last, and the training that it is of."""
+"""Manifests of checkpoints: each file's size and sha256, written last, and the identity of the training."""
 
 import hashlib
 import json
@@ -24,10 +24,10 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "unsloth")
 
 
 def step_of(directory: Path) -> int:
-    """The step in a checkpoint's name."""
-    found = CHECKPOINT_NAME.fullmatch(directory.name)
-    assert found is not None, directory
-    return int(found.group(1))
+    """Return the step in a checkpoint's name."""
+    match = CHECKPOINT_NAME.fullmatch(directory.name)
+    assert match is not None, directory
+    return int(match.group(1))
 
 
 class CheckpointDamaged(Exception):
@@ -53,18 +53,18 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """What the files weigh together, without the manifest."""
+        """Sum of the files' sizes, without the manifest."""
         return sum(entry.size for entry in self.files.values())
 
 
 @cache
 def versions() -> dict[str, str | None]:
-    """The installed versions of what shapes a training, cogumi's own included."""
-    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    """Return the installed versions of the packages that shape a training, cogumi's own included."""
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found | {"cogumi": __version__}
+            installed[name] = version(name)
+    return installed | {"cogumi": __version__}
 
 
 def write_manifest(directory: Path, step: int) -> None:
@@ -73,18 +73,16 @@ def write_manifest(directory: Path, step: int) -> None:
         name: FileEntry(path.stat().st_size, sha256_file(path)) for name, path in list_manifest_files(directory).items()
     }
     content = {
-        "format": FORMAT,
-        "step": step,
-        "versions": versions(),
+        "format": FORMAT, "step": step, "versions": versions(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "files": {name: asdict(entry) for name, entry in files.items()},
-    }
+    }  # fmt: skip
     write_atomic(directory / MANIFEST_NAME, seal(content))
     sync_path(directory)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a checkpoint, None where there is none. Raises CheckpointDamaged where it cannot be believed."""
+    """Read the manifest of a checkpoint; None without one. Raises CheckpointDamaged if it is not as written."""
     try:
         return parse_manifest((directory / MANIFEST_NAME).read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
@@ -92,7 +90,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def parse_manifest(text: str) -> Manifest:
-    """A manifest from its text. Raises CheckpointDamaged where it cannot be believed."""
+    """Parse a manifest. Raises CheckpointDamaged if it is not as written."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -114,13 +112,13 @@ def parse_manifest(text: str) -> Manifest:
 
 
 def seal(content: dict[str, Any]) -> str:
-    """The manifest's text, with a checksum of its own, so that no byte of it can change unseen, the time's included."""
+    """Return the manifest's text with a checksum of its own, so that no byte of it can change unnoticed."""
     checksum = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
     return json.dumps(content | {"checksum": checksum}, indent=1) + "\n"
 
 
 def list_manifest_files(directory: Path) -> dict[str, Path]:
-    """Every file below a checkpoint, by relative name and in that order, without the manifest and its temporary file."""
+    """List the files below a checkpoint by relative name, sorted, without the manifest and its temporary file."""
     paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
     return {
         name: paths[name]
@@ -158,7 +156,7 @@ class Identity:
 
 
 def read_settings(trainer: Any) -> dict[str, Any]:
-    """What shapes a training, as far as a trainer knows: its arguments, its adapters, how many weights and examples."""
+    """Return the settings that shape a training: arguments, adapters, the numbers of weights and examples."""
     arguments = {
         key: value
         for key, value in trainer.args.to_dict().items()
@@ -168,7 +166,7 @@ def read_settings(trainer: Any) -> dict[str, Any]:
         f"adapter {name}": {key: getattr(config, key, None) for key in ("r", "lora_alpha", "target_modules")}
         for name, config in (getattr(trainer.model, "peft_config", None) or {}).items()
     }
-    counts: dict[str, Any] = {"parameters": sum(each.numel() for each in trainer.model.parameters())}
+    counts: dict[str, Any] = {"parameters": sum(weight.numel() for weight in trainer.model.parameters())}
     if hasattr(trainer.train_dataset, "__len__"):
         counts["examples"] = len(trainer.train_dataset)
     plain = json.dumps(
@@ -176,12 +174,12 @@ def read_settings(trainer: Any) -> dict[str, Any]:
         default=lambda value: sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value),
         sort_keys=True,
     )
-    found: dict[str, Any] = json.loads(plain)
-    return found
+    settings: dict[str, Any] = json.loads(plain)
+    return settings
 
 
 def parse_identity(text: str) -> Identity:
-    """What a checkpoint's file says. Raises CheckpointDamaged where it is not one."""
+    """Parse a checkpoint's identity. Raises CheckpointDamaged if it is none."""
     try:
         content = json.loads(text)
         return Identity(content["run"], content["settings"])
@@ -190,23 +188,23 @@ def parse_identity(text: str) -> Identity:
 
 
 def read_run_name(directory: Path) -> str | None:
-    """The name of the training that a directory of checkpoints, or one checkpoint, is of. Raises UsageError for another text."""
-    own, of_checkpoint = directory / RUN_NAME, directory / IDENTITY_NAME
-    if own.exists():
-        name = own.read_text(encoding="utf-8", errors="replace").strip()
+    """Return the training's name in a directory of checkpoints, or in one checkpoint. Raises UsageError if it is damaged."""
+    run_file, identity_file = directory / RUN_NAME, directory / IDENTITY_NAME
+    if run_file.exists():
+        name = run_file.read_text(encoding="utf-8", errors="replace").strip()
         if name and not NAME.fullmatch(name):
-            raise UsageError(f"{own} is damaged: {name[:20]!r} is no name of a training", fix="remove that file")
+            raise UsageError(f"{run_file} is damaged: {name[:20]!r} is no name of a training", fix="remove that file")
         return name or None
-    if not of_checkpoint.exists():
+    if not identity_file.exists():
         return None
     try:
-        return parse_identity(of_checkpoint.read_text(encoding="utf-8")).run
+        return parse_identity(identity_file.read_text(encoding="utf-8")).run
     except CheckpointDamaged as error:
-        raise UsageError(f"{of_checkpoint} is damaged ({error})", fix="remove that file to resume from it") from error
+        raise UsageError(f"{identity_file} is damaged ({error})", fix="remove that file to resume from it") from error
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Up to three settings in which two trainings differ, in words; "" where they are the same."""
-    other = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
-    said = ", ".join(f"{key}: {there.get(key)} there, {here.get(key)} here" for key in other[:3])
-    return f"{said} and {len(other) - 3} more" if len(other) > 3 else said
+    keys = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    text = ", ".join(f"{key}: {there.get(key)} there, {here.get(key)} here" for key in keys[:3])
+    return f"{text} and {len(keys) - 3} more" if len(keys) > 3 else text

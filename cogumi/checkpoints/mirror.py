@@ -1,4 +1,4 @@
-"""A copy of the checkpoints in a directory, an object store or a Hugging Face repository, made by a thread of its own."""
+"""Copy checkpoints to a directory, an object store or a Hugging Face repository, in a thread."""
 
 import hashlib
 import logging
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
@@ -32,27 +32,28 @@ from cogumi.checkpoints.manifest import (
 )
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.durability import NO_SPACE, sha256_file, sync_path
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.formatting import format_bytes
 
 log = logging.getLogger(__name__)
 
-KEPT_WHOLE = 2  # The newest one is what a fault damages, as on the disk.
-RETRY_SECONDS = 60.0  # The libraries retry a request by themselves; this is for a server that is gone.
-TROUBLE_SECONDS = 60.0  # At the end: what has not worked by then is given up.
+MAX_WHOLE = 2  # in the mirror: a fault damages the newest one, as on the disk
+RETRY_SECONDS = 60.0  # for a server that is gone; the libraries retry single requests themselves
+TROUBLE_SECONDS = 60.0  # of failures at the end of the training, after which the upload is given up
 REQUEST_SECONDS = 10.0  # without a byte: a process that ends waits for a request that hangs
 CHUNK_BYTES = 1 << 20
-
-
 Files = dict[str, int]  # the sizes of a checkpoint's files, by name
 
 
 class Mirror:
     """Sends committed checkpoints to another place, and fetches the newest one from there.
 
-    url: a directory (its parent exists), any fsspec URL such as s3://BUCKET/PATH, or hf://USER/REPO[/folder]. Each run has a
-    place of its own: the checkpoints of two runs have the same names. Writes there at once, and raises UsageError where that
-    is not possible, with the reason.
+    Args:
+        url: A directory whose parent exists, any fsspec URL such as s3://BUCKET/PATH, or hf://USER/REPO[/folder]. Each run
+            needs a place of its own: the checkpoints of two runs have the same names.
+
+    Raises:
+        UsageError: A test file cannot be written there.
     """
 
     def __init__(self, url: str | Path) -> None:
@@ -66,11 +67,10 @@ class Mirror:
         self.stopped = False
         self.thread: threading.Thread | None = None
         self.lost: dict[Path, str] = {}
-        self.trouble = ""  # of the checkpoint that was tried last
-        self.failing = False  # whether it is to be tried again
-        # The step of the newest whole checkpoint in the place, and how many were sent after it.
-        self.reached: int | None = None
-        self.behind = 0
+        self.trouble = ""  # the failure of the last try
+        self.failing = False  # it will be tried again
+        self.reached: int | None = None  # the step of the newest whole checkpoint in the mirror
+        self.behind = 0  # checkpoints sent after that one
         with self.reaching("cannot be written"):
             self.place.check()
 
@@ -78,7 +78,7 @@ class Mirror:
         return self.place.name
 
     def send(self, checkpoint: Path) -> None:
-        """Have a committed checkpoint mirrored; returns at once. Of several that wait only the newest is sent."""
+        """Queue a committed checkpoint; returns at once. Of several that wait only the newest is sent."""
         with self.changed:
             if checkpoint in self.pending():
                 return
@@ -87,17 +87,17 @@ class Mirror:
             self.waiting, self.stopped = checkpoint, False
             self.behind += 1
             if self.thread is None:
-                # A daemon: it may wait for a server that is gone, and the process must end when it is told to.
+                # A daemon: it may wait for a server that is gone, and must not keep the process alive.
                 self.thread = threading.Thread(target=self.work, name="cogumi-mirror", daemon=True)
                 self.thread.start()
             self.changed.notify_all()
 
     def pending(self) -> frozenset[Path]:
-        """The checkpoints that are still to be read. One that is still removed is named as not mirrored."""
+        """Return the checkpoints that are still to be read, and must not be removed."""
         return frozenset(path for path in (self.waiting, self.under_way) if path is not None)
 
     def stalled(self) -> str:
-        """From which older step a fresh machine would resume, and why; "" where the newest checkpoint is there or on its way."""
+        """Say from which older step a fresh machine would resume, and why; "" if the newest checkpoint is there or on its way."""
         if self.behind == 0 or (self.behind == 1 and not (self.trouble or self.lost)):
             return ""
         where = "before the first checkpoint" if self.reached is None else f"at step {self.reached}"
@@ -105,9 +105,10 @@ class Mirror:
         return f"resumability has stalled {where}: the newest checkpoint is not whole in {self} ({why})"
 
     def finish(self, patience: float, ended: Callable[[], bool] = lambda: False) -> list[Path]:
-        """Wait until everything has arrived, at most `patience` seconds, or a minute of trouble, or until `ended`.
+        """Wait until everything has arrived, at most `patience` seconds, or a minute of failures, or until `ended`.
 
-        Returns what was not mirrored since the last time, each logged as an error with its reason."""
+        Returns what was not mirrored since the last call, each logged as an error with its reason.
+        """
         with self.changed:
             if self.pending():
                 names = ", ".join(path.name for path in self.pending())
@@ -128,7 +129,7 @@ class Mirror:
         log.error("%s is not mirrored to %s: %s", checkpoint, self, why)
 
     def work(self) -> None:
-        """In the thread: mirror what waits, and try again what failed, until nothing is left."""
+        """Mirror what waits, and retry what failed, until nothing is left. Runs in the thread."""
         while True:
             with self.changed:
                 self.under_way, self.waiting = self.waiting, None
@@ -151,7 +152,7 @@ class Mirror:
                         self.waiting = checkpoint
 
     def mirror(self, checkpoint: Path) -> Exception | None:
-        """Bring a checkpoint there; what failed, or None once it has arrived."""
+        """Upload a checkpoint and remove older ones. Returns the error, or None once it has arrived."""
         try:
             manifest = read_manifest(checkpoint)
             if manifest is None:
@@ -160,35 +161,34 @@ class Mirror:
         except Exception as error:  # noqa: BLE001  a filesystem may raise anything, and the training must not end by it
             return error
         log.info("%s is in %s and verified (%s)", checkpoint, self, format_bytes(manifest.bytes))
-        try:
-            self.remove_older(step_of(checkpoint))
-        except Exception as error:  # noqa: BLE001
-            log.warning("removing older checkpoints from %s failed (%s)", self, describe(error))
+        with best_effort(f"remove older checkpoints from {self}"):
+            tree = self.place.tree()
+            older = [name for name in newest_first(tree) if step_of(Path(name)) < step_of(checkpoint)]
+            whole = [name for name in older if MANIFEST_NAME in tree[name]]
+            for name in older:
+                if name in whole[MAX_WHOLE - 1 :] or is_unfinished(tree[name]):
+                    self.place.remove(name, tree[name])
         return None
-
-    def remove_older(self, newest: int) -> None:
-        """Of checkpoints older than one that has just been verified, leave one; and nothing of older uploads."""
-        found = self.place.tree()
-        older = [name for name in newest_first(found) if step_of(Path(name)) < newest]
-        whole = [name for name in older if MANIFEST_NAME in found[name]]
-        for name in older:
-            if name in whole[KEPT_WHOLE - 1 :] or is_unfinished(found[name]):
-                self.place.remove(name, found[name])
 
     def fetch_newest(
         self, output_dir: Path, newer_than: int, is_ours: Callable[[Identity, str], bool] = lambda *_: True
     ) -> Path | None:
-        """Download the newest whole checkpoint beyond a step into `output_dir`; None where there is none.
+        """Download the newest whole checkpoint beyond a step into `output_dir`; None if there is none.
 
-        is_ours: whether one is of this training, from its identity and its place in words; it may raise. Raises UsageError
-        where the mirror cannot be read. Raises it too where it has only damaged checkpoints and this machine has none
-        (newer_than is -1). A start at step 0 would throw that training away.
+        Args:
+            output_dir: Where the checkpoint goes.
+            newer_than: The newest step on this machine, -1 for none.
+            is_ours: Decides whether a checkpoint is of this training, from its identity and a description; it may raise.
+
+        Raises:
+            UsageError: The mirror cannot be read. Or it has only damaged checkpoints and this machine has none: starting
+                at step 0 would throw that training away.
         """
         with self.reaching("cannot be listed"):
-            found = self.place.tree()
+            tree = self.place.tree()
         damaged: list[str] = []
-        for name in newest_first(found):
-            files, step = found[name], step_of(Path(name))
+        for name in newest_first(tree):
+            files, step = tree[name], step_of(Path(name))
             if step <= newer_than:
                 self.reached = step if MANIFEST_NAME in files else None
                 break
@@ -219,7 +219,7 @@ class Mirror:
         return None
 
     def manifest_there(self, name: str, files: Files) -> Manifest:
-        """The manifest of a checkpoint in the mirror. Raises CheckpointDamaged where it does not fit what is there."""
+        """Read the manifest of a checkpoint in the mirror. Raises CheckpointDamaged if it does not fit the files there."""
         if MANIFEST_NAME not in files:
             raise CheckpointDamaged(f"it has no {MANIFEST_NAME}")
         manifest = parse_manifest(self.place.text(name, MANIFEST_NAME))
@@ -231,12 +231,12 @@ class Mirror:
         return manifest
 
     def fetch(self, name: str, manifest: Manifest, output_dir: Path) -> Path:
-        """Download one checkpoint and verify it. Raises CheckpointDamaged where it is not what was saved."""
+        """Download and verify one checkpoint. Raises CheckpointDamaged if it is not what was saved."""
         log.info("fetching %s from %s (%s)", name, self, format_bytes(manifest.bytes))
         staged = open_staging(output_dir) / name
         for file in [*manifest.files, MANIFEST_NAME]:
             (staged / file).parent.mkdir(parents=True, exist_ok=True)
-            self.place.download(name, file, staged / file)
+            self.place.fs.get_file(f"{self.place.root}/{name}/{file}", str(staged / file))
         finding = inspect(staged)
         if finding.state != "verified":
             raise CheckpointDamaged(finding.reason)
@@ -252,7 +252,7 @@ class Mirror:
 
     @contextmanager
     def reaching(self, failed: str) -> Iterator[None]:
-        """Whatever the place raises in the block is a UsageError with the reason; CheckpointDamaged stays as it is."""
+        """Turn whatever the store raises into a UsageError with the reason; CheckpointDamaged stays as it is."""
         try:
             yield
         except (CheckpointDamaged, UsageError):
@@ -272,98 +272,92 @@ def newest_first(names: Iterable[str]) -> list[str]:
 
 
 def is_unfinished(files: Files) -> bool:
-    """Whether an upload or a removal of cogumi's did not end: its identity is the first file to come and the last to go."""
+    """Detect an interrupted upload or removal: the identity is uploaded first and removed last."""
     return IDENTITY_NAME in files and MANIFEST_NAME not in files
 
 
-def read_chunks(opened: BinaryIO) -> Iterator[bytes]:
-    with opened as file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
+def open_s3(url: str) -> tuple[Any, str]:
+    """Open S3 by pyarrow's client: s3fs needs botocore, and that an older python-dateutil than the lanes have."""
+    from fsspec.implementations.arrow import ArrowFSWrapper
+    from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+
+    class S3(ArrowFSWrapper):
+        """An object store has no directories; Arrow would put empty objects in their place."""
+
+        def mkdirs(self, path: str, exist_ok: bool = False) -> None:
+            pass
+
+        def isdir(self, path: str) -> bool:
+            return False  # of what is downloaded: every path is a file's
+
+        def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            return super().open(path, mode, **options | ({"seekable": False} if mode == "rb" else {}))
+
+    client, root = S3FileSystem.from_uri(url)
+    options = client.__reduce__()[1][0]  # what the URL says, to which the rest is added
+    options |= {"request_timeout": REQUEST_SECONDS, "connect_timeout": REQUEST_SECONDS}
+    options |= {"retry_strategy": AwsStandardS3RetryStrategy(max_attempts=3), "allow_delayed_open": True}
+    return S3(S3FileSystem(**options), skip_instance_cache=True), root
 
 
 class Store:
     """A directory of a filesystem that fsspec or pyarrow knows.
 
-    s3:// goes through pyarrow's client: s3fs needs botocore, and that an older python-dateutil than the lanes have.
-    hf:// is huggingface_hub's filesystem, where each file that is written is a commit: a checkpoint's files go as one.
+    hf:// is huggingface_hub's filesystem, where each written file is a commit: a checkpoint's files go as one.
     """
 
     def __init__(self, url: str) -> None:
         self.name, protocol = url.partition("?")[0], get_protocol(url)
         self.on_s3, self.on_hub = protocol in ("s3", "s3a"), protocol == "hf"
+        self.root: str
         try:
-            if self.on_s3:
-                from fsspec.implementations.arrow import ArrowFSWrapper
-                from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
-
-                found, self.root = S3FileSystem.from_uri(url)
-                options = found.__reduce__()[1][0]  # what the URL says, to which the rest is added
-                options |= {"request_timeout": REQUEST_SECONDS, "connect_timeout": REQUEST_SECONDS}
-                options |= {"retry_strategy": AwsStandardS3RetryStrategy(max_attempts=3), "allow_delayed_open": True}
-                self.fs: Any = ArrowFSWrapper(S3FileSystem(**options), skip_instance_cache=True)
-            else:
-                self.fs, self.root = fsspec.url_to_fs(url)
+            self.fs, self.root = open_s3(url) if self.on_s3 else fsspec.url_to_fs(url)
         except (ImportError, ValueError, OSError) as error:
             fix = "name a directory, s3://BUCKET/PATH or hf://USER/REPO"
             raise UsageError(f"mirror {self.name} cannot be opened ({error})", fix=fix) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.root = os.path.abspath(self.root) if self.is_local else self.root.rstrip("/")
+        self.repository = "/".join(self.root.split("/")[:2])  # on the hub, of a root such as USER/REPO/folder
 
     def check(self) -> None:
-        """Write, read and remove a small file. Makes a private repository where there is none. Raises what fails."""
+        """Write, read and remove a small file. Creates a private repository if there is none. Raises what fails."""
         if self.is_local and not Path(self.root).parent.is_dir():
             raise FileNotFoundError(f"{Path(self.root).parent} is not there (not mounted?)")
         if self.on_hub:
             HfApi().create_repo(self.repository, private=True, exist_ok=True)
             HfApi().auth_check(self.repository, write=True)
             return
-        name, data = f".cogumi-mirror-check-{os.getpid()}", os.urandom(64)
-        self.write(name, [data])
-        if b"".join(self.read(name)) != data:
+        path, data = f"{self.root}/.cogumi-mirror-check-{os.getpid()}", os.urandom(64)
+        self.write(path, data)
+        if self.fs.cat_file(path) != data:
             raise OSError("what was written is read back differently")
-        self.fs.rm_file(f"{self.root}/{name}")
-
-    @property
-    def repository(self) -> str:
-        """The name on the hub of a root such as USER/REPO/folder."""
-        return "/".join(self.root.split("/")[:2])
+        self.fs.rm_file(path)
 
     def tree(self) -> dict[str, Files]:
-        """The files of each checkpoint, whole or not."""
+        """List the files of each checkpoint, whole or not."""
         self.fs.invalidate_cache()
-        found: dict[str, Files] = {}
+        checkpoints: dict[str, Files] = {}
         options = {} if self.on_hub else {"on_error": "raise"}
         with suppress(FileNotFoundError):
             for path, info in self.fs.find(self.root, detail=True, **options).items():
                 checkpoint, _, file = path.removeprefix(f"{self.root}/").partition("/")
                 if file and CHECKPOINT_NAME.fullmatch(checkpoint):
-                    found.setdefault(checkpoint, {})[file] = info["size"]
-        return found
-
-    def read(self, name: str) -> Iterator[bytes]:
-        return read_chunks(self.fs.open(f"{self.root}/{name}", "rb", **({"seekable": False} if self.on_s3 else {})))
+                    checkpoints.setdefault(checkpoint, {})[file] = info["size"]
+        return checkpoints
 
     def text(self, checkpoint: str, file: str) -> str:
-        return b"".join(self.read(f"{checkpoint}/{file}")).decode(errors="replace")
+        return bytes(self.fs.cat_file(f"{self.root}/{checkpoint}/{file}")).decode(errors="replace")
 
-    def download(self, checkpoint: str, file: str, target: Path) -> None:
-        with target.open("xb") as local:
-            local.writelines(self.read(f"{checkpoint}/{file}"))
-
-    def write(self, name: str, chunks: Iterable[bytes]) -> None:
-        path = f"{self.root}/{name}"
-        # An object store has no directories, and Arrow would put empty objects in their place.
-        if not (self.on_s3 or self.on_hub):
+    def write(self, path: str, data: bytes) -> None:
+        if self.is_local:
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         with self.fs.open(path, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+            file.write(data)
         if self.is_local:
             sync_path(Path(path))
 
     def remove(self, checkpoint: str, files: Iterable[str]) -> None:
-        """Remove a checkpoint. It stops counting as whole first."""
+        """Remove a checkpoint; without its manifest, removed first, it no longer counts as whole."""
         place = f"{self.root}/{checkpoint}"
         if MANIFEST_NAME in files:
             self.fs.rm_file(f"{place}/{MANIFEST_NAME}")
@@ -376,24 +370,29 @@ class Store:
     def send(self, checkpoint: Path, manifest: Manifest) -> None:
         """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest."""
         name, text = checkpoint.name, (checkpoint / MANIFEST_NAME).read_text(encoding="utf-8")
-        if there := self.tree().get(name):
+        if uploaded := self.tree().get(name):
             sizes = {file: entry.size for file, entry in manifest.files.items()}
-            if MANIFEST_NAME in there and self.text(name, MANIFEST_NAME) == text and sizes.items() <= there.items():
+            if (
+                MANIFEST_NAME in uploaded
+                and self.text(name, MANIFEST_NAME) == text
+                and sizes.items() <= uploaded.items()
+            ):
                 return
-            if not there.keys() & {MANIFEST_NAME, IDENTITY_NAME}:
+            if not uploaded.keys() & {MANIFEST_NAME, IDENTITY_NAME}:
                 raise ValueError(f"{name} there is not cogumi's")
-            self.remove(name, there)
+            self.remove(name, uploaded)
         for file, entry in manifest.files.items():
             if sha256_file(checkpoint / file) != entry.sha256:
                 raise CheckpointDamaged(f"{file} has other bytes on the disk than were saved (its sha256 differs)")
         self.upload(checkpoint, sorted(manifest.files, key=lambda file: file != IDENTITY_NAME))
         for file, entry in manifest.files.items():
-            back = hashlib.sha256()
-            for chunk in self.read(f"{name}/{file}"):
-                back.update(chunk)
-            if back.hexdigest() != entry.sha256:
+            digest = hashlib.sha256()
+            with self.fs.open(f"{self.root}/{name}/{file}", "rb") as opened:
+                while chunk := opened.read(CHUNK_BYTES):
+                    digest.update(chunk)
+            if digest.hexdigest() != entry.sha256:
                 raise OSError(f"{file} is read back differently (its sha256 differs)")
-        self.write(f"{name}/{MANIFEST_NAME}", [text.encode()])
+        self.write(f"{self.root}/{name}/{MANIFEST_NAME}", text.encode())
         if self.text(name, MANIFEST_NAME) != text:
             raise OSError(f"{MANIFEST_NAME} is read back differently")
 
@@ -406,4 +405,9 @@ class Store:
             self.fs.invalidate_cache()
             return
         for file in files:
-            self.write(f"{checkpoint.name}/{file}", read_chunks((checkpoint / file).open("rb")))
+            path = f"{self.root}/{checkpoint.name}/{file}"
+            if self.is_local:
+                self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self.fs.put_file(str(checkpoint / file), path)
+            if self.is_local:
+                sync_path(Path(path))

@@ -10,18 +10,24 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
+from cogumi.checkpoints.callbacks import FiniteGuard, Pulse, Watch
 from cogumi.checkpoints.commit import set_aside
-from cogumi.checkpoints.finite import FiniteGuard
 from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_run_name, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.checkpoints.retention import last_good_checkpoint, list_checkpoints, remove_trash
-from cogumi.checkpoints.saving import Saver, continue_prompt_order, load_rollouts, told_as_errors
-from cogumi.checkpoints.step_interruption import Watch
-from cogumi.checkpoints.verify import OPTIMIZER, SCHEDULER, SHARDED_WEIGHTS, inspect
+from cogumi.checkpoints.saving import Saver, as_checkpoint_error, continue_prompt_order, load_rollouts
+from cogumi.checkpoints.verify import (
+    OPTIMIZER,
+    SCHEDULER,
+    SHARDED_WEIGHTS,
+    inspect,
+    last_good_checkpoint,
+    list_checkpoints,
+    remove_trash,
+)
 from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.output import survive_closed_terminal
@@ -57,23 +63,27 @@ def protect(
 ) -> Any:
     """Make a trainer's checkpoints whole or absent, keep the last good ones, and resume from them. Returns the trainer.
 
-    keep: how many of the newest checkpoints stay, at least 2. The default is args.save_total_limit, where None keeps
-    all. The best one, the one resumed from, and those that hold a file named KEEP stay too. resume: "auto" lets
-    `trainer.train()` continue from the newest checkpoint that verifies; "never" only where it is told to. on_full: what
-    happens when older checkpoints do not make enough room. "continue" trains on and tries again at the next save,
-    "pause" waits for space, "stop" ends the training. mirror: a directory, an fsspec URL such as
-    s3://bucket/run, or hf://user/repository. Each checkpoint is copied there beside the training, and a resume fetches
-    one that is newer than those here. on_hung: what happens when there is no sign of life for 20 times the median step,
-    and for minutes. The stacks of all threads go to log_path (run.log in args.output_dir). Then "continue" waits. "stop"
-    ends the training as SIGTERM does, or the process where that does not help. SIGTERM, SIGHUP and SIGINT during
-    `trainer.train()` save the last finished step. Then they end the process, or interrupt the cell. A non-finite
-    trained weight is not saved and ends the training, as do three steps in a row with a non-finite loss or gradient norm.
+    SIGTERM, SIGHUP and SIGINT during `trainer.train()` save the last finished step, then end the process or interrupt the
+    cell. A non-finite trained weight is not saved and ends the training, as do three steps in a row with a non-finite loss
+    or gradient norm. In a training of several processes (DDP, FSDP2 with sharded checkpoints) each calls this; all of
+    them end and resume together, in any number of processes.
 
-    Of a training in several processes (DDP, FSDP2 with sharded checkpoints) each calls this. The first decides, and all of
-    them end and resume together, in as many processes or in another number of them.
+    Args:
+        trainer: A transformers or TRL trainer.
+        keep: How many of the newest checkpoints stay, at least 2; default: args.save_total_limit, where None keeps all.
+            The best one, the one resumed from, and those that hold a file named KEEP stay too.
+        resume: "auto" lets `trainer.train()` continue from the newest checkpoint that verifies; "never" only if told to.
+        on_full: When older checkpoints do not make enough room, "continue" trains on and tries again at the next save,
+            "pause" waits for space, "stop" ends the training.
+        mirror: A directory, an fsspec URL such as s3://bucket/run, or hf://user/repository. Each checkpoint is copied
+            there beside the training, and a resume fetches one that is newer than those here.
+        on_hung: Without a sign of life for 20 times the median step, and for minutes, the stacks of all threads go to
+            log_path. Then "continue" waits; "stop" ends the training as SIGTERM does, or the process if that fails.
+        log_path: Default: run.log in args.output_dir.
 
-    Raises UsageError for a trainer whose checkpoints it does not know: FSDP1, DeepSpeed, processes that share no disk. Raises
-    it too for a mirror that cannot be written to.
+    Raises:
+        UsageError: The trainer's checkpoints are unknown (FSDP1, DeepSpeed, processes that share no disk), or the mirror
+            cannot be written to.
     """
     check_arguments(trainer, keep, resume, on_full, mirror)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
@@ -100,7 +110,7 @@ def protect(
 
 
 def keep_limit(limit: int | None) -> int | None:
-    """How many checkpoints stay under a `save_total_limit`: all (None) where there is none, as in transformers."""
+    """Return how many checkpoints stay under a `save_total_limit`; None for all, as in transformers."""
     return max(2, limit) if limit is not None and limit > 0 else None
 
 
@@ -126,7 +136,7 @@ def check_arguments(trainer: Any, keep: int | None, resume: str, on_full: str, m
 
 
 def unknown_shards(trainer: Any) -> str:
-    """What of a trainer's FSDP it is whose checkpoints are not known; "" for FSDP2's shards."""
+    """Name the unsupported kind of FSDP checkpoints; "" for FSDP2's shards."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         return "FSDP1: set fsdp_version to 2"
@@ -141,13 +151,11 @@ class Protection:
         self.trainer, self.resume = trainer, resume
         self.saver, self.watchdog, self.preemption, self.ranks = saver, watchdog, preemption, saver.ranks
         ours = {
-            SAVE_CHECKPOINT: self.saver.save,
-            LOAD_BEST_MODEL: self.load_best_model,
+            SAVE_CHECKPOINT: self.saver.save, LOAD_BEST_MODEL: self.load_best_model,
             LOAD_CHECKPOINT: self.load_all_adapters,
             LOAD_OPTIMIZER: self.load_named(LOAD_OPTIMIZER, f"{OPTIMIZER} or {SCHEDULER}"),
-            LOAD_RNG_STATE: self.load_named(LOAD_RNG_STATE, "rng_state.pth"),
-            "train": self.train_protected,
-        }
+            LOAD_RNG_STATE: self.load_named(LOAD_RNG_STATE, "rng_state.pth"), "train": self.train_protected,
+        }  # fmt: skip
         self.original = {name: getattr(trainer, name) for name in ours}
         for name, function in ours.items():
             setattr(trainer, name, function)
@@ -166,7 +174,7 @@ class Protection:
         return f"verified in {self.trainer.args.output_dir}; {staying}; on a full disk: {self.saver.on_full}{copied}"
 
     def train_protected(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """In place of `trainer.train`."""
+        """Replace `trainer.train`."""
         if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled:
             forget_evaluation(self.trainer)
         with ExitStack() as held:
@@ -192,9 +200,11 @@ class Protection:
                     self.saver.prune(Path(self.trainer.args.output_dir), self.saver.keep)
                 return done
 
-    def prepare(self, held: ExitStack, wanted: str | bool | None) -> tuple[Path | None, bool]:
-        """The checkpoint to resume from, and whether it is the end of the training. The directory is locked and tidy then.
-        held: gets the lock. Of several processes the first does this."""
+    def prepare(self, held: ExitStack, requested: str | bool | None) -> tuple[Path | None, bool]:
+        """Lock and tidy the directory. Returns the checkpoint to resume from, and whether it is the end of the training.
+
+        held: gets the lock. Of several processes the first does this.
+        """
         output_dir = Path(self.trainer.args.output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         if error := write_error(output_dir):
@@ -203,50 +213,56 @@ class Protection:
         if held.enter_context(lock_directory(output_dir)) is False:
             fix = "wait for it, or set another output_dir"
             raise UsageError("another training is writing there", place=output_dir, fix=fix)
-        point = self.resume_point(wanted)
+        point = self.resume_point(requested)
         if point is not None:
             refuse_other_sharding(point, self.trainer.is_fsdp_enabled)
         for path in remove_trash(output_dir):
             log.info("removed %s, left by an interrupted removal", path.name)
-        self.set_later_aside(point)
+        # Later checkpoints are of another run, or damaged, and their steps are yet to come.
+        for path in list_checkpoints(output_dir):
+            if step_of(path) > (-1 if point is None else step_of(point)):
+                aside = set_aside(path).name
+                log.warning("%s is from before this start, and %s now; delete it when you do not need it", path, aside)
         self.saver.begin(point, self.resolve_run_name(point))
         if point is not None and (was := count_ranks(point)) not in (None, self.ranks.count):
-            said = "%s is of %d processes, and these are %d: their random states are new, so that nothing is repeated to the bit"
-            log.warning(said, point, was, self.ranks.count)
+            new_states = (
+                "%s is of %d processes, and these are %d: random states are new, so nothing is repeated to the bit"
+            )
+            log.warning(new_states, point, was, self.ranks.count)
         return point, point is not None and self.is_finished(point)
 
-    def resume_point(self, wanted: str | bool | None) -> Path | None:
-        """The checkpoint that the training resumes from. Raises UsageError if it was told to resume and cannot."""
-        if wanted is False or (wanted is None and self.resume == "never"):
+    def resume_point(self, requested: str | bool | None) -> Path | None:
+        """Return the checkpoint to resume from. Raises UsageError if it was told to resume and cannot."""
+        if requested is False or (requested is None and self.resume == "never"):
             return None
-        if isinstance(wanted, str | Path):
-            finding = inspect(Path(wanted))
+        if isinstance(requested, str | Path):
+            finding = inspect(Path(requested))
             if finding.state == "rejected":
-                raise UsageError(f"{wanted} cannot be resumed from: {finding.reason}")
-            return Path(wanted)
+                raise UsageError(f"{requested} cannot be resumed from: {finding.reason}")
+            return Path(requested)
         output_dir = Path(self.trainer.args.output_dir)
         point = last_good_checkpoint(output_dir)
         if self.saver.mirror is not None:
             newer_than = -1 if point is None else step_of(point)
             point = self.saver.mirror.fetch_newest(output_dir, newer_than, self.is_of_this_run) or point
-        if point is None and wanted is True:
+        if point is None and requested is True:
             raise UsageError(f"{output_dir} holds no checkpoint that can be resumed from")
         if point is not None:
             log_or_print(f"resuming from {point}")
         return point
 
-    def is_of_this_run(self, found: Identity, place: str) -> bool:
-        """Whether a checkpoint in a mirror is of this training. On a machine that knows nothing of it yet the settings say so."""
+    def is_of_this_run(self, identity: Identity, place: str) -> bool:
+        """Tell whether a checkpoint in a mirror is of this training: by its name, on a new machine by the settings."""
         run = read_run_name(Path(self.trainer.args.output_dir))
         if run is None:
-            other = differences(found.settings, read_settings(self.trainer))
+            other = differences(identity.settings, read_settings(self.trainer))
             if other:
                 fix = "give this one its own mirror, or set these back to continue that one"
                 raise UsageError(f"{place} is of another training ({other})", fix=fix)
-        return run in (None, found.run)
+        return run in (None, identity.run)
 
     def resolve_run_name(self, point: Path | None) -> str:
-        """The name of the training that resumes from `point`, or begins; noted in the output directory."""
+        """Return the name of the training that resumes from `point`, or starts, and note it in the output directory."""
         output_dir = Path(self.trainer.args.output_dir)
         run = (None if point is None else read_run_name(point) or read_run_name(output_dir)) or secrets.token_hex(4)
         try:
@@ -258,7 +274,7 @@ class Protection:
         return run
 
     def is_finished(self, point: Path) -> bool:
-        """Whether the training that wrote a checkpoint had no step left, and none was added since."""
+        """Tell whether the training that wrote a checkpoint had no step left, and none was added since."""
         args = self.trainer.args
         with loading(point, "trainer_state.json"):
             state = TrainerState.load_from_json(str(point / "trainer_state.json"))
@@ -267,7 +283,7 @@ class Protection:
         return state.global_step >= state.max_steps and args.num_train_epochs <= state.num_train_epochs
 
     def load_finished(self, point: Path) -> TrainOutput:
-        """The trained model, without training: transformers would train one more step (5.17, `_inner_training_loop`)."""
+        """Load the trained model without training: transformers would train one more step (5.17, `_inner_training_loop`)."""
         log_or_print(f"{point} is the end of this training: its weights are loaded, and nothing is left to train")
         getattr(self.trainer, LOAD_CHECKPOINT)(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
@@ -276,12 +292,12 @@ class Protection:
         return TrainOutput(state.global_step, math.nan, {"train_runtime": 0.0, "epoch": state.epoch})
 
     def load_all_adapters(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """In place of `trainer._load_from_checkpoint`, which leaves the trained adapter as it was built beside another one.
+        """Replace `trainer._load_from_checkpoint`, which does not load the trained adapter beside another one.
 
         PEFT saves "default" in the checkpoint itself. It saves other adapters in directories of their names, such as
         the frozen "ref" of TRL's DPO and GRPO. Where transformers 5.17 finds such a directory, it loads nothing else.
         """
-        with loading(checkpoint, "its weights"), told_as_errors(self.trainer):
+        with loading(checkpoint, "its weights"), as_checkpoint_error(self.trainer):
             self.original[LOAD_CHECKPOINT](checkpoint, *args, **kwargs)
             model = self.trainer.model
             several = isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys()
@@ -289,24 +305,16 @@ class Protection:
                 model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
 
     def load_named(self, method: str, what: str) -> Callable[[str | None], None]:
-        """In place of a method of the trainer that loads a part of a checkpoint."""
+        """Wrap a method of the trainer that loads a part of a checkpoint."""
 
         def load(checkpoint: str | None) -> None:
-            with loading(checkpoint, what), told_as_errors(self.trainer):
+            with loading(checkpoint, what), as_checkpoint_error(self.trainer):
                 self.original[method](checkpoint)
 
         return load
 
-    def set_later_aside(self, point: Path | None) -> None:
-        """Checkpoints after the one resumed from are of another run, or do not verify: their steps are yet to come."""
-        reached = -1 if point is None else step_of(point)
-        for path in list_checkpoints(Path(self.trainer.args.output_dir)):
-            if step_of(path) > reached:
-                aside = set_aside(path).name
-                log.warning("%s is from before this start, and %s now; delete it when you do not need it", path, aside)
-
     def load_best_model(self) -> None:
-        """In place of `trainer._load_best_model`: the best may be the one under way."""
+        """Replace `trainer._load_best_model`: the best may be the one under way."""
         self.ranks.decide(self.saver.settle)
         self.original[LOAD_BEST_MODEL]()
 
@@ -314,22 +322,22 @@ class Protection:
 def refuse_other_sharding(checkpoint: Path, sharded: bool) -> None:
     """Raise UsageError for a checkpoint of FSDP2's shards in a training without them, and the other way round."""
     if (checkpoint / SHARDED_WEIGHTS).exists() != sharded:
-        what = (
+        mismatch = (
             "is whole, and this training is sharded" if sharded else "is of FSDP2's shards, and this training has none"
         )
         fix = f"train {'without' if sharded else 'with'} FSDP2 again, or set another output_dir"
-        raise UsageError(f"this checkpoint {what}", place=checkpoint, fix=fix)
+        raise UsageError(f"this checkpoint {mismatch}", place=checkpoint, fix=fix)
 
 
 def count_ranks(checkpoint: Path) -> int | None:
-    """How many processes wrote a checkpoint, by its files of random states; None where it has none."""
+    """Count the processes that wrote a checkpoint, by its files of random states; None without any."""
     several = len(list(checkpoint.glob("rng_state_*.pth")))
     return several or (1 if (checkpoint / "rng_state.pth").is_file() else None)
 
 
 @contextmanager
 def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
-    """What a library says of a part of a checkpoint that it does not load, as a UsageError that names the part."""
+    """Turn a library's error about a part of a checkpoint into a UsageError that names the part."""
     try:
         yield
     except torch.OutOfMemoryError:  # the card is full, and the checkpoint may be whole
@@ -337,18 +345,3 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
     except Exception as error:  # whatever torch, transformers or safetensors make of damaged bytes
         fix = "move that directory away to resume from the one before it, or restore the shapes of model and adapter"
         raise UsageError(f"{what} cannot be loaded ({first_line(error)})", place=str(checkpoint), fix=fix) from error
-
-
-class Pulse(TrainerCallback):
-    """Tells a Watchdog what the trainer does. Not on_save: a callback that has it makes protect's saves wait for the disk."""
-
-    def __init__(self, watchdog: Watchdog) -> None:
-        self.watchdog = watchdog
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.watchdog.alive()
-
-    on_substep_end = on_prediction_step = on_evaluate = on_log = on_step_begin
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.watchdog.note_step(state.global_step)

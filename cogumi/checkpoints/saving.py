@@ -1,7 +1,7 @@
-"""One trainer's saves: staged, committed beside the training, pruned; and what happens when the disk is full.
+"""One trainer's saves: staged, committed beside the training, pruned; and the policies for a full disk.
 
-Of several processes the first does all of it. Each time that it says so, the others add to what it stages. They have random
-states, a part of a rollout, and shards of the model and the optimizer.
+Of several processes the first does all of it. When it asks for that, the others add their random states, their part of a
+rollout, and their shards of model and optimizer to what it stages.
 """
 
 import json
@@ -16,19 +16,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from cogumi.checkpoints.commit import (
-    STAGING_NAME,
-    commit,
-    is_disk_full,
-    open_staging,
-    remove_staging,
-    set_aside,
-)
+from cogumi.checkpoints.commit import STAGING_NAME, commit, is_disk_full, open_staging, remove_staging, set_aside
 from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.checkpoints.retention import plan_pruning, remove
-from cogumi.checkpoints.verify import CheckpointState, inspect
+from cogumi.checkpoints.verify import CheckpointState, inspect, plan_pruning, remove
 from cogumi.core.disk_space import format_bytes
+from cogumi.core.errors import best_effort
 from cogumi.patches import replaced
 from cogumi.patches.torch_internals import first_line
 from cogumi.patches.trl_internals import (
@@ -53,11 +46,16 @@ MIRROR_SECONDS = 3600.0
 
 
 class Saver:
-    """Saves one trainer's checkpoints. All of it runs in the training thread, but for the commit of what is staged.
+    """Saves one trainer's checkpoints, in the training thread but for the commit of a staged one.
 
-    keep: how many of the newest stay, None for all. on_full: "continue", "pause" or "stop". mirror: what copies them
-    elsewhere. excused: in whose block the training may wait. asked_to_end: whether a signal has come. ranks: the processes
-    of the training.
+    Args:
+        trainer: The trainer.
+        keep: How many of the newest stay, None for all.
+        on_full: "continue", "pause" or "stop".
+        mirror: Copies them elsewhere.
+        excused: The training may wait in its block.
+        asked_to_end: Tells whether a signal has come.
+        ranks: The processes of the training.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class Saver:
         self.keep, self.on_full, self.mirror = keep, on_full, mirror
         self.excused, self.asked_to_end = excused, asked_to_end
         self.identity = Identity("", {})
-        self.find_fault: Callable[[], str] = lambda: ""  # why the model of now is not to be saved
+        self.find_fault: Callable[[], str] = lambda: ""  # why the model must not be saved now
         self.refused: Path | None = None
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
@@ -84,7 +82,7 @@ class Saver:
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
 
     def begin(self, resumed_from: Path | None, run: str) -> None:
-        """At the beginning of each training of a trainer: the steps of two have the same names."""
+        """Start over for each training of a trainer: the steps of two have the same names."""
         self.resumed_from = resumed_from
         self.identity = Identity(run, read_settings(self.trainer))
         self.committed.clear()
@@ -92,21 +90,20 @@ class Saver:
         self.remove_leftovers()
         if resumed_from is not None and (resumed_from / MANIFEST_NAME).is_file():  # which has just been verified
             self.findings[resumed_from] = CheckpointState(resumed_from, step_of(resumed_from), "verified", "", 0)
-            # The process that wrote it may have ended before it had arrived.
+            # The process that wrote it may have ended before the upload did.
             if self.mirror is not None and self.mirror.reached != step_of(resumed_from):
                 self.mirror.send(resumed_from)
 
     def remove_leftovers(self) -> None:
         """Remove a save that no thread is at work on. The caller holds the directory's lock."""
         directory = Path(self.trainer.args.output_dir)
-        try:
+        # A disk that is read-only by now must not hide why the training ended.
+        with best_effort(f"remove what a save left in {directory}", OSError):
             if self.pending is None:
                 remove_staging(directory)
-        except OSError as error:  # a disk that is read-only by now must not hide why the training ended
-            log.warning("%s: what a save left there cannot be removed (%s)", directory, first_line(error))
 
     def save(self, model: Any, trial: Any) -> None:
-        """In place of the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
+        """Replace the trainer's `_save_checkpoint`. Raises what that raises, unless the disk is full."""
         if fault := self.find_fault():
             if self.ranks.leads:
                 log.error("step %d is not saved: %s", self.trainer.state.global_step, fault)
@@ -116,21 +113,31 @@ class Saver:
             return
         failed = True
         try:
-            self.save_first(model, trial)
+            self.settle()
+            output_dir = Path(getattr(self.trainer, OUTPUT_DIRECTORY)(trial))
+            final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
+            if final not in self.committed and not self.write(model, trial, final):
+                self.make_room(final, lambda: self.write(model, trial, final))
             failed = False
         finally:
             ending = self.trainer.control.should_training_stop
             self.ranks.tell((None, failed, self.trainer.state.best_model_checkpoint, ending))
 
     def follow(self, model: Any, trial: Any) -> None:
-        """A save as one of the other processes: add to what the first stages, as often as it tries, until it says None."""
+        """Save as one of the other processes: add to what the first stages, as often as it tries, until it sends None."""
         while True:
             staged, failed, best, ending = self.ranks.tell()
             if staged is None:
                 break
             error = None
             try:
-                self.add_own(model, trial, Path(staged))
+                if self.trainer.is_fsdp_enabled:  # shards are written by all processes in step
+                    self.write_into(Path(staged).parent, model, trial)
+                else:
+                    self.trainer.store_flos()  # which all processes sum up
+                    if not self.trainer.args.save_only_model:
+                        getattr(self.trainer, SAVE_RNG_STATE)(staged)
+                save_rollouts(self.trainer, Path(staged))
             except Exception as raised:  # noqa: BLE001  the first tells whether the disk is full, and raises it where not
                 error = RuntimeError(f"process {self.ranks.index}: {type(raised).__name__}: {first_line(raised)}")
             self.ranks.gather(error)
@@ -139,34 +146,16 @@ class Saver:
         self.trainer.state.best_model_checkpoint = best
         self.trainer.control.should_training_stop |= ending
 
-    def add_own(self, model: Any, trial: Any, staged: Path) -> None:
-        """What only this process has of a training. Shards are written by all processes in step."""
-        if self.trainer.is_fsdp_enabled:
-            self.write_into(staged.parent, model, trial)
-        else:
-            self.trainer.store_flos()  # which all processes sum up
-            if not self.trainer.args.save_only_model:
-                getattr(self.trainer, SAVE_RNG_STATE)(str(staged))
-        save_rollouts(self.trainer, staged)
-
     def write_into(self, staging: Path, model: Any, trial: Any) -> None:
-        """The trainer's own save, below another directory. It uploads nothing, and `protect` took the limit by which it would
-        remove checkpoints."""
+        """Call the trainer's own save with another directory. It uploads nothing and removes no older checkpoints."""
         elsewhere = {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None}
         # Shards are written in step; of whole copies only the first process writes, which is not to wait for the others.
         alone = saving_alone() if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled else nullcontext()
-        with replaced(self.trainer, elsewhere), told_as_errors(self.trainer), alone:
+        with replaced(self.trainer, elsewhere), as_checkpoint_error(self.trainer), alone:
             self.original(model, trial)
 
-    def save_first(self, model: Any, trial: Any) -> None:
-        self.settle()
-        output_dir = Path(getattr(self.trainer, OUTPUT_DIRECTORY)(trial))
-        final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
-        if final not in self.committed and not self.write(model, trial, final):
-            self.make_room(final, lambda: self.write(model, trial, final))
-
     def write(self, model: Any, trial: Any, final: Path) -> bool:
-        """Stage a checkpoint and have it committed; False where the disk is full, and then nothing of it is left."""
+        """Stage a checkpoint and start its commit; False if the disk is full, and then nothing of it is left."""
         staging, best = final.parent / STAGING_NAME, self.trainer.state.best_model_checkpoint
         try:
             if final.exists():
@@ -176,7 +165,12 @@ class Saver:
             sums = json.dumps(unlogged(self.trainer), default=float)  # of which some are tensors
             self.trainer.state.stateful_callbacks[UNLOGGED] = json.loads(sums)
             self.write_with_others(lambda: self.write_into(staging, model, trial))
-            self.correct_best(staged, final)
+            state = self.trainer.state
+            if state.best_model_checkpoint and Path(state.best_model_checkpoint) == staged:
+                state.best_model_checkpoint = str(final)  # Trainer has noted the place where it was staged
+                path = staged / "trainer_state.json"
+                values = json.loads(path.read_text(encoding="utf-8")) | {"best_model_checkpoint": str(final)}
+                path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             save_rollouts(self.trainer, staged)
             self.identity.write(staged)
         except BaseException as error:
@@ -207,29 +201,20 @@ class Saver:
             if error is not None:
                 raise error
 
-    def correct_best(self, staged: Path, final: Path) -> None:
-        """Where this checkpoint is the best, Trainer has noted the place where it was staged."""
-        state = self.trainer.state
-        if state.best_model_checkpoint and Path(state.best_model_checkpoint) == staged:
-            state.best_model_checkpoint = str(final)
-            path = staged / "trainer_state.json"
-            values = json.loads(path.read_text(encoding="utf-8")) | {"best_model_checkpoint": str(final)}
-            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
     def is_read_on_save(self) -> bool:
-        """Whether a callback of the user's, or the hub's upload, reads the checkpoint right after the save."""
-        kinds = [type(each) for each in self.trainer.callback_handler.callbacks]
+        """Tell whether a callback of the user's, or the hub's upload, reads the checkpoint right after the save."""
+        kinds = [type(callback) for callback in self.trainer.callback_handler.callbacks]
         return self.trainer.args.push_to_hub or any(
             kind.on_save is not TrainerCallback.on_save for kind in kinds if not kind.__module__.startswith("cogumi.")
         )
 
     def poll(self) -> None:
-        """After a step: finish with a commit that is done."""
+        """Finish a commit that is done; called after each step."""
         if self.pending is not None and self.pending[2].done():
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the commit under way, then let older checkpoints go. Raises OSError when the disk fails."""
+        """Wait for the commit under way, then prune older checkpoints. Raises OSError when the disk fails."""
         if self.pending is None:
             return
         staged, final, committing = self.pending
@@ -243,20 +228,20 @@ class Saver:
             self.make_room(final, lambda: self.commit_again(staged, final))
             return
         self.pending = None
-        self.conclude(final, finding)
+        self.record_result(final, finding)
 
     def commit_again(self, staged: Path, final: Path) -> bool:
-        """Commit in this thread what is still staged; False where the disk is still full."""
+        """Commit in this thread what is still staged; False if the disk is still full."""
         try:
             finding = commit(staged, final)
         except OSError as error:
             if not is_disk_full(error, final.parent):
                 raise
             return False
-        self.conclude(final, finding)
+        self.record_result(final, finding)
         return True
 
-    def conclude(self, final: Path, finding: CheckpointState) -> None:
+    def record_result(self, final: Path, finding: CheckpointState) -> None:
         if finding.state != "verified":
             raise OSError(f"{final} was written and reads back differently ({finding.reason}): disk or memory fail")
         self.committed.append(final)
@@ -268,18 +253,18 @@ class Saver:
             self.prune(final.parent, self.keep)
 
     def prune(self, output_dir: Path, keep: int) -> None:
-        """Let older checkpoints go, one that stays having just been read back."""
+        """Remove older checkpoints, after one that stays was read back."""
         best, pinned = self.kept_checkpoints()
         pinned |= frozenset() if self.mirror is None else self.mirror.pending()
-        self.remove(plan_pruning(output_dir, keep, best, pinned, self.look)[0])
+        self.remove(plan_pruning(output_dir, keep, best, pinned, self.inspect_once)[0])
 
     def remove(self, going: list[Path]) -> bool:
         for path in going:
             log.info("%s makes room (%s)", path, format_bytes(remove(path)))
         return bool(going)
 
-    def look(self, path: Path) -> CheckpointState:
-        """Verify a checkpoint that is to stay: all of it once, then its names and sizes, which takes no time of the training."""
+    def inspect_once(self, path: Path) -> CheckpointState:
+        """Verify a checkpoint that stays: all of it once, later only names and sizes, which costs the training no time."""
         known = self.findings.get(path)
         if known is not None and known.state != "verified":
             return known
@@ -290,24 +275,24 @@ class Saver:
         return finding
 
     def kept_checkpoints(self) -> tuple[Path | None, frozenset[Path]]:
-        """(the best checkpoint, those that are pinned): they stay however old they are."""
+        """Return (the best checkpoint, pinned ones), which stay however old they are."""
         best = self.trainer.state.best_model_checkpoint
         pinned = [] if self.resumed_from is None else [self.resumed_from]
         return Path(best) if best else None, frozenset(pinned)
 
     def prune_for_room(self, output_dir: Path) -> bool:
-        """Leave the newest that verifies, the best, and the one resumed from; where all stay, remove the oldest alone.
+        """Leave the newest that verifies, the best, and the one resumed from; if all stay, remove the oldest alone.
 
-        Whether any went. What the mirror has not copied yet goes as well.
+        Returns whether any was removed, which includes those not yet mirrored.
         """
         newest = self.committed[-1] if self.committed else None
         if newest is None or newest.parent != output_dir or inspect(newest).state != "verified":
             return False
-        going = plan_pruning(output_dir, 1, *self.kept_checkpoints(), self.look)[0]
+        going = plan_pruning(output_dir, 1, *self.kept_checkpoints(), self.inspect_once)[0]
         return self.remove(going[:1] if self.keep is None else going)
 
     def make_room(self, final: Path, again: Callable[[], bool]) -> None:
-        """Let older checkpoints go until a new one fits, or do what `on_full` says. again: tries, and says if it worked."""
+        """Remove older checkpoints until a new one fits, or do what `on_full` says. again: tries, and returns success."""
         while self.prune_for_room(final.parent):
             if again():
                 return
@@ -315,9 +300,9 @@ class Saver:
         if self.on_full == "pause" and not self.asked_to_end():
             log.error("training waits: %s does not fit. Free space on the disk of %s", final.name, place)
             with self.excused():
-                while not (there := again()) and not self.asked_to_end():
+                while not (fits := again()) and not self.asked_to_end():
                     self.wait()
-            if there:
+            if fits:
                 log.warning("there is space again; training continues")
                 return
         remove_staging(final.parent)
@@ -335,7 +320,7 @@ class Saver:
             time.sleep(min(0.5, RETRY_SECONDS))
 
     def finish(self) -> None:
-        """At the end of training, however it ends."""
+        """Finish saves and uploads at the end of training, however it ends."""
         try:
             self.settle()
         finally:
@@ -347,8 +332,8 @@ class Saver:
 
 
 @contextmanager
-def told_as_errors(trainer: Any) -> Iterator[None]:
-    """What the processes of a trainer meet with their shards, as the error of the first of them. torch's own is no Exception."""
+def as_checkpoint_error(trainer: Any) -> Iterator[None]:
+    """Raise the first process's error in place of torch's CheckpointException, which is no Exception."""
     if not trainer.is_fsdp_enabled:
         yield
         return
@@ -367,13 +352,13 @@ STATE_NAME = "cogumi-rollouts{}.pt"
 
 
 def state_name(trainer: Any) -> str:
-    """Of the file, of which each process has its own, as of its random states."""
+    """Name the file of this process; each has its own, as of its random states."""
     args = trainer.args
     return STATE_NAME.format("" if args.world_size == 1 else f"_{args.process_index}")
 
 
 def save_rollouts(trainer: Any, directory: Path) -> None:
-    """Write what is missing into a checkpoint. The rollouts only where the next step still uses them."""
+    """Write TRL's position into a checkpoint, with the rollouts if the next step still uses them."""
     if keeps_rollouts(trainer):
         step, rollouts = rollout_position(trainer)
         used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
@@ -381,7 +366,7 @@ def save_rollouts(trainer: Any, directory: Path) -> None:
 
 
 def load_rollouts(trainer: Any, directory: Path) -> None:
-    """Take it up again, before `trainer.train` begins. A checkpoint of another tool has none: then TRL generates anew."""
+    """Restore TRL's position, before `trainer.train` begins. Without it, TRL generates anew."""
     path = directory / state_name(trainer)
     if keeps_rollouts(trainer) and path.is_file():
         values = torch.load(path, map_location=trainer.args.device, weights_only=True)
@@ -390,7 +375,7 @@ def load_rollouts(trainer: Any, directory: Path) -> None:
 
 @contextmanager
 def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None]:
-    """While in the block, a new sampler of prompts begins with the epoch in which the checkpoint was written."""
+    """Have new samplers of prompts begin with the epoch in which the checkpoint was written."""
     if directory is None or not keeps_rollouts(trainer):
         yield
         return

@@ -115,8 +115,7 @@ def predict(
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Read every checkpoint, or the one named, and say which are good. Exit status 1 if one is rejected."""
     from cogumi.checkpoints.manifest import CHECKPOINT_NAME
-    from cogumi.checkpoints.retention import inspect_all
-    from cogumi.checkpoints.verify import inspect
+    from cogumi.checkpoints.verify import inspect, inspect_all
 
     place = checkpoints_dir(directory)
     with failures_in_one_line(), show_waiting(f"reading the checkpoints of {place}"):
@@ -147,7 +146,7 @@ def unless_recent(finding: "CheckpointState") -> "CheckpointState":
 @disk_app.command("resume-point")
 def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     """Print the newest checkpoint that a run can resume from; exit status 1 where there is none."""
-    from cogumi.checkpoints.retention import inspect_all
+    from cogumi.checkpoints.verify import inspect_all
 
     place, good = checkpoints_dir(directory), None
     inspected: list[CheckpointState] = []
@@ -179,7 +178,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints that cogumi wrote. The newest that verify, the best and pinned ones stay."""
-    from cogumi.checkpoints.retention import list_checkpoints, plan_pruning, remove
+    from cogumi.checkpoints.verify import list_checkpoints, plan_pruning, remove
     from cogumi.core.durability import lock_directory
 
     if keep < 2:
@@ -271,7 +270,7 @@ def check_directory(path: Path) -> None:
 
 def checkpoints_dir(path: Path) -> Path:
     """Where the checkpoints are: `path`, or the checkpoints/ in it where it has none itself, as in a run's directory."""
-    from cogumi.checkpoints.retention import list_checkpoints
+    from cogumi.checkpoints.verify import list_checkpoints
 
     check_directory(path)
     with failures_in_one_line():

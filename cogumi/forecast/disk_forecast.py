@@ -26,8 +26,7 @@ from transformers import AutoConfig, Trainer
 from cogumi.checkpoints.commit import STAGING_NAME
 from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
 from cogumi.checkpoints.protection import DEFAULT_KEEP, keep_limit
-from cogumi.checkpoints.retention import PIN_NAME, list_checkpoints
-from cogumi.checkpoints.verify import bytes_of
+from cogumi.checkpoints.verify import PIN_NAME, bytes_of, list_checkpoints
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import Disk, Need, format_bytes, group_needs, hub_cache
 from cogumi.core.errors import UsageError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from cogumi.checkpoints.finite import find_broken_weight
+from cogumi.checkpoints.callbacks import find_broken_weight
 from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.config.schema import Thresholds
 from cogumi.core.run_directory import read_json, write_json
@@ -202,7 +202,7 @@ class Sentinel(TrainerCallback):
     def act_on_red(self, control: TrainerControl) -> None:
         """Do what `on_red` says, once for each flag: a user who unpauses the training has seen it."""
         new = [flag for flag in red_flags(self.flags) if flag.name not in self.acted_on]
-        if self.on_red == "pause":  # a training that is not finite ends by itself (cogumi.checkpoints.finite)
+        if self.on_red == "pause":  # a training that is not finite ends by itself (cogumi.checkpoints.callbacks)
             new = [flag for flag in new if flag.name != "finite numbers"]
         if not new or self.on_red == "warn":
             return

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cogumi.checkpoints.retention import last_good_checkpoint
+from cogumi.checkpoints.verify import last_good_checkpoint
 from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.notices import is_notebook, show_import
 from cogumi.core.output import print_text, show_waiting

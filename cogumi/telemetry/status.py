@@ -11,7 +11,7 @@ from signal import Signals
 from typing import Any
 
 from cogumi.checkpoints.manifest import step_of
-from cogumi.checkpoints.retention import list_checkpoints
+from cogumi.checkpoints.verify import list_checkpoints
 from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls, flag_sentence, format_duration

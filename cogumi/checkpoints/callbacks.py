@@ -1,7 +1,7 @@
-"""Obey signals between two steps, and inside a step with the checkpoint of the last finished one.
+"""Callbacks that `protect` adds to a trainer: a check for non-finite numbers, signals, and signs of life for the watchdog.
 
-From the end of a step to the optimizer of the next no weight changes. The rest of a checkpoint is remembered when a step ends.
-Several processes cannot agree within a step: they stop after it.
+From the end of a step to the optimizer of the next no weight changes: a signal inside a step saves the last finished one. The
+rest of a checkpoint is remembered when a step ends. Several processes cannot agree within a step: they stop after it.
 """
 
 import logging
@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cogumi.checkpoints.interruption import Preemption, StepInterrupted
+from cogumi.checkpoints.interruption import Preemption, StepInterrupted, Watchdog
 from cogumi.checkpoints.saving import UNLOGGED, Saver
 from cogumi.patches import trl_internals as internals
+from cogumi.stack.ranks import Ranks, whole_tensor
 
 log = logging.getLogger(__name__)
+MAX_STEPS, MAX_FP16_STEPS = 3, 20  # float16's scaler skips such steps, and halves a scale that begins at 2**16
 Values = list[tuple[Callable[[Any], Any], Any]]
 
 
@@ -89,7 +91,7 @@ class Watch(TrainerCallback):
             self.preemption.check(interruptible=True)
 
     def end(self, trial: Any) -> None:
-        """Save the last finished step, and have the training end as after any step."""
+        """Save the last finished step, and end the training as after any step."""
         trainer = self.trainer
         for put, value in self.last_finished:
             put(value)
@@ -100,3 +102,80 @@ class Watch(TrainerCallback):
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         else:
             log.info("no step was finished since this start: there is nothing to save")
+
+
+class FiniteGuard(TrainerCallback):
+    """Ends a training at a non-finite trained weight, or after MAX_STEPS non-finite losses or gradient norms in a row.
+
+    Both stay on the device, and are read every MAX_STEPS steps (after each one where rollouts are made, which would fail).
+    """
+
+    def __init__(self, trainer: Any, ranks: Ranks) -> None:
+        self.trainer, self.ranks = trainer, ranks
+        self.interval = 1 if internals.makes_rollouts(trainer) else MAX_STEPS
+        self.on_train_begin()
+        for name in ("training_step", internals.GRAD_NORM):
+            internals.wrap_method(trainer, name, self.note)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.values: list[Any] = []  # of the step under way: the loss of each micro-batch, and last the gradient norm
+        self.unread: dict[int, torch.Tensor] = {}  # by step: whether the loss, and the gradient norm, are not finite
+        self.streak, self.reason, self.ended = 0, "", ""
+
+    def note(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.values.append(method(*args, **kwargs))
+        return self.values[-1]
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        *losses, norm = self.values
+        loss = sum(losses, torch.zeros(()))
+        norm = whole_tensor(torch.as_tensor(norm, device=loss.device))
+        self.unread[state.global_step] = ~torch.stack([loss, norm]).isfinite()
+        self.values = []
+        if self.streak or len(self.unread) >= self.interval:
+            self.read()
+        if self.streak and (self.streak >= (MAX_FP16_STEPS if args.fp16 else MAX_STEPS) or self.find_fault()):
+            control.should_log = control.should_training_stop = True
+            self.ended = self.reason
+            if self.ranks.leads:
+                log.error("the training ends after step %d: %s", state.global_step, self.reason)
+
+    def read(self) -> None:
+        for step, broken in self.unread.items():
+            loss, norm = self.ranks.total(broken.tolist())
+            self.streak = self.streak + 1 if loss or norm else 0
+            if self.streak == 1:
+                names = " and ".join(["the loss"] * bool(loss) + ["the gradient norm"] * bool(norm))
+                self.reason = f"not finite since step {step}: {names}"
+        self.unread = {}
+
+    def find_fault(self) -> str:
+        """Return why the model must not be kept as it is now; "" where every trained weight is finite."""
+        self.read()
+        weight = max(self.ranks.gather(find_broken_weight(self.trainer.model, trained_only=True)))
+        return weight and (self.reason if self.streak else f"not finite: {weight}")
+
+
+def find_broken_weight(model: Any, trained_only: bool = False) -> str:
+    """Return the first weight that is not finite, "frozen ..." before "trained ...", or "". Reads all, or trained ones."""
+    for name, weight in sorted(model.named_parameters(), key=lambda named: named[1].requires_grad):
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        counts = local.is_floating_point() and (weight.requires_grad or not trained_only)
+        if counts and not bool(local.isfinite().all()):
+            return f"{'trained' if weight.requires_grad else 'frozen'} {name}"
+    return ""
+
+
+class Pulse(TrainerCallback):
+    """Tells a Watchdog what the trainer does. Not on_save: a callback that has it makes protect's saves wait for the disk."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.watchdog.alive()
+
+    on_substep_end = on_prediction_step = on_evaluate = on_log = on_step_begin
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.watchdog.note_step(state.global_step)
