@@ -45,11 +45,8 @@ def start_ranks(count: int, directory: Path, **how: Any) -> list[subprocess.Pope
     ranks = []
     for rank in range(count):
         launched = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-        }
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        }  # fmt: skip
         if how.get("sharded"):
             launched |= FSDP2
         if how.get("zero3"):

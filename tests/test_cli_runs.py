@@ -176,7 +176,7 @@ def test_several_runs_are_a_line_each_and_a_wrong_name_is_status_2(
     assert f"\n{anew}" in cogumi("status", "runs/b", cwd=tmp_path).stdout
     unpaused = cogumi("unpause", "runs/b", cwd=tmp_path)
     assert (unpaused.returncode, unpaused.stdout) == (2, "")
-    assert unpaused.stderr == f"cogumi: runs/b: failed, step 3/9; there is no training to ask; {anew}"
+    assert unpaused.stderr == f"cogumi: runs/b: failed, step 3/9; this run is not training; {anew}"
     watched = cogumi("status", "--watch", "runs/a", cwd=tmp_path, COLUMNS="120").stdout
     assert "loss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2)" in watched
     assert "$1.50 so far" in screen

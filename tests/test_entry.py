@@ -251,7 +251,7 @@ def test_compiled_code_is_kept_by_card_and_versions_unless_the_user_says_otherwi
         str(place.parent / name) for name in ("unsloth", "vllm")
     }
     monkeypatch.delenv("VLLM_CACHE_ROOT")
-    with entry.libraries(
+    with entry.import_backend(
         load_config({"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft", "backend": "trl"}})
     ):
         assert os.environ["VLLM_CACHE_ROOT"] == str(place.parent / "vllm")

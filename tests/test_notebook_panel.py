@@ -100,7 +100,7 @@ def test_a_panel_draws_until_the_run_has_ended_and_its_buttons_ask(
     assert "the run has ended, and this is how it ended" in shown.said.value
     assert shown.stop.disabled and shown.save.disabled and shown.pause.disabled  # noqa: PT018
     shown.save.click()  # nothing that a dead run would find later
-    assert "there is no training to ask" in shown.said.value
+    assert "this run is not training" in shown.said.value
 
 
 def test_what_a_button_asked_for_stands_until_the_run_has_done_it(tmp_path: Path) -> None:

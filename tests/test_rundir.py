@@ -24,11 +24,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
 
 def test_a_list_of_numbers_is_one_line_and_texts_are_as_they_were(tmp_path: Path) -> None:
     value = {
-        "lengths": [[22, 32, 0], [1, -2, 3.5e-7]],
-        "texts": ["[\n  1,\n  2\n]", "1"],
-        "none": [],
-        "mixed": [1, "a"],
-    }
+        "lengths": [[22, 32, 0], [1, -2, 3.5e-7]], "texts": ["[\n  1,\n  2\n]", "1"], "none": [], "mixed": [1, "a"],
+    }  # fmt: skip
     write_json(tmp_path / "a.json", value)
     text = (tmp_path / "a.json").read_text()
     assert json.loads(text) == value

@@ -45,11 +45,7 @@ def prepared(for_commands: dict[str, str], tmp_path: Path) -> str:
 
 
 def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_does(
-    sft: Config,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    prepared: str,
-    monkeypatch: pytest.MonkeyPatch,
+    sft: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture, prepared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sft["train"]["hub_token"] = SECRET
     run_dir = tmp_path / "run"
@@ -131,7 +127,7 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     assert "was ended by SIGKILL" in screen
     goes_on = f"the newest checkpoint is {died.checkpoint}; the same command resumes from it"
     assert f"\n{goes_on}\n" in screen
-    with pytest.raises(UsageError, match=f"died, step .*; there is no training to ask; {goes_on}$"):
+    with pytest.raises(UsageError, match=f"died, step .*; this run is not training; {goes_on}$"):
         run.unpause()
     json.dumps(died.as_dict())
     with pytest.raises(ProcessLookupError):  # nobody's number is signalled

@@ -121,6 +121,6 @@ def test_a_refusal_is_raised_when_its_processes_have_ended(tmp_path: Path, new: 
     with open(reader, "rb", 0) as words, ThreadPoolExecutor() as pool:
         refusing = pool.submit(trainer)
         with pytest.raises(UsageError, match="no such thing"):
-            until(lambda: launch.read_word(words, run_dir))
+            until(lambda: launch.poll_startup_message(words, run_dir))
         assert run_dir.exists() is not new
         refusing.result()

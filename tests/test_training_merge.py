@@ -24,18 +24,12 @@ GSPO = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_
 MODEL, CARD = (LlamaForCausalLM, "forward"), (AutoModelForCausalLM, "from_pretrained")
 # Quantized or not, what runs out of memory, and at which call since the training. Eight rows of logits are eight calls.
 PLACES: dict[str, tuple[bool, tuple[Any, str], int]] = {
-    "live logits": (False, MODEL, 1),
-    "base logits": (False, MODEL, 12),
-    "merge": (False, (stages, "merge_adapter"), 1),
-    "loading": (False, CARD, 1),
-    "merged logits": (False, MODEL, 17),
-    "comparing adapters": (True, (stages, "differing_tensors"), 1),
-    "loading the base": (True, CARD, 1),
-    "loading the adapter": (True, (PeftModel, "from_pretrained"), 1),
-    "full-precision logits": (True, MODEL, 9),
-    "loading the merged model": (True, CARD, 2),
-    "merged logits of a quantized run": (True, MODEL, 24),
-}
+    "live logits": (False, MODEL, 1), "base logits": (False, MODEL, 12),
+    "merge": (False, (stages, "merge_adapter"), 1), "loading": (False, CARD, 1), "merged logits": (False, MODEL, 17),
+    "comparing adapters": (True, (stages, "differing_tensors"), 1), "loading the base": (True, CARD, 1),
+    "loading the adapter": (True, (PeftModel, "from_pretrained"), 1), "full-precision logits": (True, MODEL, 9),
+    "loading the merged model": (True, CARD, 2), "merged logits of a quantized run": (True, MODEL, 24),
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -73,8 +73,7 @@ def test_the_packages_config_is_what_accelerate_makes_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "train"),
-    [("train.optim", {"optim": "paged_adamw_8bit"}), ("train.use_vllm", {"use_vllm": True})],
+    ("key", "train"), [("train.optim", {"optim": "paged_adamw_8bit"}), ("train.use_vllm", {"use_vllm": True})]
 )
 def test_what_shards_cannot_have_is_refused(key: str, train: dict[str, Any]) -> None:
     shared = a_run(options={"sharding": "fsdp2"}, **train)

@@ -33,13 +33,9 @@ def asked(sft: Config) -> Config:
 @pytest.fixture
 def gspo(sft: Config) -> Config:
     train = {
-        "max_steps": 6,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "learning_rate": 1e-3,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-    }
+        "max_steps": 6, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3,
+        "gradient_checkpointing": False, "save_strategy": "no",
+    }  # fmt: skip
     ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
     return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
 
@@ -216,14 +212,7 @@ def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatc
 
 def test_watching_changes_nothing_that_is_learned(asked: Config, watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_json(watched.run_dir / "flags.json")["step"] == 14
-    for name in (
-        "begin",
-        "on_train_begin",
-        "on_step_begin",
-        "on_step_end",
-        "on_log",
-        "on_train_end",
-    ):
+    for name in ("begin", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_train_end"):
         monkeypatch.setattr(module.Sentinel, name, lambda *_, **__: None)
     alone = cogumi.train(asked)
     assert same(watched.adapter, alone.adapter)

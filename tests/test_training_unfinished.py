@@ -40,13 +40,9 @@ def sft(sft: Config) -> Config:
 @pytest.fixture
 def gspo(sft: Config) -> Config:
     train = {
-        "max_steps": 6,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "learning_rate": 1e-3,
-        "gradient_checkpointing": False,
-        "save_steps": 4,
-    }
+        "max_steps": 6, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3,
+        "gradient_checkpointing": False, "save_steps": 4,
+    }  # fmt: skip
     ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
     return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
 

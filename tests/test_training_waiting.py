@@ -124,7 +124,7 @@ def test_what_is_asked_too_late_or_of_another_part_is_forgotten(
     assert not (home / "PAUSE").exists()
     assert not (home / "PAUSED").exists()
     for ask in ("checkpoint", "pause", "unpause"):
-        with pytest.raises(UsageError, match=r"finished, step 8/8; there is no training to ask"):
+        with pytest.raises(UsageError, match=r"finished, step 8/8; this run is not training"):
             getattr(cogumi.attach(home), ask)()
     assert not any((home / name).exists() for name in ("CHECKPOINT", "PAUSE"))
     (home / "status.json").write_text(json.dumps({"state": "running", "stage": "train", "time": 0.0, **this_process()}))

@@ -89,8 +89,8 @@ def preflight(
     words = parse_overrides(overrides)
     if probe and card is not None:
         raise UsageError("--card and --probe: ten steps are made here, of this config", fix="use one of the two")
-    run = runs.refuse_mistakes(config, words, trains=probe)
-    with show_waiting("forecasting memory, time and disk"), runs.libraries(run, elsewhere=card is not None):
+    run = runs.validate_config(config, words, for_training=probe)
+    with show_waiting("forecasting memory, time and disk"), runs.import_backend(run, other_machine=card is not None):
         from cogumi.forecast.run_forecast import forecast_run
 
         report = forecast_run(config, card, runs.train if probe else None, words, apart=False)

@@ -30,11 +30,9 @@ TRASH = "unfinished removal"
 ASIDE = "checkpoints set aside"
 MERGE = "unfinished merge"
 LEFTOVERS = {
-    STAGING: re.compile(r"\.cogumi-saving"),
-    TRASH: re.compile(r"\.cogumi-trash-.+"),
-    ASIDE: re.compile(r"aside-checkpoint-\d+-[0-9a-f]+"),
-    MERGE: re.compile(r".+\.partial-[0-9a-f]{8}"),
-}
+    STAGING: re.compile(r"\.cogumi-saving"), TRASH: re.compile(r"\.cogumi-trash-.+"),
+    ASIDE: re.compile(r"aside-checkpoint-\d+-[0-9a-f]+"), MERGE: re.compile(r".+\.partial-[0-9a-f]{8}"),
+}  # fmt: skip
 KNOWN_NAMES = LEFTOVERS | {
     "checkpoints": re.compile(r"checkpoint-\d+"),
     "wandb": re.compile("wandb"),
@@ -46,7 +44,7 @@ SETTLED_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Use:
-    """What one kind of thing takes below `path`, in allocated bytes."""
+    """Allocated bytes of one kind of content below `path`."""
 
     what: str
     path: str
@@ -59,19 +57,19 @@ def list_uses(directory: Path) -> list[Use]:
     Reads every directory's entries, as du does. Does not follow links, nor leave a place's filesystem.
     """
     seen: set[tuple[int, int]] = set()
-    found: list[Use] = []
+    uses: list[Use] = []
     for what, place in [*caches(), ("everything else", directory)]:
         try:
             root = place.resolve()
             sizes = sizes_below(root, what, KNOWN_NAMES if place is directory else {}, seen) if root.is_dir() else {}
-            found += [Use(kind, str(root), size) for kind, size in sizes.items() if size]
+            uses += [Use(kind, str(root), size) for kind, size in sizes.items() if size]
         except OSError as error:  # a network volume that is gone must not hide the rest
             log.warning("%s %s cannot be read: %s", what, place, error.strerror)
-    return sorted(found, key=lambda use: -use.bytes)
+    return sorted(uses, key=lambda use: -use.bytes)
 
 
 def caches() -> list[tuple[str, Path]]:
-    """What the libraries of a run fill outside of its directory: (name, place), at the defaults of November 2026."""
+    """List (name, directory) of the caches that a run's libraries fill, at the defaults of November 2026."""
     home = Path.home()
     wandb_data = path_from_environment("XDG_CACHE_HOME", home / ".cache")
     return [
@@ -134,17 +132,17 @@ class Leftover:
 
 
 def list_leftovers(directory: Path) -> list[Leftover]:
-    """What cogumi's saves, removals and merges left in `directory` and in its checkpoints/. Links are not cogumi's."""
-    found = []
+    """List what saves, removals and merges left in `directory` and its checkpoints/. Links are never cogumi's."""
+    leftovers = []
     for place in (directory, directory / "checkpoints"):
         for path in sorted(place.iterdir()) if place.is_dir() else []:
             what = kind_of(path.name, LEFTOVERS)
             if what is not None and not path.is_symlink() and path.is_dir():
                 try:
-                    found.append(Leftover(what, str(path), disk_bytes(path), describe_use(path)))
+                    leftovers.append(Leftover(what, str(path), disk_bytes(path), describe_use(path)))
                 except FileNotFoundError:
                     continue  # removed meanwhile, by whoever it was of
-    return found
+    return leftovers
 
 
 def disk_bytes(path: Path) -> int:
@@ -153,7 +151,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def describe_use(path: Path) -> str:
-    """Why something may be in use: a process has it locked, or it changed just now. "" where neither is so."""
+    """Say why something may be in use: it is locked, or changed just now; else ""."""
     if is_locked(path.parent) or (path.is_dir() and is_locked(path)):
         return "a training or a merge has it locked"
     age = time.time() - last_change(path)
@@ -163,7 +161,7 @@ def describe_use(path: Path) -> str:
 def last_change(path: Path) -> float:
     """When a file, or something in a directory, changed last, a new name included. Seconds since 1970."""
     try:
-        return max(os.lstat(each).st_ctime for each in (path, *path.rglob("*")))
+        return max(os.lstat(entry).st_ctime for entry in (path, *path.rglob("*")))
     except FileNotFoundError:
         return time.time()  # just removed, by its user
 

@@ -1,4 +1,4 @@
-"""The monitor of the disk as a callback of any transformers or TRL trainer."""
+"""The disk monitor as a callback of any transformers or TRL trainer."""
 
 import logging
 import math

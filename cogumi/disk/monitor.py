@@ -188,14 +188,14 @@ def check_settings(warn: float, alarm: float, interval: float) -> None:
 def described(path: Path) -> str:
     """A directory and its filesystem in words: what a watch says when it begins."""
     try:
-        found = filesystem_of(path)
+        filesystem = filesystem_of(path)
     except OSError as error:
         return f"{path} (its filesystem does not answer: {error.strerror})"
-    where = f"{found.kind or 'a filesystem'} at {found.mount}"
-    if found.network:
+    where = f"{filesystem.kind or 'a filesystem'} at {filesystem.mount}"
+    if filesystem.network:
         where += ", a network filesystem whose numbers may be the whole cluster's"
-    share = found.space.used_share
-    used = "of unknown size" if share is None else f"{percent(share)} used, {format_bytes(found.space.free)} free"
+    share = filesystem.space.used_share
+    used = "of unknown size" if share is None else f"{percent(share)} used, {format_bytes(filesystem.space.free)} free"
     return f"{path} ({where}: {used})"
 
 

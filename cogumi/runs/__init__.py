@@ -1,4 +1,4 @@
-"""`cogumi.train`, `cogumi.preview` and `cogumi.preflight`: what is refused and chosen before torch is imported comes first."""
+"""`cogumi.train`, `cogumi.preview` and `cogumi.preflight`: validation and choices that come before torch is imported."""
 
 import os
 import re
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cogumi.training import RunResult
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
-NO_PATH = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")  # a model of cogumi's, or what may be a hub id
+HUB_NAME = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")  # a model of cogumi's, or what may be a hub id
 
 
 def train(config: Config, **overrides: Any) -> "RunResult":
@@ -33,7 +33,7 @@ def train(config: Config, **overrides: Any) -> "RunResult":
     with a GPU, unless torchrun or accelerate started them. Raises UsageError, before anything is written, for a mistake in
     the configuration, the data or the run directory. Raises RunFailed where one of several processes died.
     """
-    run = refuse_mistakes(config, overrides, trains=True)
+    run = validate_config(config, overrides, for_training=True)
     if (count := count_processes(run.cogumi.processes, os.environ)) > 1:
         from cogumi.methods.step_split import refuse_unshared
 
@@ -43,41 +43,51 @@ def train(config: Config, **overrides: Any) -> "RunResult":
 
             refuse_missing_gpus(count, os.environ)
             return train_in_processes(config, overrides, run.run_dir, count)
-    with libraries(run):
+    with import_backend(run):
         from cogumi.training import train as train_here
 
     return train_here(config, **overrides)
 
 
 def preview(config: Config, examples: int = 3, **overrides: Any) -> "Preview":
-    """What `cogumi.train` would train on with the same words. Raises UsageError as it does, for the data and its tokenizer.
+    """Show what `cogumi.train` would train on. Raises UsageError as it does, for the data and its tokenizer.
 
-    examples: how many are shown, the first ones.
+    Args:
+        config: As for `cogumi.train`.
+        examples: How many of the first examples are shown.
+        overrides: As for `cogumi.train`.
     """
-    with libraries(refuse_mistakes(config, overrides)):
+    with import_backend(validate_config(config, overrides)):
         from cogumi.methods.preview import preview as preview_here
 
     return preview_here(config, examples, **overrides)
 
 
 def preflight(config: Config, card: str | None = None, probe: bool = False, **overrides: Any) -> "PreflightReport":
-    """Whether `cogumi.train` with the same words would fit, and what to change where it would not.
+    """Forecast whether `cogumi.train` would fit, and what to change if not.
 
-    card: plan for this card ("H100 SXM", "A100 80GB"; `cogumi.stack.gpus`) instead of this machine. probe: make ten steps
-    here to know the time, which downloads and loads the model. Of a model on the hub its config and tokenizer are fetched
-    and no weights; of a data set there, the files. Raises UsageError for a mistake in the configuration.
+    Of a model on the hub its config and tokenizer are downloaded and no weights; of a data set there, the files. Raises
+    UsageError for a mistake in the configuration.
+
+    Args:
+        config: As for `cogumi.train`.
+        card: Plan for this card ("H100 SXM", "A100 80GB"; `cogumi.stack.gpus`) instead of this machine.
+        probe: Make ten steps here to measure the time, which downloads and loads the model.
+        overrides: As for `cogumi.train`.
     """
-    with libraries(refuse_mistakes(config, overrides, trains=probe), elsewhere=card is not None):
+    with import_backend(validate_config(config, overrides, for_training=probe), other_machine=card is not None):
         from cogumi.forecast.run_forecast import forecast_run
 
     return forecast_run(config, card, train if probe else None, overrides)
 
 
 @contextmanager
-def libraries(run: "RunConfig", elsewhere: bool = False) -> Iterator[None]:
-    """For a block that imports torch, trl or peft: one GPU is chosen, and unsloth, where the run takes it, patches them first.
+def import_backend(run: "RunConfig", other_machine: bool = False) -> Iterator[None]:
+    """Choose one GPU, and let unsloth patch torch, trl and peft before the block imports them, if the run uses it.
 
-    elsewhere: the run is to train on another machine, so that unsloth need not be installed here.
+    Args:
+        run: The configuration.
+        other_machine: The run will train on another machine, so unsloth need not be installed here.
     """
     use_one_gpu()
     keep_compiled_code()
@@ -85,26 +95,26 @@ def libraries(run: "RunConfig", elsewhere: bool = False) -> Iterator[None]:
         from cogumi.models.unsloth_models import choose_backend
         from cogumi.patches import unsloth_rl
 
-        unsloth_rl.apply("auto" if elsewhere else choose_backend(run).name)
+        unsloth_rl.apply("auto" if other_machine else choose_backend(run).name)
         yield
 
 
-def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool = False) -> "RunConfig":
-    """The configuration. Raises UsageError for what is known to be wrong without the seconds of importing torch and trl."""
+def validate_config(config: Config, overrides: Mapping[str, Any], for_training: bool = False) -> "RunConfig":
+    """Return the configuration. Raises UsageError for mistakes that can be found without importing torch and trl."""
     # Imported here: attaching to a run needs no schema.
     from cogumi.config.binding import nearest
     from cogumi.config.schema import read_config
     from cogumi.data.sources import refuse_missing
 
     run, origins = read_config(config, overrides)
-    if trains:
+    if for_training:
         refuse_ranks(os.environ, run.cogumi.processes, format_command(sys.argv))
-    if (name := run.model.name) and not NO_PATH.fullmatch(name) and not Path(name).is_dir():
-        near = nearest(Path(name).name, (each.name for each in Path(name).parent.glob("*/")))
+    if (name := run.model.name) and not HUB_NAME.fullmatch(name) and not Path(name).is_dir():
+        near = nearest(Path(name).name, (path.name for path in Path(name).parent.glob("*/")))
         hint = f"; there is {Path(name).parent / near}" if near else ""
         fix = "give a directory that is there, or a hub id (owner/name)"
         raise origins.error(f"no model at {name!r}: there is no such directory{hint}", "model.name", fix)
-    for key, source in (("source", run.data.source), *(("mix", each.source) for each in run.data.mix)):
+    for key, source in (("source", run.data.source), *(("mix", part.source) for part in run.data.mix)):
         try:
             if source is not None:
                 refuse_missing(source)
@@ -114,7 +124,7 @@ def refuse_mistakes(config: Config, overrides: Mapping[str, Any], trains: bool =
 
 
 def format_command(arguments: list[str]) -> str:
-    """What started this process, as it is typed without a launcher."""
+    """Return the command that started this process, without a launcher."""
     program, words = Path(arguments[0]), arguments[1:]
-    own = program.name == "cogumi" or program.parts[-2:] == ("cogumi", "__main__.py")
-    return shlex.join(["cogumi", *words] if own else ["python", str(program), *words])
+    is_cogumi = program.name == "cogumi" or program.parts[-2:] == ("cogumi", "__main__.py")
+    return shlex.join(["cogumi", *words] if is_cogumi else ["python", str(program), *words])

@@ -1,7 +1,4 @@
-"""A run in a process of its own: close the notebook, and come back to it.
-
-Nothing here loads torch. So reading a run takes milliseconds, and no memory of the GPU that the run trains on.
-"""
+"""Handle to a run in another process. Loads no torch: reading a run takes milliseconds and no GPU memory."""
 
 import logging
 import math
@@ -43,7 +40,7 @@ SUPERVISOR_SECONDS = 2.0  # that a supervisor may take to write how its process 
 
 @dataclass(frozen=True)
 class Run:
-    """A run in a directory, whichever process trains it: `cogumi.start`, or `cogumi train` in another terminal."""
+    """Handle to a run, in this or another process."""
 
     run_dir: Path
 
@@ -129,7 +126,7 @@ class Run:
         statuses = self._statuses(math.inf if timeout is None else time.monotonic() + timeout)
         with show_seconds(f"{self.run_dir.name}: the first step is being waited for"):
             # A bar without a total would stay one.
-            status = next(each for each in statuses if each.steps is not None or each.ended)
+            status = next(reached for reached in statuses if reached.steps is not None or reached.ended)
         hidden = True if status.steps is None else None  # of a run that ended before a step
         name, done = escape_controls(self.run_dir.name), status.step or 0
         with tqdm(desc=name, unit="step", total=status.steps, initial=done, disable=hidden) as bar:
@@ -140,7 +137,7 @@ class Run:
         return status
 
     def _statuses(self, until: float) -> Iterator[Status]:
-        """How it stands, now and again until it has ended. Raises TimeoutError where it is later than `until`."""
+        """Yield the status, again and again until the run has ended. Raises TimeoutError after `until`."""
         while True:
             status = self.status()
             yield status
@@ -196,10 +193,10 @@ class Run:
 
     def unpause(self) -> None:
         """End a pause, and take back one that the run has not come to. Raises UsageError where there is neither."""
-        status, asked = self._status_at_work(), [self.run_dir / name for name in (PAUSE, PAUSED)]
-        if not any(path.exists() for path in asked):
+        status, paths = self._status_at_work(), [self.run_dir / name for name in (PAUSE, PAUSED)]
+        if not any(path.exists() for path in paths):
             raise UsageError(format_headline(status), fix="it is not paused")
-        for path in asked:
+        for path in paths:
             path.unlink(missing_ok=True)
 
     def _request(self, name: str) -> None:
@@ -209,11 +206,11 @@ class Run:
         (self.run_dir / name).touch()
 
     def _status_at_work(self) -> Status:
-        """How it stands. Raises UsageError where it has ended."""
+        """Return the status. Raises UsageError if the run has ended."""
         status = self.status()
         if status.ended:
             but = f"; {describe_resume(status)}" if status.state in BROKEN_OFF else ""
-            raise UsageError(format_headline(status), fix=f"there is no training to ask{but}")
+            raise UsageError(format_headline(status), fix=f"this run is not training{but}")
         return status
 
 

@@ -1,6 +1,6 @@
-"""Starting a run in a process of its own, and undoing a start that is interrupted.
+"""Start a run in a process of its own, and undo a start that is interrupted. Loads no torch.
 
-What happens on the other side is in `cogumi.runs.supervisor`. Like `cogumi.runs.handle` this loads no torch.
+The other side is `cogumi.runs.supervisor`.
 """
 
 import json
@@ -26,16 +26,15 @@ from cogumi.core.formatting import last_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.run_directory import CONSOLE, START, same_process
 from cogumi.core.worker import kill_with_children
-from cogumi.runs import refuse_mistakes
+from cogumi.runs import validate_config
 from cogumi.runs.handle import POLL_SECONDS, Run, show_log
 from cogumi.stack.gpus import without_chosen_gpu
 from cogumi.telemetry.status import format_headline, format_sentence, read_json_or_empty, relative_path
 
 log = logging.getLogger("cogumi")
-# How long a start waits for the first step, once the configuration is found good: most of what a library refuses shows by
-# then, and a long download is not waited for.
+# For the first step, once the configuration is valid: most refusals of libraries come earlier, and a download may take long.
 PATIENCE_SECONDS = 20.0
-ENDING_SECONDS = 30.0  # that the processes of a start may take to end
+ENDING_SECONDS = 30.0  # for the processes of a start to end
 
 
 @show_seconds("start: the run is being prepared in a process of its own")
@@ -47,23 +46,23 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     resumed from its last good checkpoint. An interrupt (Ctrl-C) before it returns cancels the start. Raises UsageError for
     what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
     """
-    run = Run(refuse_mistakes(config, overrides, trains=True).run_dir.absolute())
-    what = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))
+    run = Run(validate_config(config, overrides, for_training=True).run_dir.absolute())
+    job = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))
     reader, writer = os.pipe()
-    with show_log(), TemporaryFile() as output, open(reader, "rb", 0) as words, ThreadPoolExecutor(1) as pool:
-        log.info("configuration and data are being checked, in the process that will train")
-        launching = pool.submit(launch, run.run_dir, what, writer, output)  # no interrupt reaches it
+    with show_log(), TemporaryFile() as output, open(reader, "rb", 0) as pipe, ThreadPoolExecutor(1) as pool:
+        log.info("checking configuration and data in the training process")
+        launching = pool.submit(launch, run.run_dir, job, writer, output)  # no interrupt reaches it
         try:
             launching.result()
-            while (word := read_word(words, run.run_dir)) is None:
+            while (message := poll_startup_message(pipe, run.run_dir)) is None:
                 time.sleep(POLL_SECONDS)
-            if not word:
+            if not message:
                 output.seek(0)
                 raise RunFailed(f"the process ended before it had a run: {last_line(output.read().decode())}")
-            if "already" in word:
-                log.info("%s", word["already"])
+            if "already" in message:
+                log.info("%s", message["already"])
                 return run
-            await_first_step(run, words)
+            await_first_step(run, pipe)
         except KeyboardInterrupt:
             done = undo_start(launching.result(), run.run_dir)
             log.warning("the start is cancelled: its processes are ended, and %s", done)
@@ -72,81 +71,82 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     return run
 
 
-def launch(run_dir: Path, what: bytes, words: int, output: Any) -> int:
-    """Leave a trainer behind and return its session. what: pickled, on its standard input, so that no file holds it."""
+def launch(run_dir: Path, job: bytes, pipe: int, output: Any) -> int:
+    """Leave a trainer behind and return its session. The pickled job goes to its standard input, so that no file holds it."""
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "cogumi.runs.supervisor", str(words), str(run_dir)],
+        [sys.executable, "-m", "cogumi.runs.supervisor", str(pipe), str(run_dir)],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,
         start_new_session=True,
-        pass_fds=(words,),
+        pass_fds=(pipe,),
         # A progress bar that goes to a file is a line for each of its refreshes.
         env={"TQDM_DISABLE": "1", **without_chosen_gpu(os.environ), "PYTHONUNBUFFERED": "1"},
     )
-    os.close(words)
+    os.close(pipe)
     with launcher:
-        launcher.communicate(what)  # one that cannot begin at all says so in its output
+        launcher.communicate(job)  # one that cannot start at all prints why
     return launcher.pid
 
 
-def read_word(words: BinaryIO, run_dir: Path) -> dict[str, str] | None:
-    """What the trainer has said; {} once its processes have ended, None where it says nothing. Raises what it refuses.
+def poll_startup_message(pipe: BinaryIO, run_dir: Path) -> dict[str, str] | None:
+    """Return the trainer's next message; {} once its processes have ended, None if there is none yet.
 
-    A refusal is also in the directory. Of a run that never was, the directory is removed once the refusal is read.
+    Raises UsageError for a refusal. If the run never started, its directory is removed after reading that.
     """
-    if not select.select([words], [], [], 0)[0]:
+    if not select.select([pipe], [], [], 0)[0]:
         return None
-    word: dict[str, str] = json.loads(words.readline() or "{}")
-    if "refused" in word:
-        select.select([words], [], [], ENDING_SECONDS)  # its supervisor still writes there
+    message: dict[str, str] = json.loads(pipe.readline() or "{}")
+    if "refused" in message:
+        select.select([pipe], [], [], ENDING_SECONDS)  # its supervisor still writes there
         started = read_json_or_empty(run_dir / START)
-        if started.get("refused") == word["refused"] and started["new"]:
+        if started.get("refused") == message["refused"] and started["new"]:
             for name in (CONSOLE, START):
                 (run_dir / name).unlink(missing_ok=True)
             with suppress(OSError):  # something else is there
                 run_dir.rmdir()
-        raise UsageError(word["refused"])
-    return word
+        raise UsageError(message["refused"])
+    return message
 
 
-def await_first_step(run: Run, words: BinaryIO) -> None:
-    """Wait until the run has made a step, its processes have ended, or patience is over. Raises what it ended in."""
+def await_first_step(run: Run, pipe: BinaryIO) -> None:
+    """Wait until the run has made a step, its processes have ended, or PATIENCE_SECONDS. Raises RunFailed if it failed."""
     began, until = time.time(), time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < until and read_word(words, run.run_dir) is None:
+    while time.monotonic() < until and poll_startup_message(pipe, run.run_dir) is None:
         time.sleep(POLL_SECONDS)
         with suppress(UsageError):  # a refusal takes the directory away just before it is told
             beat = run.status().heartbeat
             if beat.get("step", 0) > 0 and beat["time"] > began:
                 break
     status, started = run.status(), read_json_or_empty(run.run_dir / START)
-    said = read_json_or_empty(run.run_dir / "status.json")  # of the process before, where this one wrote none
-    if status.state in ("died", "failed") or (started.get("exit") in range(1, 128) and not same_process(started, said)):
+    recorded = read_json_or_empty(run.run_dir / "status.json")  # by the process before, if this one wrote none
+    failed_early = started.get("exit") in range(1, 128) and not same_process(started, recorded)
+    if status.state in ("died", "failed") or failed_early:
         raise RunFailed(f"{format_sentence(status)}; {relative_path(status.log)} ends in: {last_line(run.logs(5))}")
 
 
 def undo_start(session: int, run_dir: Path) -> str:
-    """End the processes of a start, and remove a directory that it made. Returns what was done with it, in words."""
-    left, started = session_processes(session), read_json_or_empty(run_dir / START)
-    # Not another start, at the same time.
-    made = started.get("new") and started["pid"] in [each.pid for each in left]
+    """End the processes of a start, and remove the directory if this start made it. Returns what was done with it."""
+    processes, started = session_processes(session), read_json_or_empty(run_dir / START)
+    # The directory may belong to another start, at the same time.
+    is_own = started.get("new") and started["pid"] in [process.pid for process in processes]
     until = time.monotonic() + ENDING_SECONDS
-    while left and time.monotonic() < until:
-        for process in left:
+    while processes and time.monotonic() < until:
+        for process in processes:
             kill_with_children(process.pid)
-        psutil.wait_procs(left, POLL_SECONDS)
-        left = session_processes(session)
-    if not made:
+        psutil.wait_procs(processes, POLL_SECONDS)
+        processes = session_processes(session)
+    if not is_own:
         return "nothing is removed"
     shutil.rmtree(run_dir)
     return f"{relative_path(str(run_dir))} is removed"
 
 
 def session_processes(session: int) -> list[psutil.Process]:
-    """The living processes of a session."""
-    found = []
+    """List the living processes of a session."""
+    processes = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended just now
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes

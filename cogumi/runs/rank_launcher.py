@@ -1,9 +1,8 @@
-"""A run in several processes of this machine: starts them, hands on signals, and says which one died.
+"""A run in several processes of this machine: start them, forward signals, and report which one died.
 
-Each is `python -m cogumi.runs.rank_launcher OUTCOME` with the variables of torchrun, in a session of its own. What to train
-comes on standard input, which stays open: at its end the process that started this one is gone. The first process has this
-one's output, and writes what came of the run into the file OUTCOME. The output of each other process goes to a file, which is
-kept in the run directory where it died.
+Each is `python -m cogumi.runs.rank_launcher OUTCOME` with the variables of torchrun, in a session of its own. The job comes
+on standard input, which stays open: at its end the launcher is gone. Rank 0 shares the launcher's output, and writes the
+run's result into the file OUTCOME. The output of each other rank goes to a file, kept in the run directory if it died.
 """
 
 import logging
@@ -52,29 +51,20 @@ def train_in_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path,
 
     Raises RunFailed, with the number of the process, where one died.
     """
-    result = run_processes(config, overrides, run_dir, count)
-    return pickle.loads(result)  # type: ignore[no-any-return]
-
-
-def run_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path, count: int, quiet: bool = False) -> bytes:
-    """`train_in_processes`, with the result pickled: to read it is to import torch, and with unsloth to start CUDA.
-
-    quiet: the first process prints nothing here.
-    """
-    what = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))
+    job = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))
     with TemporaryDirectory(prefix="cogumi-ranks-") as directory:
         place, ranks = Path(directory), list[Rank]()
         try:
             with forwarding_signals() as pending:
-                start_ranks(ranks, count, what, place, quiet)
+                start_ranks(ranks, count, job, place)
                 first = wait_for_all(ranks, pending)
         finally:
-            for each in ranks:
-                if each.poll() is None:
-                    kill_with_children(each.pid)
-                each.wait()
-                if each.stdin is not None:
-                    each.stdin.close()
+            for rank in ranks:
+                if rank.poll() is None:
+                    kill_with_children(rank.pid)
+                rank.wait()
+                if rank.stdin is not None:
+                    rank.stdin.close()
         outcome = place / OUTCOME
         result, error = pickle.loads(outcome.read_bytes()) if outcome.exists() else (None, None)
         if first is not None and result is not None:  # a library's thread, say, that aborts a process at its exit
@@ -82,16 +72,16 @@ def run_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path, coun
             log.warning("after the run had ended, process %d %s", first, how)
         # The first process may only have met the end of another one.
         elif first is not None and not isinstance(error, UsageError) and (first > 0 or error is None):
-            raise RunFailed(tell_death(ranks, first, place, run_dir))
+            raise RunFailed(describe_failed_rank(ranks, first, place, run_dir))
         if error is not None:
             raise error
     if result is None:  # asked to end before it began
         code = next((rank.returncode for rank in ranks if rank.returncode in ASKED), ranks[0].returncode)
         raise SystemExit(code if code > 0 else 128 - code)
-    return bytes(result)
+    return pickle.loads(result)  # type: ignore[no-any-return]
 
 
-def start_ranks(ranks: list[Rank], count: int, what: bytes, place: Path, quiet: bool) -> None:
+def start_ranks(ranks: list[Rank], count: int, job: bytes, place: Path) -> None:
     """Add the processes to `ranks`, one by one."""
     threads = str(max(1, (os.cpu_count() or 1) // count))
     shared = {
@@ -101,20 +91,19 @@ def start_ranks(ranks: list[Rank], count: int, what: bytes, place: Path, quiet: 
         "MASTER_PORT": str(find_port()),
     }
     for rank in range(count):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count} if count > 1 else {}
-        own_output = rank > 0 or quiet
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         with (place / f"rank-{rank}.log").open("wb") as log_file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "cogumi.runs.rank_launcher", str(place / OUTCOME)],
                 stdin=subprocess.PIPE,
-                stdout=log_file if own_output else None,
-                stderr=log_file if own_output else None,
-                env=shared | {name: str(value) for name, value in own.items()},
+                stdout=log_file if rank > 0 else None,
+                stderr=log_file if rank > 0 else None,
+                env=shared | {name: str(value) for name, value in variables.items()},
                 start_new_session=True,  # a signal of the terminal comes once, from this process
             )
         ranks.append(process)
         assert process.stdin is not None
-        process.stdin.write(what)
+        process.stdin.write(job)
         process.stdin.flush()
 
 
@@ -174,15 +163,15 @@ def describe_death(code: int, output: Path) -> str:
     return f"ended with status {code}: {last_line(output.read_text(encoding='utf-8', errors='replace'))}"
 
 
-def tell_death(ranks: list[Rank], rank: int, place: Path, run_dir: Path) -> str:
-    """Which process died, and of what; into the run's status too, and its output into the run directory."""
+def describe_failed_rank(ranks: list[Rank], rank: int, place: Path, run_dir: Path) -> str:
+    """Describe which process died and why; record it in the run's status, and keep its output in the run directory."""
     output, status = place / f"rank-{rank}.log", run_dir / "status.json"
     died = f"process {rank} of {len(ranks)} {describe_death(ranks[rank].returncode, output)}"
     if status.exists():
-        if rank > 0 or output.stat().st_size:  # that of the first may have been this one's
-            kept = run_dir / output.name
-            shutil.copyfile(output, kept)
-            died += f"; its output is {kept}"
+        if rank > 0:  # rank 0 shares the launcher's output
+            copy = run_dir / output.name
+            shutil.copyfile(output, copy)
+            died += f"; its output is {copy}"
         write_json(status, {"state": "failed", "time": time.time(), **this_process(), "reason": died})
     saved = any(run_dir.glob("checkpoints/checkpoint-*"))
     then = "The same command resumes from the last good checkpoint" if saved else "Nothing was saved yet"
@@ -230,12 +219,12 @@ def exit_status(error: BaseException) -> int:
 
 
 def dump_outcome(result: Any, error: BaseException | None) -> bytes:
-    """The pickled result of a run or None, and its error, pickled; of what cannot be, what it says."""
+    """Pickle the result of a run and its error; what cannot be pickled becomes a RuntimeError with its text."""
     try:
         return pickle.dumps((None if error is not None else pickle.dumps(result), error))
     except Exception as unpicklable:  # noqa: BLE001  whatever the error of a library, or a result, holds
-        said = "".join(traceback.format_exception(error)) if error is not None else f"no result: {unpicklable}"
-        return pickle.dumps((None, RuntimeError(said)))
+        text = "".join(traceback.format_exception(error)) if error is not None else f"no result: {unpicklable}"
+        return pickle.dumps((None, RuntimeError(text)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The other side of `cogumi.start`: python -m cogumi.runs.supervisor FD RUN_DIR trains what it is told, in a session of its own.
+"""The other side of `cogumi.start`: `python -m cogumi.runs.supervisor FD RUN_DIR` trains in a session of its own.
 
     start -> launcher (ends at once) -> supervisor -> trainer
 
@@ -44,7 +44,7 @@ ORPHAN_SECONDS = 15.0  # that the workers of a killed process may take to notice
 
 
 def main() -> None:
-    words, run_dir = int(sys.argv[1]), Path(sys.argv[2])
+    pipe, run_dir = int(sys.argv[1]), Path(sys.argv[2])
     if os.fork():
         os._exit(0)  # start waits for this
     if trainer := os.fork():
@@ -59,60 +59,60 @@ def main() -> None:
     log.setLevel(logging.INFO)
     config, overrides = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.exit(run_training(words, run_dir, config, overrides))
+    sys.exit(run_training(pipe, run_dir, config, overrides))
 
 
 def supervise(trainer: int, run_dir: Path) -> None:
     """Wait until the trainer has ended, and add its exit status (a signal is negative) to the record of its start."""
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # what is meant for the trainer is not to end the one who tells of it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # what is meant for the trainer is not to end the one who tells of it
     code = os.waitstatus_to_exitcode(os.waitpid(trainer, 0)[1])
     started = read_json_or_empty(run_dir / START)
     if started.get("pid") == trainer:
         write_json(run_dir / START, {**started, "exit": code})
 
 
-def run_training(words: int, run_dir: Path, config: Any, overrides: Mapping[str, Any]) -> int:
-    """Check, say what there is to say, train. Returns the exit status: 0 good, 1 checks failed, 2 refused."""
+def run_training(pipe: int, run_dir: Path, config: Any, overrides: Mapping[str, Any]) -> int:
+    """Check, report to the process that started this, and train. Returns the exit status: 0, 1 checks failed, 2 refused."""
 
-    def tell(**word: str) -> None:
-        with suppress(BrokenPipeError):  # the process that asked for the run is gone, or waits no longer
-            os.write(words, json.dumps(word).encode() + b"\n")
+    def send_startup_message(**fields: str) -> None:
+        with suppress(BrokenPipeError):  # that process is gone, or waits no longer
+            os.write(pipe, json.dumps(fields).encode() + b"\n")
 
     try:
         from cogumi.config.schema import load_config, read_config
-        from cogumi.runs import libraries
+        from cogumi.runs import import_backend
 
         # Where there is unsloth, it comes before what load_config imports.
-        with libraries(read_config(config, overrides)[0]):
+        with import_backend(read_config(config, overrides)[0]):
             from cogumi.runs import train
 
         run = load_config(config, **overrides)
         if already := describe_existing(run):
-            tell(already=already)
+            send_startup_message(already=already)
             return 0
-        with redirect_to_console(run_dir) as ours:
-            if not ours:
-                tell(already=f"{run.run_dir} is just being started")
+        with redirect_to_console(run_dir) as record:
+            if not record:
+                send_startup_message(already=f"{run.run_dir} is just being started")
                 return 0
-            tell(begins=str(run_dir))
+            send_startup_message(begins=str(run_dir))
             try:
                 return 0 if train(config, **overrides).passed else 1
             except UsageError as error:
                 log.error("refused: %s", error)
-                tell(refused=str(error))
+                send_startup_message(refused=str(error))
                 run_dir.mkdir(exist_ok=True)  # a refusal by a library has taken it away
-                write_json(run_dir / START, {**ours, "refused": str(error)})
+                write_json(run_dir / START, {**record, "refused": str(error)})
                 return 2
     except UsageError as error:
-        tell(refused=str(error))
+        send_startup_message(refused=str(error))
         return 2
 
 
 def describe_existing(run: "RunConfig") -> str:
-    """Where the run that is asked for is under way or over already, a line that says so; "" where it is to be started.
+    """Describe the run in the directory if it is under way or over already; "" if it is to be started.
 
-    Raises UsageError where something else is in its directory.
+    Raises UsageError if something else is in the directory.
     """
     from cogumi.training.stages import describe_differences, refuse_unless_unfinished
 
@@ -121,23 +121,25 @@ def describe_existing(run: "RunConfig") -> str:
     if not (run.run_dir / "status.json").exists():
         refuse_occupied(run.run_dir)
     status = status_of(run.run_dir)
-    other = describe_differences(run) if (run.run_dir / "config.yaml").exists() else ""
+    differences = describe_differences(run) if (run.run_dir / "config.yaml").exists() else ""
     if status.alive:
-        but = f", with another configuration ({other}): that one is attached to, nothing is started" if other else ""
-        return f"{run.run_dir} is under way already{but}"
+        other = f", with another configuration ({differences}): that one is attached to, nothing is started"
+        return f"{run.run_dir} is under way already{other if differences else ''}"
     if not status.state.startswith("finished"):
         refuse_unless_unfinished(run)
         return ""
-    if other:
-        wrong = f"{run.run_dir} holds a run ({status.state}) of another configuration ({other})"
-        raise UsageError(wrong, fix="set cogumi.run_dir to a new directory")
+    if differences:
+        problem = f"{run.run_dir} holds a run ({status.state}) of another configuration ({differences})"
+        raise UsageError(problem, fix="set cogumi.run_dir to a new directory")
     return f"{run.run_dir}: {status.state} already; there is nothing to start"
 
 
 @contextmanager
 def redirect_to_console(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Make the directory, and let everything this process prints go to its console.log. Yields the record of this start,
-    with whether there was no run before it; {} where another start has the console."""
+    """Make the directory and redirect everything this process prints to its console.log.
+
+    Yields the record of this start, with whether there was no run before it; {} if another start has the console.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         console = os.open(run_dir / CONSOLE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -149,19 +151,19 @@ def redirect_to_console(run_dir: Path) -> Iterator[dict[str, Any]]:
         if not acquire_lock(lock, run_dir):
             yield {}
             return
-        ours = {**this_process(), "time": time.time(), "new": is_empty(run_dir)}
-        write_json(run_dir / START, ours)
+        record = {**this_process(), "time": time.time(), "new": is_empty(run_dir)}
+        write_json(run_dir / START, record)
         for stream in (1, 2):
             os.dup2(console, stream)
         log.info("process %d of %s, in %s", os.getpid(), os.uname().nodename, os.getcwd())
-        yield ours
+        yield record
     finally:
         os.close(console)
         os.close(lock)
 
 
 def acquire_lock(lock: int, run_dir: Path) -> bool:
-    """Take the lock. False where another living start has it; the workers of one that was killed end some seconds later."""
+    """Take the lock; False if another living start has it. The workers of a killed one end some seconds later."""
     until = time.monotonic() + ORPHAN_SECONDS
     while time.monotonic() < until:
         try:

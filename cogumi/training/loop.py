@@ -1,4 +1,4 @@
-"""The training itself, with everything that watches it.
+"""Train, with everything that watches a training.
 
 A training under way does what files in its run directory ask for. CHECKPOINT asks for a checkpoint. PAUSE asks for a
 checkpoint and a wait between two steps, until the file PAUSED is removed. A red flag may ask for a pause as well.
@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from cogumi.checkpoints.protection import DEFAULT_KEEP, keep_limit, protect
-from cogumi.checkpoints.retention import last_good_checkpoint
+from cogumi.checkpoints.verify import last_good_checkpoint
 from cogumi.compile.layers import compile_trainer
 from cogumi.config.schema import CogumiSection, RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
@@ -48,15 +47,15 @@ from cogumi.telemetry.status import BUDGET_SPENT, NON_FINITE
 from cogumi.telemetry.throughput import PAUSED_STAGE
 
 log = logging.getLogger("cogumi")
-TIMES = 10  # at most so often on the way
-SHARE = 0.02  # of the computing of the training, at most, for what is measured on the way
-PASSES = 3  # of a training step: forward, and backward at twice its cost
+MAX_EVALUATIONS = 10  # between the first and the last step
+MAX_EVALUATION_TIME_SHARE = 0.02  # of the training's computing
+FLOPS_MULTIPLIER = 3  # of a training step: forward, and backward at twice its cost
 LOOK_SECONDS = 1.0  # between two looks at the directory, which may be on a slow disk
 PAUSE_SECONDS = 0.5
 
 
 class Agreement(TrainerCallback):
-    """What the first process decides is done by all: to save, to evaluate, to stop. The last of the callbacks."""
+    """Make all processes save, evaluate and stop as rank 0 decides. The last of the callbacks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -69,8 +68,10 @@ class Agreement(TrainerCallback):
 
 
 class ControlCallback(TrainerCallback):
-    """Between two steps: measures the held-out loss of `rows` rows, ends a training whose budget is spent, does what files ask
-    for. Goes before callbacks that take the time of a step."""
+    """Between steps: evaluate on `rows` held-out rows, end a training whose budget is spent, obey request files.
+
+    Goes before callbacks that measure the time of a step.
+    """
 
     def __init__(self, trainer: Any, options: CogumiSection, telemetry: recorder.Telemetry, rows: int = 0) -> None:
         self.trainer, self.options, self.telemetry, self.rows = trainer, options, telemetry, rows
@@ -84,8 +85,10 @@ class ControlCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.rows:
-            step = args.train_batch_size * args.gradient_accumulation_steps * PASSES
-            self.every = max(math.ceil(state.max_steps / TIMES), math.ceil(self.rows / step / SHARE))
+            step = args.train_batch_size * args.gradient_accumulation_steps * FLOPS_MULTIPLIER
+            self.every = max(
+                math.ceil(state.max_steps / MAX_EVALUATIONS), math.ceil(self.rows / step / MAX_EVALUATION_TIME_SHARE)
+            )
             on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
             when = f"before the first step, {on_the_way}and at the end (data.eval_rows)"
             if self.telemetry.ranks.leads:
@@ -102,8 +105,8 @@ class ControlCallback(TrainerCallback):
             self.log_outlook(step, min(state.max_steps, self.options.sanity or state.max_steps))
         if self.every and step % self.every == 0:
             control.should_evaluate = True  # after the step's own row is logged
-        if said := budget_reached(self.options, self.telemetry.meter.elapsed()):
-            spent = f"{said} after step {step} of {state.max_steps}"
+        if spent_budget := budget_reached(self.options, self.telemetry.meter.elapsed()):
+            spent = f"{spent_budget} after step {step} of {state.max_steps}"
             self.ended = EarlyEnd(BUDGET_SPENT, spent)
             log.warning("the budget is spent: %s; the training ends with a checkpoint. Raise it to resume", spent)
             control.should_save = control.should_training_stop = True
@@ -119,20 +122,22 @@ class ControlCallback(TrainerCallback):
             control.should_save = True
 
     def log_outlook(self, step: int, steps: int) -> None:
-        """Log what the first two steps and their rollouts make of the run's time and cost, and where its budget ends it."""
+        """Log the run's time and cost, and where its budget ends it, from the first two steps and their rollouts."""
         telemetry, meter = self.telemetry, self.telemetry.meter
         left = {end: telemetry.eta(step, end) or 0.0 for end in range(step, steps + 1)}
         reached = {end: budget_reached(self.options, meter.elapsed() + seconds) for end, seconds in left.items()}
         last = next((end for end, spent in reached.items() if spent), steps)
         rollout, cost = compare_rollouts(telemetry.run_dir, telemetry.throughput.total), meter.cost(left[steps])
         forecast = "{forecast_seconds:.3g} s forecast (factor {factor:.3g})" if rollout["factor"] else "not forecast"
-        said = f"rollout: {{measured_seconds:.3g}} s measured, {forecast}: this run will take about ".format(**rollout)
-        said += format_duration(meter.elapsed() + left[steps]) + ("" if cost is None else f", cost ${cost:,.2f}")
-        said += f", ends at about step {last} of {steps} ({reached[last]})" if last < steps else ""
-        log.log(logging.WARNING if last < steps else logging.INFO, "%s", said)
+        outlook = f"rollout: {{measured_seconds:.3g}} s measured, {forecast}: this run will take about ".format(
+            **rollout
+        )
+        outlook += format_duration(meter.elapsed() + left[steps]) + ("" if cost is None else f", cost ${cost:,.2f}")
+        outlook += f", ends at about step {last} of {steps} ({reached[last]})" if last < steps else ""
+        log.log(logging.WARNING if last < steps else logging.INFO, "%s", outlook)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait, where a checkpoint was just written, until the file is removed or a signal asks the training to end."""
+        """Wait after a requested checkpoint until the file is removed or a signal asks the training to end."""
         reason, self.reason = self.reason, None
         if reason is None or not self.telemetry.ranks.leads:  # the others wait for the first at their next exchange
             return
@@ -154,10 +159,10 @@ class ControlCallback(TrainerCallback):
 
 
 def remove_request(path: Path) -> bool:
-    """Remove the file; whether it was there."""
-    there = path.exists()
+    """Remove the file; return whether there was one."""
+    existed = path.exists()
     path.unlink(missing_ok=True)
-    return there
+    return existed
 
 
 def forget_requests(directory: Path) -> None:
@@ -167,7 +172,7 @@ def forget_requests(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """How a training went. `ended`: why it stopped, with a checkpoint, before its last step; None where it did not."""
+    """How a training went. ended: why it stopped, with a checkpoint, before its last step; None if it did not."""
 
     checks: list[Check]
     sentinel: Sentinel
@@ -182,9 +187,9 @@ def fit(
     heart: Heartbeat,
     ranks: Ranks | None = None,
 ) -> TrainingOutcome:
-    """Train, with the held-out loss before and after where the method has one, and judge what was logged.
+    """Train, with the held-out loss before and after if the method has one, and judge the logged metrics.
 
-    ranks: the processes of the training. Each calls this, and what the first one decides is done by all.
+    Each process of a training calls this; rank 0 decides for all.
     """
     ranks = ranks or Ranks()
     run_dir, options, rl = run.run_dir, run.cogumi, run.cogumi.method == "gspo"
@@ -194,7 +199,7 @@ def fit(
     telemetry = recorder.Telemetry(trainer, heart, options.method, ranks)
     trackers.set_tensorboard_directory(run_dir, trainer)
     trackers.begin_wandb(trainer)
-    if is_first_of_node(os.environ):
+    if os.environ.get("LOCAL_RANK", "0") in ("0", "-1"):  # one process of a machine watches its disks
         trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
     protect(
         trainer,
@@ -261,8 +266,8 @@ def fit(
     state = trainer.state
     if fault := protection.finite.ended or protection.finite.find_fault():
         last = last_good_checkpoint(trainer.args.output_dir) if ranks.leads else None
-        kept = f"the last finite checkpoint is {last.name}" if last else "no checkpoint was written before"
-        sentinel.ended = EarlyEnd(NON_FINITE, f"{fault}; {kept}")
+        last_finite = f"the last finite checkpoint is {last.name}" if last else "no checkpoint was written before"
+        sentinel.ended = EarlyEnd(NON_FINITE, f"{fault}; {last_finite}")
     ended = ranks.tell(sentinel.ended or control.ended)
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
     if measure_loss and not ranks.tell(ended is not None or was_evaluated(run_dir, state.global_step)):
@@ -282,28 +287,22 @@ def fit(
 
 
 def even_batch(rows: int, batch: int, count: int) -> int:
-    """The largest batch, at most `batch`, in which `count` processes have all rows once. Where there is none, which are fewer
-    rows than processes, accelerate fills the last batches up with the first rows."""
+    """Return the largest batch up to `batch` in which `count` processes see all rows once; `batch` if there is none."""
     return next((size for size in range(batch, 0, -1) if rows % (size * count) == 0), batch) if count > 1 else batch
 
 
-def is_first_of_node(environment: Mapping[str, str]) -> bool:
-    """Whether this is the first process on its machine, whose disks one process watches."""
-    return environment.get("LOCAL_RANK", "0") in ("0", "-1")
-
-
 def log_disk_forecast(run: RunConfig, trainer: Any) -> None:
-    """Before the first step: how large checkpoints and the merged model will be, and whether there is room for them."""
-    whole = run.cogumi.tuning == "full"
-    found = forecast_trainer(
+    """Log how large checkpoints and the merged model will be, and whether they fit, before the first step."""
+    is_full = run.cogumi.tuning == "full"
+    forecast = forecast_trainer(
         trainer,
         keep=trainer.cogumi_protection.saver.keep,
-        adapter_into=None if whole else run.run_dir / "adapter",
-        merged_into=run.run_dir / "merged" if run.cogumi.merge or whole else None,
+        adapter_into=None if is_full else run.run_dir / "adapter",
+        merged_into=run.run_dir / "merged" if run.cogumi.merge or is_full else None,
     )
-    write_section(run.run_dir / FORECAST, "disks", {"fits": found.fits, "lines": found.lines})
-    for line in found.lines:
-        log.log(logging.INFO if found.fits else logging.WARNING, "disk: %s", line)
+    write_section(run.run_dir / FORECAST, "disks", {"fits": forecast.fits, "lines": forecast.lines})
+    for line in forecast.lines:
+        log.log(logging.INFO if forecast.fits else logging.WARNING, "disk: %s", line)
 
 
 def was_evaluated(run_dir: Path, step: int) -> bool:

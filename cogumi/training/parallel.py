@@ -37,66 +37,70 @@ ON_CPU = {"ACCELERATE_TORCH_DEVICE": "cpu"}  # else "cpu:0", onto which torch lo
 
 
 def processes_here() -> int:
-    """How many processes this one trains with."""
+    """Return the number of processes of this training."""
     return max(1, count_launched(os.environ))
 
 
 def read_accelerate(name: str) -> dict[str, str]:
     """accelerate's variables for one of the package's configs, as `accelerate launch --config_file` sets them."""
-    found = yaml.safe_load((ACCELERATE / f"{name}.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load((ACCELERATE / f"{name}.yaml").read_text(encoding="utf-8"))
     variables = {}
-    for key, value in (found.get("fsdp_config") or {}).items():
-        said = str(value).lower() if isinstance(value, bool) else str(value)
-        variables[f"FSDP_{key.removeprefix('fsdp_').upper()}"] = said
+    for key, value in (config.get("fsdp_config") or {}).items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        variables[f"FSDP_{key.removeprefix('fsdp_').upper()}"] = text
     return variables | ({"ACCELERATE_USE_FSDP": "true"} if variables else {})
 
 
 def set_accelerate(run: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that this process needs before transformers looks for them.
+    """Return the environment variables that this process needs before transformers reads them.
 
     Raises UsageError where those of a launcher say otherwise."""
     if processes_here() == 1:
         if run.cogumi.sharding != "none":
-            what = f"{run.cogumi.sharding} shares the model among several processes, and there is one GPU"
-            raise UsageError(what, key="cogumi.sharding", fix="drop it")
+            problem = f"{run.cogumi.sharding} shares the model among several processes, and there is one GPU"
+            raise UsageError(problem, key="cogumi.sharding", fix="drop it")
         return {}
-    given = "fsdp2" if environment.get("ACCELERATE_USE_FSDP") == "true" else "none"
-    if given != run.cogumi.sharding and given != "none":
-        what = f"the launcher shards by {given}, and cogumi.sharding is {run.cogumi.sharding}"
-        raise UsageError(what, key="cogumi.sharding", fix=f"set it to {given}, or leave accelerate's config file out")
+    launched = "fsdp2" if environment.get("ACCELERATE_USE_FSDP") == "true" else "none"
+    if launched != run.cogumi.sharding and launched != "none":
+        problem = f"the launcher shards by {launched}, and cogumi.sharding is {run.cogumi.sharding}"
+        raise UsageError(
+            problem, key="cogumi.sharding", fix=f"set it to {launched}, or leave accelerate's config file out"
+        )
     on_cpu, shared = not torch.cuda.is_available(), run.cogumi.sharding != "none"
-    wanted = read_accelerate(run.cogumi.sharding) if shared else {}
+    config = read_accelerate(run.cogumi.sharding) if shared else {}
     if shared and on_cpu:
         shard_without_gpu()
-    found = {name: value for name, value in wanted.items() if name not in environment}
+    variables = {name: value for name, value in config.items() if name not in environment}
     # A launcher's config does not change the arithmetic of a run: TRL's arguments set it where the run has bf16.
-    return found | {"ACCELERATE_MIXED_PRECISION": "no"} | (ON_CPU if on_cpu else {})
+    return variables | {"ACCELERATE_MIXED_PRECISION": "no"} | (ON_CPU if on_cpu else {})
 
 
-class Others:
-    """The processes that wait for the first one: they are told what it has prepared, and at the end what came of the run.
-    What it raises while they wait, they raise. With one process nothing is told."""
+class Followers:
+    """The processes that wait for rank 0: they receive what it has prepared, and at the end the run's result.
+
+    Followers re-raise exceptions of rank 0 while they wait. With one process nothing is sent.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.waiting = ranks, True
 
-    def __enter__(self) -> "Others":
+    def __enter__(self) -> "Followers":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self.waiting:
             self.ranks.refuse(error)
 
-    def begin(self, chosen: RunConfig, base: str, run_dir: Path) -> None:
-        """They load the model and train, as this process does next."""
+    def start(self, chosen: RunConfig, base: str, run_dir: Path) -> None:
+        """Have them load the model and train, as this process does next."""
         self.ranks.answer((chosen, base, run_dir.absolute()))
         self.waiting = False
 
     def wait(self) -> None:
-        """They have trained."""
+        """Note that they have trained and wait again."""
         self.waiting = True
 
-    def end(self, result: Result) -> Result:
+    def finish(self, result: Result) -> Result:
         self.ranks.answer(result)
         self.waiting = False
         return result
@@ -124,8 +128,8 @@ def follow(ranks: Ranks) -> Any:
         chosen.train |= {"output_dir": str(run_dir / "checkpoints"), "report_to": "none"}
         meter = Meter()
         tokenizer = building.load_run_tokenizer(chosen, base)
-        of_base = AutoConfig.from_pretrained(base, revision=chosen.model.revision)
-        examples = prepare_examples(chosen, tokenizer, of_base)  # prepared by the first
+        base_config = AutoConfig.from_pretrained(base, revision=chosen.model.revision)
+        examples = prepare_examples(chosen, tokenizer, base_config)  # prepared by the first
         with measure_run(place, meter) as heart:
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
             fit(chosen, trainer, tokenizer, examples, heart, ranks)

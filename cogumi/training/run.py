@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.config.schema import RunConfig, dump_config, load_config
-from cogumi.core.errors import RefusedAtSetup, UsageError
+from cogumi.core.errors import RefusedAtSetup, UsageError, best_effort
 from cogumi.core.formatting import one_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.output import survive_closed_terminal
@@ -46,13 +46,7 @@ from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import stages
 from cogumi.training.loop import fit, forget_requests
-from cogumi.training.parallel import (
-    Others,
-    follow,
-    gather_trained,
-    processes_here,
-    set_accelerate,
-)
+from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -97,79 +91,88 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     before_start += auto_settings.set_allocator(run)
     backend = choose_backend(run)
     patches = patch(graph_break="off", backend=backend.name)  # 4-bit layers are seen to when the model is there
-    own = split_step(run, count)
-    arguments = building.trl_arguments(own)  # refuses what TRL would, and joins the other processes
+    rank_run = split_step(run, count)
+    arguments = building.trl_arguments(rank_run)  # refuses what TRL would, and joins the other processes
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if reason := disable_cudnn_attention(capability):
         before_start.append(auto_settings.Choice("torch.backends.cuda.enable_cudnn_sdp", False, reason))
     if run.cogumi.method == "gspo":
-        refuse_settings(own, arguments)
+        refuse_settings(rank_run, arguments)
     if arguments.world_size != count:
         raise RuntimeError(f"transformers trains in {arguments.world_size} processes here, and {count} were started")
     if count > 1 and arguments.accelerator_config.split_batches:
-        what = "split_batches cuts each process's batch, which has been cut already"
-        raise UsageError(what, key="train.accelerator_config", fix="drop it")
+        problem = "split_batches cuts each process's batch, which has been cut already"
+        raise UsageError(problem, key="train.accelerator_config", fix="drop it")
     ranks = Ranks(arguments.process_index, count)
     if not ranks.leads:
         return follow(ranks)
-    said = [*str(patches).splitlines(), *(f"chosen: {each}" for each in before_start)]
+    startup_notes = [*str(patches).splitlines(), *(f"chosen: {choice}" for choice in before_start)]
     if run.cogumi.processes == "all":
-        said.append(f"cogumi.processes: all is {count} here")
-    with Others(ranks) as others:
-        return others.end(train_first(run, meter, backend, said, others))
+        startup_notes.append(f"cogumi.processes: all is {count} here")
+    with Followers(ranks) as followers:
+        return followers.finish(train_leader(run, meter, backend, startup_notes, followers))
 
 
-def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str], others: Others) -> RunResult:
-    """A run as its only process, or the first. said: of the patches, and what was chosen before CUDA started."""
-    refuse_early(run)
+def train_leader(
+    run: RunConfig, meter: Meter, backend: Backend, startup_notes: list[str], followers: Followers
+) -> RunResult:
+    """Train as the only process, or as rank 0. startup_notes: patches, and choices made before CUDA started."""
+    building.refuse_impossible(run.cogumi)
+    if run.cogumi.mirror is not None:
+        Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
+    if run.cogumi.tuning == "full":
+        auto_settings.refuse_adapter_settings(run)
+    auto_settings.refuse_segments(run)
+    refuse_unreachable(run.train)
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
-    again = stages.is_resuming(run)
-    if again:
+    resuming = stages.is_resuming(run)
+    if resuming:
         building.refuse_spent(run.run_dir, run.cogumi)
-    written, asked, ranks = dump_config(run), run.model.revision, others.ranks
+    config_text, requested_revision = dump_config(run), run.model.revision
+    ranks = followers.ranks
     if ranks.count > 1:
-        own = split_step(run, ranks.count)
-        said.append(describe_split(run, own, ranks.count))
-        run = own
+        rank_run = split_step(run, ranks.count)
+        startup_notes.append(describe_split(run, rank_run, ranks.count))
+        run = rank_run
     run = building.pin_revision(run)  # from here on a model of the hub is one commit, whatever happens to its branch
     base = resolve_model(run.model.name, run.model.revision)
-    of_base = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.cogumi.tuning == "lora":
-        refuse_unmatched(run.lora, of_base)
-    building.refuse_without_decoder(of_base)
+        refuse_unmatched(run.lora, base_config)
+    building.refuse_without_decoder(base_config)
     if run.model.adapter is not None:
-        check_base(run.model.adapter, of_base, run.model.revision)
-    refuse_quantized(run, of_base)
+        check_base(run.model.adapter, base_config, run.model.revision)
+    refuse_quantized(run, base_config)
     if run.model.quantization_config is not None:
-        refuse_quantized_already(base, of_base)
-    refuse_untrainable(base, of_base, run.cogumi.tuning)
-    original, wanted = None, run.cogumi
-    if wanted.merge and wanted.tuning == "lora":
-        original = find_original(base, of_base, wanted.merge_base, wanted.base_mode)
+        refuse_quantized_already(base, base_config)
+    refuse_untrainable(base, base_config, run.cogumi.tuning)
+    original, cogumi_settings = None, run.cogumi
+    if cogumi_settings.merge and cogumi_settings.tuning == "lora":
+        original = find_original(base, base_config, cogumi_settings.merge_base, cogumi_settings.base_mode)
     download = plan_download(base, run.model.revision)
-    building.refuse_unmergeable(run, base, of_base, download, original)
-    of_original = original.download if original is not None else None
-    downloads = [each for each in (download, of_original) if each is not None]
+    building.refuse_unmergeable(run, base, base_config, download, original)
+    original_download = original.download if original is not None else None
+    downloads = [needed for needed in (download, original_download) if needed is not None]
     refuse_no_room(downloads)
     tokenizer = building.load_run_tokenizer(run, base)
     weights = None
-    if run.model.quantization_config is not None or quantization_of(of_base) is not None:
-        weights = describe_weights(of_base, resolve_dtype(run.model.dtype), run.model.quantization_config)
-    examples = prepare_examples(run, tokenizer, of_base)
+    if run.model.quantization_config is not None or quantization_of(base_config) is not None:
+        weights = describe_weights(base_config, resolve_dtype(run.model.dtype), run.model.quantization_config)
+    examples = prepare_examples(run, tokenizer, base_config)
     sandbox = ""
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
         try_task(run, examples.train.dataset, tokenizer)
         sandbox = describe_sandbox(run, gspo.read_rewards(run))
 
-    run_dir = run.run_dir if again else create_run_dir(run.run_dir)
+    run_dir = run.run_dir if resuming else create_run_dir(run.run_dir)
     with (
         survive_closed_terminal(),
         exit_on_signals(),
         stages.lock_run(run_dir),
         write_report_at_end(run_dir),
-        record_run(run_dir, again),
+        record_run(run_dir, resuming),
         measure_run(run_dir, meter) as heart,
     ):
 
@@ -177,15 +180,15 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
             meter.enter(stage)
             set_status(run_dir, "running", stage=stage, **more)
 
-        forget_requests(run_dir)  # which were made of an earlier part of the run
-        write_atomic(run_dir / "config.yaml", written)
+        forget_requests(run_dir)  # left over from an earlier part of the run
+        write_atomic(run_dir / "config.yaml", config_text)
         examples.record(run_dir)
-        if again:
+        if resuming:
             log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
         stages.record_backend(run_dir, backend)
-        for line in (*said, *examples.reports()):
+        for line in (*startup_notes, *examples.reports()):
             log.info(line)
-        for warning in (describe_overlong(run, examples, of_base), describe_empty_thoughts(run, examples)):
+        for warning in (describe_overlong(run, examples, base_config), describe_empty_thoughts(run, examples)):
             if warning:
                 log.warning(warning)
         if original is not None:
@@ -195,23 +198,23 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
             write_section(run_dir / DECISIONS, "sandbox", {"what": sandbox})
         if weights is not None:
             log.log(logging.INFO if weights.state == "green" else logging.WARNING, "weights: %s", weights.figure)
-        chosen = stages.make_choices(run, base, of_base, examples.train, tokenizer)
+        chosen = stages.make_choices(run, base, base_config, examples.train, tokenizer)
         if stages.wants_preflight(run):
             enter("preflight")
-            stages.run_preflight(chosen, base, of_base, examples.train, tokenizer)
+            stages.run_preflight(chosen, base, base_config, examples.train, tokenizer)
         if download is not None:
             write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
-        for each in downloads:
+        for needed in downloads:
             enter("download")
-            stages.fetch_into(run_dir, each)
+            stages.fetch_into(run_dir, needed)
         if original is not None:
             prove_original(base, run.model.revision, original)
         enter("load")
         if ranks.count > 1:
             # A weight without a gradient in a step is an expert that no token came to. To look for one costs time.
-            mixture = any(getattr(of_base, key, None) for key in EXPERTS)
+            mixture = any(getattr(base_config, key, None) for key in EXPERTS)
             chosen.train.setdefault("ddp_find_unused_parameters", mixture)
-        others.begin(chosen, base, run_dir)
+        followers.start(chosen, base, run_dir)
         try:
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
         except UsageError as error:
@@ -228,12 +231,14 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
         if shared:
             enter("save")
             model = building.rebuild_model(chosen, base, gather_trained(trainer.model))
-        others.wait()
+        followers.wait()
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora" and getattr(fitted.ended, "state", "") != NON_FINITE:
-            adapter = stages.retry_when_full(run, "save", stages.save_adapter, model, tokenizer, run_dir, asked)
+            adapter = stages.retry_when_full(
+                run, "save", stages.save_adapter, model, tokenizer, run_dir, requested_revision
+            )
         elif fitted.ended is None:
-            dtype = of_base.dtype or torch.float32
+            dtype = base_config.dtype or torch.float32
             merged = stages.retry_when_full(run, "save", stages.save_model, model, tokenizer, run_dir, dtype)
             checks.append(stages.judge_saved(model, merged))
         if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
@@ -252,31 +257,18 @@ def train_first(run: RunConfig, meter: Meter, backend: Backend, said: list[str],
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if adapter is not None and live is not None:
-            merged, of_merge = stages.try_merge(run, adapter, base, live, original)
-            checks += of_merge
-        verdict = stages.conclude(run_dir, fitted)
+            merged, merge_checks = stages.try_merge(run, adapter, base, live, original)
+            checks += merge_checks
+        verdict = stages.record_verdict(run_dir, fitted)
     return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
-
-
-def refuse_early(run: RunConfig) -> None:
-    """Refuse what can be seen to go wrong before there is anything to lose."""
-    building.refuse_impossible(run.cogumi)
-    if run.cogumi.mirror is not None:
-        Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
-    if run.cogumi.tuning == "full":
-        auto_settings.refuse_adapter_settings(run)
-    auto_settings.refuse_segments(run)
-    refuse_unreachable(run.train)
 
 
 @contextmanager
 def write_report_at_end(run_dir: Path) -> Iterator[None]:
-    """A report is left however a run ends, if it has trained. A full disk, say, that does not take it takes nothing else."""
+    """Write the report however a run ends, if it has trained. A full disk that does not take it costs nothing else."""
     try:
         yield
     finally:
-        try:
+        with best_effort("write the report", UsageError):
             if (run_dir / "metrics.jsonl").exists():
                 write_report(run_dir)
-        except UsageError as error:
-            log.error("%s", error)

@@ -1,4 +1,4 @@
-"""The stages of a run beside its training: resuming one, preflight, download, what is saved, merged and checked, verdict."""
+"""Stages of a run beside its training: resume checks, preflight, download, saving, merging, the checks and the verdict."""
 
 import logging
 import shlex
@@ -70,26 +70,26 @@ RESUME_HINTS = {
     "command would resume from the last finite checkpoint, if there is one",
     BUDGET_SPENT: "the same command with a larger budget continues from here",
 }
-# "running" is one that was killed: a living one holds the directory's lock.
+# "running" without the lock means the process was killed.
 UNFINISHED = (*AT_WORK, *BROKEN_OFF, *RESUME_HINTS)
 # What may differ when a run resumes: where it is, what is kept and shown of it; nothing that shapes what is learned.
-COGUMI = "run_dir resume merge compile preflight mirror sanity on_red on_full on_hung price_per_hour max_hours max_cost"
-TRAIN = "save_steps save_strategy save_total_limit report_to run_name"
-MUTABLE_KEYS = {
-    *(f"cogumi.{key}" for key in (*COGUMI.split(), "samples_every", "processes")),
+MUTABLE_KEYS = frozenset({
+    "cogumi.run_dir", "cogumi.resume", "cogumi.merge", "cogumi.compile", "cogumi.preflight", "cogumi.mirror",
+    "cogumi.sanity", "cogumi.on_red", "cogumi.on_full", "cogumi.on_hung", "cogumi.price_per_hour", "cogumi.max_hours",
+    "cogumi.max_cost", "cogumi.samples_every", "cogumi.processes", "train.save_steps", "train.save_strategy",
+    "train.save_total_limit", "train.report_to", "train.run_name",
     *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
-    *(f"train.{key}" for key in TRAIN.split()),
-}
+})  # fmt: skip
 
 
 def is_resuming(run: RunConfig) -> bool:
-    """Whether run.run_dir holds this run, unfinished; False where there is nothing. Changes nothing.
+    """Tell whether run.run_dir holds this run, unfinished. Changes nothing.
     Raises UsageError for a finished run, one that is under way or of another configuration, and for other files."""
     if resuming := not is_empty(run.run_dir):
         with lock_run(run.run_dir):
             refuse_unless_unfinished(run)
-    there = next(each for each in (run.run_dir, *run.run_dir.absolute().parents) if each.is_dir())
-    if error := write_error(there):
+    parent = next(directory for directory in (run.run_dir, *run.run_dir.absolute().parents) if directory.is_dir())
+    if error := write_error(parent):
         raise unwritable_error(run.run_dir, error)
     return resuming
 
@@ -121,45 +121,45 @@ def lock_run(run_dir: Path) -> Iterator[None]:
 
 
 def describe_differences(run: RunConfig) -> str:
-    """What of the run in the directory is not as it was asked for, in words; "" where only MUTABLE_KEYS is."""
+    """Describe how the run in the directory differs from this configuration, beyond MUTABLE_KEYS; "" if it does not."""
     before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
-    there, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
-    there = {"cogumi.backend": "auto", "cogumi.sharding": "none"} | there  # of runs that are older than these keys
-    return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (there, here)))
+    stored, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
+    stored = {"cogumi.backend": "auto", "cogumi.sharding": "none"} | stored  # of runs that are older than these keys
+    return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (stored, here)))
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
 
 
 def wants_preflight(run: RunConfig) -> bool:
-    """Where there is a GPU, unless the config says otherwise: on a CPU a run takes seconds to load, and memory is cheap."""
+    """Default to a preflight on a GPU: on a CPU a run takes seconds to load, and memory is cheap."""
     return run.cogumi.preflight == "on" or (run.cogumi.preflight == "auto" and torch.cuda.is_available())
 
 
-def make_choices(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> RunConfig:
-    """The run with what it left open decided; where vLLM samples, for all its prompts."""
+def make_choices(run: RunConfig, base: str, base_config: Any, data: Data, tokenizer: Any) -> RunConfig:
+    """Return the run with open settings decided; if vLLM samples, for all its prompts."""
 
     def decide(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
         def longest() -> int:
             return max(data_sample.prompt_lengths(run, list(data.dataset["prompt"]), tokenizer))
 
-        return choose_with_engine(run, machine, load, of_base, longest)
+        return choose_with_engine(run, machine, load, base_config, longest)
 
     return apply_choices(run, base, decide)
 
 
-def run_preflight(run: RunConfig, base: str, of_base: Any, data: Data, tokenizer: Any) -> None:
+def run_preflight(run: RunConfig, base: str, base_config: Any, data: Data, tokenizer: Any) -> None:
     """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit before anything
     is allowed for (`cogumi.forecast.memory_forecast`); what may not fit is warned of."""
     target = find_target(None, run)
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
         sample = data_sample.measure_data(run, data, tokenizer)
-        lines, figures = forecast_in_worker(run, base, of_base, sample, target)
+        lines, figures = forecast_in_worker(run, base, base_config, sample, target)
     except UsageError as error:
         raise RefusedAtSetup.like(error) from error
     except RuntimeError as error:
@@ -194,6 +194,7 @@ def record_backend(run_dir: Path, backend: Backend) -> None:
 
 
 def fetch_into(run_dir: Path, download: Download) -> None:
+    """Download a model, with its progress in the run's status."""
     with logging_redirect_tqdm(terminal_loggers()):
         fetch(download, lambda here, total: set_status(run_dir, "running", stage="download", bytes=here, of=total))
 
@@ -210,14 +211,16 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dtype: torch.dtype) -> Path:
-    """The trained model in the base's own dtype, written aside and renamed to `merged/`. The model itself is turned into that
-    dtype: what is completed and compared afterwards is what was saved."""
-    unfinished, whole = run_dir / ".merged", run_dir / "merged"
-    remove_if_there(whole)
+    """Save the trained model in the base's dtype, written aside and renamed to `merged/`.
+
+    The model itself is converted to that dtype: what is compared afterwards is what was saved.
+    """
+    unfinished, merged = run_dir / ".merged", run_dir / "merged"
+    remove_if_there(merged)
     with write_aside(unfinished):
         model.to(dtype).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-    return unfinished.rename(whole)
+    return unfinished.rename(merged)
 
 
 def judge_saved(model: Any, saved: Path) -> Check:
@@ -290,7 +293,7 @@ def record_live(
 def try_merge(
     run: RunConfig, adapter: Path, base: str, live: LiveModel, original: Original | None
 ) -> tuple[Path | None, list[Check]]:
-    """The merged model and its checks; a merge that is refused is a failed check, because the adapter was paid for."""
+    """Return the merged model and its checks; a refused merge is a failed check, because the adapter was paid for."""
     try:
         return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, original)
     except (UsageError, MergeError, *logits.OUT_OF_MEMORY) as error:
@@ -304,10 +307,10 @@ def merge_and_check(
 ) -> tuple[Path, list[Check]]:
     """Merge into the full-precision base, load the result, and compare its logits with those that were recorded."""
     remove_if_there(run.run_dir / "merged")
-    given = original.name if original else base
+    merge_base = original.name if original else base
     revision = original.revision if original else run.model.revision
     report = merge_adapter(
-        adapter, run.run_dir / "merged", base=given, base_revision=revision, base_mode=run.cogumi.base_mode
+        adapter, run.run_dir / "merged", base=merge_base, base_revision=revision, base_mode=run.cogumi.base_mode
     )
     for line in str(report).splitlines():
         log.info("%s", line)
@@ -319,7 +322,7 @@ def merge_and_check(
         log.info("the merged logits are not compared: the base is its own 4-bit weights (cogumi.base_mode: dequant)")
         return report.out, checks
     try:
-        checks += compare_merged(live, adapter, report, revision if report.base == given else None)
+        checks += compare_merged(live, adapter, report, revision if report.base == merge_base else None)
     except logits.NotCompared as error:  # the elements are proven; this check would confirm their names and meaning
         elsewhere = f"cogumi merge {shlex.quote(str(adapter))} OUT --verify logits"
         figure = f"not compared: {error}; to compare, on a larger machine: {elsewhere}"
@@ -331,7 +334,7 @@ def merge_and_check(
 
 
 def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision: str | None) -> list[Check]:
-    """The checks of the merged model's logits; with all towers as well where the run loads the language model alone."""
+    """Check the merged model's logits, also with all towers if the run loads the language model alone."""
     if live.missing:
         raise logits.NotCompared(live.missing)
     config = AutoConfig.from_pretrained(report.out)
@@ -345,8 +348,8 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
     checks = judge_logits(check, beside, report, adapter)
     if type(meta_model(config).config) is type(config):
         return checks
-    whole = replace(loader, kind=AutoModelForImageTextToText)
-    towers = logits.compare_directory(reference, report.out, whole, report.delta_retained)
+    tower_loader = replace(loader, kind=AutoModelForImageTextToText)
+    towers = logits.compare_directory(reference, report.out, tower_loader, report.delta_retained)
     figure = f"rms {towers.measured:.2e} between {config.architectures[0]} and {beside}"
     fix = "load the merged model with AutoModelForCausalLM"
     return [*checks, Check("merged logits with the towers", figure, f"<= {towers.bound:.2e}", towers.passed, fix)]
@@ -359,11 +362,11 @@ def merge_command(adapter: Path, options: str) -> str:
 def judge_logits(check: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
     """Two checks of the merged model's logits. Where rounding took a part of the update, a failed check says so.
     An update smaller than half the spacing of the stored dtype leaves an element as it was."""
-    fix, kept = merge_command(adapter, "--verify logits"), report.delta_retained
-    if kept is not None and kept < WELL_RETAINED:
+    fix, retained = merge_command(adapter, "--verify logits"), report.delta_retained
+    if retained is not None and retained < WELL_RETAINED:
         stored = read_json(report.out / "config.json")
         dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
-        lost = f"the update is small: {dtype} kept {kept:.0%} of it and rounded the rest away"
+        lost = f"the update is small: {dtype} kept {retained:.0%} of it and rounded the rest away"
         fix = f"{lost}; train longer, raise train.learning_rate, or {merge_command(adapter, '--dtype float32')}"
         log.warning("merge: %s", fix)
     apart = f"logits rms {check.base_distance:.2e} apart"
@@ -378,12 +381,12 @@ def judge_logits(check: LogitCheck, beside: str, report: MergeReport, adapter: P
     ]
 
 
-def conclude(run_dir: Path, fitted: TrainingOutcome) -> Verdict:
-    """The verdict on the steps done, written and said, and how the run stands: finished, or to be resumed later."""
+def record_verdict(run_dir: Path, fitted: TrainingOutcome) -> Verdict:
+    """Write and log the verdict, and set the run's status: finished, or to be resumed later."""
     verdict, ended = make_verdict(fitted), fitted.ended
     write_json(run_dir / "verdict.json", verdict.as_dict())
-    for said in (*verdict.checks, *(flag for flag in verdict.flags if flag.level != "green")):
-        log.info("%s", said)
+    for line in (*verdict.checks, *(flag for flag in verdict.flags if flag.level != "green")):
+        log.info("%s", line)
     log.info("flags: %d of %d green", sum(flag.level == "green" for flag in verdict.flags), len(verdict.flags))
     still = {flag.name for flag in red_flags(verdict.flags)}
     for step, flag in verdict.was_red:
@@ -414,7 +417,7 @@ def make_verdict(fitted: TrainingOutcome) -> Verdict:
         missed = [check.name for check in checks if not check.passed]
         if safe and missed:
             safe, why = Scale.NO, f"{' and '.join(missed)} failed"
-        what = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
-        required = f"{what} beyond its noise, and no flag of what is learned is red or yellow"
+        goal = "the reward rose" if sentinel.method == "gspo" else "the loss fell"
+        required = f"{goal} beyond its noise, and no flag of what is learned is red or yellow"
         checks.append(Check(SAFE_TO_SCALE, f"{safe}: {why}", required, bool(safe)))
     return Verdict(tuple(checks), tuple(sentinel.flags), tuple(sentinel.was_red.values()), safe)
