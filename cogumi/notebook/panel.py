@@ -19,8 +19,7 @@ from typing import Any, Self
 import yaml
 
 from cogumi.checkpoints.manifest import step_of
-from cogumi.checkpoints.verify import list_checkpoints
-from cogumi.checkpoints.verify import inspect
+from cogumi.checkpoints.verify import inspect, list_checkpoints
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.formatting import format_duration, format_memory
