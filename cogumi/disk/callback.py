@@ -57,7 +57,13 @@ class DiskMonitorCallback(TrainerCallback):
         self.monitor = DiskMonitor(path, interval=self.interval, **self.settings)
         if self.path is not None and self.monitor.path != Path(args.output_dir or ".").absolute():
             self.prefix = f"disk/{self.monitor.path.as_posix().strip('/')}"
-        move_before_reporters(self, sys._getframe(1).f_locals.get("self"))
+        # Reporters that report_to brought in come after it. Trainer hands no callback the list, so it is the caller's.
+        handler = sys._getframe(1).f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and self in handler.callbacks:
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
+        else:
+            log.info("disk: reporters that are called before this callback do not see its figures")
         log_or_print(f"disk: watching {self.monitor}, at most every {self.interval:g} s, between steps")
         self.next_look = 0.0
         self.on_step_end(args, state, control)
@@ -82,15 +88,3 @@ def log_or_print(line: str) -> None:
         log.info(line)
     else:
         print(line, file=sys.stderr)
-
-
-def move_before_reporters(callback: DiskMonitorCallback, handler: Any) -> None:
-    """Have a callback called before those that report_to brought in.
-
-    handler: what calls on_train_begin, taken from the calling frame: Trainer hands no callback the list.
-    """
-    if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-        handler.callbacks.remove(callback)
-        handler.callbacks.insert(0, callback)
-    else:
-        log.info("disk: reporters that are called before this callback do not see its figures")

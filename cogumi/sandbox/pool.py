@@ -1,8 +1,7 @@
 """The sandbox in which programs that a model wrote run: warm processes, none of which is a fork of the trainer.
 
-A pool of workers (sandbox_worker.py) is started at the strongest level of isolation that holds on this machine: a trial
-program ran in it and reached nothing outside. Each worker runs one program at a time and is replaced if it is lost.
-Nothing that a program leaves reaches the next one.
+A pool of workers (sandbox_worker.py) is started at the strongest level of isolation in which a trial program reached
+nothing outside. Each runs one program at a time, is replaced if it is lost, and is emptied between two programs.
 """
 
 import atexit
@@ -45,12 +44,10 @@ worker.main()
 """
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "PYTHONUTF8": "1",
+    "LANG": "C.UTF-8", "PYTHONUTF8": "1", "TZ": "UTC",
     "PYTHONHASHSEED": "0",  # the same program gives the same output
     "MALLOC_ARENA_MAX": "2",  # address space, which is limited, for each thread
-    "TZ": "UTC",
-}
+}  # fmt: skip
 # What a program of the trial tries, by the words for it if it works. In a PID namespace it is a child of process 1.
 TRIALS = {
     "the network": "socket.create_connection(('127.0.0.1', given['port']), 1)",
@@ -98,11 +95,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended.
-
-    "finished": by itself, with any exit code. "timeout": it ran out of wall-clock or CPU time. "crashed": a signal ended
-    it, it exceeded another limit, or the sandbox lost it.
-    """
+    """How a program ended: by itself ("finished"), out of time ("timeout"), by a signal or another limit ("crashed")."""
 
     status: Literal["finished", "timeout", "crashed"]
     exit_code: int | None  # None unless it finished
@@ -176,10 +169,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     Args:
         workers: Programs that run at the same time, by default one for each core, at most 32.
         limits: Of each program.
-        isolation: "bubblewrap" (namespaces), "limits", or "auto", the strongest that holds on this machine.
-
-    Raises:
-        UsageError: The level asked for does not hold.
+        isolation: "bubblewrap", "limits", or "auto", the strongest that holds here. UsageError if it does not hold.
     """
 
     def __init__(
@@ -227,23 +217,16 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     def describe(self) -> str:
         """Return one line for the start of a run: the level, and what it does not stop."""
-        separation = "no namespaces" if self.isolation == "limits" else "own processes, files and network"
+        mode = "no namespaces" if self.isolation == "limits" else "own processes, files and network"
         user = ", as another user" if os.geteuid() == 0 else ""
         open_to = ", ".join([*self.reaches, "errors of the kernel"])
-        advice = "" if find_bubblewrap() else "; install bubblewrap for namespaces of their own"
-        return (
-            f"sandbox: {self.isolation} ({separation}{user}), workers: {self.workers}; not stopped: {open_to}{advice}"
-        )
+        open_to += "" if find_bubblewrap() else "; install bubblewrap for namespaces of their own"
+        return f"sandbox: {self.isolation} ({mode}{user}), workers: {self.workers}; not stopped: {open_to}"
 
     def run(
         self, program: str, files: Mapping[str, str] = {}, keep: Sequence[str] = (), limits: Limits | None = None
     ) -> SandboxResult:
-        """Run Python source in a scratch directory that holds `files`.
-
-        Raises:
-            TypeError: The program is not text.
-            ValueError: A name is outside of the scratch directory.
-        """
+        """Run Python source in a scratch directory that holds `files`. Raises ValueError for a name outside of it."""
         if self._closed or os.getpid() != self._process:
             raise RuntimeError("this sandbox is closed, or belongs to the process that this one is a fork of")
         if not isinstance(program, str):
@@ -408,10 +391,7 @@ def readable_paths() -> list[str]:
 
 
 def readable_library(pool: str) -> list[str]:
-    """Return a standard library that other users can read, its extensions, and the original; [] if that is readable.
-
-    The copy consists of hard links where only root may enter the original's directory.
-    """
+    """Return a copy of the standard library for other users, its extensions, and the original; [] if that is readable."""
     library = Path(sysconfig.get_path("stdlib"))
     if all(parent.stat().st_mode & 1 for parent in (library, *library.parents)):
         return []

@@ -34,10 +34,9 @@ MAX_FILES = 1024  # in the scratch directory
 SPARE_PROCESSES = 128  # of the same user, started elsewhere meanwhile; not counted against a program
 # What programs import most, imported once.
 PRELOADED = (
-    "argparse", "ast", "base64", "bisect", "calendar", "cmath", "contextlib", "copy", "csv", "ctypes", "dataclasses",
-    "datetime", "decimal", "fractions", "hashlib", "heapq", "importlib.util", "inspect", "itertools", "logging", "math",
-    "pathlib", "pickle", "pprint", "queue", "random", "re", "shutil", "statistics", "string", "subprocess", "tempfile",
-    "textwrap", "threading", "timeit", "tokenize", "typing", "unittest", "unittest.mock", "uuid", "weakref", "zlib",
+    "ast", "bisect", "collections", "contextlib", "copy", "ctypes", "dataclasses", "datetime", "decimal", "fractions",
+    "heapq", "importlib.util", "inspect", "itertools", "logging", "math", "pathlib", "pickle", "queue", "random", "re",
+    "shutil", "statistics", "string", "tempfile", "textwrap", "threading", "typing", "unittest", "unittest.mock", "zlib",
 )  # fmt: skip
 
 
@@ -255,10 +254,8 @@ def observe(
     if not reason and code < 0:
         out_of_time = -code == signal.SIGXCPU or cpu_seconds >= limits["cpu_seconds"]
         reason = "timeout" if out_of_time else "crashed"
-    text = output.decode(errors="replace")
-    return {
-        "status": reason or "finished", "exit_code": None if reason else code, "output": text, "retire": not all_gone,
-    }  # fmt: skip
+    result = {"status": reason or "finished", "exit_code": None if reason else code, "retire": not all_gone}
+    return result | {"output": output.decode(errors="replace")}
 
 
 def read_output(reading: int, output: bytearray, limit: int) -> int:
@@ -334,7 +331,6 @@ can_filter = MACHINE in ("x86_64", "aarch64")
 libc = ctypes.CDLL(None, use_errno=True)
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-ANY_CLONE_NAMESPACE = 0x7E020000
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 
 # System calls by number on (x86_64, aarch64); None where there is none. Refused at every level: access to other processes
@@ -381,12 +377,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def seccomp_filter(separated: bool, pid: int = 0) -> bytes:
-    """Return the instructions of a filter (seccomp(2)).
-
-    Args:
-        separated: The program has namespaces of its own. If not, it gets no sockets and may only signal itself.
-        pid: The program's process ID.
-    """
+    """Return a filter (seccomp(2)). Unless `separated` by namespaces, it refuses sockets, and signals except to `pid`."""
     audit, column = (0xC000003E, 0) if X86 else (0xC00000B7, 1)
     program: list[Instruction] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if X86:  # the x32 names of the same calls
@@ -394,11 +385,9 @@ def seccomp_filter(separated: bool, pid: int = 0) -> bytes:
     for numbers in (REFUSED if separated else {**REFUSED, **REFUSED_UNSEPARATED}).values():
         if (number := numbers[column]) is not None:
             program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, EPERM)]
-    program += [
-        (EQUAL, 0, 1, 435),
-        (RETURN, 0, 0, ENOSYS),
-    ]  # clone3: its flags are in memory, so libc falls back to clone
-    program += when((56, 220)[column], 0, BITS, [ANY_CLONE_NAMESPACE], EPERM, ALLOW)
+    # clone3: its flags are in memory, so libc has to fall back to clone.
+    program += [(EQUAL, 0, 1, 435), (RETURN, 0, 0, ENOSYS)]
+    program += when((56, 220)[column], 0, BITS, [0x7E020000], EPERM, ALLOW)  # any new namespace
     families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6] if separated else []
     program += when((41, 198)[column], 0, EQUAL, families, ALLOW, EPERM)
     if not separated:
@@ -480,11 +469,8 @@ def write_files(files: dict[str, str], uid: int | None) -> None:
 
 
 def read_files(names: list[str], owner: int, limit: int) -> dict[str, str]:
-    """Read up to `limit` bytes of each regular file of this owner with a single name, through no symbolic link.
-
-    No process of the program is left, so nothing changes between the check and the read.
-    """
-    texts = {}
+    """Read up to `limit` bytes of each regular file of this owner with a single name, through no symbolic link."""
+    texts = {}  # no process of the program is left that could change a file between its check and the read
     for name in names:
         with suppress(OSError):  # missing, or closed to this process
             status, path = os.lstat(name), os.path.join(os.getcwd(), name)
@@ -496,16 +482,13 @@ def read_files(names: list[str], owner: int, limit: int) -> dict[str, str]:
 
 
 def empty(directory: int) -> bool:
-    """Remove everything in the working directory, whose descriptor is given; return whether that worked.
-
-    `chmod` and `find` take paths of any depth, which Python's own functions do not.
-    """
+    """Remove everything in the working directory, whose descriptor is given; return whether that worked."""
     with suppress(PermissionError):  # root's, whose rights a program cannot change
         os.fchmod(directory, 0o700)
     try:
         for name in os.listdir("."):
             os.unlink(name)
-    except OSError:  # a directory
+    except OSError:  # a directory; these programs take paths of any depth, which Python's functions do not
         subprocess.run(["chmod", "-R", "u+rwX", "."], stderr=subprocess.DEVNULL)
         subprocess.run(["find", ".", "-mindepth", "1", "-delete"], stderr=subprocess.DEVNULL)
     return not os.listdir(directory)
