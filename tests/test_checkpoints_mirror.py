@@ -49,7 +49,8 @@ def make(home: Path, step: int, adapter: bool = True, say: str = "", size: int =
 def deliver(mirror: Mirror, *checkpoints: Path) -> None:
     """Send checkpoints, one after the other, and wait until each has arrived."""
     for checkpoint in checkpoints:
-        deliver(mirror, checkpoint)
+        mirror.send(checkpoint)
+        assert mirror.finish(PATIENCE) == []
 
 
 def filled(place: Any, home: Path, *steps: int) -> Mirror:
