@@ -1,12 +1,11 @@
-"""Preparing data: against datasets.map one row at a time, and the memory of it from 10^5 to 10^7 rows.
+"""Data preparation: speed against datasets.map one row at a time, and memory from 10^5 to 10^7 rows.
 
-`fim_data`: parquet to tokenized fill-in-the-middle examples. `data`: the same as a run does it, which reads the file twice,
-hashes every row, looks for duplicates and writes arrow files that are waited for. The peer keeps what it makes in memory,
-and calls the tokenizer once per piece, which is faster for it than one call with a list of three. Both end with equal
-columns, which is checked before anything is timed. The ratio grows with the rows, because words repeat.
+A run reads the file twice, hashes every row, looks for duplicates and writes arrow files. The peer keeps its examples in
+memory and calls the tokenizer once for each piece, which is faster than one call with a list of three. Both must give equal
+columns before anything is timed. The ratio grows with the rows, because words repeat.
 
-Memory: a fresh process prepares rows of 100 to 300 bytes, all different, and a thread of it reads its anonymous memory a
-hundred times a second: what is over the number from before the call, with all imports done.
+Memory: a fresh process prepares distinct rows of 100 to 300 bytes while a thread reads its anonymous memory a hundred times
+a second; the figure is the increase over the value after all imports.
 """
 
 import itertools
@@ -31,13 +30,12 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, interleave, missing, ratio_row, row, status_bytes, values_row, watch_memory
 from cogumi.data.cache import Prepared, Source, prepare, tokenizer_identity
-from cogumi.data.fim import FimConfig
-from cogumi.data.rows import Chunk, Dropped
+from cogumi.data.fim import FimConfig, fim_sft_chunk, read_controls
+from cogumi.data.rows import Chunk
 from cogumi.data.selection import Selection
 from cogumi.data.sources import files_identity
 from cogumi.data.stdlib_sample import sample_path, write_sample
 from cogumi.models.small_base import train_tokenizer
-from tests.fim_examples import tokenize_for_sft
 
 CONFIG = FimConfig(fim_rate=0.9)
 ROWS = (10**5, 10**6, 10**7)
@@ -52,51 +50,29 @@ def run(quick: bool = False) -> Iterator[Row]:
         def ours() -> datasets.Dataset:
             return prepare_fim(sample, tokenizer, Path(folder) / f"cache-{next(caches)}").train.dataset
 
-        case = "stdlib parquet -> tokenized FIM on the disk"
-        yield from against_map("data", case, sample, tokenizer, ours, 2 if quick else 5)
+        yield from compare_with_map(sample, tokenizer, ours, 2 if quick else 5)
     yield from memory((10**5, 3 * 10**5) if quick else ROWS)
 
 
-def fim_data(quick: bool = False) -> Iterator[Row]:
-    """`quick`: 2 repetitions instead of 5."""
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.process_time()
-        sample = write_sample(Path(folder) / "sample.parquet")
-        seconds = time.process_time() - start
-        tokenizer = train_tokenizer(pl.read_parquet(sample)["source"].to_list())
-
-        def ours() -> datasets.Dataset:
-            return tokenize_for_sft(pl.read_parquet(sample, columns=["source"]), tokenizer, CONFIG).dataset
-
-        case = "stdlib -> parquet -> tokenized FIM"
-        yield from against_map("fim_data", case, sample, tokenizer, ours, 2 if quick else 5)
-    yield row("fim_data", "stdlib -> sample parquet", "write_sample, one core", seconds, "CPU s", target="< 5")
-
-
-def against_map(
-    benchmark: str,
-    case: str,
-    sample: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    ours: Callable[[], datasets.Dataset],
-    repeats: int,
+def compare_with_map(
+    sample: Path, tokenizer: PreTrainedTokenizerFast, ours: Callable[[], datasets.Dataset], repeats: int
 ) -> Iterator[Row]:
-    """Rows per second as a ratio to the peer's, and the seconds behind it."""
+    """Yield rows per second as a ratio to the peer's, and the seconds of both."""
+    case = "stdlib parquet -> tokenized FIM on the disk"
     peer, theirs = "datasets.map row at a time", partial(row_at_a_time, sample, tokenizer, CONFIG)
-    contenders: dict[str, Callable[[], datasets.Dataset]] = {"cogumi": ours, peer: theirs}
     datasets.disable_caching()
     datasets.disable_progress_bars()
     try:
         equal = ours().to_dict() == theirs().to_dict()
-        times = interleave(contenders, repeats, warmup=0)
+        times = interleave({"cogumi": ours, peer: theirs}, repeats, warmup=0)
     finally:
         datasets.enable_progress_bars()
         datasets.enable_caching()
     note = f"{pq.read_metadata(sample).num_rows:,} rows; outputs {'equal' if equal else 'DIFFER'}"
-    found = ratio_row(benchmark, case, f"rows/s vs {peer}", times, peer, "cogumi", target=">= 5", note=note)
-    yield found | {"ok": found["ok"] and equal}
+    ratio = ratio_row("data", case, f"rows/s vs {peer}", times, peer, "cogumi", target=">= 5", note=note)
+    yield ratio | {"ok": ratio["ok"] and equal}
     for name, seconds in times.items():
-        yield values_row(benchmark, case, name, seconds, "s")
+        yield values_row("data", case, name, seconds, "s")
 
 
 def memory(heights: tuple[int, ...]) -> Iterator[Row]:
@@ -149,10 +125,10 @@ def measured(path: Path, cache: Path) -> tuple[int, float, str]:
 
 
 def prepare_fim(path: Path, tokenizer: Any, cache: Path, eval_rows: int = 0) -> Prepared:
+    controls = read_controls(tokenizer)
+
     def tokenize(rows: pl.DataFrame, first_row: int) -> Chunk:
-        data = tokenize_for_sft(rows, tokenizer, CONFIG, first_row=first_row)
-        dropped = {reason: Dropped(count, first_row, "") for reason, count in data.dropped.items()}
-        return Chunk(data.dataset.data.table, dropped)
+        return fim_sft_chunk(rows.select("source"), first_row, controls=controls, config=CONFIG)
 
     options = CONFIG.model_dump(mode="json")
     source = Source(path.name, [path], {"source": "source"}, tokenize, files_identity([path]), options)

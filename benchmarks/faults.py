@@ -1,7 +1,7 @@
-"""What is left of a training when the disk fills up, the process is killed, or a checkpoint is damaged.
+"""Trainings whose disk fills up, that are killed, or whose newest checkpoint is damaged, then started again.
 
-The same small training, with plain Trainer and under cogumi.protect, is disturbed, given back what was taken from it, and
-started again as a user would start it. Its losses are compared bit for bit with those of an undisturbed training.
+The same small training runs with plain Trainer and under cogumi.protect. After the fault it is started again as a user would
+start it, and its losses are compared bit for bit with those of an undisturbed training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SILENT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many faults of each kind. kills: at moments of the clock; changes: before a change of a file."""
+    """Number of faults of each kind. kills: at random times; changes: before a change of a file."""
 
     full: int
     kills: int
@@ -60,7 +60,7 @@ QUICK = Sizes(full=6, kills=3, changes=4, damages=6, inodes=3, read_only=2, term
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one training. met: the fault had an effect. lost: good checkpoints gone with no newer good one."""
+    """Result of one training. met: the fault had an effect. lost: good checkpoints gone with no newer good one."""
 
     met: bool
     finished: bool
@@ -72,8 +72,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Usual:
-    """An undisturbed training. words: what it says, and its resumed end; gaps: seconds from the beginning of each save to
-    that of the next; changes: of files, as often, by step."""
+    """An undisturbed training: its output lines, seconds from one save to the next, and file changes of each save."""
 
     journal: Journal
     words: set[str]
@@ -144,7 +143,7 @@ class Bench:
         met = status != 0 or not words_of(job.words) <= usual.words
         lost, why = self.lost(job, damaged), self.ending(job, status)
         if read_journal(job.journal).end is None:
-            job = replace(job, event=None, largest_file=None, words=self.papers()[1])
+            job = replace(job, event=None, words=self.papers()[1])
             running = start(job)
             why = f"{why}; again: {self.ending(job, running.finish())}"
             hung, lost, met = hung or running.hung, max(lost, self.lost(job, damaged)), True
@@ -200,14 +199,6 @@ def give_back_when_silent(give_back: Callable[[], object], running: Running) -> 
         if running.next(SILENT_SECONDS) is None:
             give_back()
             return
-
-
-def file_too_large(bench: Bench, count: int, how: str) -> Iterator[Outcome]:
-    """RLIMIT_FSIZE instead of a small disk, from less than the smallest file to more than the largest."""
-    for number, share, lora, checkpoint in turns(bench, count):
-        limit = 8192 + int(1.1 * share * max(path.stat().st_size for path in checkpoint.iterdir()))
-        job = replace(bench.job(how, lora), largest_file=limit, on_full=POLICIES[number // 2 % 2])
-        yield bench.endure(job)
 
 
 def no_inodes(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcome]:
@@ -296,15 +287,12 @@ def write_journal(path: Path, whole: Path, until: int) -> None:
 
 
 def kind_rows(kind: str, wanted: int, work: Callable[..., Iterator[Outcome]], *arguments: Any) -> Iterator[Row]:
-    """cogumi's figures beside plain Trainer's, of one kind of fault. wanted: how many must have had an effect."""
+    """Yield cogumi's figures beside plain Trainer's for one kind of fault. wanted: how many must have had an effect."""
     found = {how: list(work(*arguments, how)) for how in HOWS}
     figures = {
-        "disturbed": "met",
-        "finished or resumed": "finished",
-        "losses identical": "identical",
-        "good checkpoints lost": "lost",
-        "silent divergences": "silent",
-    }
+        "disturbed": "met", "finished or resumed": "finished", "losses identical": "identical",
+        "good checkpoints lost": "lost", "silent divergences": "silent",
+    }  # fmt: skip
     for metric, name in figures.items():
         is_bad = name in ("lost", "silent")
         for how, outcomes in found.items():
@@ -322,11 +310,10 @@ def undisturbed_rows(bench: Bench) -> Iterator[Row]:
 
 
 def run(quick: bool = False) -> Iterator[Row]:
-    """Some 800 trainings in a quarter of an hour, or a handful of each kind; then what a save and the monitor cost."""
+    """Run some 800 trainings in a quarter of an hour, or a handful of each kind, and measure the cost of a save."""
     with tempfile.TemporaryDirectory(prefix="cogumi-faults-") as name:
         yield from fault_rows(Bench(Path(name)), QUICK if quick else FULL)
     yield from attempt("faults", "cost of a save", partial(faults_costs.save_rows, quick))
-    yield from attempt("faults", "cost of the disk monitor", partial(faults_costs.monitor_rows, quick))
 
 
 def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
@@ -335,7 +322,6 @@ def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     with mounted(bench.folder / "disk", f"size={DISK_BYTES},nr_inodes=1024") as disk:
         if isinstance(disk, str):
             yield missing("faults", "disk full, no inodes, read-only disk", disk)
-            yield from kind_rows("limit on the size of a file", full * 4 // 5, file_too_large, bench, full)
         else:
             yield from kind_rows("disk full", full * 10 // 11, full_disk, bench, full, disk)
             yield from kind_rows("no inodes", inodes * 3 // 4, no_inodes, bench, inodes, disk)

@@ -1,8 +1,4 @@
-"""What happens to disks and files in benchmarks/faults.py and merge_kills.py.
-
-A tmpfs can be filled, run out of inodes and turned read-only. The files of the newest checkpoint are deleted, cut, flipped,
-or swapped with another step's.
-"""
+"""Faults of disks and files: a tmpfs that is full, out of inodes or read-only; checkpoint files deleted, cut or swapped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A small deterministic training in a forked process that has everything imported: what benchmarks/faults.py disturbs.
+"""The training that benchmarks/faults.py disturbs: small, deterministic, in a forked process that has everything imported.
 
-A Llama of some 100 kB with dropout, AdamW, shuffled data, eight steps and a save every second one, on one thread. What it
-did is in a journal, a line each: every loss to the last bit, the good checkpoints there were, and the weights at the end.
+A Llama of some 100 kB with dropout, AdamW, shuffled data, eight steps and a save every second one, on one thread. Its journal
+has every loss to the last bit, the good checkpoints, and a hash of the final weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import os
 import re
-import resource
 import signal
 import sys
 import time
@@ -57,12 +56,17 @@ HUNG_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Job:
-    """One training, started anew or resumed.
+    """One training, started or resumed.
 
-    how: "plain" or "cogumi". directory: its output_dir. journal: see above; appended to. words: its standard error.
-    reference: the undisturbed training's output_dir. on_full: cogumi's policy. largest_file: RLIMIT_FSIZE in bytes.
-    event: (step of a save, n, "kill" or "ask"): before the n-th change of a file from then on, die, or wait for an answer.
-    each_save_asks: wait for an answer before every save. shape: sizes of another Llama.
+    Attributes:
+        how: "plain" or "cogumi".
+        directory: Its output_dir.
+        words: File with its standard error.
+        reference: output_dir of the undisturbed training.
+        on_full: cogumi's policy for a full disk.
+        event: (step of a save, n, "kill" or "ask"): die or wait for an answer before the n-th change of a file after it.
+        each_save_asks: Wait for an answer before every save.
+        shape: Sizes of another Llama.
     """
 
     how: str
@@ -73,7 +77,6 @@ class Job:
     reference: Path | None = None
     keep: int | None = KEEP
     on_full: str = "continue"
-    largest_file: int | None = None
     event: tuple[int, int, str] | None = None
     each_save_asks: bool = False
     shape: tuple[tuple[str, int], ...] = ()
@@ -86,7 +89,7 @@ def start(job: Job) -> Running:
 
 
 def train(pipe: Connection, job: Job) -> None:
-    """Runs in the child. Ends as a user's script would: normally, or with a traceback and exit status 1."""
+    """Train in the child; end as a user's script would: normally, or with a traceback and exit status 1."""
     os.environ.update(ENVIRONMENT)
     # A trainer collects garbage at its start, and going through all of torch's objects takes longer than this training.
     gc.freeze()
@@ -94,8 +97,6 @@ def train(pipe: Connection, job: Job) -> None:
     os.dup2(descriptor, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     pipe.send(("started",))
-    if job.largest_file is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job.largest_file, job.largest_file))
     disable_progress_bar()
     changes = Changes(job, pipe)
     trainer = make_trainer(job, changes, pipe)
@@ -179,9 +180,9 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
 
 
 class Changes:
-    """Counts the changes that a training makes to files in its output_dir, and stops it before the one asked for.
+    """Count the changes that a training makes to files in its output_dir, and stop it before the requested one.
 
-    Those that Python sees: safetensors' and torch's writers are in other languages, so torch.save counts before and after.
+    Only changes that Python sees: safetensors' and torch's writers are native, so torch.save counts before and after.
     """
 
     def __init__(self, job: Job, pipe: Connection) -> None:
@@ -258,7 +259,7 @@ def is_good(directory: Path, reference: Path, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Journal:
-    """What trainings wrote, the resumed one after the one before it."""
+    """Losses, good checkpoints and hash of the final weights of a training and its resumed ones."""
 
     losses: tuple[tuple[int, str], ...]
     good: frozenset[int]
@@ -279,15 +280,17 @@ def read_journal(path: Path) -> Journal:
 
 
 def words_of(path: Path) -> set[str]:
-    """The lines that a training said of itself, without the numbers and the places in them."""
+    """Return the lines of a training's standard error without numbers and paths."""
     lines = path.read_text().splitlines() if path.exists() else []
     said = (line.strip() for line in lines if not OF_THE_DISK.search(line))
     return {re.sub(r"/\S+|[0-9a-f]{8,}|\d+", "#", line) for line in said if line}
 
 
 class Running:
-    """A function in a fork of a process that has `modules` imported. Its first argument is the pipe to say things through,
-    and what it says first is ("started",)."""
+    """A function in a fork of a process that has `modules` imported.
+
+    Its first argument is a pipe for messages, and its first message is ("started",).
+    """
 
     def __init__(self, modules: Iterable[str], function: Callable[..., None], *arguments: Any) -> None:
         context = prepared_forks(modules)
@@ -302,7 +305,7 @@ class Running:
             raise RuntimeError(f"it said {started} before it started")
 
     def next(self, seconds: float = HUNG_SECONDS) -> tuple[Any, ...] | None:
-        """The next message; None when there was none for so long. ("ended", exit status) is the last one."""
+        """Return the next message, None after so many seconds without one. ("ended", exit status) is the last message."""
         if self.exit_status is not None or not self.pipe.poll(seconds):
             return None
         try:
@@ -331,7 +334,7 @@ class Running:
             self.pipe.send("continue")
 
     def finish(self) -> int:
-        """The exit status, negative for a signal. One that hangs is killed, and that is noted."""
+        """Return the exit status, negative for a signal. Kill a process that hangs, and note it."""
         while self.exit_status is None:
             if self.next() is None:
                 self.hung = True

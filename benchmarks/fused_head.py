@@ -1,17 +1,12 @@
-"""The language-model head on a CPU: cogumi's FusedLogProbFunction against dense logits and TRL's interpreted kernel.
+"""The language-model head on a CPU: cogumi's FusedLogProbFunction against dense logits.
 
 `dense` is `log_softmax(hidden @ weight.T).gather(targets)` with autograd's backward. Peak memory is what is allocated
-beyond the inputs, counted tensor by tensor: exact, and the same on every machine. TRL's Triton kernel runs without a GPU
-only under TRITON_INTERPRET=1.
+beyond the inputs, counted tensor by tensor: exact, and the same on every machine.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks.harness import Row, interleave, last_line, missing, ratio, ratio_row, row, run_process
+from benchmarks.harness import Row, interleave, ratio_row, row
 from cogumi.patches.torch_internals import TorchDispatchMode, storage_key
 
 # (tokens, hidden size, vocabulary)
 Shape = tuple[int, int, int]
 FULL: Shape = (2048, 512, 32000)
 QUICK: Shape = (1024, 128, 16000)
-INTERPRETED: Shape = (64, 64, 512)
 TILE = 32768  # vocabulary columns per tile, TRL's default
 
 
@@ -126,56 +120,6 @@ def against_dense(shape: Shape, repeats: int) -> Iterator[Row]:
         yield row("fused_head", case, "peak memory vs the logits", share, "ratio", target=target)
 
 
-def exactness(shape: Shape) -> Iterator[Row]:
-    case, tensors = f"frozen head {'x'.join(map(str, shape))}", inputs(shape)
-    apart = distances(step(fused, *tensors), step(dense, *tensors))
-    yield row("fused_head", case, "max |log-prob - dense|", apart[0], "nat", target="<= 1e-5")
-    yield row("fused_head", case, "max |gradient - dense|", apart[1], "", target="<= 1e-5")
-    hidden, weight, targets = inputs(shape, torch.bfloat16)
-    with torch.no_grad():
-        oracle = dense(hidden.float(), weight.float(), targets)
-        ours = distances([fused(hidden, weight, targets)], [oracle])[0]
-    yield row("fused_head", f"{case} bf16", "max |log-prob - fp32|", ours, "nat", target="<= 1e-5")
-
-
-def distances(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> list[float]:
-    return [(one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True)]
-
-
-def against_interpreter(repeats: int) -> Iterator[Row]:
-    case = f"frozen head {'x'.join(map(str, INTERPRETED))}"
-    if importlib.util.find_spec("triton") is None:
-        how = "triton (pip install --no-deps --target DIR triton==3.7.1; PYTHONPATH=DIR)"
-        yield missing("fused_head", f"{case}: TRL's kernel, interpreted", how)
-        return
-    # The variable is read when triton is imported, so it takes a process of its own.
-    command = [sys.executable, "-m", "benchmarks.fused_head", str(repeats)]
-    found = json.loads(last_line(run_process(command, env={**os.environ, "TRITON_INTERPRET": "1"}).output))
-    metric = "TRL's kernel under TRITON_INTERPRET=1 vs ours, 1 thread"
-    yield row("fused_head", case, metric, found["ratio"][0], "times", spread=found["ratio"][1:], target=">= 20")
-    yield row("fused_head", case, "max |log-prob - TRL's|", found["errors"][0], "nat", target="<= 1e-5")
-    yield row("fused_head", case, "max |gradient - TRL's|", found["errors"][1], "", target="<= 1e-5")
-
-
-def interpreted(repeats: int) -> dict[str, Any]:
-    from trl.kernels import ChunkedLogProbFunction
-
-    tensors = inputs(INTERPRETED)
-    heads: dict[str, Callable[..., Tensor]] = {"trl": partial(fused, kernel=ChunkedLogProbFunction), "fused": fused}
-    contenders = {name: partial(step, head, *tensors) for name, head in heads.items()}
-    errors = distances(contenders["fused"](), contenders["trl"]())
-    # The interpreter runs in Python, so a second thread would be ours alone; and these sizes are too small for two.
-    with thread_count(1):
-        times = interleave(contenders, repeats)
-    return {"ratio": ratio(times, "trl", "fused"), "errors": errors}
-
-
 def run(quick: bool = False) -> Iterator[Row]:
     shape = QUICK if quick else FULL
     yield from against_dense(shape, repeats=3 if quick else 7)
-    yield from exactness(shape)
-    yield from against_interpreter(repeats=2 if quick else 5)
-
-
-if __name__ == "__main__":
-    print(json.dumps(interpreted(int(sys.argv[1]))))

@@ -9,6 +9,7 @@ there, and `--resume FILE` skips the checks that an earlier call finished. `--de
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import itertools
 import json
@@ -34,7 +35,9 @@ from cogumi.core.formatting import one_line
 BUDGET_SECONDS = 540.0
 POLL_SECONDS = 0.05
 OUT_OF_TIME = "skipped: out of time"
-PRELOADED = ("transformers", "peft", "trl", "datasets", "cogumi.runs", "cogumi.training.run", "benchmarks.gpu_checks")
+PRELOADED = (
+    "transformers", "peft", "trl", "datasets", "cogumi.runs", "cogumi.training.run", "benchmarks.gpu_checks", "benchmarks.models",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class Check:
     """One entry of the list.
 
     Attributes:
-        name: As `--only` takes it.
+        name: Argument of `--only`.
         seconds: Time box on a card.
         function: `module:function` in `benchmarks`, called with a `Setting`; yields rows.
-        expected: The figures that are expected, written down before a card has shown them.
-        before_transformers: Run in a process that has not imported transformers, because it imports unsloth.
+        expected: Expected figures, written down before a card has shown them.
+        before_transformers: Run where transformers is not imported, because the check imports unsloth.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a check is given. scratch: a directory that the checks of one call share."""
+    """Device of a check, and a directory that the checks of one call share."""
 
     device: str
     scratch: Path
@@ -67,11 +70,41 @@ class Setting:
     def on_card(self) -> bool:
         return self.device != "cpu"
 
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        """Time one call, waiting for the card before and after."""
+        import torch
+
+        wait = torch.cuda.synchronize if self.on_card else time.perf_counter
+        wait()
+        began = time.perf_counter()
+        work()
+        wait()
+        return 1e3 * (time.perf_counter() - began)
+
+    def reset_peak(self) -> None:
+        import torch
+
+        if self.on_card:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated() if self.on_card else 0
+
+    def release(self) -> None:
+        """Collect garbage and give cached memory back to the card."""
+        import torch
+
+        gc.collect()
+        if self.on_card:
+            torch.cuda.empty_cache()
+
 
 CHECKS = (
     Check("environment", 20, "gpu_checks:environment", "expandable segments in use; cuDNN's attention off on Hopper"),
     Check(
-        "numerics", 40, "gpu_numerics:run",
+        "numerics", 40, "gpu_checks:numerics",
         "RoPE's angles: error 0 in ieee, 0.3 rad at 2,048 in TF32; cuDNN's masked backward: NaN, none with it off; "
         "a new length: 50 to 1,000 ms with cuDNN, 5 without",
     ),
@@ -101,9 +134,9 @@ CHECKS = (
     Check("interruption", 80, "gpu_checks:interruption", "saved in < 2 s; the resumed adapter equal to the bit"),
     Check("smoke", 200, "gpu_checks:smoke", "ends within 180 s, all checks passed"),
     Check("probes", 90, "gpu_checks:probes", "every installed package works", before_transformers=True),
-    Check("heads", 60, "gpu_forecasts:heads", "TRL's head about 1.3 times dense logits' time (measured on an H200)"),
-    Check("forecasts", 200, "gpu_forecasts:forecasts", "within 5 % of the peak"),
-    Check("gspo-step", 75, "gpu_forecasts:step", "at most 1.02 of stock TRL's step"),
+    Check("heads", 60, "gpu_checks:heads", "TRL's head about 1.3 times dense logits' time (measured on an H200)"),
+    Check("forecasts", 200, "gpu_checks:forecasts", "within 5 % of the peak"),
+    Check("gspo-step", 75, "gpu_checks:gspo_step", "at most 1.02 of stock TRL's step"),
 )  # fmt: skip
 
 
@@ -121,22 +154,12 @@ def main(argv: list[str]) -> int:
         for check in CHECKS:
             print(f"{check.name:18} {check.seconds:4.0f} s  expected: {check.expected}")
         return 0
-    if unknown := {*(options.only or ())} - {check.name for check in CHECKS}:
-        print(f"--only: no check {sorted(unknown)[0]!r}; --list prints them", file=sys.stderr)
-        return 2
     if problem := find_problem(options):
         print(problem, file=sys.stderr)
         return 2
-    # CUDA must not start in the process that forks.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    if options.device == "cuda" and (reason := no_cuda()):
-        print(f"no CUDA device: {reason}; --device cpu runs the checks with small shapes", file=sys.stderr)
-        return 2
     about, began = harness.machine(), time.monotonic()
     name = "gpu" if options.device == "cuda" else "gpu-cpu"
-    earlier = (
-        read_lines(options.resume) if options.resume else []
-    )  # before anything is written: it may be the same file
+    earlier = read_lines(options.resume) if options.resume else []  # before writing: it may be the same file
     path = options.json or unused_path(harness.result_path(name, about, options.device == "cuda"))
     record = Record(path, name, about, began)
     finished = record.keep_finished(earlier)
@@ -150,44 +173,38 @@ def main(argv: list[str]) -> int:
     harness.show(record.rows, f"{name}: {about['gpu'] or about['cpu']}")
     bad = harness.failed(record.rows)
     print(f"{len(record.rows)} rows, {len(bad)} failed or over target, {time.monotonic() - began:.0f} s; saved {path}")
-    late = [each["benchmark"] for each in record.rows if each["note"] == OUT_OF_TIME]
-    if late:
+    if late := [each["benchmark"] for each in record.rows if each["note"] == OUT_OF_TIME]:
         print(f"not started, for lack of time: {', '.join(late)}; run them with --resume {record.lines}")
     return 1 if bad else 0
 
 
 def find_problem(options: argparse.Namespace) -> str:
-    """Return what is wrong with the words of the command; "" where nothing is."""
+    """Return what is wrong with the arguments or missing on this machine; "" where nothing is."""
+    unknown = sorted({*(options.only or ())} - {check.name for check in CHECKS})
+    if unknown:
+        return f"--only: no check {unknown[0]!r}; --list prints them"
     if options.budget < 0:
         return f"--budget {options.budget:g} is negative; give the seconds for all checks"
     if options.json is not None and options.json.suffix != ".json":
         return f"--json {options.json}: name a .json; the lines go to a .jsonl beside it"
-    if options.resume is None:
-        return ""
-    if not options.resume.is_file():
+    if options.resume is not None and not options.resume.is_file():
         return f"--resume: {options.resume} is not a file"
-    return (
-        ""
-        if options.resume.suffix == ".jsonl"
-        else f"--resume: {options.resume} is not a .jsonl; pass the one beside it"
-    )
+    if options.resume is not None and options.resume.suffix != ".jsonl":
+        return f"--resume: {options.resume} is not a .jsonl; pass the one beside it"
+    # CUDA must not start in the process that forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        reason = f"torch {torch.__version__} sees no usable device"
+        return f"no CUDA device: {reason}; --device cpu runs the checks with small shapes"
+    return ""
 
 
 def unused_path(path: Path) -> Path:
     """The path, with a number where an earlier call of the day has left its lines there."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
     return next(each for each in itertools.chain([path], numbered) if not each.with_suffix(".jsonl").exists())
-
-
-def no_cuda() -> str | None:
-    """Return why there is no CUDA device to measure, or None when there is one."""
-    import torch
-
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no usable device"
-    return None
 
 
 class Record:
@@ -283,7 +300,7 @@ def run_check(check: Check, setting: Setting, record: Record) -> None:
         for found in getattr(importlib.import_module(f"benchmarks.{module}"), function)(setting):
             if not setting.on_card and found["value"] is not None:
                 found = {**found, "ok": None}  # the targets are a card's
-            print("  " + ", ".join(str(found[key]) for key in ("case", "metric", "value", "unit", "note")), flush=True)
+            harness.print_row(found)
             record.append({"check": check.name, "t": round(time.time(), 1), "row": found})
 
     ended = in_fork(work, check.seconds)

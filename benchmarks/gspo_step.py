@@ -3,14 +3,12 @@
 `cogumi` is `GRPOConfig(loss_type="gspo")` after `cogumi.patch()`, so the trainer is watched: metrics every step, the loss
 compared with the formula at the first. `stock` is TRL's trainer with the same loss spelled out by hand. Both start from
 the same weights and train on the same rollout, which is sampled once and played back: sampling takes most of a real
-step and would hide everything else. Without a GPU both sides have cogumi's LM head, and the same step of stock TRL is
-timed with cogumi's head and with dense logits, every weight trained in bf16.
+step and would hide everything else. Without a GPU both sides have cogumi's LM head.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,16 +19,14 @@ from unittest import mock
 
 import torch
 import trl
-import trl.trainer.utils as trl_utils
 from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
-from trl.trainer.utils import selective_log_softmax_and_entropy
 
 import cogumi
-from benchmarks.fused_head import Allocations, thread_count
-from benchmarks.harness import OwnTime, Row, attempt, interleave, ratio_row, row, values_row
+from benchmarks.fused_head import Allocations
+from benchmarks.harness import OwnTime, Row, interleave, ratio_row, row, values_row
 from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build, word_tokenizer
 from cogumi.patches import fused_head
 from cogumi.rl import loss_check
@@ -42,7 +38,6 @@ BY_NAME = {"loss_type": "gspo"}
 BY_HAND = {
     "loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4,
 }  # fmt: skip
-NEEDS_SECONDS = 75.0
 
 
 class Batch(NamedTuple):
@@ -67,12 +62,10 @@ def make_trainer(
     dtype: torch.dtype,
     folder: str,
     steps: int = STEPS,
-    full: bool = False,
 ) -> Any:
     """A GRPOTrainer on random weights, always from the same seed; `steps` optimizer steps per `.train()`.
 
-    It trains LoRA r16, or every weight if `full`. It puts the first rollout it samples into `rollout`, if that is empty,
-    and trains on what is there ever after.
+    It trains LoRA r16, puts the first rollout that it samples into `rollout` if that is empty, and trains on that one.
     """
 
     class PlayingBack(trl.GRPOTrainer):  # type: ignore[misc]
@@ -83,8 +76,6 @@ def make_trainer(
             return dict(rollout[0])
 
     model = build(shape, device, dtype)
-    if full:
-        model = model.unload().requires_grad_(True)
     model.gradient_checkpointing_disable()  # it would make the step longer, and every share of it smaller
     args = trl.GRPOConfig(
         output_dir=folder, use_cpu=device == "cpu", bf16=dtype == torch.bfloat16, gradient_checkpointing=False,
@@ -226,43 +217,9 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
         yield values_row("gspo_step", case, "metrics, share of a step", percent, "%", target="<= 1")
 
 
-class DenseHead:
-    """Log-probabilities and entropy from whole logits, by TRL's own functions, in the place of TRL's kernel."""
-
-    @staticmethod
-    def apply(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, *_: Any
-    ) -> tuple[Tensor, Tensor, None, None, None]:
-        logits = torch.nn.functional.linear(hidden, weight, bias)
-        found = selective_log_softmax_and_entropy(logits, targets, entropy_requires_grad=False, temperature=temperature)
-        return found[0].float(), found[1].float(), None, None, None
-
-
-def trainable_head_rows(shape: Shape, batch: Batch, repeats: int) -> Iterator[Row]:
-    """A step that trains every weight in bf16, with cogumi's head and with dense logits; one thread, as in a crowd."""
-    fused_head.apply()
-    heads = {"cogumi": trl_utils._ChunkedLogProbFunction, "dense": DenseHead}
-
-    def step(trainer: Any, head: Any) -> float:
-        with mock.patch.object(trl_utils, "_ChunkedLogProbFunction", head):
-            return Clock(trainer).seconds()
-
-    with tempfile.TemporaryDirectory() as folder, thread_count(1):
-        make = partial(make_trainer, BY_HAND, [], shape, batch, "cpu", torch.bfloat16, full=True)
-        steps = {name: partial(step, make(str(Path(folder) / name)), head) for name, head in heads.items()}
-        times = interleave(steps, repeats)
-    case = f"{shape.name}, every weight trained in bf16, {batch.sequences} x {batch.prompt}+{batch.completion} tokens"
-    metric = "step, cogumi's head / dense logits, 1 thread"
-    yield ratio_row("gspo_step", case, metric, times, "cogumi", "dense", target="<= 1.0")
-
-
-def run(quick: bool = False, device: str | None = None, deadline: float = math.inf) -> Iterator[Row]:
+def run(quick: bool = False, device: str | None = None) -> Iterator[Row]:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.startswith("cuda")
     shape, batch = (QWEN3_0_6B, Batch(8, 512, 512)) if on_gpu else (SMALL, Batch(8, 32, 128))
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    work = partial(step_rows, shape, batch, device, dtype, repeats=6 if quick else 30)
-    yield from attempt("gspo_step", shape.name, work, deadline, NEEDS_SECONDS)
-    if not on_gpu:
-        work = partial(trainable_head_rows, shape, batch, repeats=3 if quick else 11)
-        yield from attempt("gspo_step", shape.name, work, deadline, NEEDS_SECONDS)
+    yield from step_rows(shape, batch, device, dtype, repeats=6 if quick else 30)

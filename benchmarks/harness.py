@@ -1,6 +1,6 @@
-"""What every benchmark uses: interleaved timing, processes and their memory, the machine, one row format, table and JSON.
+"""Interleaved timing, processes and their memory, the machine, one row format, table and JSON for all benchmarks.
 
-A benchmark is a function of `quick` that yields rows made by `row(...)`, so that what was measured before a failure is kept.
+A benchmark is a function of `quick` that yields rows made by `row(...)`, so that rows measured before a failure are kept.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ def row(
     ok: bool | None = None,
     note: str = "",
 ) -> Row:
-    """One measurement. `spread` is (lowest, highest) in the same unit as `value`.
+    """Make the row of one measurement. `spread` is (lowest, highest) in the unit of `value`.
 
-    `target` such as "<= 1.5" or ">= 400" is compared with `value` to fill `ok`, unless `ok` is given; any other wording
-    is only shown. A `value` of None means not measured here, and `note` says why ("missing: trl", "skipped: out of
-    time", "failed: ..."). A value that is not finite is a failure: it fits no JSON and means that nothing was measured.
+    A `target` such as "<= 1.5" decides `ok` unless `ok` is given; any other wording is only shown. A `value` of None means
+    not measured, and `note` says why. A value that is not finite is a failure.
     """
     if isinstance(value, float) and not math.isfinite(value):
         value, spread, ok, note = None, None, False, f"failed: {value} {note}".strip()
@@ -86,8 +85,10 @@ def missing(benchmark: str, case: str, what: str) -> Row:
 
 
 def interleave(functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each call, or the seconds that it returns, run as a, b, b, a, ... so that a neighbour's load on a shared
-    machine falls on both, and neither is always second. `warmup` rounds of all come first and are not counted.
+    """Return the seconds of each call, or the number that it returns.
+
+    Runs a, b, b, a, ... so that a neighbour's load falls on both and neither is always second. The first `warmup` rounds do
+    not count.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmup + repeats):
@@ -100,10 +101,7 @@ def interleave(functions: Mapping[str, Callable[[], object]], repeats: int, warm
 
 
 def ratio(times: dict[str, list[float]], ours: str, peer: str) -> tuple[float, float, float]:
-    """(median, lowest, highest) of ours/peer over adjacent pairs: below 1 means ours is faster.
-
-    Pairs ran next to each other, so their ratio holds on a loaded machine where the two medians may not be comparable.
-    """
+    """Return (median, lowest, highest) of ours/peer over adjacent pairs, which felt the same load; below 1: ours is faster."""
     pairs = [a / b for a, b in zip(times[ours], times[peer], strict=True)]
     return statistics.median(pairs), min(pairs), max(pairs)
 
@@ -140,8 +138,10 @@ def quiet() -> None:
 
 
 class OwnTime:
-    """Adds up the seconds, of CPU and by the clock, that are spent in what is `ours`, without what is `theirs` inside of
-    it. They may be nested either way; a function within another counts once."""
+    """Add up the seconds, of CPU and by the clock, spent in functions that are `ours`, without those inside that are `theirs`.
+
+    They may be nested either way; a function within another counts once.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.cpu = self.wall = 0.0
@@ -176,9 +176,9 @@ class OwnTime:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command took: seconds from start to exit, and peak bytes, which are 0 where there is no /proc.
+    """Result of a command: seconds from start to exit, and peak bytes (0 without /proc).
 
-    resident and anonymous (RssAnon + RssShmem) are sums over it and its descendants, so shared pages count once for each.
+    resident and anonymous (RssAnon + RssShmem) are sums over it and its descendants, so shared pages count several times.
     """
 
     returncode: int
@@ -196,10 +196,11 @@ def run_process(
     sync: bool = False,
     check: bool = True,
 ) -> Finished:
-    """Run `command`, reading its memory meanwhile; `sync` flushes the disks before the clock stops.
+    """Run `command` and read its memory meanwhile; `sync` flushes the disks before the clock stops.
 
-    Raises RuntimeError with the last line that it said when it fails (`check`), and subprocess.TimeoutExpired after
-    killing it and its descendants.
+    Raises:
+        RuntimeError: It failed (with `check`); the message is the last line of its standard error.
+        subprocess.TimeoutExpired: After killing it and its descendants.
     """
     peaks = Counter[str]()
     over, start = threading.Event(), time.perf_counter()
@@ -220,14 +221,14 @@ def run_process(
                     each.kill()
             process.wait()
         errors.seek(0)
-        said = errors.read()
+        error_output = errors.read()
     if check and process.returncode != 0:
-        raise RuntimeError(f"exit status {process.returncode}: {last_line(said)}")
-    return Finished(process.returncode, seconds, output if check else said + output, **peaks)
+        raise RuntimeError(f"exit status {process.returncode}: {last_line(error_output)}")
+    return Finished(process.returncode, seconds, output if check else error_output + output, **peaks)
 
 
 def watch_memory(pid: int, peaks: Counter[str], over: threading.Event, interval: float = 0.02) -> None:
-    """Raise `peaks` until `over` is set. Children are listed twice a second, as that means reading all of /proc."""
+    """Raise `peaks` until `over` is set. List children only twice a second: it reads all of /proc."""
     pids, listed = [pid], time.monotonic()
     while not over.wait(interval):
         if time.monotonic() - listed > 0.5:
@@ -265,16 +266,8 @@ def prepared_forks(modules: Iterable[str]) -> ForkServerContext:
     return context
 
 
-def attempt(
-    benchmark: str, case: str, work: Callable[[], Iterable[Row]], deadline: float = math.inf, needs: float = 0.0
-) -> Iterator[Row]:
-    """The rows of `work()`; if it raises, those that came before and then a failed row, so the run ends with status 1.
-
-    needs: seconds; where there are fewer until the deadline (of time.monotonic), nothing is run, and the row says so.
-    """
-    if deadline - time.monotonic() < needs:
-        yield row(benchmark, case, "-", None, note="skipped: out of time")
-        return
+def attempt(benchmark: str, case: str, work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """Yield the rows of `work()`; if it raises, those before the error and then a failed row, so the run ends with status 1."""
     try:
         yield from work()
     except Exception as error:  # noqa: BLE001 - shown in the table and in the exit status
@@ -320,6 +313,14 @@ def git_state() -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (FileNotFoundError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
+
+
+def print_row(row: Row) -> None:
+    print(
+        "  " + ", ".join(str(row[key]) for key in ("case", "metric", "value", "unit", "note")),
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def show(rows: list[Row], title: str) -> None:

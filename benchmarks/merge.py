@@ -1,7 +1,7 @@
-"""Merging an adapter into bases of 3 and 8 GB: time against `cp -r`, PEFT and axolotl, processor time by part, memory,
-identity, kills, full disks.
+"""Merging an adapter into bases of 3 and 8 GB: time against `cp -r`, and PEFT, processor time by part, memory
+and the error of sampled elements. Kills, full disks and equal bytes by any number of workers are in tests/test_merge_safety.py.
 
-`sh requirements/install.sh peers` installs what is only compared with. A full run writes up to 17 GB at a time into the
+A full run writes up to 17 GB at a time into the
 temporary directory (TMPDIR), up to 7 GB into a tmpfs, and takes about half an hour. Each time is that of a whole process,
 `sync` included, with the inputs dropped from the page cache. Sides take turns, so that a neighbour's load on a shared disk
 falls on all.
@@ -9,7 +9,6 @@ falls on all.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import tempfile
@@ -23,25 +22,18 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 
-from benchmarks.harness import ROOT, Finished, Row, attempt, missing, python, ratio_row, row, run_process, values_row
-from benchmarks.merge_kills import full_disk_rows, kill_rows, shards_of
-from benchmarks.models import LLAMA_1B, Inputs, Shape, forget_cached, write_inputs, write_sparse_inputs
+from benchmarks.harness import Finished, Row, attempt, missing, python, ratio_row, row, run_process, values_row
+from benchmarks.models import LLAMA_1B, Inputs, Shape, forget_cached, write_inputs
 
-# 14 of Llama-3.1-8B's layers; and what fits a 64 MB disk.
-ONE_SHARD = Shape("14 layers of Llama-3.1-8B", 4096, 14336, 14, 32, 8, 128256, tied=False)
-SMALL = Shape("small Llama", 512, 1536, 6, 8, 4, 8000, tied=False)
+# 14 of Llama-3.1-8B's layers.
+LARGER = Shape("14 layers of Llama-3.1-8B", 4096, 14336, 14, 32, 8, 128256, tied=False)
 TINY = Shape("tiny Llama", 64, 160, 2, 4, 2, 512, tied=True)
-WORKERS = (1, 2, 8)
-SLOW = ("PEFT", "axolotl")  # which take part in the first turn alone
-# Where `sh requirements/install.sh peers` puts what is only compared with.
-PEERS = ROOT / ".venv" / "peers"
 TMPFS = Path("/dev/shm")
 
 COGUMI = """
 import sys
 from cogumi.merge import merge_adapter
-workers = int(sys.argv[4]) if sys.argv[4:] else None
-merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], workers=workers, progress=False)
+merge_adapter(sys.argv[2], sys.argv[3], base=sys.argv[1], progress=False)
 """
 # What each stage's thread computes, and the process before and beside them.
 COGUMI_PARTS = """
@@ -77,40 +69,30 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 model = PeftModel.from_pretrained(model, sys.argv[2])
 model.merge_and_unload().save_pretrained(sys.argv[3])
 """
-AXOLOTL = """
-import sys
-sys.path.append(sys.argv[4])
-from axolotl.cli.utils.lora_merge import merge_lora_sharded_efficient
-merge_lora_sharded_efficient(sys.argv[1], sys.argv[2], sys.argv[3], device="cpu")
-"""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """larger: timed as `big` is. shares: free space as a share of the base's bytes, too little by far, by a little, just
-    enough. timed: whether the times mean something, and are held to their targets."""
+    """Sizes of a run. timed: hold the times to their targets."""
 
     big: Shape = LLAMA_1B
-    larger: Shape = ONE_SHARD
-    one_shard: Shape = ONE_SHARD
-    small: Shape = SMALL
+    larger: Shape = LARGER
     shard_bytes: int = 2_000_000_000
     rank: int = 16
     repeats: int = 5
-    kills: int = 50
-    moments: int = 15
-    shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.01, 1.1)
     disk_bytes: int = 17_000_000_000
     timed: bool = True
 
 
 FULL = Scale()
-QUICK = Scale(TINY, TINY, TINY, TINY, 100_000, 4, 1, 2, 1, (0.5, 1.1), 100_000_000, False)
+QUICK = Scale(TINY, TINY, 100_000, 4, 1, 100_000_000, timed=False)
 
 
 def time_rows(shape: Shape, folder: Path, scale: Scale, disk: str, ratio: float) -> Iterator[Row]:
-    """All sides in turns, forwards and backwards alternately; the slow peers take part in the first turn only. disk: what
-    the folder is on. ratio: the most that cogumi may take of `cp -r`."""
+    """Time all sides in turns, forwards and backwards alternately; PEFT in the first turn only.
+
+    disk: name of the folder's disk. ratio: limit of cogumi's time over that of `cp -r`.
+    """
     inputs = write_inputs(shape, folder / "timed", shard_bytes=scale.shard_bytes, rank=scale.rank)
     out = folder / "out"
     files = (inputs.base, inputs.adapter, out)
@@ -122,11 +104,9 @@ def time_rows(shape: Shape, folder: Path, scale: Scale, disk: str, ratio: float)
         "parts": python(COGUMI_PARTS, *files),
         "PEFT": python(PEFT, *files),
     }
-    if scale.timed and ((PEERS / "axolotl").is_dir() or importlib.util.find_spec("axolotl")):
-        commands["axolotl"] = python(AXOLOTL, *files, PEERS)
     runs: dict[str, list[Finished]] = {name: [] for name in commands}
     for turn in range(scale.repeats):
-        names = [name for name in commands if turn == 0 or name not in SLOW]
+        names = [name for name in commands if turn == 0 or name != "PEFT"]
         for name in reversed(names) if turn % 2 else names:
             forget_cached(inputs.base, inputs.adapter)
             runs[name].append(run_process(commands[name], sync=True))
@@ -137,6 +117,11 @@ def time_rows(shape: Shape, folder: Path, scale: Scale, disk: str, ratio: float)
         case, [json.loads(each.output.splitlines()[-1]) for each in runs["parts"]], inputs, scale.timed
     )
     yield from memory_rows(case, inputs, runs)
+    run_process(commands["cogumi"])
+    beyond, looked = sampled_violations(inputs, out)
+    note = "computed here: half an ulp + 2^-20 (|W| + |delta|)"
+    yield row("merge", case, "sampled elements off", beyond, f"of {looked:,}", target="<= 0", note=note)
+    shutil.rmtree(out)
     shutil.rmtree(folder / "timed")
 
 
@@ -148,12 +133,9 @@ def seconds_and_ratios(case: str, runs: dict[str, list[Finished]], ratio: float 
         yield values_row("merge", case, f"time, {name}", seconds, "s", target=target)
     target = f"<= {ratio}" if ratio else ""
     yield ratio_row("merge", case, "cogumi / cp -r", times, "cogumi", "cp -r", target=target)
-    for peer in (each for each in SLOW if each in times):
-        adjacent = {peer: times[peer], "cogumi": times["cogumi"][: len(times[peer])]}
-        target = ">= 4" if ratio else ""
-        yield ratio_row("merge", case, f"{peer} / cogumi", adjacent, peer, "cogumi", target=target)
-    if "axolotl" not in times:
-        yield missing("merge", f"{case}, axolotl", "axolotl (sh requirements/install.sh peers)")
+    adjacent = {"PEFT": times["PEFT"], "cogumi": times["cogumi"][: len(times["PEFT"])]}
+    target = ">= 4" if ratio else ""
+    yield ratio_row("merge", case, "PEFT / cogumi", adjacent, "PEFT", "cogumi", target=target)
 
 
 def part_rows(case: str, found: list[dict[str, float]], inputs: Inputs, judged: bool) -> Iterator[Row]:
@@ -195,41 +177,6 @@ def tmpfs_rows(scale: Scale) -> Iterator[Row]:
             continue
         with tempfile.TemporaryDirectory(prefix="cogumi-merge-", dir=TMPFS) as name:
             yield from time_rows(shape, Path(name), scale, "tmpfs", ratio)
-
-
-def one_shard_rows(folder: Path, scale: Scale) -> Iterator[Row]:
-    """A single shard of 8 GB whose weights are a hole, with a small adapter, merged and verified."""
-    inputs = write_sparse_inputs(scale.one_shard, folder, rank=8)
-    out, note = folder / "out", "whole process, sync; the input takes no disk"
-    imports = [run_process(python(IMPORTS))]
-    merged = [run_process(python(COGUMI, inputs.base, inputs.adapter, out), sync=True)]
-    case = f"{scale.one_shard.name}, one shard of {inputs.base_bytes / 1e9:.2f} GB (sparse), r=8 q and v"
-    yield from memory_rows(case, inputs, {"cogumi": merged, "import torch": imports})
-    yield row("merge", case, "time, cogumi", merged[0].seconds, "s", note=note)
-    yield from bound_rows(case, inputs, out)
-
-
-def identity_rows(inputs: Inputs, folder: Path, scale: Scale) -> Iterator[Row]:
-    """The shards that 1, 2 and 8 workers write, by digest; the last merge is checked here once more."""
-    case = f"{scale.big.name}, {inputs.base_bytes / 1e9:.2f} GB, r={scale.rank} all-linear"
-    out, found = folder / "out", []
-    for workers in WORKERS:
-        if out.exists():
-            shutil.rmtree(out)
-        run_process(python(COGUMI, inputs.base, inputs.adapter, out, workers))
-        found.append(shards_of(out))
-    different = sum(len({each[name] for each in found}) > 1 for name in found[0])
-    note = f"workers {', '.join(map(str, WORKERS))}; BLAKE3 of the files"
-    unit = f"of {len(found[0])} shards"
-    yield row("merge", case, "shards that differ between workers", different, unit, target="<= 0", note=note)
-    yield from bound_rows(case, inputs, out)
-
-
-def bound_rows(case: str, inputs: Inputs, out: Path) -> Iterator[Row]:
-    """Count sampled elements beyond the bound of the formula below."""
-    beyond, looked = sampled_violations(inputs, out)
-    note = "computed here: half an ulp + 2^-20 (|W| + |delta|)"
-    yield row("merge", case, "sampled elements off", beyond, f"of {looked:,}", target="<= 0", note=note)
 
 
 def sampled_violations(inputs: Inputs, out: Path, rows: int = 8) -> tuple[int, int]:
@@ -278,16 +225,6 @@ def run(quick: bool = False) -> Iterator[Row]:
             note = f"skipped: needs {scale.disk_bytes / 1e9:.0f} GB in TMPDIR, {free / 1e9:.1f} GB are free"
             yield row("merge", scale.big.name, "-", None, note=note)
             return
-        few = min(scale.shard_bytes, 10_000_000)  # several shards here too
-        small = write_inputs(scale.small, folder / "small", shard_bytes=few, rank=8)
         yield from attempt("merge", "time", partial(time_rows, scale.big, folder, scale, "disk", 2.0))
         yield from attempt("merge", "larger", partial(time_rows, scale.larger, folder, scale, "disk", 1.5))
         yield from attempt("merge", "in memory", partial(tmpfs_rows, scale))
-        big = write_inputs(scale.big, folder / "big", shard_bytes=scale.shard_bytes, rank=scale.rank)
-        yield from attempt("merge", "workers", partial(identity_rows, big, folder, scale))
-        shutil.rmtree(folder / "out", ignore_errors=True)
-        shutil.rmtree(folder / "big")
-        yield from attempt("merge", "one shard", partial(one_shard_rows, folder / "one", scale))
-        shutil.rmtree(folder / "one", ignore_errors=True)
-        yield from attempt("merge", "kills", partial(kill_rows, small, folder, scale.kills))
-        yield from attempt("merge", "full disk", partial(full_disk_rows, small, folder, scale.shares, scale.moments))

@@ -1,7 +1,4 @@
-"""Models of real shapes with random weights: what a step or a merge costs depends on their shapes alone.
-
-In memory, with LoRA, for a step; on disk, as a base in real files or a sparse shard and an adapter saved by PEFT, for a merge.
-"""
+"""Models of real shapes with random weights: in memory with LoRA for a step, on disk with an adapter by PEFT for a merge."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cogumi.core.durability import drop_from_memory
-from cogumi.core.safetensors_file import make_header
 
 
 @dataclass(frozen=True)
@@ -115,22 +111,6 @@ def write_inputs(shape: Shape, directory: Path, *, shard_bytes: int, rank: int) 
     base = directory / "base"
     random_model(shape).save_pretrained(base, max_shard_size=shard_bytes)
     return with_adapter(shape, base, directory / "adapter", "all-linear", rank)
-
-
-def write_sparse_inputs(shape: Shape, directory: Path, *, rank: int) -> Inputs:
-    """One shard whose weights are a hole in the file: they read as zeros, and take no disk. And a small adapter."""
-    model, base = meta_model(shape), directory / "base"
-    base.mkdir(parents=True)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(base)
-    tied = model.all_tied_weights_keys
-    stored = {name: each for name, each in model.state_dict().items() if name not in tied}
-    tensors = [(name, "BF16", tuple(each.shape), each.nbytes) for name, each in stored.items()]
-    header = make_header({"format": "pt"}, tensors)
-    with (base / "model.safetensors").open("xb") as file:
-        file.write(header)
-        file.truncate(len(header) + sum(size for *_, size in tensors))
-    return with_adapter(shape, base, directory / "adapter", ["q_proj", "v_proj"], rank)
 
 
 def with_adapter(shape: Shape, base: Path, adapter: Path, targets: str | list[str], rank: int) -> Inputs:

@@ -1,7 +1,6 @@
-"""What the panel of a run takes: to open on a million logged rows, and of a core while it follows a run.
+"""Time and memory to open the panel of a run with a million logged rows, and its share of a core while it follows a run.
 
-Both in a real kernel, as a notebook has it: what the kernel takes without a panel is measured in the same way before, and
-taken off. Beside that, the time to draw its plots.
+Both in a real kernel, less what the kernel takes without a panel.
 """
 
 import json
@@ -16,13 +15,10 @@ from nbclient import NotebookClient
 
 from benchmarks.harness import Row, row
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
-from cogumi.notebook import panel
-from cogumi.notebook.panel import RunSnapshot
 
 ROWS, GROWING_FROM = 1_000_000, 2_000
 ROWS_A_SECOND = 5
 WATCHED_SECONDS = 40
-REDRAWN = 20  # times
 METRICS = {
     "loss": 2.5, "grad_norm": 0.84114316166169, "learning_rate": 1.999998e-4, "entropy": 0.25891675029296335,
     "num_tokens": 4096, "mean_token_accuracy": 0.5112747213686085, "epoch": 0.333, "perf/cost": 0.01,
@@ -52,9 +48,7 @@ def run(quick: bool = False) -> Iterator[Row]:
     rows, seconds = (ROWS // 10, 6) if quick else (ROWS, WATCHED_SECONDS)
     with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
         yield from opened(rows, run_with(Path(place, "long"), rows))
-        growing = run_with(Path(place, "growing"), GROWING_FROM)
-        yield from followed(seconds, growing)
-        yield from drawn(growing)
+        yield from followed(seconds, run_with(Path(place, "growing"), GROWING_FROM))
 
 
 def logged(step: int, at: float) -> dict[str, float]:
@@ -104,15 +98,6 @@ def followed(seconds: float, directory: Path) -> Iterator[Row]:
     share = 100 * (float(watched) - float(alone))
     note = f"the kernel without it {100 * float(alone):.2f} %"
     yield row("panel", case, "of one core", share, "%", target="<= 1", note=note)
-
-
-def drawn(directory: Path) -> Iterator[Row]:
-    look = RunSnapshot(directory).look()
-    began = time.perf_counter()
-    for _ in range(REDRAWN):
-        panel.render_plots(look)
-    milliseconds = 1000 * (time.perf_counter() - began) / REDRAWN
-    yield row("panel", f"{len(look.curves.plots())} plots", "time to draw them", milliseconds, "ms", target="<= 50")
 
 
 def in_a_kernel(cells: list[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.same_results COMMIT`: does this checkout compute what another commit computes, bit for bit?
+"""`python -m benchmarks.same_results COMMIT`: check that this checkout computes the same as another commit, bit for bit.
 
-Four trainings (SFT, DPO, GSPO, QLoRA) and ten merges on the CPU, once with the package of COMMIT and once with the one here,
-by their public names alone. Compared are the values of each logged row that are no times, and the SHA-256 of the
-safetensors files of adapters and merged models. Exit status: 0 all equal, 1 a difference, 2 used wrongly.
+Runs four trainings (SFT, DPO, GSPO, QLoRA) and ten merges on the CPU, with the package of COMMIT and with this one, by their
+public names. Compares all logged values that are not times, and the SHA-256 of the weights of adapters and merged models.
+Exit status: 0 all equal, 1 a difference, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -24,8 +24,21 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "gspo": {"config": "smoke/gspo", "model__name": "cogumi:small-base"},
     "qlora": {"config": "smoke/qlora"},
 }
-# Keys of a logged row that tell of the machine. All others are results.
-OF_THE_MACHINE = ("time", "per_second", "disk/", "perf/")
+# Parts of the names of logged values that differ between runs.
+MACHINE_KEYS = ("time", "per_second", "disk/", "perf/")
+LLAMA: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 256, "max_position_embeddings": 128,
+}  # fmt: skip
+QWEN3 = LLAMA | {"head_dim": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA | {"tie_word_embeddings": False}),
+    "qwen3-tied": ("qwen3", QWEN3 | {"tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {"vocab_size": 256, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "qwen3-moe": ("qwen3_moe", QWEN3 | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+}
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "llama in float32": ("llama", {}, {"dtype": "float32"}),
@@ -35,13 +48,13 @@ MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "trained tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 250]}, {}),
     "head and norm whole": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}, {}),
     "gpt2": ("gpt2", {"target_modules": ["c_attn"]}, {}),
-    "experts": ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": "experts"}, {}),
+    "experts": ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": FUSED}, {}),
     "two adapters": ("llama", {}, {"weights": (0.75, -0.5)}),
 }
 
 
 def record() -> dict[str, Any]:
-    """Everything that is compared, computed in the current directory with the package that can be imported."""
+    """Compute everything that is compared, in the current directory with the package that can be imported."""
     found: dict[str, Any] = {}
     for name, keywords in TRAININGS.items():
         found |= training(name, **keywords)
@@ -62,51 +75,77 @@ def training(name: str, config: str, **overrides: Any) -> dict[str, Any]:
         f"{name}: step {row['step']}: {key}": value
         for row in rows
         for key, value in row.items()
-        if key != "step" and not any(each in key for each in OF_THE_MACHINE)
+        if key != "step" and not any(each in key for each in MACHINE_KEYS)
     }
     return logged | {f"{name}: {path}": digest for path, digest in digests(Path(result.run_dir)).items()}
 
 
 def merge(family: str, lora: dict[str, Any], weights: tuple[float, ...] = (), **options: Any) -> dict[str, str]:
-    from builders import FUSED, LINEARS, save_base, train_adapter
-    from test_merge_kinds import FAMILIES
-
     import cogumi
 
     lora = {"target_modules": LINEARS} | lora
-    if "target_parameters" in lora:
-        lora["target_parameters"] = FUSED
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        base = save_base(home / "base", FAMILIES[family], max_shard_size="60KB")
-        adapters: Any = train_adapter(base, home / "adapter", **lora)
+        base = save_base(home / "base", family)
+        adapters: Any = save_adapter(base, home / "adapter", 1, lora)
         if weights:
             adapters = [
-                (train_adapter(base, home / f"adapter-{seed}", seed=seed, **lora), weight)
+                (save_adapter(base, home / f"adapter-{seed}", seed, lora), weight)
                 for seed, weight in enumerate(weights)
             ]
         cogumi.merge_adapter(adapters, home / "merged", base=base, progress=False, **options)
         return digests(home / "merged")
 
 
+def save_base(path: Path, family: str) -> Path:
+    """Save a random model of a family in bfloat16, in several shards."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)  # transformers starts them at zero
+    model.to(torch.bfloat16).save_pretrained(path, max_shard_size="60KB")
+    return path
+
+
+def save_adapter(base: Path, path: Path, seed: int, lora: dict[str, Any]) -> Path:
+    """Save an adapter made by PEFT, every trainable value moved as training might."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | lora)
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * (0.05 if "lora_" in name else 0.5))
+    model.save_pretrained(str(path))
+    return path
+
+
 def digests(directory: Path) -> dict[str, str]:
-    """The SHA-256 of each file of weights below a directory, by its relative path. Models that are bases are left out."""
+    """Return the SHA-256 of each file of weights below a directory, by relative path, without the bases."""
     files = sorted(path for path in directory.rglob("*.safetensors") if "base" not in path.parts)
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def recorded_with(package: Path, folder: Path) -> dict[str, Any]:
-    """What `record` finds in a process of its own whose `cogumi` is the one below `package`."""
+    """Run `record` in a process that imports the `cogumi` below `package`."""
     folder.mkdir()
-    paths = os.pathsep.join(map(str, (package, REPOSITORY / "tests")))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__, "--record"], cwd=folder, env=environment, stdout=sys.stderr, check=True)
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return found
 
 
 def main(words: list[str]) -> int:
-    if words == ["--record"]:  # of the process above
+    if words == ["--record"]:  # from recorded_with
         Path("results.json").write_text(json.dumps(record()))
         return 0
     if len(words) != 1 or words[0].startswith("-"):

@@ -1,19 +1,15 @@
-"""The sandbox: trivial programs a minute at each level of isolation, the time of one call, and the memory of the pool.
-
-Beside it, what a fresh `python -c` for each program takes, which is what one would do without a pool.
-"""
+"""The sandbox: trivial programs a minute at each level of isolation, time of one call, memory of the pool; `python -c` beside."""
 
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import psutil
 
-from benchmarks.harness import Row, attempt, row
+from benchmarks.harness import Row, attempt, interleave, row, values_row
 from cogumi.rewards.unit_tests import unit_tests
 from cogumi.sandbox import Sandbox
 
@@ -39,9 +35,8 @@ def at_level(level: Any, programs: int) -> Iterator[Row]:
     began = time.perf_counter()
     with Sandbox(WORKERS, isolation=level) as sandbox:
         sandbox.run(PROGRAM)
-        yield row(
-            "sandbox", level, "from nothing to the first result, with the trial", time.perf_counter() - began, "s"
-        )
+        figure = partial(row, "sandbox", level)
+        yield figure("from nothing to the first result, with the trial", time.perf_counter() - began, "s")
         sandbox.run_all([PROGRAM] * 2 * WORKERS)
         used = sum(proportional_bytes(worker.process) for worker in sandbox._workers.values())
         began = time.perf_counter()
@@ -49,20 +44,10 @@ def at_level(level: Any, programs: int) -> Iterator[Row]:
         rate = 60 * programs / (time.perf_counter() - began)
         whole = all((each.status, each.output) == ("finished", "1\n") for each in results)
         note = f"{WORKERS} workers, {programs} programs" if whole else "not all programs printed 1"
-        target = ">= 1500"
-        yield row(
-            "sandbox", level, "trivial programs a minute", rate, target=target, ok=rate >= 1500 and whole, note=note
-        )
-        seconds = [one_call(sandbox) for _ in range(programs // 10)]
-        spread = (1000 * min(seconds), 1000 * max(seconds))
-        yield row("sandbox", level, "time of one call", 1000 * median(seconds), "ms", spread=spread)
-        yield row("sandbox", level, f"memory of {WORKERS} workers (PSS)", used / 2**20, "MiB")
-
-
-def one_call(sandbox: Sandbox) -> float:
-    began = time.perf_counter()
-    sandbox.run(PROGRAM)
-    return time.perf_counter() - began
+        yield figure("trivial programs a minute", rate, target=">= 1500", ok=rate >= 1500 and whole, note=note)
+        times = interleave({"call": partial(sandbox.run, PROGRAM)}, programs // 10)["call"]
+        yield values_row("sandbox", level, "time of one call", [1000 * seconds for seconds in times], "ms")
+        yield figure(f"memory of {WORKERS} workers (PSS)", used / 2**20, "MiB")
 
 
 def proportional_bytes(process: subprocess.Popen[bytes]) -> int:

@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import psutil
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import commands, gpu, gpu_checks, harness, sampler
+from benchmarks import commands, gpu, gpu_checks, harness, overhead
 from benchmarks.harness import Finished, row
-from cogumi.stack import probes
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 
@@ -99,7 +97,7 @@ def test_unknown_name_and_missing_card_end_with_one_line_and_status_2(capsys):
 def test_a_failing_entry_keeps_its_rows_and_the_others(monkeypatch, tmp_path, capsys):
     def entry(name, quick):
         yield row(name, "case", "time", 1.0, "s", target="<= 2")
-        if name == "fim_data":
+        if name == "panel":
             raise KeyError("gone")
 
     monkeypatch.setattr(command, "entry", entry)
@@ -217,47 +215,21 @@ def test_every_check_of_a_card_runs_on_a_cpu(tmp_path: Path) -> None:
     assert missing == {"gpu_probes", "ratios-unsloth", "sft-speed-unsloth"}
 
 
-def test_bitsandbytes_probe_is_a_forward_and_a_backward():
-    pytest.importorskip("bitsandbytes")
-    ((metric, error, _, _),) = probes.probe_bitsandbytes("cpu")
-    assert metric == "4-bit forward and backward"
-    assert 0.01 < error < 0.25
+def test_figures_of_two_processes_count_the_one_that_waited_least() -> None:
+    # CPU, clock, callbacks' CPU, callbacks by the clock, exchange; the second process waits a second in each exchange.
+    first = [[0.0, 0, 0, 0, 0], [1.0, 2, 0.1, 0.25, 0.125], [2.0, 4, 0.2, 0.5, 0.25]]
+    second = [[0.0, 0, 0, 0, 0], [1.0, 2, 0.1, 1.25, 1.125], [2.0, 4, 0.2, 2.5, 2.25]]
+    assert overhead.figures([first, second]) == {
+        "step|ms": 2000,
+        "callbacks|CPU ms/step": pytest.approx(100),
+        "exchange between the processes|ms/step": 125,
+        "share of a step|%": pytest.approx(10),
+        "share of a step by the clock|%": pytest.approx(12.5),
+    }
 
 
-def test_figures_of_a_sampler_are_those_by_hand() -> None:
-    # Two completions, of three tokens and of one; what is padded must not count.
-    away = numpy.array([[0.3, -0.3, 0.003], [-0.1, 9.0, 9.0]])
-    mask = numpy.array([[1, 1, 1], [1, 0, 0]])
-    found = sampler.mismatch(away, mask)
-    assert found["mean |difference|, nats a token"] == pytest.approx((0.3 + 0.3 + 0.003 + 0.1) / 4)
-    assert found["largest |difference|, nats"] == pytest.approx(0.3)
-    assert found["sequence ratios, highest"] == pytest.approx(math.exp(0.001))
-    assert found["sequence ratios, lowest"] == pytest.approx(math.exp(-0.1))
-    assert found["sequences outside GSPO's clip"] == 1.0  # 1.001 > 1.0004, and 0.905 < 0.9997
-    assert found["tokens outside GRPO's clip"] == 0.5  # exp(0.3) and exp(-0.3)
-    assert found["tokens of a completion"] == 2.0
-    assert sampler.mismatch(numpy.full((2, 9), 3.5e-4), numpy.ones((2, 9)))["sequences outside GSPO's clip"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "away", "share", "weights"),
-    [
-        ("tis", [[1.0, 0.1]], 0.5, [2.0, math.exp(0.1)]),  # exp(1) is more than 2
-        ("icepop", [[-1.0, 1.0]], 0.5, [0.0, math.exp(1.0)]),  # exp(-1) is less than 0.5
-        ("mis", [[0.9, 0.9], [0.1, 0.1]], 0.5, [0.0, math.exp(0.2)]),  # exp(1.8) is more than 3
-    ],
-)
-def test_a_correction_masks_or_truncates(
-    name: str, away: list[list[float]], share: float, weights: list[float]
-) -> None:
-    values, mask = numpy.array(away), numpy.ones((len(away), 2))
-    first, second = weights
-    effective = (first + second) ** 2 / (2 * (first**2 + second**2))
-    assert sampler.corrected(values, mask, name)[:2] == pytest.approx((share, effective))
-    assert sampler.effective_share(numpy.ones(7)) == 1.0
-
-
-def test_the_sampler_benchmark_says_in_one_line_that_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "find_spec", lambda name: None)
-    (found,) = well_formed(list(sampler.run()))
-    assert found["note"] == "missing: vllm; .venv-vllm/bin/python -m benchmarks sampler"
+def test_the_callbacks_of_a_run_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "CASES", {"alone": (1, "none")})
+    rows = {each["metric"]: each["value"] for each in well_formed(list(overhead.run(quick=True)))}
+    assert 0 < rows["share of a step by the clock"] < 100
+    assert rows["callbacks"] > 0

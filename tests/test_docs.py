@@ -57,6 +57,9 @@ NOT_RUN = {
     ".venv/bin/cogumi wait runs/NAME; runpodctl pod stop $RUNPOD_POD_ID": BOX,
     ".venv/bin/cogumi wait runs/NAME; vastai stop instance $CONTAINER_ID": BOX,
     'cogumi preflight configs/llama-3.1-8b-sft.yaml --card "h100 sxm"': HUB,
+    "cogumi doctor --json": "a second examination; tests/test_stack_doctor.py has the JSON",
+    "cogumi start my-sft.yaml cogumi.sanity=100": "a hundred steps; tests/test_training_sentinel.py makes them",
+    "cogumi train my.yaml cogumi.processes=2 cogumi.sharding=fsdp2 cogumi.run_dir=runs/shares": "tests/test_training_processes.py",
 }
 NOT_RUN |= {
     "accelerate launch --config_file fsdp2.yaml --num_processes 8 train.py": BOX,
@@ -102,17 +105,16 @@ SHORT = {
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "160",
 }
-# A sanity check of a hundred steps, and the same command without it, which trains the rest.
 # After two steps of GSPO the update is so small that bfloat16 keeps 82 % of it, which the check of the merged logits rightly
 # fails; of six steps' update it keeps 96 %, which passes. DPO's is alike.
 LONGER = {
-    "cogumi start my-sft.yaml": {"COGUMI_TRAIN__MAX_STEPS": "104", "COGUMI_COGUMI__RUN_DIR": "runs/my-sft"},
+    "cogumi start my-sft.yaml": {"COGUMI_COGUMI__RUN_DIR": "runs/my-sft"},
     "cogumi start configs/smoke/chat-gspo.yaml model.name=runs/smoke-llama-dpo/merged": {
         "COGUMI_TRAIN__MAX_STEPS": "6"
     },
     "cogumi start configs/smoke/llama-3.1-8b-dpo.yaml": {"COGUMI_TRAIN__MAX_STEPS": "6"},
     "cogumi train configs/smoke/sft.yaml": {"COGUMI_TRAIN__WARMUP_STEPS": "0"},  # else two steps train next to nothing
-    "cogumi train my.yaml cogumi.processes": {"COGUMI_TRAIN__MAX_STEPS": "12"},
+    "cogumi train my.yaml cogumi.processes": {"COGUMI_TRAIN__WARMUP_STEPS": "0"},
 }
 SECONDS = 300  # for one command, on a machine that others use as well
 # These pages are what people paste first.

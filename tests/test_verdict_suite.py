@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
+from verdict_runs import Case, judged
 
-from benchmarks.verdict import Case, judged
-from benchmarks.verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
 from cogumi.health.flags import Flag
 
 QUICK = {"sft, NaN in the base", "sft, adapter frozen", "sft"}

@@ -1,16 +1,11 @@
-"""Does the verdict tell broken runs from whole ones, and by their cause: the suite of benchmarks/verdict_cases.py.
-
-`python -m benchmarks verdict` trains every case for at most a hundred steps on a CPU: real TRL trainers on a small base,
-under the sentinel. A flat or broken run is never "safe to scale". The last rows are what watching costs.
-"""
+"""Train the cases of verdict_cases.py under the sentinel: real TRL trainers on a small base, at most a hundred steps."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import random
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -26,33 +21,33 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 import cogumi
-from benchmarks.harness import OwnTime, Row, quiet, row
-from cogumi.data.fim import FimConfig
+from cogumi.data.fim import FimConfig, fim_prompts_chunk, fim_sft_chunk, read_controls
 from cogumi.data.stdlib_sample import sample_path
 from cogumi.health.sentinel import Sentinel
 from cogumi.health.verdict import COSTS_TIME, safe_to_scale
 from cogumi.models.small_base import cached_directory, train_tokenizer
 from cogumi.rewards.functions import edit_similarity
-from tests.fim_examples import prompts_for_rl, tokenize_for_sft
 
 STEPS = 100
-STEP_SECONDS = 0.1  # of the step that the cost is a share of
 SEED = 0
 LORA: dict[str, Any] = {
     "r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM",
 }  # fmt: skip
 SFT_RATE, RL_RATE, DPO_RATE = 4e-3, 3e-3, 3e-3
 LENGTH = 64
-QUICK = ("sft, NaN in the base", "sft, adapter frozen", "gspo, dead reward", "sft", "own chat, large rate")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: `given` are build's keywords. `flag`: the one that is to explain it, with a word of its `cause`.
+    """One run and what the sentinel must say of it.
 
-    Without a flag's name any flag explains it that names this cause and `knob`, the key to change: a rate that is too high
-    lifts the loss or leaves it at the tokens' frequencies, and chance decides which shows first. own: whether it is a whole
-    run on one's own data, which is to raise no flag of any colour.
+    Attributes:
+        given: Keyword arguments of `build`.
+        flag: The flag that must explain a broken run. "": any flag that names `cause` and `knob`, because a rate that is too
+            high lifts the loss or leaves it at the tokens' frequencies, and chance decides which shows first.
+        cause: A word of the flag's cause; "" for a healthy run.
+        knob: The key to change that the flag must name.
+        own: A healthy run on other data than the rules were made with: it must raise no flag of any colour.
     """
 
     name: str
@@ -74,10 +69,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What the verdict said: the red flags with their steps, first of all the first, and how many steps there were.
-
-    safe: the answer to "safe to scale?", and why. was_yellow: each flag that was yellow at any time, as it was first.
-    """
+    """Red flags in order with their steps, the steps made, the answer to "safe to scale?", and each flag once yellow."""
 
     case: Case
     reds: list[tuple[int, Any]]
@@ -91,49 +83,14 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        """A broken run has its flag, first of all, with its cause; a whole one has none that is red; on one's own data a
-        whole one has none that is yellow either."""
+        """Return True for a broken run explained by its first red flag, or a healthy one without red (own: yellow) flags."""
         if not self.case.broken:
             return not self.alarms and not (self.case.own and self.was_yellow)
         return bool(self.reds) and self.case.explained_by(self.reds[0][1])
 
 
-def run(quick: bool = False) -> Iterator[Row]:
-    from benchmarks.verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
-
-    quiet()
-    kinds = {
-        "broken runs flagged with their cause": [case for case in (*BROKEN, *HELD_OUT) if case.broken],
-        "whole runs without a red flag": [case for case in (*WHOLE, *HELD_OUT) if not case.broken],
-        "whole runs on one's own data without a yellow or red flag": [*OWN],
-    }
-    unsafe = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for what, every in kinds.items():
-            cases = [case for case in every if not quick or case.name in QUICK]
-            right = 0
-            for case in cases:
-                found = judged(case, Path(folder) / case.name, "stop" if case.broken else "warn")
-                right += found.right
-                unsafe += case.broken and found.safe.startswith("yes")
-                yield case_row(case, found)
-            yield row("verdict", "all", what, right, f"of {len(cases)}", target=f">= {len(cases)}")
-        yield row("verdict", "all", "broken runs that are safe to scale", unsafe, "", target="<= 0")
-        per_step = cost(Path(folder) / "cost")
-    share = 100 * per_step / STEP_SECONDS
-    note = "the rules included, at every fifth step and from step 25 on at every tenth"
-    yield row("verdict", "a step of 100 ms", "share of the sentinel", share, "%", target="<= 0.5", note=note)
-
-
-def case_row(case: Case, found: Outcome) -> Row:
-    said = "; ".join(f"step {step}: {flag.name} ({flag.cause})" for step, flag in found.reds) or "no red flag"
-    kind, at = "broken" if case.broken else "whole", found.reds[0][0] if found.reds else "never"
-    note = f"{said}; was yellow: {', '.join(found.was_yellow) or 'none'}; safe to scale: {found.safe}"
-    return row("verdict", f"{kind}: {case.name}", "red at step", at, ok=found.right, note=note)
-
-
 def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
-    """Run a case under the sentinel; with "stop" it ends at the first red flag."""
+    """Run a case under the sentinel; on_red="stop" ends it at the first red flag."""
     trainer = build(case.method, out, **case.given)
     trainer._save_checkpoint = lambda *_: None  # the suite is about flags
     sentinel = Sentinel(trainer, out, case.method, on_red=on_red)
@@ -147,27 +104,14 @@ def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
                 was_yellow.setdefault(flag.name, f"step {step}: {flag}")
 
     sentinel.look = remembering  # type: ignore[method-assign]
-    watch(trainer, sentinel)
-    reds = list(sentinel.was_red.values())
-    safe = safe_to_scale(sentinel.run(), sentinel.flags, [flag for _, flag in reds])
-    return Outcome(case, reds, trainer.state.global_step, ": ".join(safe), was_yellow)
-
-
-def watch(trainer: Any, sentinel: Any) -> None:
     for printing in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printing)
     trainer.add_callback(sentinel)
     sentinel.begin()
     trainer.train()
-
-
-def cost(out: Path) -> float:
-    """Seconds the sentinel's own code takes a step, in a run of a hundred whose every step is logged."""
-    trainer, timed = build("sft", out), OwnTime()
-    sentinel = Sentinel(trainer, out, "sft")
-    timed.wrap(sentinel, "on_step_begin", "on_step_end", "on_log")
-    watch(trainer, sentinel)
-    return timed.wall / STEPS
+    reds = list(sentinel.was_red.values())
+    safe = safe_to_scale(sentinel.run(), sentinel.flags, [flag for _, flag in reds])
+    return Outcome(case, reds, trainer.state.global_step, ": ".join(safe), was_yellow)
 
 
 def build(
@@ -180,7 +124,7 @@ def build(
     then: Callable[[Any], None] | None = None,
     **values: Any,
 ) -> Any:
-    """A trainer as configs/smoke/*.yaml have it, gspo with a smaller batch. values: of TRL's config; then: done to it."""
+    """Build a trainer like configs/smoke/*.yaml. values: of TRL's config; then: called with the trainer."""
     cogumi.patch(graph_break="off")
     kinds: dict[str, tuple[str, Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
         "sft": ("SFT", base, middles, {
@@ -276,9 +220,9 @@ tuned = partial(base, "tuned")
 
 @cache
 def bases() -> Path:
-    """A directory with the tokenizer and two models of 200,000 weights: `base` has read code, `tuned` the task as well.
+    """Return a cached directory with a tokenizer and two models of 200,000 weights: `base` (code) and `tuned` (the task too).
 
-    Made once for the machine: a minute on two cores. Smaller than the package's own small base, as there are thirty runs.
+    Made once for each machine in a minute on two cores; smaller than the package's small base, because there are thirty runs.
     """
     recipe = hashlib.sha256(inspect.getsource(make_bases).encode()).hexdigest()[:12]
     return cached_directory(f"verdict-bases-{recipe}", make_bases)
@@ -319,7 +263,7 @@ def train(model: Any, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> N
 
 
 def padded(rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids and labels of the learned tokens; padding comes after what is learned, so it needs no mask."""
+    """Return right-padded ids and labels; padding follows the learned tokens, so it needs no attention mask."""
     ids = [torch.tensor(tokens) for tokens in rows["input_ids"]]
     masks = [torch.tensor(mask).bool() for mask in rows["completion_mask"]]
     labels = [tokens.where(mask, -100) for tokens, mask in zip(ids, masks, strict=True)]

@@ -1,4 +1,4 @@
-"""The runs that the verdict is measured on: each whole or broken in one way, as benchmarks/verdict.py trains them.
+"""The runs that the verdict is measured on: each whole or broken in one way, as verdict_runs.py trains them.
 
 What breaks a run is done to it from outside, as a user's mistake would: a learning rate, a column in another order, a
 collator, a tokenizer, a reward. Each case says which flag, or which cause and key, is to explain it.
@@ -14,11 +14,11 @@ from typing import Any
 
 import polars as pl
 import torch
+import verdict_runs
 from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, TrainerCallback
+from verdict_runs import DPO_RATE, RL_RATE, SEED, SFT_RATE, Case, tokenizer
 
-from benchmarks import verdict
-from benchmarks.verdict import DPO_RATE, RL_RATE, SEED, SFT_RATE, Case, tokenizer
 from cogumi.data.stdlib_sample import sample_path
 
 
@@ -53,14 +53,14 @@ def shuffled_chats() -> Any:
 def answers(mixed: bool = False) -> Any:
     """Pairs of `cogumi:stdlib-chat` as text: the function that was asked for, and the next row's."""
     rows = [(f"# {asked}\n", told) for asked, told in conversations()]
-    return verdict.preferences(rows, [told for _, told in rows], mixed, longest=300)
+    return verdict_runs.preferences(rows, [told for _, told in rows], mixed, longest=300)
 
 
 @cache
 def pieces() -> list[tuple[list[int], list[int]]]:
     """(prompt, completion) of the fill-in-the-middle examples."""
     split = []
-    for row in verdict.middles():
+    for row in verdict_runs.middles():
         at = row["completion_mask"].index(1)
         split.append((list(row["input_ids"][:at]), list(row["input_ids"][at:])))
     return split
@@ -116,7 +116,7 @@ def pad_with_the_end(trainer: Any) -> None:
 
 
 def nan_in_the_base() -> Any:
-    model = verdict.base()
+    model = verdict_runs.base()
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] = float("nan")
     return model
 
@@ -176,7 +176,7 @@ BROKEN = (
     Case("gspo, entropy collapse", "gspo", {"reward": brevity, "learning_rate": 1e-2}, "entropy", "collapses"),
     Case("gspo, truncation", "gspo", {"max_completion_length": 2}, "completions end", "cut"),
     Case("gspo, learning rate x 100", "gspo", {"learning_rate": 100 * RL_RATE}, "KL to the sampler", "rate is too high"),
-    Case("dpo, pairs mixed up", "dpo", {"dataset": lambda: verdict.pairs(mixed=True)}, "preferences", "mixed up"),
+    Case("dpo, pairs mixed up", "dpo", {"dataset": lambda: verdict_runs.pairs(mixed=True)}, "preferences", "mixed up"),
     Case("dpo, learning rate x 100", "dpo", {"learning_rate": 100 * DPO_RATE}, **TOO_HIGH),
 )
 WHOLE = (
@@ -186,14 +186,14 @@ WHOLE = (
     Case("sft, packed", "sft", {"packing": True, "max_length": 128, "per_device_train_batch_size": 8}),
     Case("sft, a fifth of the rate", "sft", {"learning_rate": SFT_RATE / 5}),
     Case("sft, constant rate, batch of 8", "sft", {"lr_scheduler_type": "constant", "per_device_train_batch_size": 8}),
-    Case("sft, a base that was never trained", "sft", {"model": verdict.untrained}),
+    Case("sft, a base that was never trained", "sft", {"model": verdict_runs.untrained}),
     Case("gspo", "gspo"),
     Case("gspo, another reward", "gspo", {"reward": letters, "learning_rate": 1e-3}),
     Case("grpo, token level", "gspo", {"loss_type": "grpo", "learning_rate": 1e-3}),
     Case("gspo, four steps a rollout", "gspo", {"steps_per_generation": 4, "seed": 1}),
     Case("dpo", "dpo"),
     Case("dpo, a third of the rate", "dpo", {"learning_rate": DPO_RATE / 3}),
-    Case("dpo, a base that cannot tell them yet", "dpo", {"model": verdict.base, "learning_rate": 1e-3}),
+    Case("dpo, a base that cannot tell them yet", "dpo", {"model": verdict_runs.base, "learning_rate": 1e-3}),
 )
 # Other data and seeds than those the rules were made with.
 HELD_OUT = (
@@ -247,7 +247,7 @@ def own_code(rows: int = 600) -> list[str]:
 
 
 def own_middles() -> Any:
-    return verdict.middles_of(own_code(), tokenizer(), longest=96)
+    return verdict_runs.middles_of(own_code(), tokenizer(), longest=96)
 
 
 def own_pairs() -> Any:
@@ -260,7 +260,7 @@ def own_pairs() -> Any:
 
 
 def own_prompts() -> Any:
-    return verdict.prompts_of(own_code(16), 96, (4, 16))
+    return verdict_runs.prompts_of(own_code(16), 96, (4, 16))
 
 
 def own(name: str, method: str, dataset: Callable[[], Any], **values: Any) -> Case:
