@@ -19,7 +19,7 @@ from finished_runs import (  # noqa: F401
     train_once,
 )
 
-from cogumi.stack.compiled_code import keep_compiled_code
+from cogumi.stack.gpus import keep_compiled_code
 
 keep_compiled_code()  # as a run does: the variables are the same before and after the first run of a process
 

@@ -13,12 +13,17 @@ import sys
 import sysconfig
 import threading
 import urllib.request
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from cogumi.cli.app import app
+from cogumi.config.schema import read_config
+from cogumi.config.source import copy_template
 from tests.lab import answering
 
 ROOT = Path(__file__).parents[1]
@@ -160,3 +165,24 @@ def test_under_another_jupyter_the_first_cell_runs_or_says_which_kernel_to_choos
     assert "the kernel cogumi" in error["evalue"]
     assert "sh requirements/install.sh" in error["evalue"]
     assert "ModuleNotFoundError" not in json.dumps(said)
+
+
+@pytest.mark.parametrize("unpacked", [True, False], ids=["links as text", "no links"])
+def test_the_package_s_own_configs_are_found(unpacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's zipfile writes a link as a text file with the name of its target."""
+    if unpacked:
+        with zipfile.ZipFile(tmp_path / "clone.zip", "w") as archive:
+            for name in ("configs", "recipes"):
+                link = zipfile.ZipInfo(name)
+                link.create_system, link.external_attr = 3, 0o120777 << 16
+                archive.writestr(link, os.readlink(ROOT / name))
+        with zipfile.ZipFile(tmp_path / "clone.zip") as archive:
+            archive.extractall(tmp_path)
+        assert (tmp_path / "configs").read_text() == "cogumi/configs"
+    monkeypatch.chdir(tmp_path)
+    run, _ = read_config("configs/smoke/llama-3.1-8b-sft.yaml", {})
+    assert run.cogumi.method == "sft"
+    assert copy_template("configs/smoke/sft.yaml", Path("my.yaml")).read_text().startswith("#")
+    assert copy_template("recipes/sft.py", Path("my.py")).exists()
+    result = CliRunner().invoke(app, ["preview", "configs/smoke/nothing.yaml"])
+    assert "no such config file" in str(result.exception)

@@ -20,8 +20,7 @@ from cogumi import runs as entry
 from cogumi.config.schema import load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.stack import gpus
-from cogumi.stack.compiled_code import COMPILED, keep_compiled_code
-from cogumi.stack.gpus import choose_gpu, refuse_ranks, refuse_several_gpus
+from cogumi.stack.gpus import COMPILED, choose_gpu, keep_compiled_code, refuse_ranks, refuse_several_gpus
 from cogumi.telemetry import trackers
 
 Config = dict[str, Any]

@@ -33,9 +33,7 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
         return copy_mapping(config), Origins("config")
     if not isinstance(config, str | os.PathLike):
         raise UsageError(f"{config!r} is no config", fix="give a YAML file, a name of `cogumi cp`, or a dict")
-    path = Path(config)
-    if not is_yaml(path) and not path.exists():  # a name of `cogumi cp`, such as smoke/sft
-        path = list_templates().get(path.as_posix(), path)
+    path = find_config(Path(config))
     if path.is_dir():
         fix = f"name a YAML file in it; {suggest_yaml(path / 'x.yaml')}"
         raise UsageError(f"{path} is a directory", fix=fix)
@@ -58,6 +56,18 @@ def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     if not isinstance(node, yaml.MappingNode):
         raise UsageError(f"a config is a mapping with the sections {', '.join(SECTIONS)}", place=f"{path}:1")
     return values, origins
+
+
+def find_config(path: Path) -> Path:
+    """Return an existing path as it is; else the package's own config of that name (`smoke/sft`) or path (`configs/...`).
+
+    `configs` is a link to the package's folder, which is missing in other directories and in archives without links.
+    """
+    if path.exists():
+        return path
+    if path.parts[:1] == ("configs",) and (PACKAGE / path).is_file():
+        return PACKAGE / path
+    return path if is_yaml(path) else list_templates().get(path.as_posix(), path)
 
 
 def is_yaml(path: Path) -> bool:

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import show_import
-from cogumi.stack.compiled_code import keep_compiled_code
-from cogumi.stack.gpus import count_launched, count_processes, refuse_missing_gpus, refuse_ranks, use_one_gpu
+from cogumi.stack.gpus import (
+    count_launched,
+    count_processes,
+    keep_compiled_code,
+    refuse_missing_gpus,
+    refuse_ranks,
+    use_one_gpu,
+)
 
 if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig

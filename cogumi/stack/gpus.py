@@ -1,16 +1,17 @@
-"""GPUs: what is known of each card that people rent, and which one of several a run takes.
+"""GPUs: figures of the cards that people rent, the choice of one, launched processes, and caches for each card.
 
 Peaks are dense bf16 FLOP/s with float32 accumulation. NVIDIA's data sheets print most with sparsity, which is twice
 these; dense are those of A100, A800, A40, A30, A10, L40S and L40. GeForce is from the white papers of the architectures
 ("FP16 Tensor TFLOPS with FP32 Accumulate", dense). T4 and V100 have no bf16. Bandwidth is from the same sheets. Memory
 is what nvidia-smi calls the total, in MiB, of which the driver and the CUDA context keep some.
 
-Where torch sees several GPUs, transformers' Trainer would spread a batch over all of them (`nn.DataParallel`). That is
-another batch than the one that was asked for.
+Where torch sees several GPUs, transformers' Trainer would spread a batch over all of them (`nn.DataParallel`), which changes the
+batch size.
 """
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,18 +19,27 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+
+import platformdirs
 
 from cogumi.core.errors import UsageError
+from cogumi.stack.lanes import installed_versions
 
-# Words of a part of a card, or of a slower or faster one.
+# Words in the names of a part of a card, or of a slower or faster variant.
 ANOTHER_CARD = frozenset({"MIG", "LAPTOP", "MOBILE", "MAX", "D", "TI", "SUPER"})
 
 
 @dataclass(frozen=True)
 class Card:
-    """words: those in torch.cuda.get_device_name(), by which the first row that fits is taken. memory: MiB.
+    """A row of CARDS.
 
-    peak: dense bf16 FLOP/s, None without bf16. bandwidth: bytes a second. capability: CUDA's compute capability.
+    Attributes:
+        words: Words of torch.cuda.get_device_name(); the first row whose words all occur is taken.
+        memory: MiB.
+        peak: Dense bf16 FLOP/s, None without bf16.
+        bandwidth: Bytes a second.
+        capability: CUDA's compute capability.
     """
 
     name: str
@@ -78,21 +88,21 @@ def words_in(name: str) -> set[str]:
 
 
 def find_card(device_name: str) -> Card | None:
-    """The card by torch's name of it; None for one that is not in the table, rather than a wrong guess."""
+    """Return the card with this torch device name, None for one that is not in the table."""
     words = words_in(device_name)
     return None if words & ANOTHER_CARD else next((card for card in CARDS if words_in(card.words) <= words), None)
 
 
 def parse_card(name: str) -> Card:
-    """The card that a user means by "h100" or "A100 80GB". Raises UsageError where it is none, or one of several."""
+    """Return the card for a user's "h100" or "A100 80GB". Raises UsageError for an unknown or ambiguous name."""
     words = words_in(name) - {"NVIDIA", "GEFORCE"}
     exact = [card for card in CARDS if words_in(card.name) == words]
-    found = exact or [card for card in CARDS if words and words <= words_in(f"{card.name} {card.words}")]
-    if not found:
-        raise UsageError(f"card {name!r} is not known", fix=f"there are {', '.join(card.name for card in CARDS)}")
-    if len(found) > 1:
-        raise UsageError(f"card {name!r} may be {' or '.join(card.name for card in found)}", fix="say which")
-    return found[0]
+    matches = exact or [card for card in CARDS if words and words <= words_in(f"{card.name} {card.words}")]
+    if not matches:
+        raise UsageError(f"card {name!r} is unknown", fix=f"choose from {', '.join(card.name for card in CARDS)}")
+    if len(matches) > 1:
+        raise UsageError(f"card {name!r} may be {' or '.join(card.name for card in matches)}", fix="name one of them")
+    return matches[0]
 
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -101,28 +111,32 @@ LIMIT = 60.0  # seconds; without persistence mode the driver is loaded first
 
 
 def choose_gpu(text: str) -> tuple[str, str] | None:
-    """(what the variable is set to, why) of the GPU with the most free memory; None where there is nothing to choose.
+    """Choose the GPU with the most free memory.
 
-    text: what `nvidia-smi` with QUERY printed.
+    Args:
+        text: Output of `nvidia-smi` with QUERY.
+
+    Returns:
+        The value for CUDA_VISIBLE_DEVICES and the reason; None if there are fewer than two GPUs.
     """
-    listed = list_gpus(text)
-    if len(listed) < 2:
+    gpus = list_gpus(text)
+    if len(gpus) < 2:
         return None
-    # Of a GPU whose driver does not say what is free (MiB), nothing is taken to be.
-    index, uuid, free, name = max(listed, key=lambda row: int(row[2]) if row[2].isdigit() else -1)
+    # Unknown free memory counts as none.
+    index, uuid, free, name = max(gpus, key=lambda row: int(row[2]) if row[2].isdigit() else -1)
     room = f", {int(free) / 1024:.1f} GiB," if free.isdigit() else ""
-    reason = f"GPU {index} ({name}) has the most free memory{room} of {len(listed)}, and a run trains on one"
+    reason = f"GPU {index} ({name}) has the most free memory{room} of {len(gpus)}, and a run trains on one"
     return (uuid if uuid.startswith("MIG") else index), reason  # vLLM has failed on UUIDs; a MIG instance has no index
 
 
 def list_gpus(text: str) -> list[list[str]]:
-    """(index, uuid, free MiB, name) of each GPU, from what `nvidia-smi` with QUERY printed."""
+    """Parse (index, uuid, free MiB, name) of each GPU from the output of `nvidia-smi` with QUERY."""
     rows = [[cell.strip() for cell in line.split(",", 3)] for line in text.splitlines()]
     return [row for row in rows if len(row) == 4 and row[0].isdigit()]
 
 
 def ask_driver() -> str:
-    """What `nvidia-smi` with QUERY prints; "" where there is none, or where the driver is broken, of which the doctor tells."""
+    """Return the output of `nvidia-smi` with QUERY; "" without a working driver, which the doctor reports."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -134,18 +148,18 @@ def ask_driver() -> str:
 
 @cache
 def use_one_gpu() -> tuple[str, str] | None:
-    """Choose one of several GPUs for this process, once, unless the user has. Call it before CUDA starts."""
+    """Choose one of several GPUs for this process, once, unless the user has chosen. Call it before CUDA starts."""
     if VARIABLE in os.environ or count_launched(os.environ) > 1 or cuda_has_started():
         return None
     chosen = choose_gpu(ask_driver())
     if chosen is not None:
         os.environ[VARIABLE], _ = chosen
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's; CUDA's own is the fastest first
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as in nvidia-smi; CUDA's default is the fastest first
     return chosen
 
 
 def without_chosen_gpu(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables for another process, which chooses for itself: without what this one has chosen."""
+    """Return the variables for another process without this one's choice, so that it chooses for itself."""
     chosen = use_one_gpu() if use_one_gpu.cache_info().currsize else None
     return {name: value for name, value in environment.items() if chosen is None or name != VARIABLE}
 
@@ -177,7 +191,7 @@ def disable_cudnn_attention(capability: tuple[int, int] | None = (9, 0)) -> str:
 
 
 def cuda_has_started() -> bool:
-    """Whether this process has initialised CUDA (`torch.cuda.is_available()` is enough), which reads the variable once."""
+    """Return True if CUDA is initialized here (`torch.cuda.is_available()` is enough): it reads the variable once."""
     if "torch" not in sys.modules:
         return False
     try:
@@ -188,71 +202,100 @@ def cuda_has_started() -> bool:
 
 
 def refuse_several_gpus(count: int) -> None:
-    """Raise UsageError where torch sees more than one GPU: CUDA had started, or nvidia-smi did not tell them apart."""
+    """Raise UsageError if torch sees several GPUs: CUDA had started, or nvidia-smi did not list them."""
     if count > 1:
-        choose = f"set {VARIABLE} to one of them, before Python starts or the kernel is restarted, or use cogumi start"
-        raise UsageError(f"torch sees {count} GPUs, and a run trains on one", fix=choose)
+        fix = f"set {VARIABLE} to one of them before Python or the kernel starts, or use cogumi start"
+        raise UsageError(f"torch sees {count} GPUs, and a run trains on one", fix=fix)
 
 
 def count_launched(environment: Mapping[str, str]) -> int:
-    """How many processes a launcher (cogumi's, torchrun, accelerate) has started, of which this is one; 0 where none has."""
+    """Return the number of processes that a launcher (cogumi's, torchrun, accelerate) started with this one; 0 without one."""
     count = environment.get("WORLD_SIZE", "")
     return int(count) if count.isdigit() and environment.get("LOCAL_RANK", "-1") != "-1" else 0
 
 
-# What torchrun, accelerate's launcher and cogumi's set for each process of a training.
-OF_LAUNCHERS = re.compile(
+# Set by torchrun and by accelerate's and cogumi's launchers for each process.
+LAUNCHER_VARIABLES = re.compile(
     r"(RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|(ACCELERATE|FSDP|TORCHELASTIC)_\w+)"
 )
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a process that belongs to no training of several."""
-    return {name: value for name, value in environment.items() if not OF_LAUNCHERS.fullmatch(name)}
+    """Return the variables for a process outside the launched training."""
+    return {name: value for name, value in environment.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
 
 
-def count_processes(wanted: int | str, environment: Mapping[str, str]) -> int:
-    """How many processes a run of `cogumi.processes: wanted` has. all: those of the launcher, or else one for each GPU."""
-    if wanted != "all":
-        return int(wanted)
+def count_processes(setting: int | str, environment: Mapping[str, str]) -> int:
+    """Return the number of processes for `cogumi.processes`; "all" means the launcher's, or one for each GPU."""
+    if setting != "all":
+        return int(setting)
     return count_launched(environment) or max(1, count_gpus(environment))
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
-    """The GPUs that a process with these variables would see, without starting CUDA."""
-    if (chosen := environment.get(VARIABLE)) is not None:
-        return len([each for each in chosen.split(",") if each.strip() not in ("", "-1")])
+    """Return the number of GPUs that a process with these variables sees, without starting CUDA."""
+    if (visible := environment.get(VARIABLE)) is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     return len(list_gpus(ask_driver()))
 
 
-# Of accelerate's config. Where several processes see one example, what each counts is not to be summed.
-UNPROVEN = {
+# Variables of accelerate's config. Where several processes see one example, their counts must not be summed.
+UNSUPPORTED = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed, whose checkpoints are not verified",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "sequence, context or tensor parallelism, which was never compared",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM, which was never compared",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "sequence, context or tensor parallelism, which is untested",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM, which is untested",
 }
 
 
 def refuse_ranks(environment: Mapping[str, str], processes: int | str, command: str) -> None:
-    """Raise UsageError in a process of a launcher that started another number of them than `cogumi.processes` says, or with
-    what no run is trained by. command: what starts the same without a launcher."""
-    for name, what in UNPROVEN.items():
+    """Raise UsageError if a launcher started another number of processes than `cogumi.processes`, or unsupported parallelism.
+
+    command: starts the same run without a launcher.
+    """
+    for name, feature in UNSUPPORTED.items():
         if environment.get(name) == "true":
-            fix = "leave it out; cogumi.sharding: fsdp2 shares the model out"
-            raise UsageError(f"accelerate's config asks for {what}", key=name, fix=fix)
+            fix = "leave it out; cogumi.sharding: fsdp2 shards the model"
+            raise UsageError(f"accelerate's config asks for {feature}", key=name, fix=fix)
     ranks, local = environment.get("WORLD_SIZE", ""), environment.get("LOCAL_RANK", "-1")
     if not (ranks.isdigit() and int(ranks) > 1) and local == "-1":
         return
     if count_launched(environment) != count_processes(processes, environment):
-        which = f"process {environment.get('RANK', local)} of {ranks or 'several'}"
-        started = f"{which} that torchrun or accelerate started (WORLD_SIZE, LOCAL_RANK)"
-        what = f"this is {started}, and cogumi.processes is {processes}"
-        raise UsageError(what, fix=f"set cogumi.processes to {ranks or 'their number'}, or run: {command}")
+        process = f"process {environment.get('RANK', local)} of {ranks or 'several'}"
+        message = (
+            f"torchrun or accelerate started {process} (WORLD_SIZE, LOCAL_RANK), and cogumi.processes is {processes}"
+        )
+        raise UsageError(message, fix=f"set cogumi.processes to {ranks or 'their number'}, or run: {command}")
 
 
 def refuse_missing_gpus(processes: int, environment: Mapping[str, str]) -> None:
-    """Raise UsageError where there are GPUs, and fewer than processes."""
-    there = count_gpus(environment)
-    if 0 < there < processes:
-        what = f"{processes} processes, and {there} GPU{'s' if there > 1 else ''}"
-        raise UsageError(what, key="cogumi.processes", fix=f"set it to {there}, or to all")
+    """Raise UsageError if there are GPUs, but fewer than processes."""
+    gpus = count_gpus(environment)
+    if 0 < gpus < processes:
+        message = f"{processes} processes, and {gpus} GPU{'s' if gpus > 1 else ''}"
+        raise UsageError(message, key="cogumi.processes", fix=f"set it to {gpus}, or to all")
+
+
+# ------------------------------------------------------------------------------------------- caches for card and versions
+
+COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+COMPILED |= {"UNSLOTH_COMPILE_LOCATION": "unsloth", "VLLM_CACHE_ROOT": "vllm"}
+
+
+def place_by_versions(kind: str, card: str, *packages: str) -> Path:
+    """Return the cache directory for a card and the installed versions of these packages."""
+    versions = installed_versions()
+    words = " ".join([card, *(f"{name}-{versions[name]}" for name in packages if name in versions)])
+    return Path(platformdirs.user_cache_dir("cogumi")) / kind / re.sub(r"[^\w.+-]+", "-", words.lower())
+
+
+def keep_compiled_code() -> None:
+    """Set the variables of COMPILED that the user has not set. Call it before torch, Triton, unsloth and vLLM are imported."""
+    gpus = {index: name for index, _, _, name in list_gpus(ask_driver())}
+    card = gpus.get(os.environ.get(VARIABLE, ""), next(iter(gpus.values()), platform.machine()))
+    place = place_by_versions("compiled", card, "torch", "triton", "unsloth", "vllm")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home: the defaults of the libraries stay
+        return
+    for variable, name in COMPILED.items() if os.access(place, os.W_OK) else ():
+        os.environ.setdefault(variable, str(place / name))

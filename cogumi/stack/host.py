@@ -1,4 +1,4 @@
-"""The machine as a run finds it: NVIDIA's driver, the disks, and the variables that change what an import finds."""
+"""Checks of the machine: NVIDIA's driver, disks, and environment variables that change what an import finds."""
 
 import os
 import shutil
@@ -18,15 +18,15 @@ from cogumi.stack.lanes import lane_for, lanes
 QUERY = ("--query-gpu=driver_version,memory.total,name", "--format=csv,noheader,nounits")
 OTHER_HOST = "rent another host: a driver cannot be repaired from inside a container"
 GIVE_GPU = "start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility; else take another host"
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-OWN_DISK = ("overlay", "fuse.fuse-overlayfs", "aufs")  # of a container
-BASE = 20_000_000_000  # bytes: an 8B model in bfloat16, and its tokenizer
-SCRATCH = 200_000_000  # bytes: what compilers and temporary files take
-# Libraries that torch's wheels bring themselves: another copy on LD_LIBRARY_PATH is taken instead.
-BROUGHT = {
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+CONTAINER_FILESYSTEMS = ("overlay", "fuse.fuse-overlayfs", "aufs")
+MIN_CACHE_BYTES = 20_000_000_000  # an 8B model in bfloat16
+MIN_SCRATCH_BYTES = 200_000_000  # compilers and temporary files
+# Libraries in torch's wheels: the linker prefers another copy on LD_LIBRARY_PATH.
+TORCH_LIBRARIES = {
     "libcudart", "libcublas", "libcublasLt", "libcudnn", "libnccl", "libnvJitLink", "libcusparse", "libcufft", "libnvrtc",
 }  # fmt: skip
-# Modules of the stack whose place in the environment another copy could take.
+# Modules that another copy on the path could shadow.
 MODULES = (
     "torch", "torchvision", "triton", "torchao", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers",
     "huggingface_hub", "bitsandbytes", "safetensors", "pyarrow", "polars", "pandas", "unsloth", "xformers", "flash_attn", "vllm",
@@ -37,7 +37,7 @@ MODULES = (
 
 
 def check_driver(torch_cuda: str | None, timeout: float) -> Iterator[Finding]:
-    """What `nvidia-smi` says in `timeout` seconds, and whether the driver runs torch for `torch_cuda` ("13.0")."""
+    """Run `nvidia-smi` for at most `timeout` seconds; check that the driver runs torch for `torch_cuda` ("13.0")."""
     tool, sign = shutil.which("nvidia-smi"), find_gpu_sign()
     if tool is None and not sign:
         yield Finding("driver", "note", "no NVIDIA GPU; everything runs on the CPU")
@@ -52,38 +52,38 @@ def check_driver(torch_cuda: str | None, timeout: float) -> Iterator[Finding]:
         cause = "the driver does not answer: a GPU that fell off the bus, or a broken installation"
         yield Finding("driver", "fatal", f"nvidia-smi: no answer in {timeout:g} s", cause, OTHER_HOST)
         return
-    said = (done.stdout + done.stderr).strip()
-    if done.returncode or not said:
-        yield describe_refusal(tool, said.partition("\n")[0])
+    output = (done.stdout + done.stderr).strip()
+    if done.returncode or not output:
+        yield explain_driver_error(tool, output.partition("\n")[0])
         return
-    gpus = [[cell.strip() for cell in line.split(",", 2)] for line in said.splitlines()]
+    gpus = [[cell.strip() for cell in line.split(",", 2)] for line in output.splitlines()]
     yield check_driver_version(gpus[0][0], torch_cuda)
     for index, (_, memory, name) in enumerate(gpus):
         room = f", {int(memory) / 1024:.1f} GiB" if memory.isdigit() else ""
         yield Finding(f"GPU {index}", "ok", f"{name}{room}")
 
 
-def describe_refusal(tool: str, said: str) -> Finding:
-    """A finding on an `nvidia-smi` that failed. Its messages are NVML's."""
-    if "No devices were found" in said:
-        cause = "the driver is there, but this container was given no GPU"
+def explain_driver_error(tool: str, error: str) -> Finding:
+    """Explain the first line of a failed `nvidia-smi`, which is NVML's message."""
+    if "No devices were found" in error:
+        cause = "the driver is installed, but this container has no GPU"
         return Finding("GPU", "warning", "none", cause, "start it with --gpus all, or rent a box with a GPU")
-    if "mismatch" in said:
+    if "mismatch" in error:
         cause = (
-            "the driver's libraries are of another version than its kernel module: it was upgraded without a restart"
+            "the driver's libraries and its kernel module have different versions: it was upgraded without a restart"
         )
-        return Finding("driver", "fatal", said, cause, "restart the host; on a rented box take another one")
-    cause = f"{tool} is there, but the driver cannot be used: it belongs to another machine, or half of it is missing"
-    return Finding("driver", "fatal", said or "nvidia-smi says nothing", cause, GIVE_GPU)
+        return Finding("driver", "fatal", error, cause, "restart the host; on a rented box take another one")
+    cause = f"{tool} exists, but the driver cannot be used: it belongs to another machine, or half of it is missing"
+    return Finding("driver", "fatal", error or "nvidia-smi prints nothing", cause, GIVE_GPU)
 
 
 def find_gpu_sign(system: Path = Path("/")) -> str:
-    """By what the kernel shows an NVIDIA GPU, without any of the driver's libraries; "" where it shows none."""
+    """Return a trace of an NVIDIA GPU in the kernel's files, "" for none. Needs none of the driver's libraries."""
     for place in ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvidia0"):
         if (system / place).exists():
             return f"/{place}"
     for device in (system / "sys/bus/pci/devices").glob("*"):
-        with suppress(OSError):  # taken away meanwhile, or not to be read
+        with suppress(OSError):  # removed meanwhile, or not readable
             vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
             if vendor == "0x10de" and kind.startswith("0x03"):  # NVIDIA; a display controller
                 return f"PCI device {device.name}"
@@ -91,15 +91,15 @@ def find_gpu_sign(system: Path = Path("/")) -> str:
 
 
 def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
-    """CUDA's releases of one major version run on any driver of that major: torch for 13.x needs a driver for 13.0."""
+    """Check the driver's version. All CUDA releases of a major version run on any driver of that major version."""
     major = (torch_cuda or "").partition(".")[0]
-    same_major = [each for each in lanes().values() if (each.cuda or "").startswith(f"{major}.")]
-    needed = [int(each.driver) for each in same_major if each.driver]
+    same_major = [lane for lane in lanes().values() if (lane.cuda or "").startswith(f"{major}.")]
+    needed = [int(lane.driver) for lane in same_major if lane.driver]
     if torch_cuda is None or int(version.partition(".")[0]) >= min(needed, default=0):
         return Finding("driver", "ok", version)
     cause = f"torch here is built for CUDA {torch_cuda}, and this driver is too old for that"
     fix = f"another host (driver {min(needed)} or newer)"
-    with suppress(UsageError):  # older than every lane
+    with suppress(UsageError):  # too old for every lane
         fix += f", or the lane {lane_for(version).name} in a new environment: rm -r .venv; sh requirements/install.sh"
     compat = next(iter(sorted(Path("/usr/local").glob("cuda*/compat/libcuda.so.1"))), None)
     if compat is None:
@@ -112,7 +112,7 @@ def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
 
 
 def judge(what: str, figure: str, *rules: tuple[object, str, str]) -> Finding:
-    """A warning of the first rule that is broken, with its cause and fix; else that all is well."""
+    """Return a warning for the first broken rule (broken, cause, fix), or a good finding."""
     for broken, cause, fix in rules:
         if broken:
             return Finding(what, "warning", figure, cause, fix)
@@ -120,45 +120,45 @@ def judge(what: str, figure: str, *rules: tuple[object, str, str]) -> Finding:
 
 
 def check_temporary_files() -> Finding:
-    """Whether temporary files can be made: compilers, Arrow and tokenizers write some."""
-    what, told = "temporary files", os.environ.get("TMPDIR")
+    """Check that temporary files can be written: compilers, Arrow and tokenizers need some."""
+    what, tmpdir = "temporary files", os.environ.get("TMPDIR")
     fix = "free space (cogumi disk status), or set TMPDIR to a disk with room"
     try:
-        place = Path(tempfile.gettempdir())  # which writes a file to find out
+        place = Path(tempfile.gettempdir())  # writes a file to find out
     except FileNotFoundError:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
-        return Finding(what, "fatal", told or "/tmp", cause, fix)
+        return Finding(what, "fatal", tmpdir or "/tmp", cause, fix)
     free = filesystem_of(place).space.free
-    useless = f"TMPDIR={told} cannot be written to (it is full, read-only or no directory), so {place} is taken"
+    useless = f"TMPDIR={tmpdir} cannot be written to (full, read-only or no directory), so {place} is used"
     return judge(
         what,
         f"{place}: {format_bytes(free)} free",
-        (told and Path(told).absolute() != place.absolute(), useless, fix),
-        (free < SCRATCH, f"less than {format_bytes(SCRATCH)} is left there for temporary files", fix),
+        (tmpdir and Path(tmpdir).absolute() != place.absolute(), useless, fix),
+        (free < MIN_SCRATCH_BYTES, f"less than {format_bytes(MIN_SCRATCH_BYTES)} is free for temporary files", fix),
     )
 
 
 def check_directory(path: Path) -> Finding:
-    """Whether the directory that holds runs can be written to, and whether it may be lost with the box."""
+    """Check that the directory for runs can be written to, and that it outlives the box."""
     disk = filesystem_of(path)
     closed = disk.space.read_only or not os.access(nearest_existing(path), os.W_OK)
-    refused = "runs/ and checkpoints/ are written here, and it cannot be written to"
-    in_memory = f"{disk.mount} is in memory: what is written here is lost when the box stops"
-    found = judge(
+    refused = "runs/ and checkpoints/ are written here, and the directory is not writable"
+    in_memory = f"{disk.mount} is in memory: files here are lost when the box stops"
+    finding = judge(
         "work directory",
         describe_room(path, disk),
         (closed, refused, "work in a directory that you may write to"),
-        (disk.space.inodes_free == 0, "all its inodes are taken: no file can be made", "remove many small files"),
-        (disk.kind in IN_MEMORY, in_memory, "work in a directory on a disk; cogumi.mirror copies checkpoints"),
+        (disk.space.inodes_free == 0, "no inodes are free: no file can be created", "remove many small files"),
+        (disk.kind in MEMORY_FILESYSTEMS, in_memory, "work in a directory on a disk; cogumi.mirror copies checkpoints"),
     )
-    if found.state == "ok" and disk.kind in OWN_DISK:
-        lost = f"{found.figure}; the container's own disk, which is lost with it, or when a pod stops"
-        return Finding(found.what, "note", lost)
-    return found
+    if finding.state == "ok" and disk.kind in CONTAINER_FILESYSTEMS:
+        lost = f"{finding.figure}; the container's own disk, which is lost with it, or when a pod stops"
+        return Finding(finding.what, "note", lost)
+    return finding
 
 
 def check_hub_cache(work: Path) -> Finding:
-    """The cache of models, which grows by tens of gigabytes, on a disk that has no room for it or does not stay."""
+    """Check that the disk of the models' cache has room and survives a restart of the box."""
     path = hub_cache()
     disk = filesystem_of(path)
     others = [filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()]
@@ -170,8 +170,8 @@ def check_hub_cache(work: Path) -> Finding:
     return judge(
         "Hugging Face cache",
         describe_room(path, disk),
-        (disk.space.free < BASE, f"less than {format_bytes(BASE)} is left, which is one 8B model", fix),
-        (disk.kind in IN_MEMORY, in_memory, "set HF_HOME to a disk that stays"),
+        (disk.space.free < MIN_CACHE_BYTES, f"less than {format_bytes(MIN_CACHE_BYTES)} is free: one 8B model", fix),
+        (disk.kind in MEMORY_FILESYSTEMS, in_memory, "set HF_HOME to a disk that persists"),
     )
 
 
@@ -187,47 +187,44 @@ def writable_bytes(disk: Filesystem) -> int:
 
 
 def check_variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
-    """Environment variables, and files in the way, that change which code an import finds or what it does."""
-    found = [*check_library_paths(environment), *check_shadowing(environment, work), *check_settings(environment)]
-    yield from found or [Finding("environment", "ok", "no variable is in the way")]
+    """Check environment variables and files that change what an import finds or does."""
+    findings = [*check_paths(environment, work), *check_settings(environment)]
+    yield from findings or [Finding("environment", "ok", "no variable interferes")]
 
 
-def check_library_paths(environment: Mapping[str, str]) -> Iterator[Finding]:
+def check_paths(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
+    """Look for copies of torch's libraries and of the stack's modules that are found before the installed ones."""
     for place in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
-        names = sorted({path.name.partition(".so")[0] for path in Path(place).glob("lib*.so*")} & BROUGHT)
+        names = sorted({path.name.partition(".so")[0] for path in Path(place).glob("lib*.so*")} & TORCH_LIBRARIES)
         if names:
-            cause = "torch brings these libraries itself, and the linker takes these instead: symbols are missing, or calls fail"
+            cause = "the linker takes these instead of torch's own libraries: symbols are missing, or calls fail"
             yield Finding("LD_LIBRARY_PATH", "warning", f"{place}: {', '.join(names)}", cause, "unset LD_LIBRARY_PATH")
-
-
-def check_shadowing(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
-    """Copies of the stack's modules that are found before the environment's own."""
-    cause = "these are imported instead of the ones that are installed here"
+    cause = "these are imported instead of the installed ones"
     on_path = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    looked_in = [("PYTHONPATH", place, cause, "unset PYTHONPATH") for place in on_path]
+    places = [("PYTHONPATH", place, cause, "unset PYTHONPATH") for place in on_path]
     if site.ENABLE_USER_SITE:
-        cause = "packages of pip install --user are imported before those of the system, whatever is installed there"
+        cause = "packages of pip install --user are imported before those of the system"
         fix = "export PYTHONNOUSERSITE=1, or work in a virtual environment"
-        looked_in.append(("user site", site.getusersitepackages(), cause, fix))
+        places.append(("user site", site.getusersitepackages(), cause, fix))
     if work.resolve() not in {Path(place).resolve() for place in sys.path if place.endswith("-packages")}:
-        cause = "a notebook and python -m look here first, and import these instead of the packages of these names"
-        looked_in.append(("work directory", str(work), cause, "rename them, or work elsewhere"))
-    for what, place, cause, fix in looked_in:
+        cause = "a notebook and python -m import these instead of the packages of these names"
+        places.append(("work directory", str(work), cause, "rename them, or work elsewhere"))
+    for what, place, cause, fix in places:
         files = {name: (Path(place, f"{name}.py"), Path(place, name, "__init__.py")) for name in MODULES}
-        if found := [name for name, either in files.items() if any(map(Path.is_file, either))]:
-            yield Finding(what, "warning", f"{place}: {', '.join(found)}", cause, fix)
+        if shadowing := [name for name, either in files.items() if any(map(Path.is_file, either))]:
+            yield Finding(what, "warning", f"{place}: {', '.join(shadowing)}", cause, fix)
 
 
 def check_settings(environment: Mapping[str, str]) -> Iterator[Finding]:
     if version := environment.get("BNB_CUDA_VERSION"):
-        cause = "bitsandbytes loads its library for that CUDA release, and not the one that fits torch"
+        cause = "bitsandbytes loads its library for that CUDA release, not for torch's"
         yield Finding("BNB_CUDA_VERSION", "warning", version, cause, "unset BNB_CUDA_VERSION")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         yield Finding("CUDA_VISIBLE_DEVICES", "warning", repr(visible), "every GPU is hidden from torch", "unset it")
     if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield Finding("CUDA_LAUNCH_BLOCKING", "note", "1: every kernel is waited for; training is slower")
+        yield Finding("CUDA_LAUNCH_BLOCKING", "note", "1: torch waits for every kernel; training is slower")
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environment.get(name, "").lower() in ("1", "on", "yes", "true"):
-            yield Finding(name, "note", f"{environment[name]}: nothing is downloaded; only what is cached can be used")
+            yield Finding(name, "note", f"{environment[name]}: nothing is downloaded; only the cache is used")
             return

@@ -1,4 +1,4 @@
-"""Does the installed stack work here? Each probe runs real kernels in a process that may crash or hang."""
+"""Probes of the installed stack: each runs real kernels in a process that may crash or hang."""
 
 import importlib.metadata
 import importlib.util
@@ -14,23 +14,25 @@ from typing import Any
 
 from cogumi.core.run_directory import write_atomic
 from cogumi.core.worker import call
-from cogumi.stack.compiled_code import place_by_versions
+from cogumi.stack.gpus import place_by_versions
 
 # (metric, value, unit, note)
 Reading = tuple[str, float | str | None, str, str]
 TIMEOUT = 60.0
-FLASH_TIMEOUT = 300.0  # a kernel from the hub is downloaded
-tl: Any = None  # triton.language, once it is imported: @triton.jit looks for it among the names of a kernel's module
-# The package that a probe needs, where it is not called like the probe.
+FLASH_TIMEOUT = 300.0  # includes downloading a kernel from the hub
+tl: Any = None  # triton.language once imported: @triton.jit looks it up in the kernel's module
+# The package of a probe with another name.
 PACKAGES = {"matmul": "torch", "hub_flash_attn": "kernels"}
-# Flash attention 2 of the line that TRL's maintainers test: v3 has no backward pass for grouped heads (issue 1085, below).
+# Flash attention 2: v3 has no backward pass for grouped heads (issue 1085, below).
 HUB_FLASH_ATTN = "kernels-community/flash-attn2@db6b51744f0cd7061386442c09df890fc6d9f47e"
 
 
 def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> list[Reading]:
-    """What one of PROBES reads on `device` ("cuda", "cuda:1", "cpu") in a fresh process, in at most `timeout` seconds.
+    """Run one of PROBES on `device` ("cuda", "cuda:1", "cpu") in a fresh process, for at most `timeout` seconds.
 
-    Raises ModuleNotFoundError where its package is not installed, RuntimeError with the last line of what went wrong.
+    Raises:
+        ModuleNotFoundError: Its package is not installed.
+        RuntimeError: The probe failed; the message has the last line of its output.
     """
     package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
@@ -38,14 +40,14 @@ def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> list[Reading]
     try:
         return list(call(name, PROBES[name], device, environment=os.environ, timeout=timeout))
     except RuntimeError as error:
-        why = str(error).removeprefix(f"{name} ended with status 1: ")  # which any exception has
-    found = next(iter(importlib.metadata.packages_distributions().get(package, ())), "")
-    installed = f"{found} {importlib.metadata.version(found)}" if found else package
-    raise RuntimeError(f"{installed}: {why[:300]}")
+        reason = str(error).removeprefix(f"{name} ended with status 1: ")  # the prefix of any exception
+    distribution = next(iter(importlib.metadata.packages_distributions().get(package, ())), "")
+    installed = f"{distribution} {importlib.metadata.version(distribution)}" if distribution else package
+    raise RuntimeError(f"{installed}: {reason[:300]}")
 
 
 def probe_torch(device: str) -> list[Reading]:
-    """The build, and one small product of matrices, right or not."""
+    """Check the build for this device, and one small matrix product."""
     import torch
 
     build = "a CPU build"
@@ -54,9 +56,9 @@ def probe_torch(device: str) -> list[Reading]:
     readings: list[Reading] = [("version", str(torch.__version__), "", f"{build}; computes on {device}")]
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
-        built, ours = torch.cuda.get_arch_list(), f"sm_{major}"
-        # A card runs machine code of its own major version and a minor up to its own; PTX it compiles.
-        minors = [int(arch.removeprefix(ours).rstrip("af")) for arch in built if arch.startswith(ours)]
+        built, prefix = torch.cuda.get_arch_list(), f"sm_{major}"
+        # A card runs machine code of its own major version and at most its minor version, and compiles PTX.
+        minors = [int(arch.removeprefix(prefix).rstrip("af")) for arch in built if arch.startswith(prefix)]
         if min(minors, default=minor + 1) > minor and not any(arch.startswith("compute_") for arch in built):
             raise RuntimeError(f"sm_{major}{minor} is not among the architectures of this build: {' '.join(built)}")
         readings.append(("architectures", " ".join(built), "", f"the card is sm_{major}{minor}"))
@@ -72,7 +74,7 @@ def probe_matmul(device: str) -> list[Reading]:
     from torch.utils.benchmark import Timer
 
     size = 8192 if device.startswith("cuda") else 256
-    # Random and not zeros, on which some cards run measurably faster.
+    # Random: on zeros some cards run measurably faster.
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = Timer("left @ right", globals={"left": left, "right": right}).timeit(10).median
     return [("bf16 matmul", 2 * size**3 / seconds / 1e12, "TFLOP/s", f"{size} x {size} x {size}, random")]
@@ -95,7 +97,7 @@ def probe_triton(device: str) -> list[Reading]:
     doubled = torch.full_like(source, float("nan"))
     start = time.perf_counter()
     double[(triton.cdiv(source.numel(), 256),)](source, doubled, source.numel(), BLOCK=256)
-    torch.testing.assert_close(doubled, source * 2)  # which waits for the kernel
+    torch.testing.assert_close(doubled, source * 2)  # waits for the kernel
     return [("JIT and run", time.perf_counter() - start, "s", f"triton {triton.__version__}")]
 
 
@@ -128,8 +130,8 @@ def probe_bitsandbytes(device: str) -> list[Reading]:
     # NF4 rounding of normal weights costs about 0.1; a wrong kernel costs about 1.
     if max(forward, backward) > 0.25:
         raise RuntimeError(f"4-bit differs from full precision by {forward:.3g} forward, {backward:.3g} backward")
-    by = f"bitsandbytes {bitsandbytes.__version__}"
-    return [("4-bit forward and backward", max(forward, backward), "relative", by)]
+    version = f"bitsandbytes {bitsandbytes.__version__}"
+    return [("4-bit forward and backward", max(forward, backward), "relative", version)]
 
 
 def probe_flash_attn(device: str) -> list[Reading]:
@@ -139,7 +141,7 @@ def probe_flash_attn(device: str) -> list[Reading]:
 
 
 def probe_hub_flash_attn(device: str) -> list[Reading]:
-    """The pinned kernel of the Hugging Face hub, which is downloaded where it is not in the cache."""
+    """Probe the pinned kernel of the Hugging Face hub, which is downloaded unless cached."""
     from kernels import get_kernel
 
     repository, _, revision = HUB_FLASH_ATTN.partition("@")
@@ -147,8 +149,10 @@ def probe_hub_flash_attn(device: str) -> list[Reading]:
 
 
 def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[Reading]:
-    """Forward and backward pass against torch's, with a key and value head for four query heads as in Llama.
-    A build may fail in that backward pass alone (https://github.com/huggingface/kernels-community/issues/1085)."""
+    """Compare forward and backward pass with torch's, with a key and value head for four query heads as in Llama.
+
+    A build may fail in that backward pass alone (https://github.com/huggingface/kernels-community/issues/1085).
+    """
     import torch
 
     query, key, value = make_qkv(device)
@@ -160,7 +164,7 @@ def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[
     gradients = (torch.autograd.grad(each, (query, key, value), upstream) for each in (output, reference))
     forward = _relative(output, reference)
     backward = max(_relative(*pair) for pair in zip(*gradients, strict=True))
-    if not max(forward, backward) <= 0.05:  # two kernels in bfloat16 differ by less than 0.01, a wrong one by about 1
+    if not max(forward, backward) <= 0.05:  # bfloat16 kernels differ by less than 0.01, a wrong one by about 1
         raise RuntimeError(f"differs from torch by {forward:.3g} forward, {backward:.3g} backward")
     return [("forward and backward", max(forward, backward), "relative", name)]
 
@@ -184,34 +188,34 @@ def probe_unsloth(device: str) -> list[Reading]:
 
 @cache
 def flash_attention(device: str = "cuda") -> tuple[str | None, str]:
-    """Find the flash attention that is right on this GPU: its name in transformers, and the figures.
+    """Find a flash attention that computes correctly on this GPU: its name in transformers, and the reason.
 
-    The answer is kept on the disk, unless an installed one failed: that may have been a timeout or a download.
+    The result is cached on disk unless a probe failed, which may have been a timeout or a download.
     """
     import torch
 
     card = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    with suppress(OSError):  # the driver's version, on a machine that has one
+    with suppress(OSError):  # the driver's version, if there is one
         card += " ".join(re.findall(r"\d{3}\.[\d.]+", Path("/proc/driver/nvidia/version").read_text())[:1])
     path = place_by_versions("flash-attention", card, "torch", "flash-attn", "kernels") / HUB_FLASH_ATTN[-40:]
     with suppress(OSError, ValueError):
-        called, why = json.loads(path.read_text())
-        return called, f"{why}; as an earlier run found ({path})"
-    wrong, failed = [], False
-    for name, called in (("flash_attn", "flash_attention_2"), ("hub_flash_attn", HUB_FLASH_ATTN)):
+        attention, reason = json.loads(path.read_text())
+        return attention, f"{reason}; as an earlier run found ({path})"
+    problems, failed = [], False
+    for name, attention in (("flash_attn", "flash_attention_2"), ("hub_flash_attn", HUB_FLASH_ATTN)):
         try:
-            (_, value, _, by), *_ = run_probe(name, device, FLASH_TIMEOUT)
+            (_, value, _, version), *_ = run_probe(name, device, FLASH_TIMEOUT)
         except (ModuleNotFoundError, RuntimeError) as error:
-            wrong.append(f"{called}: {error}")
+            problems.append(f"{attention}: {error}")
             failed |= isinstance(error, RuntimeError)
         else:
-            why = "; ".join([f"{by} computes what torch does, forward and backward, to {value:.2g}", *wrong])
+            reason = "; ".join([f"{version} agrees with torch, forward and backward, to {value:.2g}", *problems])
             if not failed:
-                with suppress(OSError):  # a read-only home: the next run asks again
+                with suppress(OSError):  # a read-only home: the next run probes again
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(path, json.dumps([called, why]))
-            return called, why
-    return None, "; ".join(wrong)
+                    write_atomic(path, json.dumps([attention, reason]))
+            return attention, reason
+    return None, "; ".join(problems)
 
 
 PROBES: dict[str, Callable[[str], list[Reading]]] = {
@@ -228,7 +232,7 @@ PROBES: dict[str, Callable[[str], list[Reading]]] = {
 
 
 def make_qkv(device: str) -> list[Any]:
-    """Query, key and value (batch, heads, tokens, head_dim) in bfloat16 that take gradients."""
+    """Return query, key and value (batch, heads, tokens, head_dim) in bfloat16 that require gradients."""
     import torch
 
     shape = (4, 32, 2048, 128) if device.startswith("cuda") else (1, 2, 64, 32)

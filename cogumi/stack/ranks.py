@@ -1,4 +1,4 @@
-"""The processes of one training, of which the first decides and all act alike."""
+"""Messages between the processes of one training: the first one decides and all act alike."""
 
 import atexit
 from collections.abc import Callable
@@ -12,27 +12,27 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 
 Result = TypeVar("Result")
-# A wait for the first process is no fault: it may wait for space on a disk, or for a user who paused the training.
+# The first process may wait for space on a disk, or for a user who paused the training.
 PATIENCE = timedelta(days=7)
 
 
 def whole_tensor(weight: torch.Tensor) -> torch.Tensor:
-    """The whole of a weight that FSDP2 shares out, for which all processes ask together; another one as it is."""
+    """Gather a weight that FSDP2 shards, on all processes together; return any other weight as it is."""
     gather = getattr(weight, "full_tensor", None)
     return weight if gather is None else gather()
 
 
 def leave_groups() -> None:
-    """Before Python ends: a thread of gloo's that is met by its end aborts the process, at times (status -6, or 134)."""
+    """Destroy the process group before Python ends: one of gloo's threads may abort the process otherwise."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 class Ranks:
-    """This process among `count` of a training. index: its rank. One process sends nothing.
+    """This process (rank `index`) among the `count` of a training. One process sends nothing.
 
-    What they tell each other goes over gloo, in a group of its own, so that no GPU is waited for. A peer that is gone is a
-    RuntimeError in the others at once. All of them have to make an object of this class, and to call the same methods.
+    Messages go over gloo in a group of their own, so that no GPU is waited for. If a process is gone, the others raise
+    RuntimeError at once. All processes have to make an object of this class and call the same methods.
     """
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
@@ -46,7 +46,7 @@ class Ranks:
         return self.index == 0
 
     def tell(self, value: Any = None) -> Any:
-        """What the first process gives, on all of them. value: anything that can be pickled; of the others it is not read."""
+        """Return the first process's value (anything picklable) on all processes; the value of the others is ignored."""
         if self.count > 1:
             box = [value]
             distributed.broadcast_object_list(box, src=0, group=self.group)
@@ -54,7 +54,7 @@ class Ranks:
         return value
 
     def agree(self, answers: list[bool]) -> list[bool]:
-        """What the first process answers, on all of them: `tell` in a third of the time, for what each step asks."""
+        """Return the first process's answers on all: `tell` in a third of the time, for use in each step."""
         if self.count > 1:
             box = torch.tensor(answers)
             distributed.broadcast(box, src=0, group=self.group)
@@ -62,7 +62,7 @@ class Ranks:
         return answers
 
     def decide(self, function: Callable[[], Result]) -> Result:
-        """What `function` returns or raises on the first process, on all of them. It is called there alone."""
+        """Call `function` on the first process alone; return or raise its outcome on all."""
         if not self.leads:
             return self.hear()  # type: ignore[no-any-return]
         try:
@@ -74,26 +74,24 @@ class Ranks:
         return result
 
     def hear(self) -> Any:
-        """On the others: what the first one answers. Raises what it refuses."""
-        result, refused = self.tell()
-        if refused is not None:
-            raise refused
+        """Wait, on the other processes, for `answer` or `refuse` of the first one. Raises the error of `refuse`."""
+        result, error = self.tell()
+        if error is not None:
+            raise error
         return result
 
     def answer(self, result: Any) -> None:
-        """On the first: what the others hear."""
         self.tell((result, None))
 
     def refuse(self, error: BaseException) -> None:
-        """On the first: what the others, which wait to hear, raise as well."""
         if isinstance(error, UsageError):
             self.tell((None, UsageError.like(error)))
         else:
-            said = f"the first of {self.count} processes failed: {type(error).__name__}: {one_line(error)}"
-            self.tell((None, RuntimeError(said)))
+            message = f"the first of {self.count} processes failed: {type(error).__name__}: {one_line(error)}"
+            self.tell((None, RuntimeError(message)))
 
     def largest(self, number: int) -> int:
-        """The largest of what the processes give."""
+        """Return the maximum over all processes."""
         if self.count > 1:
             box = torch.tensor([number])
             distributed.all_reduce(box, op=distributed.ReduceOp.MAX, group=self.group)
@@ -101,7 +99,7 @@ class Ranks:
         return number
 
     def gather(self, value: Result) -> list[Result]:
-        """What each process gives, in the order of ranks, on all of them."""
+        """Return the values of all processes, in the order of ranks."""
         if self.count == 1:
             return [value]
         box: list[Any] = [None] * self.count
@@ -109,7 +107,7 @@ class Ranks:
         return box
 
     def total(self, numbers: list[float]) -> list[float]:
-        """The sums of what the processes give."""
+        """Return the sums over all processes."""
         if self.count > 1:
             box = torch.tensor(numbers, dtype=torch.float64)
             distributed.all_reduce(box, group=self.group)
