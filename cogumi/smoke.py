@@ -1,7 +1,7 @@
-"""`python -m cogumi.smoke`: the whole path on this machine, checked, in about a minute.
+"""`python -m cogumi.smoke`: train, merge and compare on this machine in about a minute, with checks of each stage.
 
-SFT learns to rename variables, and about half of its demonstrations are careless. GSPO rewards right answers. The
-stages use public functions and `configs/smoke/chat-*.yaml`. The exit status is 0 only if all checks passed.
+SFT learns to rename variables from demonstrations of which about half are careless; GSPO rewards right answers. The stages use
+public functions and `configs/smoke/chat-*.yaml`. Exit status 0 only if all checks passed.
 """
 
 import logging
@@ -33,13 +33,12 @@ log = logging.getLogger("cogumi")
 STACK = ("torch", "transformers", "trl", "peft", "datasets", "polars")
 GPU_PROBES = ("torch", "matmul", "triton", "bitsandbytes", "flash_attn")
 SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"
-COMPARED = 200  # held-out prompts on which the base, the SFT and the GSPO model are scored
-SHOWN = 5  # of them that are printed
+COMPARED_PROMPTS, SHOWN_PROMPTS = 200, 5  # held-out prompts that are scored, and printed
 QUICK_STEPS = {"sft": 15, "gspo": 8}
 STAGES = ("doctor", "stack", "preflight", "sft", "gspo", "compare")
 GPU_LIMIT_SECONDS = 180.0
 PROGRESS_SECONDS = 10.0
-# unsloth's first GSPO step compiles for minutes. A forecast, and a trial of flash attention, is a process that imports torch.
+# unsloth's first GSPO step compiles for minutes. A forecast, and a probe of flash attention, is a process that imports torch.
 ON_GPU = {"cogumi__backend": "trl", "cogumi__preflight": "off", "model__attn_implementation": "sdpa"}
 
 
@@ -54,7 +53,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What the smoke run did: one row per check, the warnings, and completions of the three models."""
+    """Result of the smoke run: one row for each check, flags, and completions of the three models."""
 
     run_dir: Path
     quick: bool
@@ -79,10 +78,9 @@ class Report:
         self.rows.append(Row(stage, checked, figure, passed))
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        del found["began"]  # by a clock of this process
-        found |= {"run_dir": str(self.run_dir), "passed": self.passed}
-        return found | {"python": platform.python_version(), "versions": {name: version(name) for name in STACK}}
+        values = asdict(self) | {"run_dir": str(self.run_dir), "passed": self.passed}
+        del values["began"]  # by a clock of this process
+        return values | {"python": platform.python_version(), "versions": {name: version(name) for name in STACK}}
 
 
 def smoke(
@@ -94,12 +92,12 @@ def smoke(
         quick: Train fewer steps, and do not require better answers.
         model: A model directory or hub id instead of the small base.
         run_dir: Where to write; `runs/smoke-<time>` by default.
-        limit: Seconds after which the stages that were not reached fail; by default 180 on a GPU and none without one.
+        limit: Seconds after which the remaining stages fail; by default 180 on a GPU and none without one.
 
     Raises:
         UsageError: The path or the model cannot be used.
     """
-    began = time.monotonic()  # importing takes half a minute on a slow disk, and counts
+    began = time.monotonic()  # includes imports, half a minute on a slow disk
     use_one_gpu()  # before torch is imported
     from cogumi.rl.patching import patch
 
@@ -111,19 +109,32 @@ def smoke(
 
     base = model or SMALL_BASE
     load_tokenizer(resolve_model(base))
-    disable_progress_bar()  # the bars of this run are its own; a 4 MB model needs none for each load and save
+    disable_progress_bar()  # not for each load and save of a 4 MB model
     report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick, began=began)
     status = create_run_dir(report.run_dir) / "status.json"
     report.on_gpu = torch.cuda.is_available()
-    threads = f"no GPU, {torch.get_num_threads()} CPU threads"
-    report.machine = torch.cuda.get_device_name() if report.on_gpu else threads
+    report.machine = f"no GPU, {torch.get_num_threads()} CPU threads"
+    if report.on_gpu:
+        report.machine = torch.cuda.get_device_name()
     report.limit = limit or (GPU_LIMIT_SECONDS if report.on_gpu else None)
     write_json(status, {"state": "running"})
     try:
         with time_limit(report), progress_lines(report):
-            run_stages(report, base)
+            models = {"base": base}
+            with stage(report, "doctor"):
+                check_environment(report)
+            with stage(report, "stack"):
+                check_stack(report)
+            with stage(report, "preflight"):
+                check_fits(report, base)
+            with stage(report, "sft"):
+                models["SFT"] = check_sft(report, base)
+            with stage(report, "gspo"):
+                models["GSPO"] = check_gspo(report, models["SFT"])
+            with stage(report, "compare"):
+                compare(report, models)
     except StageFailed:
-        pass  # its row is in the report; the stages after it need what it made
+        pass  # its row is in the report; the later stages need its result
     except OutOfTime:
         for name in STAGES[STAGES.index(report.stage) :]:
             report.add(name, "reached", f"not reached in {report.limit:g} s", False)
@@ -136,32 +147,16 @@ def smoke(
     return report
 
 
-def run_stages(report: Report, base: str) -> None:
-    models = {"base": base}
-    with stage(report, "doctor"):
-        check_environment(report)
-    with stage(report, "stack"):
-        check_stack(report)
-    with stage(report, "preflight"):
-        check_fits(report, base)
-    with stage(report, "sft"):
-        models["SFT"] = check_sft(report, base)
-    with stage(report, "gspo"):
-        models["GSPO"] = check_gspo(report, models["SFT"])
-    with stage(report, "compare"):
-        compare(report, models)
-
-
 class OutOfTime(BaseException):
     """The time limit was reached. Not an Exception, so that no stage reports it as its own failure."""
 
 
 @contextmanager
 def time_limit(report: Report) -> Iterator[None]:
-    """Raise OutOfTime in the main thread once the report's limit is over."""
+    """Raise OutOfTime in the main thread after the report's limit."""
 
     def stop(*_: Any) -> None:
-        raise OutOfTime(f"the smoke run's limit of {report.limit:g} s is over")
+        raise OutOfTime(f"limit of {report.limit:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     if report.limit is not None:
@@ -175,7 +170,7 @@ def time_limit(report: Report) -> Iterator[None]:
 
 @contextmanager
 def progress_lines(report: Report) -> Iterator[None]:
-    """Print stage, step and seconds every ten seconds, also while a stage prints nothing itself."""
+    """Print stage, step and seconds every ten seconds."""
     finished = threading.Event()
 
     def print_lines() -> None:
@@ -217,15 +212,16 @@ def stage(report: Report, name: str) -> Iterator[None]:
 
 
 def check_environment(report: Report) -> None:
-    """What is fatal fails here, and on a GPU an installed package that does not work there: a run would meet it half-way."""
+    """Run the doctor: fatal findings fail, and on a GPU installed packages that do not work there."""
     from cogumi.diagnostics.checkup import doctor
 
-    found = doctor()
-    wrong = {f"{each.what}: {each.figure}": each for each in found.findings if each.state in ("fatal", "warning")}
-    figure = "; ".join([found.summary(), *(f"{each.state}: {said}" for said, each in wrong.items())])
-    report.add("doctor", "nothing is fatal", figure, all(each.state != "fatal" for each in wrong.values()))
+    examined = doctor()
+    problems = [finding for finding in examined.findings if finding.state in ("fatal", "warning")]
+    lines = [f"{finding.state}: {finding.what}: {finding.figure}" for finding in problems]
+    figure = "; ".join([examined.summary(), *lines])
+    report.add("doctor", "nothing is fatal", figure, all(finding.state != "fatal" for finding in problems))
     if report.on_gpu:
-        broken = [said for said, each in wrong.items() if each.what in GPU_PROBES]
+        broken = [f"{finding.what}: {finding.figure}" for finding in problems if finding.what in GPU_PROBES]
         figure = "; ".join(broken) or ", ".join(GPU_PROBES)
         report.add("doctor", "what is installed works on the GPU", figure, not broken)
 
@@ -234,11 +230,11 @@ def check_fits(report: Report, model: str) -> None:
     from cogumi.core.formatting import format_memory
     from cogumi.forecast.run_forecast import forecast_run
 
-    found = forecast_run(SFT, None, None, overrides_of(report, "sft", model))
-    said = [f"{each.stage}: {each.figure}" for each in found.lines if each.state == "red"]
-    if memory := found.figures.get("memory"):
-        said.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")
-    report.add("preflight", "the SFT run fits", "; ".join(said) or "memory not known", found.fits)
+    forecast = forecast_run(SFT, None, None, overrides_of(report, "sft", model))
+    figures = [f"{line.stage}: {line.figure}" for line in forecast.lines if line.state == "red"]
+    if memory := forecast.figures.get("memory"):
+        figures.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")
+    report.add("preflight", "the SFT run fits", "; ".join(figures) or "memory not known", forecast.fits)
 
 
 def check_stack(report: Report) -> None:
@@ -249,26 +245,26 @@ def check_stack(report: Report) -> None:
 
     head = next(status for status in patch().patches if status.name == "fused_head")
     config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False)
-    became = f"{config.loss_type}, {config.importance_sampling_level}, {config.epsilon:g}/{config.epsilon_high:g}"
-    report.add("stack", "GRPOConfig(loss_type='gspo')", became, became == "grpo, sequence, 0.0003/0.0004")
+    loss = f"{config.loss_type}, {config.importance_sampling_level}, {config.epsilon:g}/{config.epsilon_high:g}"
+    report.add("stack", "GRPOConfig(loss_type='gspo')", loss, loss == "grpo, sequence, 0.0003/0.0004")
     report.add("stack", "TRL's losses run here", head.reason, head.applied or fused_head.triton_device() is not None)
 
 
 def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
     from cogumi.models.loading import load_tokenizer, resolve_model
 
-    found: dict[str, Any] = {"model__name": model, "cogumi__run_dir": report.run_dir / method}
+    overrides: dict[str, Any] = {"model__name": model, "cogumi__run_dir": report.run_dir / method}
     if report.on_gpu:
-        found |= ON_GPU
+        overrides |= ON_GPU
     if report.quick:
-        found["train__max_steps"] = QUICK_STEPS[method]
+        overrides["train__max_steps"] = QUICK_STEPS[method]
     if method == "sft" and load_tokenizer(resolve_model(model)).chat_template is None:  # a base of the user's own
-        found["train__chat_template_path"] = "cogumi:tulu"
-    return found
+        overrides["train__chat_template_path"] = "cogumi:tulu"
+    return overrides
 
 
 def run_config(report: Report, method: str, model: str) -> Any:
-    """Train the story's config of this method on `model`; its verdict's checks become rows."""
+    """Train the config of this method on `model`; the checks of its verdict become rows."""
     from cogumi.runs import train
 
     result = train({"sft": SFT, "gspo": GSPO}[method], **overrides_of(report, method, model))
@@ -281,7 +277,7 @@ def run_config(report: Report, method: str, model: str) -> Any:
 
 
 def check_sft(report: Report, model: str) -> str:
-    """The held-out loss must fall by a tenth. Returns the merged model."""
+    """Check that the held-out loss falls by a tenth; return the merged model."""
     result = run_config(report, "sft", model)
     before, *_, after = result.series("eval_loss")
     figure = f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})"
@@ -290,7 +286,7 @@ def check_sft(report: Report, model: str) -> str:
 
 
 def check_gspo(report: Report, model: str) -> str:
-    """The reward must rise from the first quarter of the rollouts to the last. Returns the merged model."""
+    """Check that the reward rises from the first quarter of the rollouts to the last; return the merged model."""
     result = run_config(report, "gspo", model)
     rewards = result.series("reward")
     quarter = max(1, len(rewards) // 4)
@@ -304,22 +300,24 @@ def check_gspo(report: Report, model: str) -> str:
 
 
 def compare(report: Report, models: dict[str, str]) -> None:
-    """Greedy completions of held-out prompts by each model. A stage after which fewer are exactly right fails."""
+    """Compare greedy completions of held-out prompts: after each stage more must be exactly right."""
     from cogumi.data.stdlib_sample import careless_answer
     from cogumi.methods.preview import compare_models
 
-    found = compare_models(models, GSPO, COMPARED)
-    report.exact = {name: found.exact(name) for name in models}
-    spoiled = replace(found, answers=[careless_answer(asked) for asked in found.prompts])
-    report.careless = {name: spoiled.exact(name) for name in models}
-    report.similarity = {name: found.similarity(name) for name in models}
+    comparison = compare_models(models, GSPO, COMPARED_PROMPTS)
+    careless = replace(comparison, answers=[careless_answer(prompt) for prompt in comparison.prompts])
+    report.exact = {name: comparison.exact(name) for name in models}
+    report.careless = {name: careless.exact(name) for name in models}
+    report.similarity = {name: comparison.similarity(name) for name in models}
     for before, after in pairwise(models):
-        figure = f"{report.exact[before]:.1%} -> {report.exact[after]:.1%} of {len(found.prompts)} held-out prompts"
+        figure = (
+            f"{report.exact[before]:.1%} -> {report.exact[after]:.1%} of {len(comparison.prompts)} held-out prompts"
+        )
         passed = report.quick or report.exact[after] > report.exact[before]  # too few steps of the quick run to judge
         report.add("compare", f"more exactly right after {after}", figure, passed)
-    for i in found.shown(SHOWN):
-        texts = {name: found.written[name][i] for name in models}
-        report.samples.append({"asked": found.prompts[i], **texts, "right": found.answers[i]})
+    for i in comparison.shown(SHOWN_PROMPTS):
+        texts = {name: comparison.written[name][i] for name in models}
+        report.samples.append({"asked": comparison.prompts[i], **texts, "right": comparison.answers[i]})
 
 
 def show(report: Report, console: Console) -> None:
@@ -335,15 +333,19 @@ def show(report: Report, console: Console) -> None:
         console.print(flag, markup=False)
     passed = sum(row.passed for row in report.rows)
     red = sum(": red: " in flag for flag in report.flags)
-    said = f"are met in {report.seconds:.0f} s, with RED flags: {red}" if red else f"passed in {report.seconds:.0f} s"
-    console.print(f"{passed} of {len(report.rows)} checks {said}; details in {report.run_dir}/smoke.json")
+    flags = f", with RED flags: {red}" if red else ""
+    summary = f"{passed} of {len(report.rows)} checks passed in {report.seconds:.0f} s{flags}"
+    console.print(f"{summary}; details in {report.run_dir}/smoke.json")
     if report.samples:
-        said = f"next: cogumi chat {report.run_dir}/gspo, or the quickstart in a notebook (make lab)"
-        console.print(said, soft_wrap=True)
+        console.print(
+            f"next: cogumi chat {report.run_dir}/gspo, or the quickstart in a notebook (make lab)", soft_wrap=True
+        )
 
 
 def table_of_samples(report: Report) -> Table:
-    title = f"what SFT and GSPO changed: every {COMPARED // SHOWN}th held-out prompt, greedy completions"
+    title = (
+        f"what SFT and GSPO changed: every {COMPARED_PROMPTS // SHOWN_PROMPTS}th held-out prompt, greedy completions"
+    )
     table = Table(*report.samples[0], title=title, show_lines=True)
     for sample in report.samples:
         right = sample["right"].strip()
@@ -351,7 +353,7 @@ def table_of_samples(report: Report) -> Table:
         table.add_row(
             *(f"[green]{escape(text)} ✓[/]" if name in marked else escape(text) for name, text in sample.items())
         )
-    table.add_row(f"exactly right, of {COMPARED}", *(f"{share:.1%}" for share in report.exact.values()), "")
+    table.add_row(f"exactly right, of {COMPARED_PROMPTS}", *(f"{share:.1%}" for share in report.exact.values()), "")
     table.add_row("only the first place renamed", *(f"{share:.1%}" for share in report.careless.values()), "")
     table.add_row("mean edit similarity", *(f"{mean:.3f}" for mean in report.similarity.values()), "")
     return table

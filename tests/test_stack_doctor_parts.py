@@ -52,7 +52,7 @@ def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
         disk = mount()
         found = host.check_directory(disk)
     assert found.state == "warning"
-    assert found.cause == f"{disk} is in memory: what is written here is lost when the box stops"
+    assert found.cause == f"{disk} is in memory: files here are lost when the box stops"
 
 
 def test_the_disk_of_a_container_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_the_disk_of_a_container_is_a_note(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("option", "said"), [("ro", "cannot be written to"), ("size=8m,nr_inodes=1", "inodes are taken")]
+    ("option", "said"), [("ro", "cannot be written to"), ("size=8m,nr_inodes=1", "no inodes are free")]
 )
 def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
     with mounting(tmp_path) as mount:

@@ -66,14 +66,14 @@ def check_driver(torch_cuda: str | None, timeout: float) -> Iterator[Finding]:
 def explain_driver_error(tool: str, error: str) -> Finding:
     """Explain the first line of a failed `nvidia-smi`, which is NVML's message."""
     if "No devices were found" in error:
-        cause = "the driver is installed, but this container has no GPU"
+        cause = "the driver is there, but this container was given no GPU"
         return Finding("GPU", "warning", "none", cause, "start it with --gpus all, or rent a box with a GPU")
     if "mismatch" in error:
         cause = (
             "the driver's libraries and its kernel module have different versions: it was upgraded without a restart"
         )
         return Finding("driver", "fatal", error, cause, "restart the host; on a rented box take another one")
-    cause = f"{tool} exists, but the driver cannot be used: it belongs to another machine, or half of it is missing"
+    cause = f"{tool} is there, but the driver cannot be used: it belongs to another machine, or half of it is missing"
     return Finding("driver", "fatal", error or "nvidia-smi prints nothing", cause, GIVE_GPU)
 
 
@@ -129,7 +129,7 @@ def check_temporary_files() -> Finding:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
         return Finding(what, "fatal", tmpdir or "/tmp", cause, fix)
     free = filesystem_of(place).space.free
-    useless = f"TMPDIR={tmpdir} cannot be written to (full, read-only or no directory), so {place} is used"
+    useless = f"TMPDIR={tmpdir} cannot be written to (it is full, read-only or no directory), so {place} is taken"
     return judge(
         what,
         f"{place}: {format_bytes(free)} free",
@@ -142,7 +142,7 @@ def check_directory(path: Path) -> Finding:
     """Check that the directory for runs can be written to, and that it outlives the box."""
     disk = filesystem_of(path)
     closed = disk.space.read_only or not os.access(nearest_existing(path), os.W_OK)
-    refused = "runs/ and checkpoints/ are written here, and the directory is not writable"
+    refused = "runs/ and checkpoints/ are written here, and it cannot be written to"
     in_memory = f"{disk.mount} is in memory: files here are lost when the box stops"
     finding = judge(
         "work directory",
@@ -189,7 +189,7 @@ def writable_bytes(disk: Filesystem) -> int:
 def check_variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
     """Check environment variables and files that change what an import finds or does."""
     findings = [*check_paths(environment, work), *check_settings(environment)]
-    yield from findings or [Finding("environment", "ok", "no variable interferes")]
+    yield from findings or [Finding("environment", "ok", "no variable is in the way")]
 
 
 def check_paths(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
