@@ -20,19 +20,13 @@ from benchmarks.harness import Row
 # Name -> module and function, which is imported only when asked for: a broken import costs only itself.
 CPU = {
     "importing": "commands:importing",
-    "fused_head": "fused_head:run",
-    "gspo_step": "gspo_step:run",
-    "gspo_learning": "gspo_learning:run",
-    "overhead": "overhead:run",
-    "preflight": "commands:preflight",
-    "panel": "panel:run",
-    "sandbox": "sandbox:run",
     "smoke": "commands:smoke",
-}
+    "preflight": "commands:preflight",
+} | {name: f"{name}:run" for name in ("fused_head", "gspo_step", "gspo_learning", "overhead", "panel", "sandbox")}
 # Not in `cpu`: six minutes to half an hour each; merge takes 14 GB of disk, faults and data 10 GB, merge_check 7 GB.
 ALONE = {
     name: f"{name}:run"
-    for name in ("merge", "faults", "data", "packing", "stages", "rollouts", "gspo_clip", "ratio_noise", "merge_check")
+    for name in ("merge", "faults", "data", "stages", "rollouts", "gspo_clip", "ratio_noise", "merge_check")
 }  # fmt: skip
 NAMES = ("cpu", "gpu", *CPU, *ALONE)
 

@@ -1,4 +1,4 @@
-"""Trainings whose disk fills up, that are killed, or whose newest checkpoint is damaged, then started again.
+"""Trainings whose disk fills up or that are killed, then started again. Damage is in tests/test_checkpoints_verify.py.
 
 The same small training runs with plain Trainer and under cogumi.protect. After the fault it is started again as a user would
 start it, and its losses are compared bit for bit with those of an undisturbed training.
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import faults_costs, harness
-from benchmarks.faults_disk import allocated, damages, fill, mounted, remount, take_inodes
+from benchmarks.faults_disk import allocated, fill, mounted, remount, take_inodes
 from benchmarks.faults_training import (
-    DECISIVE,
     SAVES,
     STEPS,
     Job,
@@ -31,7 +30,7 @@ from benchmarks.faults_training import (
     read_journal,
     start,
     words_of,
-)
+)  # fmt: skip
 from benchmarks.harness import Row, attempt, missing, row
 
 HOWS = {"cogumi": "cogumi", "plain": "plain Trainer"}
@@ -48,14 +47,13 @@ class Sizes:
     full: int
     kills: int
     changes: int
-    damages: int | None
     inodes: int
     read_only: int
     terms: int
 
 
-FULL = Sizes(full=66, kills=60, changes=84, damages=None, inodes=18, read_only=16, terms=24)
-QUICK = Sizes(full=6, kills=3, changes=4, damages=6, inodes=3, read_only=2, terms=2)
+FULL = Sizes(full=66, kills=60, changes=84, inodes=18, read_only=16, terms=24)
+QUICK = Sizes(full=6, kills=3, changes=4, inodes=3, read_only=2, terms=2)
 
 
 @dataclass(frozen=True)
@@ -265,27 +263,6 @@ def read_only(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcom
             yield outcome
 
 
-def damaged(bench: Bench, count: int | None, how: str) -> Iterator[Outcome]:
-    """The newest checkpoint of a training that was killed is damaged before it is resumed."""
-    newest, older = SAVES[-2], SAVES[-3]
-    for lora in bench.references:
-        base = bench.bases[how, lora]
-        every = damages(base.directory / f"checkpoint-{newest}", DECISIVE)
-        for label, damage in every if count is None else evenly(every, count // 2):
-            job = bench.job(how, lora)
-            shutil.copytree(base.directory, job.directory)
-            damage(job.directory / f"checkpoint-{newest}", job.directory / f"checkpoint-{older}")
-            write_journal(job.journal, base.journal, newest)
-            outcome = bench.endure(job, damaged=newest)
-            yield replace(outcome, met=True, note=f"{label}: {outcome.note}" if outcome.note else label)
-
-
-def write_journal(path: Path, whole: Path, until: int) -> None:
-    """A training's journal up to a step, as if it had been killed then."""
-    lines = [line for line in whole.read_text().splitlines() if not line.startswith("end")]
-    path.write_text("".join(f"{line}\n" for line in lines if int(line.split()[1]) <= until))
-
-
 def kind_rows(kind: str, wanted: int, work: Callable[..., Iterator[Outcome]], *arguments: Any) -> Iterator[Row]:
     """Yield cogumi's figures beside plain Trainer's for one kind of fault. wanted: how many must have had an effect."""
     found = {how: list(work(*arguments, how)) for how in HOWS}
@@ -331,4 +308,3 @@ def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     case = "SIGKILL before a change of a file"
     yield from kind_rows(case, sizes.changes * 5 // 7, killed_before_changes, bench, sizes.changes)
     yield from kind_rows("SIGTERM during a save", terms * 4 // 5, signals, bench, terms, signal.SIGTERM)
-    yield from kind_rows("newest checkpoint damaged", sizes.damages or 60, damaged, bench, sizes.damages)

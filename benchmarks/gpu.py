@@ -42,14 +42,9 @@ PRELOADED = (
 
 @dataclass(frozen=True)
 class Check:
-    """One entry of the list.
+    """A check: time box on a card, `module:function` of a Setting, figures expected before a card has shown them.
 
-    Attributes:
-        name: Argument of `--only`.
-        seconds: Time box on a card.
-        function: `module:function` in `benchmarks`, called with a `Setting`; yields rows.
-        expected: Expected figures, written down before a card has shown them.
-        before_transformers: Run where transformers is not imported, because the check imports unsloth.
+    before_transformers: run where transformers is not imported, because the check imports unsloth.
     """
 
     name: str

@@ -128,9 +128,6 @@ def probes(setting: Setting) -> Iterator[Row]:
                 yield row("gpu_probes", name, metric, value, unit, note=note)
 
 
-# ---------------------------------------------------------------------------------------------------------- numerics
-
-
 def numerics(setting: Setting) -> Iterator[Row]:
     """Check RoPE's angles under TF32, and torch's attention with and without cuDNN."""
     yield from rope_angles(setting)
@@ -196,9 +193,6 @@ def attention_times(setting: Setting, name: str) -> Iterator[Row]:
     yield values_row("numerics", f"masked, known length, {name}", "forward and backward", times(masked), "ms")
     decoded = times([(64 - step, 1, 200 + step, False) for step in range(steps)])
     yield values_row("numerics", f"decode, growing cache, shrinking batch, {name}", "attention", decoded, "ms")
-
-
-# --------------------------------------------------------------------------------------------------------- trainings
 
 
 def ratios(setting: Setting, backend: str = "trl") -> Iterator[Row]:
@@ -435,16 +429,13 @@ def smoke(setting: Setting) -> Iterator[Row]:
     yield figure("wall time", ran.seconds, "s", target="<= 180" if setting.on_card else "")
 
 
-# ------------------------------------------------------------------------------------------------- heads and forecasts
-
-
 def heads(setting: Setting) -> Iterator[Row]:
+    """Compare heads in bfloat16 for (tokens, hidden size, vocabulary): time, peak memory, error against float32."""
     for shape in HEADS if setting.on_card else [(128, 32, 1000)]:
         yield from head_rows(setting, shape)
 
 
 def head_rows(setting: Setting, shape: tuple[int, int, int]) -> Iterator[Row]:
-    """Compare heads in bfloat16 for (tokens, hidden size, vocabulary): time, peak memory, error against float32."""
     from benchmarks.fused_head import dense, fused, inputs, step
 
     tensors = tuple(each.to(setting.device) for each in inputs(shape, torch.bfloat16))

@@ -87,8 +87,7 @@ def missing(benchmark: str, case: str, what: str) -> Row:
 def interleave(functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
     """Return the seconds of each call, or the number that it returns.
 
-    Runs a, b, b, a, ... so that a neighbour's load falls on both and neither is always second. The first `warmup` rounds do
-    not count.
+    Runs a, b, b, a, ... so that a neighbour's load falls on both. The first `warmup` rounds do not count.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmup + repeats):
@@ -198,9 +197,7 @@ def run_process(
 ) -> Finished:
     """Run `command` and read its memory meanwhile; `sync` flushes the disks before the clock stops.
 
-    Raises:
-        RuntimeError: It failed (with `check`); the message is the last line of its standard error.
-        subprocess.TimeoutExpired: After killing it and its descendants.
+    Raises RuntimeError if it failed (with `check`), subprocess.TimeoutExpired after killing it and its descendants.
     """
     peaks = Counter[str]()
     over, start = threading.Event(), time.perf_counter()

@@ -33,17 +33,10 @@ class Shape:
     def model(self, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
         """On torch's current device. more: of transformers' configuration."""
         config = AutoConfig.for_model(
-            self.family,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.wide_heads or self.hidden // self.heads,
-            vocab_size=self.vocabulary,
-            tie_word_embeddings=self.tied,
-            **more,
-        )
+            self.family, hidden_size=self.hidden, intermediate_size=self.intermediate, num_hidden_layers=self.layers,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, vocab_size=self.vocabulary,
+            head_dim=self.wide_heads or self.hidden // self.heads, tie_word_embeddings=self.tied, **more,
+        )  # fmt: skip
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
     @property

@@ -2,7 +2,7 @@
 
 The run is `configs/smoke/chat-gspo.yaml`, on a model that `configs/smoke/chat-sft.yaml` has trained. At each of its rollouts
 the engines write the same prompts from the same seed with the weights of that step, two at a time and in turns. The run goes on
-with what transformers wrote. vLLM is measured where it is installed, with the sync of its weights for each rollout.
+with what transformers wrote.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,32 +46,8 @@ def cogumi_engine(trainer: Any) -> Turn:
         return transformers_engine(trainer)
 
 
-def vllm_engine(trainer: Any) -> Turn:
-    """Return vLLM in this process with the trainer's settings; each call syncs the weights first."""
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    settings = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
-    engine = VLLMGeneration(
-        trainer.model,
-        trainer.accelerator,
-        trainer.processing_class,
-        gpu_memory_utilization=0.1,
-        max_model_length=trainer.model.config.max_position_embeddings,
-        max_num_seqs=trainer.args.generation_batch_size,
-        **{name: getattr(trainer, name) for name in settings},
-    )
-
-    def generate(prompt_ids: list[list[int]], *_: Any) -> Any:
-        engine.sync_weights()
-        return engine.generate(prompts=prompt_ids, images=None, num_generations=1)[1], None
-
-    return generate
-
-
 BASELINE, CHOSEN = "transformers", "transformers, needless rows skipped"
 ENGINES: dict[str, Callable[[Any], Turn]] = {BASELINE: transformers_engine, CHOSEN: cogumi_engine}
-if find_spec("vllm") is not None:
-    ENGINES["vLLM, colocate"] = vllm_engine
 
 
 @dataclass

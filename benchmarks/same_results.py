@@ -105,9 +105,6 @@ def save_base(path: Path, family: str) -> Path:
     kind, sizes = FAMILIES[family]
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.2)  # transformers starts them at zero
     model.to(torch.bfloat16).save_pretrained(path, max_shard_size="60KB")
     return path
 
