@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.harness import Row, interleave, missing, ratio_row, row, status_bytes, values_row, watch_memory
+from benchmarks.harness import Row, interleave, ratio_row, row, status_bytes, values_row, watch_memory
 from cogumi.data.cache import Prepared, Source, prepare, tokenizer_identity
 from cogumi.data.fim import FimConfig, fim_sft_chunk, read_controls
 from cogumi.data.rows import Chunk
@@ -76,9 +76,6 @@ def compare_with_map(
 
 
 def memory(heights: tuple[int, ...]) -> Iterator[Row]:
-    if not status_bytes(os.getpid()):
-        yield missing("data", "memory", "/proc/self/status")
-        return
     smallest = 0
     for height in heights:
         case = f"{height:,} rows"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import faults_costs, harness
-from benchmarks.faults_disk import allocated, fill, mounted, remount, take_inodes
+from benchmarks.faults_disk import fill, mounted, remount, take_inodes
 from benchmarks.faults_training import (
     SAVES,
     STEPS,
@@ -185,7 +185,7 @@ def full_disk(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcom
     give_back = partial(filler.unlink, missing_ok=True)
     for number, share, lora, checkpoint in turns(bench, count):
         policy = POLICIES[number // 2 % 3]
-        fill(filler, int(3.3 * share * allocated(checkpoint)))
+        fill(filler, int(3.3 * share * sum(path.stat().st_blocks * 512 for path in checkpoint.rglob("*"))))
         pauses = (how, policy) == ("cogumi", "pause")
         job = replace(bench.job(how, lora, disk), on_full=policy)
         yield bench.endure(job, partial(give_back_when_silent, give_back) if pauses else nothing, give_back)

@@ -41,11 +41,6 @@ def take_inodes(disk: Path, leave: int) -> Path:
     return takers
 
 
-def allocated(directory: Path) -> int:
-    """Bytes of the blocks that a directory's files take."""
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*"))
-
-
 def fill(filler: Path, leave: int) -> None:
     """Take space until `leave` bytes are free."""
     size = shutil.disk_usage(filler.parent).free - leave
