@@ -201,7 +201,7 @@ def test_a_directory_of_runs_is_looked_at_whole_and_where_one_run_is_wanted_they
     assert cogumi("status", "other", "--watch", cwd=tmp_path).stdout.endswith("other/run: finished\n")
 
     refused = {
-        ("status", "cli", "--watch"): "--watch follows one run, and 4 are there: name its directory",
+        ("status", "cli", "--watch"): "--watch follows one run, and there are 4: name its directory",
         ("attach", "cli"): f"cli: no run there; below it there is {', '.join(below[:3])}",
         ("stop", "cli/project"): "cli/project: no run there; below it there is cli/project/dpo, cli/project/sft",
         ("status", "cli/tow"): "cli/tow: no run there; there is cli/two",

@@ -312,7 +312,7 @@ def test_a_crash_takes_only_its_own_step_along(environment: Environment) -> None
         from threading import Event
         from cogumi.diagnostics.checkup import run_steps
         steps = run_steps(["torchvision", "data"], 60, dict(os.environ), Event())
-        print(json.dumps([[step.name, step.error, step.said] for step in steps]))
+        print(json.dumps([[step.name, step.error, step.output] for step in steps]))
     """
     done = environment.run("-c", code)
     crashed, after = json.loads(done.stdout)
@@ -518,7 +518,7 @@ def test_an_unknown_text_says_so(doctor: Callable[..., Any]) -> None:
     [
         (("--explain", "not-there.txt"), "cogumi: --explain not-there.txt: No such file or directory"),
         (("--explain", "."), "cogumi: --explain .: Is a directory"),
-        (("--explain", "-"), "cogumi: --explain -: there is no text in it"),
+        (("--explain", "-"), "cogumi: --explain -: it holds no text"),
     ],
 )
 def test_used_wrongly_is_one_line_and_status_2(words: tuple[str, ...], said: str, doctor: Callable[..., Any]) -> None:

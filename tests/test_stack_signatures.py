@@ -536,7 +536,7 @@ def test_a_very_long_line_is_shown_around_what_matched_and_without_secrets(monke
     (diagnosis,) = explain(text)
     assert "CUDA out of memory" in diagnosis.line
     assert "token=<redacted>" in diagnosis.line
-    assert len(diagnosis.line) <= module.SHOWN
+    assert len(diagnosis.line) <= module.MAX_LINE_CHARS
     assert "a-secret-of" not in json.dumps(explain_text("hf: a-secret-of-the-environment").as_dict())
 
 

@@ -1,4 +1,4 @@
-"""The command line: a command parses, calls one public function, prints. Exit status 0 good, 1 failed, 2 used wrongly."""
+"""The command line: each command parses, calls one public function, and prints. Exit status 0 good, 1 failed, 2 usage error."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from cogumi import runs, smoke
 from cogumi.checkpoints.interruption import exit_on_signals
-from cogumi.cli import reward_command, run_commands
+from cogumi.cli import run_commands
 from cogumi.cli.disk_commands import disk_app
 from cogumi.cli.run_commands import AsJson, Config, Overrides
 from cogumi.config.source import copy_template, describe_template, list_templates, parse_overrides
@@ -35,11 +35,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command("smoke")(smoke.main)
 app.add_typer(disk_app, name="disk")
 run_commands.add_to(app)
-reward_command.add_to(app)
 
 
-def show_version(asked: bool) -> None:
-    if asked:
+def show_version(requested: bool) -> None:
+    if requested:
         print(f"cogumi {__version__}")
         raise typer.Exit
 
@@ -71,10 +70,10 @@ def preview(
     examples: Annotated[int, Option("-n", min=0, help="How many examples to show.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """What a run would train on: examples as the model sees them, lengths, what is left out."""
+    """Show what a run would train on: examples as the model sees them, lengths, dropped rows."""
     with show_waiting("reading and preparing the data"):
-        found = runs.preview(config, examples, **parse_overrides(overrides))
-    print_report(found, as_json)
+        report = runs.preview(config, examples, **parse_overrides(overrides))
+    print_report(report, as_json)
 
 
 @app.command()
@@ -88,7 +87,7 @@ def preflight(
     """Say before any download whether a run fits the card, the disk and the budget, and what would make it fit."""
     words = parse_overrides(overrides)
     if probe and card is not None:
-        raise UsageError("--card and --probe: ten steps are made here, of this config", fix="use one of the two")
+        raise UsageError("--card and --probe: the probe's ten steps run on this machine", fix="use one of the two")
     run = runs.validate_config(config, words, for_training=probe)
     with show_waiting("forecasting memory, time and disk"), runs.import_backend(run, other_machine=card is not None):
         from cogumi.forecast.run_forecast import forecast_run
@@ -105,9 +104,9 @@ def cp(
 ) -> None:
     """Copy a config or a recipe, to be changed and run, or the template of an issues log."""
     if name is None:
-        known = list_templates()
-        width = max(map(len, known))
-        print_text("\n".join(f"{each:{width}}  {describe_template(path)}" for each, path in known.items()))
+        templates = list_templates()
+        width = max(map(len, templates))
+        print_text("\n".join(f"{name:{width}}  {describe_template(path)}" for name, path in templates.items()))
         return
     copy = copy_template(name, destination)
     print_text(f"{copy}")
@@ -146,7 +145,7 @@ def merge(
     """Merge an adapter into its full-precision base and check every element written; or check a merged directory."""
     with exit_on_signals(), survive_closed_terminal(), failures_in_one_line():
         if check is not None:
-            refuse_words_of_a_merge(context, check)
+            refuse_merge_options(context, check)
             print_text(f"checking {check} ...", to_error=True)
             with show_waiting("loading the libraries"):
                 from cogumi.merge import check_merged
@@ -154,8 +153,8 @@ def merge(
             report: CheckReport | MergeReport = check_merged(check, workers)
         else:
             if adapter is None or out is None:
-                what = "merge needs an ADAPTER directory and an OUT directory, or --check DIR"
-                raise UsageError(what, fix="see cogumi merge --help")
+                message = "merge needs an ADAPTER directory and an OUT directory, or --check DIR"
+                raise UsageError(message, fix="see cogumi merge --help")
             adapters = [(adapter, weight), *(parse_weighted_path(word) for word in add or [])]
             print_text(f"merging {adapter} into its base, as {out} ...", to_error=True)
             with show_waiting("loading the libraries"):
@@ -165,20 +164,22 @@ def merge(
         print_json(asdict(report)) if as_json else print_text(report)
 
 
-def refuse_words_of_a_merge(context: typer.Context, check: Path) -> None:
-    """Raise UsageError for what stands beside --check and has no effect on it, also where it is the default."""
-    given = [
+def refuse_merge_options(context: typer.Context, check: Path) -> None:
+    """Raise UsageError for options that have no effect with --check, even if they have their default values."""
+    options = [
         word if word.startswith("-") else word.upper()
         for name, word in ((option.name or "", option.opts[0]) for option in context.command.params)
         if name not in ("check", "workers", "as_json")
         and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
-    if given:
-        raise UsageError("merges nothing", key=f"--check {check}", fix=f"leave out {', '.join(given)}")
+    if options:
+        raise UsageError(
+            "--check does not write a merge", key=f"--check {check}", fix=f"leave out {', '.join(options)}"
+        )
 
 
 def parse_weighted_path(word: str) -> tuple[Path, float]:
-    """DIRECTORY=WEIGHT in two. Raises UsageError for anything else."""
+    """Split DIRECTORY=WEIGHT. Raises UsageError for anything else."""
     path, _, number = word.rpartition("=")
     try:
         if path:
@@ -228,13 +229,13 @@ def doctor(
         Option(metavar="FILE|-", help="Instead: say what a traceback or log means; - reads standard input."),
     ] = None,
 ) -> None:
-    """What is wrong with this machine and this environment, and the fix. Exit status 1 if something is."""
+    """Check this machine and environment: problems with cause and fix. Exit status 1 if there are any."""
     if explain is not None:
         from cogumi.diagnostics.signatures import explain_text
 
-        found = explain_text(read_text(explain))
-        print_report(found, as_json)
-        raise typer.Exit(0 if found.diagnoses else 1)
+        explanation = explain_text(read_text(explain))
+        print_report(explanation, as_json)
+        raise typer.Exit(0 if explanation.diagnoses else 1)
     from cogumi.diagnostics.checkup import doctor as examine
 
     with show_waiting("checking the machine, its packages and what they compute"):
@@ -243,16 +244,16 @@ def doctor(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def read_text(place: str) -> str:
-    """The text to explain. Raises UsageError where there is none."""
-    key = f"--explain {place}"
+def read_text(source: str) -> str:
+    """Read a file, or standard input for "-". Raises UsageError if it holds no text."""
+    key = f"--explain {source}"
     try:
-        content = sys.stdin.buffer.read() if place == "-" else Path(place).read_bytes()
+        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
         raise UsageError(f"{error.strerror}", key=key, fix="name a file with the traceback, or - to paste it") from None
     text = content.decode("utf-8", errors="replace")
     if not text.strip() or 20 * (text.count("\ufffd") + text.count("\0")) > len(text):
-        raise UsageError("there is no text in it", key=key, fix="it takes the whole traceback or log")
+        raise UsageError("it holds no text", key=key, fix="give it the whole traceback or log")
     return text
 
 

@@ -1,4 +1,4 @@
-"""`cogumi start / attach / status / logs / report / chat / wait / stop / checkpoint / pause`: runs in processes of their own."""
+"""`cogumi start / attach / status / logs / report / chat / wait / stop / checkpoint / pause / reward`: commands about runs."""
 
 import time
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from cogumi.config.source import parse_overrides
 from cogumi.core.errors import UsageError
-from cogumi.core.output import failures_in_one_line, print_json, print_text, show_waiting
+from cogumi.core.output import failures_in_one_line, print_json, print_report, print_text, show_waiting
 from cogumi.core.run_directory import PAUSED
 from cogumi.runs import handle, launch
 from cogumi.telemetry.status import (
@@ -29,7 +29,7 @@ from cogumi.telemetry.status import (
 )
 
 REFRESH_SECONDS = 2.0
-PLACES = ("runs", "notebooks/runs")  # where runs are made, here and by a notebook of this clone
+PLACES = ("runs", "notebooks/runs")  # default directories of runs, here and of this clone's notebooks
 Config = Annotated[Path, Argument(help="A YAML; see configs/.")]
 Overrides = Annotated[list[str] | None, Argument(help="key=value, such as train.max_steps=5")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
@@ -37,7 +37,7 @@ RunDir = Annotated[Path, Argument(help="The directory of a run, as in runs/NAME.
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (start, attach, status, logs, report, chat, wait, stop, checkpoint, pause, unpause):
+    for command in (start, attach, status, logs, report, chat, wait, stop, checkpoint, pause, unpause, reward):
         app.command()(command)
 
 
@@ -68,32 +68,32 @@ def status(
     as_json: AsJson = False,
     watch: Annotated[bool, Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
 ) -> None:
-    """How runs stand: one screen of one run, a line for each of several. Changes nothing."""
+    """Show the state of runs: one screen for one run, a line for each of several. Changes nothing."""
     if run_dirs:
-        paths = [path for each in run_dirs for path in runs_in(each)]
+        paths = [path for directory in run_dirs for path in runs_in(directory)]
     else:
         paths = [path for place in PLACES for path in runs_below(Path(place))]
     if watch:
         if as_json:
             raise UsageError("--watch and --json: one is for people, the other for programs")
         if len(paths) != 1:
-            raise UsageError(f"--watch follows one run, and {len(paths)} are there: name its directory")
+            raise UsageError(f"--watch follows one run, and there are {len(paths)}: name its directory")
         follow_screen(handle.attach(paths[0]), paths[0])
         return
-    found = [status_of(path) for path in paths]
+    statuses = [status_of(path) for path in paths]
     if as_json:
-        print_json([each.as_dict() for each in found])
+        print_json([status.as_dict() for status in statuses])
         return
     if run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
-        print_text(format_screen(found[0]))
+        print_text(format_screen(statuses[0]))
         return
-    if not found:
+    if not statuses:
         print_text(f"no runs below {' or '.join(PLACES)} in {Path.cwd()}; name a run's directory")
-    for each in found:
-        flags = "" if each.ended else count_flags(each)
-        cost = each.heartbeat.get("cost_so_far")
-        said = [format_sentence(each), flags and f"flags: {flags}", "" if cost is None else f"${cost:.2f}"]
-        print_text("; ".join(filter(None, said)))
+    for status in statuses:
+        flags = "" if status.ended else count_flags(status)
+        cost = status.heartbeat.get("cost_so_far")
+        parts = [format_sentence(status), flags and f"flags: {flags}", "" if cost is None else f"${cost:.2f}"]
+        print_text("; ".join(filter(None, parts)))
 
 
 def follow_screen(run: handle.Run, path: Path) -> None:
@@ -115,7 +115,7 @@ def logs(
     follow: Annotated[bool, Option("-f", "--follow", help="Follow what is written, until the run ends.")] = False,
     last: Annotated[int, Option("-n", "--lines", min=1, help="How many lines, from the end.")] = 50,
 ) -> None:
-    """What a run said: decisions with their reasons, warnings, and the traceback if it failed."""
+    """Print a run's log: decisions with their reasons, warnings, and the traceback if it failed."""
     run = handle.attach(run_dir)
     if not follow:
         print_text(run.logs(last))
@@ -184,8 +184,8 @@ def wait(run_dir: RunDir) -> None:
     """Wait until a run has ended. Exit status 0 if it came to its end and every check passed, else 1."""
     run = handle.attach(run_dir)
     with leaving_on_interrupt(run_dir, exit_status=1):
-        found = run.wait()
-    say_end(found)
+        final = run.wait()
+    say_end(final)
 
 
 def stop(
@@ -194,7 +194,7 @@ def stop(
         float | None, Option(min=0, metavar="SECONDS", help="End it without saving if it takes longer.")
     ] = None,
 ) -> None:
-    """Have a run save its last finished step and end. Asked a second time, it ends at once, without saving."""
+    """Make a run save its last finished step and end. A second time, it ends at once, without saving."""
     run = handle.attach(run_dir)
     word = "it was asked to stop, and will"
     with leaving_on_interrupt(run_dir, exit_status=1, word=word), show_waiting("the run saves and ends"):
@@ -202,20 +202,20 @@ def stop(
 
 
 def checkpoint(run_dir: RunDir) -> None:
-    """Have a run save a checkpoint after its step, and train on."""
+    """Make a run save a checkpoint after its step, and train on."""
     handle.attach(run_dir).checkpoint()
     print_text(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
 
 
 def pause(run_dir: RunDir) -> None:
-    """Have a run save a checkpoint after its step and wait, with all that it holds of the machine."""
+    """Make a run save a checkpoint after its step and wait; it keeps its memory and its GPU."""
     handle.attach(run_dir).pause()
     ends = f"`cogumi unpause {run_dir}` ends the pause, `cogumi stop {run_dir}` the run"
     print_text(f"{run_dir}: asked to save and wait; {ends}")
 
 
 def unpause(run_dir: RunDir) -> None:
-    """End the pause of a run: it trains on."""
+    """End the pause of a run, which trains on."""
     handle.attach(run_dir).unpause()
     print_text(f"{run_dir}: no longer paused")
 
@@ -229,7 +229,7 @@ def say_end(status: Status) -> None:
 
 @contextmanager
 def leaving_on_interrupt(run_dir: Path, back: str = "", exit_status: int = 0, word: str = "") -> Iterator[None]:
-    """Ctrl-C ends the command, not the run. back: the command that comes back to it. word: what is said of the run."""
+    """Let Ctrl-C end the command, not the run. back: the command to return. word: message about the run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -237,3 +237,30 @@ def leaving_on_interrupt(run_dir: Path, back: str = "", exit_status: int = 0, wo
         word = word or (f"the run waits until `cogumi unpause {run_dir}`" if paused else "the run continues")
         print_text(f"\ncogumi: {word}" + (f"; come back with `{back} {run_dir}`" if back else ""), to_error=True)
         raise typer.Exit(exit_status) from None
+
+
+def reward(
+    config: Config,
+    completions: Annotated[
+        Path,
+        Argument(
+            help='JSON lines: {"prompt": ..., "completion": ...} or `completions`; or the rollouts.jsonl of a run.'
+        ),
+    ],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score completions with a config's rewards: how they are spread, the worst and the best. A column that a reward takes
+    stands in the line, or is found in the config's data by the prompt. Trains nothing. Exit status 1 if none is scored."""
+    from cogumi.config.schema import read_config
+    from cogumi.methods.reward_scores import score_file
+    from cogumi.rewards.named_rewards import RewardError
+
+    with show_waiting("scoring"):
+        try:
+            report = score_file(read_config(config, parse_overrides(overrides))[0], completions)
+        except RewardError as error:
+            print_text(f"cogumi: {error}", to_error=True)
+            raise typer.Exit(1) from error
+    print_report(report, as_json)
+    raise typer.Exit(0 if report.total.not_scored < report.total.completions else 1)

@@ -1,7 +1,7 @@
-"""`cogumi doctor`: what is wrong with this machine and this environment, in the order in which things depend on each other.
+"""`cogumi doctor`: check this machine and this environment, in the order of their dependencies.
 
-It changes nothing, needs no network, and imports nothing native in its own process. At the first finding that is fatal it
-stops, as everything after that would only be a consequence.
+It changes nothing, needs no network, and imports nothing native in its own process. It stops at the first fatal finding: later
+ones would only be consequences.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ import tempfile
 import textwrap
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -34,60 +35,60 @@ from cogumi.stack import host, lanes
 TIMEOUT = 120.0  # seconds: importing torch from a network volume for the first time takes one minute
 WIDTH = 120
 SUPPORTED = ((3, 11), (3, 12))  # pyproject.toml
-# Two processes at once, each with its own import of torch: one compiles, the other imports the libraries of a training.
+# Two processes in parallel, each with its own import of torch.
 FIRST = ("torch", "matmul", "torchvision", "triton", "xformers", "flash_attn", "compiler", "unsloth")
 SECOND = ("data", "libraries", "bitsandbytes", "four_bit")
 ESSENTIAL = ("torch", "data", "libraries")  # without these nothing trains
-# Tried where they are installed.
-SOME_PACKAGE = ("torchvision", "triton", "xformers", "flash_attn", "unsloth", "bitsandbytes")
+OPTIONAL_PACKAGES = ("torchvision", "triton", "xformers", "flash_attn", "unsloth", "bitsandbytes")
 NEEDS_CUDA = ("triton", "xformers", "flash_attn", "unsloth")
-# What an environment of any lane must be able to import before it can train.
+# Modules that every lane must import.
 IMPORTED = {
     "data": ("numpy", "pandas", "pyarrow", "polars", "tokenizers", "safetensors"),
     "libraries": ("transformers", "datasets", "accelerate", "peft", "trl"),
 }
-SHOWN = 240  # characters of an error
+MAX_ERROR_CHARS = 240
 KILLED_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was found. seconds: how long it took."""
+    """Findings of the doctor, and the seconds that it took."""
 
     findings: tuple[Finding, ...]
     seconds: float
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong: notes are not, and what was skipped because it is not there."""
-        return not any(each.state in ("warning", "fatal") for each in self.findings)
+        """True without warnings and fatal findings; notes and skipped checks are fine."""
+        return not any(finding.state in ("warning", "fatal") for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        found = [asdict(each) for each in self.findings]
-        return {"passed": self.passed, "seconds": round(self.seconds, 1), "findings": found}
+        findings = [asdict(finding) for finding in self.findings]
+        return {"passed": self.passed, "seconds": round(self.seconds, 1), "findings": findings}
 
     def __str__(self) -> str:
-        return "\n".join([*(line for each in self.findings for line in render_finding(each)), "", self.summary()])
+        lines = [line for finding in self.findings for line in render_finding(finding)]
+        return "\n".join([*lines, "", self.summary()])
 
     def summary(self) -> str:
-        counted = {state: sum(each.state == state for each in self.findings) for state in ("fatal", "warning", "note")}
-        wrong = ", ".join(f"{number} {state}" for state, number in counted.items() if number)
-        return f"{len(self.findings)} checked: {wrong or 'nothing to say'}; {self.seconds:.1f} s"
+        counts = Counter(finding.state for finding in self.findings)
+        problems = ", ".join(f"{counts[state]} {state}" for state in ("fatal", "warning", "note") if counts[state])
+        return f"{len(self.findings)} checked: {problems or 'nothing to say'}; {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True)
 class Step:
-    """The outcome of one step. answer: what it returned, None where it failed. said: what it printed."""
+    """Result of one step: its return value (None if it failed), the error, and its output."""
 
     name: str
     answer: Any = None
     error: str = ""
-    said: str = ""
+    output: str = ""
 
 
 @dataclass
 class CheckupState:
-    """What one check found that a later one needs."""
+    """Results of checks that later ones need."""
 
     timeout: float
     work: Path
@@ -101,25 +102,28 @@ class CheckupState:
 
 @show_seconds("doctor: this machine and its packages are being checked")
 def doctor(timeout: float = TIMEOUT) -> DoctorReport:
-    """Look at this machine and this environment; takes a quarter of a minute, changes nothing and leaves no files.
+    """Check this machine and this environment in about 15 seconds; changes nothing and leaves no files.
 
-    timeout: seconds that one step, such as importing torch, may take before its process is killed. What goes wrong is a
-    finding, not an exception.
+    Args:
+        timeout: Seconds that one step, such as importing torch, may take before its process is killed.
+
+    Returns:
+        The findings. A failing check is a finding, not an exception.
     """
     began = time.perf_counter()
     seen = CheckupState(timeout, Path.cwd())
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for number, (name, check) in enumerate(CHECKS):
         try:
-            found += check(seen)
-        except OSError as error:  # a disk that does not answer, no process to be had: said, and the rest looked at
+            findings += check(seen)
+        except OSError as error:  # a disk does not answer, or no process can start: report it, and go on
             place = f"{error.filename}: " if error.filename else ""
-            found.append(Finding(name, "warning", f"could not be checked: {place}{error.strerror or error}"))
-        if any(each.state == "fatal" for each in found):
+            findings.append(Finding(name, "warning", f"could not be checked: {place}{error.strerror or error}"))
+        if any(finding.state == "fatal" for finding in findings):
             if later := [name for name, _ in CHECKS[number + 1 :]]:
-                found.append(Finding("not checked", "skipped", f"{', '.join(later)}: fix what is fatal first"))
+                findings.append(Finding("not checked", "skipped", f"{', '.join(later)}: fix what is fatal first"))
             break
-    return DoctorReport(tuple(found), time.perf_counter() - began)
+    return DoctorReport(tuple(findings), time.perf_counter() - began)
 
 
 def check_disks(seen: CheckupState) -> Iterator[Finding]:
@@ -152,33 +156,35 @@ def check_python() -> Finding:
 
 
 def check_torch(seen: CheckupState) -> Iterator[Finding]:
-    """Runs every step, of which the later checks tell."""
+    """Run every step; later checks report the others."""
     with tempfile.TemporaryDirectory(prefix="cogumi-doctor-", ignore_cleanup_errors=True) as scratch:
-        own = environment(scratch)
-        chains = [[name for name in chain if name not in SOME_PACKAGE or find_spec(name)] for chain in (FIRST, SECOND)]
+        variables = step_environment(scratch)
+        chains = [
+            [name for name in chain if name not in OPTIONAL_PACKAGES or find_spec(name)] for chain in (FIRST, SECOND)
+        ]
         stop = Event()
         with ThreadPoolExecutor(len(chains)) as pool:
-            running = [pool.submit(run_steps, chain, seen.timeout, own, stop) for chain in chains]
+            running = [pool.submit(run_steps, chain, seen.timeout, variables, stop) for chain in chains]
             try:
-                seen.steps = {step.name: step for each in running for step in each.result()}
+                seen.steps = {step.name: step for future in running for step in future.result()}
             finally:
                 stop.set()  # Ctrl-C: the pool waits for its threads
     step = seen.steps.get("torch")
     if step is None:
-        yield Finding("torch", "skipped", "ended before it answered, as what follows had failed")
+        yield Finding("torch", "skipped", "ended before it answered, because another step had failed")
     elif step.error:
         yield describe_failure("torch", step, "fatal")
     else:
         yield from (describe_probe(seen.steps[name]) for name in ("torch", "matmul") if name in seen.steps)
 
 
-def environment(scratch: str) -> dict[str, str]:
-    """Of the processes: what is compiled or written on import goes into a directory that is removed afterwards."""
-    # Without a GPU inductor finds out which vector instructions the C++ compiler knows by compiling for each, and
-    # compiles torch's headers apart first. Both pay in a run, and here take longer than what is tried.
+def step_environment(scratch: str) -> dict[str, str]:
+    """Return variables that send all compiled and written files into a directory that is removed afterwards."""
+    # Without a GPU, inductor compiles for each kind of vector instructions and precompiles torch's headers. Both pay in a
+    # run, but take longer than the check here.
     found = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", **os.environ}
     found |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    found["PYTHONSAFEPATH"] = "1"  # a file of the working directory is no module of the stack
+    found["PYTHONSAFEPATH"] = "1"  # files of the working directory must not shadow modules
     places = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION", "MPLCONFIGDIR")
     return found | dict.fromkeys(places, scratch)
 
@@ -192,14 +198,14 @@ def check_libraries(seen: CheckupState) -> Iterator[Finding]:
             yield describe_failure(what, step, "fatal")
             return
         versions = ", ".join(f"{module} {version}" for module, version in step.answer.items())
-        yield with_explanation(Finding(what, "ok", versions), step.said, "warning")
+        yield with_explanation(Finding(what, "ok", versions), step.output, "warning")
 
 
 def check_probes(seen: CheckupState) -> Iterator[Finding]:
-    for name in SOME_PACKAGE:
+    for name in OPTIONAL_PACKAGES:
         if name in seen.steps:
             yield describe_probe(seen.steps[name], seen.device)
-    if absent := [name for name in SOME_PACKAGE if name not in seen.steps]:
+    if absent := [name for name in OPTIONAL_PACKAGES if name not in seen.steps]:
         yield Finding("not installed", "skipped", ", ".join(absent))
 
 
@@ -209,25 +215,26 @@ def describe_probe(step: Step, device: str = "cpu") -> Finding:
     if step.error:
         return describe_failure(step.name, step, "warning")
     figure = "; ".join(format_reading(*each) for each in step.answer)
-    # A step that worked may have printed that something in it does not.
-    return with_explanation(Finding(step.name, "ok", figure), step.said, "warning")
+    # A step that worked may have printed that a part of it does not.
+    return with_explanation(Finding(step.name, "ok", figure), step.output, "warning")
 
 
 def format_reading(metric: str, value: Any, unit: str, note: str = "") -> str:
-    spoken = f"{value:.3g}" if isinstance(value, float) else str(value)
-    return f"{metric} {spoken} {unit}".strip() + (f" ({note})" if note else "")
+    number = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{metric} {number} {unit}".strip() + (f" ({note})" if note else "")
 
 
 def check_compiler(seen: CheckupState) -> Iterator[Finding]:
-    """What `torch.compile` does here, for 4-bit layers and at all, and which variables change that."""
+    """Report torch.compile for 4-bit layers and in general, and the variables that change it."""
     if step := seen.steps.get("four_bit"):
         if step.error:
             yield describe_failure("4-bit layers", step, "warning")
         else:
             report = step.answer
             off = report["switched_off_by"]
-            for each in report["variables"]:
-                yield Finding("torch.compile", "warning" if off and each.startswith(f"{off}:") else "note", each)
+            for variable in report["variables"]:
+                state: State = "warning" if off and variable.startswith(f"{off}:") else "note"
+                yield Finding("torch.compile", state, variable)
             how = f"{report['strategy']}: " if report["strategy"] else ""
             tried = "; ".join([report["strategy_reason"], *report["probes"]])
             yield Finding("4-bit layers", "ok", f"{how}{tried}")
@@ -242,10 +249,10 @@ def check_compiler(seen: CheckupState) -> Iterator[Finding]:
 
 
 def describe_failure(what: str, step: Step, state: State) -> Finding:
-    """A finding on a step that failed, with cause and fix where what it wrote is a known failure."""
+    """Report a failed step, with cause and fix if its output has a known failure."""
     fix = "cogumi doctor --explain FILE, with all that the import printed"
     plain = Finding(what, state, step.error, "not one of the known failures", fix)
-    return with_explanation(plain, f"{step.said}\n{step.error}")
+    return with_explanation(plain, f"{step.output}\n{step.error}")
 
 
 def with_explanation(plain: Finding, text: str, state: State | None = None) -> Finding:
@@ -274,7 +281,7 @@ CHECKS: tuple[tuple[str, Callable[[CheckupState], Iterable[Finding]]], ...] = (
 
 
 def render_finding(finding: Finding, width: int | None = None) -> Iterator[str]:
-    """One finding as lines of a table; a fix is never broken, as it is to be copied."""
+    """Format a finding as lines of a table; a fix is never wrapped, so that it can be copied."""
     columns = width or min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     heads = {f"{finding.state:8} {finding.what:18} ": finding.figure}
     if finding.cause:
@@ -286,15 +293,15 @@ def render_finding(finding: Finding, width: int | None = None) -> Iterator[str]:
         yield f"{' ' * 9}{'       ' if number else 'fix    '}{line}"
 
 
-# ------------------------------------------------------------------------------------------- what runs in other processes
+# ------------------------------------------------------------------------------------------------ steps in other processes
 
 
 def run_steps(names: Sequence[str], timeout: float, environment: Mapping[str, str], stop: Event) -> list[Step]:
     """Run steps in another process, one after another, each for at most `timeout` seconds.
 
-    One process runs steps until one fails, so that they share an import of torch. A new one runs the remaining steps, as
-    a failed import leaves half-imported modules behind. After one of ESSENTIAL has failed no more are run, and `stop` is
-    set, which ends those who look at it too. Raises OSError where no process can be had.
+    They share one process and its import of torch until one fails; a new one runs the rest, because a failed import leaves
+    half-imported modules behind. After a failure of ESSENTIAL `stop` is set, which also ends the other chain. Raises OSError
+    if no process can be started.
     """
     done: list[Step] = []
     while len(done) < len(names) and not stop.is_set():
@@ -308,9 +315,9 @@ def run_steps(names: Sequence[str], timeout: float, environment: Mapping[str, st
                     answer, error = None, str(failure)
                     if stop.is_set():
                         return done
-                said = worker.hear(heard)
-                heard += len(said)
-                done.append(Step(name, answer, error, said.decode(errors="replace")))
+                output = worker.hear(heard)
+                heard += len(output)
+                done.append(Step(name, answer, error, output.decode(errors="replace")))
                 if error:
                     if name in ESSENTIAL:
                         stop.set()
@@ -319,20 +326,20 @@ def run_steps(names: Sequence[str], timeout: float, environment: Mapping[str, st
 
 
 def try_step(name: str) -> tuple[Any, str]:
-    """What a step answers, in values of JSON, and what it raised, in a line; in the other process."""
+    """Run a step in the other process; return its JSON values, and its exception in one line."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(KILLED_WITH_PARENT, signal.SIGKILL)
-    gc.disable()  # it would look through what is being imported again and again
+    gc.disable()  # it would traverse the imported objects again and again
     try:
         return json.loads(json.dumps(run_step(name), default=str)), ""
     except BaseException as raised:  # noqa: BLE001  a package may raise anything when imported, SystemExit too; it is reported
         traceback.print_exc()
         where = "".join(f"{note}: " for note in getattr(raised, "__notes__", ()))
-        return None, f"{where}{type(raised).__name__}: {' '.join(str(raised).split())}"[:SHOWN]
+        return None, f"{where}{type(raised).__name__}: {' '.join(str(raised).split())}"[:MAX_ERROR_CHARS]
 
 
 def run_step(name: str) -> Any:
-    """What a step answers: the versions of IMPORTED, or what a probe or another step finds."""
+    """Run a step: import a group of IMPORTED and return the versions, or run a probe or another step."""
     if name in IMPORTED:
         return import_all(IMPORTED[name])
     import torch
@@ -344,19 +351,19 @@ def run_step(name: str) -> Any:
 
 
 def import_all(names: Sequence[str]) -> dict[str, str]:
-    """Import those that are installed; their versions."""
-    found = {}
+    """Import the installed ones and return their versions."""
+    versions = {}
     for name in filter(find_spec, names):
         try:
-            found[name] = str(getattr(importlib.import_module(name), "__version__", "?"))
+            versions[name] = str(getattr(importlib.import_module(name), "__version__", "?"))
         except BaseException as raised:
             raised.add_note(name)
             raise
-    return found
+    return versions
 
 
 def step_four_bit(_: str) -> dict[str, Any]:
-    """What torch.compile does to 4-bit layers here, and what the environment does to torch.compile."""
+    """Describe torch.compile for 4-bit layers, and the variables that change torch.compile."""
     from cogumi.compile.compile_report import describe_process
     from cogumi.patches import graph_break
 
