@@ -1,4 +1,4 @@
-"""`python -m cogumi`, and the `cogumi` command: also where the command line's own packages are missing."""
+"""`python -m cogumi` and the `cogumi` command, which also work if the command line's packages are missing."""
 
 import sys
 
@@ -9,20 +9,16 @@ def main() -> None:
     except ImportError as error:
         if (error.name or "").startswith("cogumi"):
             raise
-        sys.exit(without_command_line(sys.argv[1:], error))
+        print(f"cogumi: the command line cannot be loaded: {error}", file=sys.stderr)
+        if sys.argv[1:2] == ["doctor"]:  # needs nothing but Python
+            from cogumi.diagnostics.checkup import doctor
+
+            print(doctor())
+        else:
+            fix = "`cogumi doctor` says what is missing; sh requirements/install.sh installs it"
+            print(f"cogumi: {fix}", file=sys.stderr)
+        sys.exit(1)
     command_line()
-
-
-def without_command_line(words: list[str], error: ImportError) -> int:
-    """The doctor needs nothing but Python, and says what is missing; everything else is one line. Returns the exit status."""
-    print(f"cogumi: the command line cannot be loaded: {error}", file=sys.stderr)
-    if words[:1] != ["doctor"]:
-        print("cogumi: `cogumi doctor` says what is missing; sh requirements/install.sh installs it", file=sys.stderr)
-        return 1
-    from cogumi.diagnostics.checkup import doctor
-
-    print(doctor())
-    return 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -35,7 +35,6 @@ GPU_PROBES = ("torch", "matmul", "triton", "bitsandbytes", "flash_attn")
 SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"
 COMPARED_PROMPTS, SHOWN_PROMPTS = 200, 5  # held-out prompts that are scored, and printed
 QUICK_STEPS = {"sft": 15, "gspo": 8}
-STAGES = ("doctor", "stack", "preflight", "sft", "gspo", "compare")
 GPU_LIMIT_SECONDS = 180.0
 PROGRESS_SECONDS = 10.0
 # unsloth's first GSPO step compiles for minutes. A forecast, and a probe of flash attention, is a process that imports torch.
@@ -67,7 +66,7 @@ class Report:
     machine: str = ""
     on_gpu: bool = False
     limit: float | None = None
-    stage: str = STAGES[0]
+    stage: str = "doctor"
     began: float = field(default_factory=time.monotonic, repr=False)
 
     @property
@@ -121,22 +120,13 @@ def smoke(
     try:
         with time_limit(report), progress_lines(report):
             models = {"base": base}
-            with stage(report, "doctor"):
-                check_environment(report)
-            with stage(report, "stack"):
-                check_stack(report)
-            with stage(report, "preflight"):
-                check_fits(report, base)
-            with stage(report, "sft"):
-                models["SFT"] = check_sft(report, base)
-            with stage(report, "gspo"):
-                models["GSPO"] = check_gspo(report, models["SFT"])
-            with stage(report, "compare"):
-                compare(report, models)
+            for name, check in STAGES.items():
+                with stage(report, name):
+                    check(report, models)
     except StageFailed:
         pass  # its row is in the report; the later stages need its result
     except OutOfTime:
-        for name in STAGES[STAGES.index(report.stage) :]:
+        for name in list(STAGES)[list(STAGES).index(report.stage) :]:
             report.add(name, "reached", f"not reached in {report.limit:g} s", False)
     except BaseException as error:
         write_json(status, {"state": "stopped", "reason": f"{type(error).__name__}: {error}"})
@@ -211,7 +201,7 @@ def stage(report: Report, name: str) -> Iterator[None]:
             report.rows[first].seconds = time.monotonic() - started
 
 
-def check_environment(report: Report) -> None:
+def check_environment(report: Report, _: dict[str, str]) -> None:
     """Run the doctor: fatal findings fail, and on a GPU installed packages that do not work there."""
     from cogumi.diagnostics.checkup import doctor
 
@@ -226,18 +216,18 @@ def check_environment(report: Report) -> None:
         report.add("doctor", "what is installed works on the GPU", figure, not broken)
 
 
-def check_fits(report: Report, model: str) -> None:
+def check_fits(report: Report, models: dict[str, str]) -> None:
     from cogumi.core.formatting import format_memory
     from cogumi.forecast.run_forecast import forecast_run
 
-    forecast = forecast_run(SFT, None, None, overrides_of(report, "sft", model))
+    forecast = forecast_run(SFT, None, None, overrides_of(report, "sft", models["base"]))
     figures = [f"{line.stage}: {line.figure}" for line in forecast.lines if line.state == "red"]
     if memory := forecast.figures.get("memory"):
         figures.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")
     report.add("preflight", "the SFT run fits", "; ".join(figures) or "memory not known", forecast.fits)
 
 
-def check_stack(report: Report) -> None:
+def check_stack(report: Report, _: dict[str, str]) -> None:
     import trl
 
     from cogumi.patches import fused_head
@@ -276,18 +266,18 @@ def run_config(report: Report, method: str, model: str) -> Any:
     return result
 
 
-def check_sft(report: Report, model: str) -> str:
-    """Check that the held-out loss falls by a tenth; return the merged model."""
-    result = run_config(report, "sft", model)
+def check_sft(report: Report, models: dict[str, str]) -> None:
+    """Train SFT, and check that the held-out loss falls by a tenth."""
+    result = run_config(report, "sft", models["base"])
     before, *_, after = result.series("eval_loss")
     figure = f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})"
     report.add("sft", "held-out loss falls by >= 10 %", figure, after <= 0.9 * before)
-    return str(result.merged)
+    models["SFT"] = str(result.merged)
 
 
-def check_gspo(report: Report, model: str) -> str:
-    """Check that the reward rises from the first quarter of the rollouts to the last; return the merged model."""
-    result = run_config(report, "gspo", model)
+def check_gspo(report: Report, models: dict[str, str]) -> None:
+    """Train GSPO, and check that the reward rises from the first quarter of the rollouts to the last."""
+    result = run_config(report, "gspo", models["SFT"])
     rewards = result.series("reward")
     quarter = max(1, len(rewards) // 4)
     first, last = (sum(part) / quarter for part in (rewards[:quarter], rewards[-quarter:]))
@@ -296,7 +286,7 @@ def check_gspo(report: Report, model: str) -> str:
         report.add("gspo", "rewards are not all alike", figure, max(result.series("reward_std")) > 0)
     else:
         report.add("gspo", "reward, last quarter above first", figure, last > first)
-    return str(result.merged)
+    models["GSPO"] = str(result.merged)
 
 
 def compare(report: Report, models: dict[str, str]) -> None:
@@ -318,6 +308,12 @@ def compare(report: Report, models: dict[str, str]) -> None:
     for i in comparison.shown(SHOWN_PROMPTS):
         texts = {name: comparison.written[name][i] for name in models}
         report.samples.append({"asked": comparison.prompts[i], **texts, "right": comparison.answers[i]})
+
+
+STAGES: dict[str, Callable[[Report, dict[str, str]], None]] = {
+    "doctor": check_environment, "stack": check_stack, "preflight": check_fits, "sft": check_sft, "gspo": check_gspo,
+    "compare": compare,
+}  # fmt: skip
 
 
 def show(report: Report, console: Console) -> None:

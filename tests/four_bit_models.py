@@ -1,4 +1,4 @@
-"""Small 4-bit models with random weights, always from the same seed, for the compile tests and benchmarks/graph_break.py.
+"""Small 4-bit models with random weights, always from the same seed, for the compile tests.
 
 The layers are bitsandbytes' own, quantized to nf4 with double quantization. Every width is a multiple of 64, as
 bitsandbytes 0.50.2 quantizes other rows wrongly on a CPU.
@@ -6,9 +6,6 @@ bitsandbytes 0.50.2 quantizes other rows wrongly on a CPU.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,24 +63,6 @@ class LoopedExperts(nn.Module):
             rows = down_proj((up + 1) * gate * torch.sigmoid(ALPHA * gate))
             result = result.index_add(0, tokens, rows * routing_weights[tokens, places, None])
         return result
-
-
-@contextmanager
-def counted_rows(model: nn.Module) -> Iterator[Counter[str]]:
-    """Counts {"calls", "zero rows"} of all looped experts in the model meanwhile. Without a compiler only: it hooks."""
-    counts: Counter[str] = Counter()
-
-    def count(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        counts["calls"] += 1
-        counts["zero rows"] += arguments[0].shape[0] == 0
-
-    lists = [module.gate_up_projs for module in model.modules() if isinstance(module, LoopedExperts)]
-    handles = [expert.register_forward_pre_hook(count) for each in lists for expert in each]
-    try:
-        yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def straight_line(width: int = 128, layers: int = 4) -> nn.Sequential:

@@ -59,7 +59,7 @@ NOT_RUN = {
     'cogumi preflight configs/llama-3.1-8b-sft.yaml --card "h100 sxm"': HUB,
     "cogumi doctor --json": "a second examination; tests/test_stack_doctor.py has the JSON",
     "cogumi start my-sft.yaml cogumi.sanity=100": "a hundred steps; tests/test_training_sentinel.py makes them",
-    "cogumi train my.yaml cogumi.processes=2 cogumi.sharding=fsdp2 cogumi.run_dir=runs/shares": "tests/test_training_processes.py",
+    "cogumi train my.yaml cogumi.processes=2 cogumi.sharding=fsdp2 cogumi.run_dir=runs/shares": "test_training_processes.py",
 }
 NOT_RUN |= {
     "accelerate launch --config_file fsdp2.yaml --num_processes 8 train.py": BOX,

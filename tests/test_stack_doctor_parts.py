@@ -82,7 +82,7 @@ def test_the_hub_cache_on_a_small_disk(tmp_path: Path, monkeypatch: pytest.Monke
         found = host.check_hub_cache(tmp_path)
     place = Path(filesystem_of(tmp_path).mount) / ".cache"
     assert (found.state, found.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
-    assert "which is one 8B model" in found.cause
+    assert "8B model" in found.cause
 
 
 def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv("TMPDIR", str(disk))
         found = host.check_temporary_files()
     monkeypatch.setattr(tempfile, "tempdir", None)
-    assert (found.state, found.cause) == ("warning", "less than 200 MB is left there for temporary files")
+    assert (found.state, "200 MB" in found.cause) == ("warning", True)
 
 
 # -------------------------------------------------------------------------------------------------------------- variables
@@ -117,7 +117,7 @@ def test_nothing_in_the_way(tmp_path: Path) -> None:
         ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES", "warning", "''"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES", "warning", "'-1'"),
         ({"TRANSFORMERS_OFFLINE": "1"}, "TRANSFORMERS_OFFLINE", "note", "1: nothing is downloaded"),
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "note", "1: every kernel is waited for"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "note", "1: torch waits for every kernel"),
     ],
 )  # fmt: skip
 def test_a_variable_in_the_way(tmp_path: Path, environment: dict[str, str], what: str, state: str, figure: str) -> None:

@@ -108,7 +108,9 @@ def test_the_lane_for_a_driver(driver: str | None, name: str) -> None:
     assert lane_for(driver).name == name
 
 
-@pytest.mark.parametrize(("driver", "says"), [("470.256.02", "CUDA 12.8 needs 525 or newer"), ("[N/A]", "not a version")])
+@pytest.mark.parametrize(
+    ("driver", "says"), [("470.256.02", "CUDA 12.8 needs 525 or newer"), ("[N/A]", "not a version")]
+)
 def test_a_driver_no_lane_is_for(driver: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         lane_for(driver)

@@ -171,7 +171,7 @@ def check_torch(seen: CheckupState) -> Iterator[Finding]:
                 stop.set()  # Ctrl-C: the pool waits for its threads
     step = seen.steps.get("torch")
     if step is None:
-        yield Finding("torch", "skipped", "ended before it answered, because another step had failed")
+        yield Finding("torch", "skipped", "ended before it answered, as what follows had failed")
     elif step.error:
         yield describe_failure("torch", step, "fatal")
     else:
@@ -214,14 +214,13 @@ def describe_probe(step: Step, device: str = "cpu") -> Finding:
         return Finding(step.name, "note", f"installed; it needs a GPU, and there is none ({step.error})")
     if step.error:
         return describe_failure(step.name, step, "warning")
-    figure = "; ".join(format_reading(*each) for each in step.answer)
+    readings = []
+    for metric, value, unit, note in step.answer:
+        number = f"{value:.3g}" if isinstance(value, float) else str(value)
+        readings.append(f"{metric} {number} {unit}".strip() + (f" ({note})" if note else ""))
+    figure = "; ".join(readings)
     # A step that worked may have printed that a part of it does not.
     return with_explanation(Finding(step.name, "ok", figure), step.output, "warning")
-
-
-def format_reading(metric: str, value: Any, unit: str, note: str = "") -> str:
-    number = f"{value:.3g}" if isinstance(value, float) else str(value)
-    return f"{metric} {number} {unit}".strip() + (f" ({note})" if note else "")
 
 
 def check_compiler(seen: CheckupState) -> Iterator[Finding]:
@@ -341,25 +340,20 @@ def try_step(name: str) -> tuple[Any, str]:
 def run_step(name: str) -> Any:
     """Run a step: import a group of IMPORTED and return the versions, or run a probe or another step."""
     if name in IMPORTED:
-        return import_all(IMPORTED[name])
+        versions = {}
+        for module in filter(find_spec, IMPORTED[name]):
+            try:
+                versions[module] = str(getattr(importlib.import_module(module), "__version__", "?"))
+            except BaseException as raised:
+                raised.add_note(module)
+                raise
+        return versions
     import torch
 
     from cogumi.stack.probes import PROBES
 
     steps = {**PROBES, "four_bit": step_four_bit, "compiler": step_compiler}
     return steps[name]("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def import_all(names: Sequence[str]) -> dict[str, str]:
-    """Import the installed ones and return their versions."""
-    versions = {}
-    for name in filter(find_spec, names):
-        try:
-            versions[name] = str(getattr(importlib.import_module(name), "__version__", "?"))
-        except BaseException as raised:
-            raised.add_note(name)
-            raise
-    return versions
 
 
 def step_four_bit(_: str) -> dict[str, Any]:

@@ -99,9 +99,9 @@ def parse_card(name: str) -> Card:
     exact = [card for card in CARDS if words_in(card.name) == words]
     matches = exact or [card for card in CARDS if words and words <= words_in(f"{card.name} {card.words}")]
     if not matches:
-        raise UsageError(f"card {name!r} is unknown", fix=f"choose from {', '.join(card.name for card in CARDS)}")
+        raise UsageError(f"card {name!r} is not known", fix=f"there are {', '.join(card.name for card in CARDS)}")
     if len(matches) > 1:
-        raise UsageError(f"card {name!r} may be {' or '.join(card.name for card in matches)}", fix="name one of them")
+        raise UsageError(f"card {name!r} may be {' or '.join(card.name for card in matches)}", fix="say which")
     return matches[0]
 
 
