@@ -54,9 +54,7 @@ def save_rows(quick: bool) -> Iterator[Row]:
 
 
 def one_save(training: Running, directory: Path, step: int, last: int) -> tuple[float, float]:
-    """Let one save and the training's next step happen.
-
-    Returns seconds for which the training thread was held, in the save and in the callbacks after the next step; and until the
+    """Let one save and the training's next step happen. Returns seconds for which the training thread was held, in the save and in the callbacks after the next step; and until the
     checkpoint was whole and on the disk, for which plain Trainer does not wait.
     """
 

@@ -199,7 +199,6 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
 
         later = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}
         yield row("gspo_step", case, "peak memory of a step, stock", later["stock"] / 2**20, "MiB")
-        # In the first steps the loss check keeps the log-probabilities and gradients of each micro-batch.
         for metric, peaks, target in (("a step", later, "<= 1.0"), ("the first steps, proof included", first, "")):
             extra = f"{peaks['cogumi'] - peaks['stock']:+,d} bytes"
             # To 0.01 %: what the metrics keep between two micro-batches is bytes, and the note has them.

@@ -40,8 +40,8 @@ def configure(directory: str, sharding: str, steps: int) -> dict[str, Any]:
         "data": {"source": "cogumi:stdlib-chat", "format": "chat"},
         "train": rows | train | {"save_strategy": "no", "eval_strategy": "no"},
         "cogumi": {
-            "method": "sft", "processes": "all", "sharding": sharding, "run_dir": f"{directory}/run", "merge": False,
-            "samples_every": 0, "preflight": "off", "compile": "off",
+            "method": "sft", "processes": int(os.environ.get("WORLD_SIZE", "1")), "sharding": sharding, "samples_every": 0,
+            "run_dir": f"{directory}/run", "merge": False, "preflight": "off", "compile": "off",
         },
     }  # fmt: skip
 
@@ -100,7 +100,7 @@ def train_rank(directory: str, sharding: str, steps: int) -> None:
     quiet()
     times = StepTimes()
     cogumi.train(configure(directory, sharding, steps))
-    Path(directory, f"{os.environ['RANK']}.json").write_text(json.dumps(times.marks))
+    Path(directory, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(times.marks))
 
 
 def measure(processes: int, sharding: str, steps: int) -> dict[str, float]:
@@ -108,7 +108,7 @@ def measure(processes: int, sharding: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
         command = [sys.executable, *launcher, "-m", "benchmarks.overhead", scratch, sharding, str(steps)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"RANK": "0"} if processes == 1 else {})
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
             raise RuntimeError(last_line(done.stderr))
