@@ -54,8 +54,8 @@ def save_rows(quick: bool) -> Iterator[Row]:
 
 
 def one_save(training: Running, directory: Path, step: int, last: int) -> tuple[float, float]:
-    """Let one save and the training's next step happen. Returns seconds for which the training thread was held, in the save and in the callbacks after the next step; and until the
-    checkpoint was whole and on the disk, for which plain Trainer does not wait.
+    """Let one save and the next step happen; return the seconds that the training thread was held in both, and the seconds
+    until the checkpoint was whole and on the disk, for which plain Trainer does not wait.
     """
 
     def await_message(what: str, of_step: int) -> float:
