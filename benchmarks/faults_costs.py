@@ -54,9 +54,7 @@ def save_rows(quick: bool) -> Iterator[Row]:
 
 
 def one_save(training: Running, directory: Path, step: int, last: int) -> tuple[float, float]:
-    """Let one save and the next step happen; return the seconds that the training thread was held in both, and the seconds
-    until the checkpoint was whole and on the disk, for which plain Trainer does not wait.
-    """
+    """Let one save and the next step happen; return the seconds that the training was held, and until all was on the disk."""
 
     def await_message(what: str, of_step: int) -> float:
         if not training.until(what, of_step):

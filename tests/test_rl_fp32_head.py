@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 import cogumi
 from cogumi.core.errors import UsageError
-from cogumi.patches import fused_head
 from cogumi.patches.fused_head import FusedLogProbFunction
 from cogumi.rl.fp32_head import VOCABULARY_TILE, fp32_lm_head, project_in_fp32, unwrap_peft
 

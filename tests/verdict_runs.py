@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 import cogumi
-from cogumi.data.fim import FimConfig, fim_prompts_chunk, fim_sft_chunk, read_controls
+from cogumi.data.fim import FimConfig
 from cogumi.data.stdlib_sample import sample_path
 from cogumi.health.sentinel import Sentinel
 from cogumi.health.verdict import COSTS_TIME, safe_to_scale

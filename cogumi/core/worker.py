@@ -49,7 +49,8 @@ class Worker:
 
     def receive(self, timeout: float | None = None, stopped: Event | None = None) -> Any:
         """Return the function's result. Raises its UsageError, and RuntimeError if the process ended, took longer than
-        `timeout` seconds, or was ended because `stopped` was set."""
+        `timeout` seconds, or was ended because `stopped` was set.
+        """
         assert self.process.stdout is not None
         began = time.monotonic()
         while not select.select([self.process.stdout], [], [], POLL)[0]:

@@ -1,6 +1,6 @@
 """The rules: each reads a run's history and returns its flag, or None while there is too little to judge.
 
-Limits without a source separate the broken and whole runs of benchmarks/verdict.py; axolotl: its training-stability page.
+Limits without a source are those that separate the broken and whole runs of tests/verdict_cases.py.
 """
 
 import math

@@ -51,7 +51,8 @@ Q8_0_LIMIT, LIMIT = 0.0235, 0.5
 class GgufCheck:
     """What was compared. exact: tensors that are equal bit for bit. changed: names of those that the converter stores in
     another form. largest_error: of a tensor, the Frobenius |stored - tensor| / |tensor|. template: whether there is
-    a chat template."""
+    a chat template.
+    """
 
     architecture: str
     tensors: int

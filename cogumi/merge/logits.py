@@ -266,7 +266,8 @@ def prompt_tokens(
     merged: Path, config: Any, first: list[int], rows: int = 2, columns: int = PROMPT_TOKENS
 ) -> torch.Tensor:
     """int64 [rows, columns or what the model has positions for]: a built-in text in merged's tokenizer, or seeded random
-    tokens. `first`, the tokens that an adapter trains one by one, leads the rows, in turns, to half of each."""
+    tokens. `first`, the tokens that an adapter trains one by one, leads the rows, in turns, to half of each.
+    """
     from transformers import AutoTokenizer
 
     columns = min(columns, getattr(config, "max_position_embeddings", columns))

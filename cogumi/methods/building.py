@@ -112,7 +112,8 @@ def pin_revision(run: RunConfig) -> RunConfig:
 
 def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     """Load the base's tokenizer, or the one saved with the adapter that the run starts from.
-    `train:` may name another chat template and end token for it."""
+    `train:` may name another chat template and end token for it.
+    """
     adapter = run.model.adapter
     of_adapter = adapter is not None and (adapter / "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(str(adapter)) if of_adapter else load_tokenizer(base, run.model.revision)
@@ -125,7 +126,8 @@ def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
 
 def refuse_without_decoder(of_base: Any) -> None:
     """Raise UsageError for a model in which TRL's losses find no decoder apart from its LM head, as in Llama 4's.
-    of_base: its config. Their head takes hidden states, and fails at the first step otherwise."""
+    of_base: its config. Their head takes hidden states, and fails at the first step otherwise.
+    """
     try:
         model = meta_model(of_base)
     except BUILD_REFUSALS:  # told where the model is built
@@ -142,7 +144,8 @@ def refuse_unmergeable(
 ) -> None:
     """Raise UsageError for an adapter that `cogumi.merge` could not merge after it is trained, which is planned here.
     base, of_base: a directory or hub id, and its config. download: of that model, where it is on the hub. original: of a
-    base that is quantized on disk."""
+    base that is quantized on disk.
+    """
     if run.cogumi.tuning != "lora" or not run.cogumi.merge:
         return
     lora = lora_config(run.lora, model=meta_model(of_base))
@@ -227,7 +230,8 @@ def build_trainer(
 def rebuild_model(run: RunConfig, base: str, trained: Iterable[tuple[str, torch.Tensor]]) -> Any:
     """Rebuild the model of a sharded training, on the GPU if it fits. trained: weights by name, one at a time.
 
-    Raises RuntimeError where a trained weight finds no place."""
+    Raises RuntimeError where a trained weight finds no place.
+    """
     wanted, whole = run.model, run.cogumi.tuning == "full"
     dtype = dtype_of_weights(run) if whole else wanted.dtype
     model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)

@@ -23,7 +23,8 @@ def complete_with_ends(
     """One completion per prompt (text, or token ids), and whether it came to its end within max_new_tokens.
 
     An end token or a stop sequence ends it and is left out. `skip_special_tokens=False` keeps the end token. Greedy,
-    unless `generation`, further arguments of `generate`, says otherwise."""
+    unless `generation`, further arguments of `generate`, says otherwise.
+    """
     was_training = model.training
     model.eval()
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]

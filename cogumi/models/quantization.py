@@ -31,7 +31,7 @@ FOUR_BIT = 0.55  # bytes of a weight in 4 bits with its scales, about
 
 
 def quantization_settings(quantization: dict[str, Any], dtype: torch.dtype) -> BitsAndBytesConfig:
-    """transformers' object for `model.quantization_config` over QLoRA's defaults, which compute in `dtype`."""
+    """Transformers' object for `model.quantization_config` over QLoRA's defaults, which compute in `dtype`."""
     defaults = {**QLORA, "bnb_4bit_compute_dtype": dtype} if quantization.get("load_in_4bit") else {}
     return BitsAndBytesConfig(**defaults | quantization)
 
@@ -47,7 +47,8 @@ def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
 
 def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None:
     """Raise UsageError for a base that is quantized on disk in a way in which this machine cannot train it.
-    tuning: `cogumi.tuning`. Of what transformers dequantizes when it loads, 16-bit weights are trained."""
+    tuning: `cogumi.tuning`. Of what transformers dequantizes when it loads, 16-bit weights are trained.
+    """
     found = quantization_of(config)
     if found is None:
         return
@@ -69,7 +70,7 @@ def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """bitsandbytes' linear layers by name."""
+    """Bitsandbytes' linear layers by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -78,7 +79,7 @@ def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
 
 
 def expert_states(model: torch.nn.Module) -> dict[str, Any]:
-    """bitsandbytes' QuantState of each stack of experts in 4 bits, by the parameter's name."""
+    """Bitsandbytes' QuantState of each stack of experts in 4 bits, by the parameter's name."""
     return {
         f"{path}.{name}": parametrizations[0].quant_state
         for path, module in model.named_modules()
@@ -90,7 +91,8 @@ def expert_states(model: torch.nn.Module) -> dict[str, Any]:
 @contextmanager
 def quantizing_experts(quantization: dict[str, Any]) -> Iterator[None]:
     """Have transformers quantize stacked experts too in a block that loads a base in 4 bits, and PEFT adapt them later.
-    Raises UsageError where bitsandbytes is not installed."""
+    Raises UsageError where bitsandbytes is not installed.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         install = pip_command("install bitsandbytes")
         raise UsageError("bitsandbytes is not installed", key="model.quantization_config", fix=f"run: {install}")
@@ -174,7 +176,8 @@ def refuse_misread(model: PreTrainedModel) -> None:
 def reads_4bit_rows(columns: int) -> bool:
     """Test whether bitsandbytes reads 4-bit weights with so many columns on this CPU. 0.50.2 counts whole blocks of 64
     to a row where a CPU has AVX512, and scales the others by a neighbour's. Here each block is one number, which it
-    would get back exactly."""
+    would get back exactly.
+    """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     weights = (torch.arange(4 * columns) // 64 + 1.0).view(4, columns)
@@ -183,7 +186,8 @@ def reads_4bit_rows(columns: int) -> bool:
 
 def keep_4bit_unpacked(model: torch.nn.Module) -> int:
     """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, on CPUs with AVX512-BF16.
-    Repacked, they pass no gradient to what came before the layer. Returns how many layers it changed."""
+    Repacked, they pass no gradient to what came before the layer. Returns how many layers it changed.
+    """
     repacking = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
     for module in repacking:
         vars(module)["support_avx512bf16_for_cpu"] = False

@@ -197,7 +197,7 @@ def add_fast_adapter(run: RunConfig, model: Any, checkpointing: bool) -> Any:
 
 
 def loader() -> Any:
-    """unsloth's FastLanguageModel, which is another class without a GPU."""
+    """Unsloth's FastLanguageModel, which is another class without a GPU."""
     return importlib.import_module("unsloth").FastLanguageModel
 
 

@@ -48,7 +48,7 @@ def place_meta_stacks(model: nn.Module, quantizer: Any) -> None:
 
 @functools.cache
 def quantizer_class() -> type:
-    """transformers' quantizer with the stacks. Made once, since building it imports transformers and bitsandbytes."""
+    """Transformers' quantizer with the stacks. Made once, since building it imports transformers and bitsandbytes."""
     from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize

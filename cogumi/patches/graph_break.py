@@ -358,7 +358,7 @@ class Branchless4bit(torch.autograd.Function):
 
 
 def gemm_4bit(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *settings: Any) -> torch.Tensor:
-    """bitsandbytes' operator of this name, and (..., 0 rows, N) for zero rows, of which its CUDA kernel makes an error.
+    """Bitsandbytes' operator of this name, and (..., 0 rows, N) for zero rows, of which its CUDA kernel makes an error.
 
     An operator of its own, so that Dynamo does not look inside: the question is asked when it runs.
     """

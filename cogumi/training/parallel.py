@@ -42,7 +42,7 @@ def processes_here() -> int:
 
 
 def read_accelerate(name: str) -> dict[str, str]:
-    """accelerate's variables for one of the package's configs, as `accelerate launch --config_file` sets them."""
+    """Accelerate's variables for one of the package's configs, as `accelerate launch --config_file` sets them."""
     config = yaml.safe_load((ACCELERATE / f"{name}.yaml").read_text(encoding="utf-8"))
     variables = {}
     for key, value in (config.get("fsdp_config") or {}).items():
@@ -54,7 +54,8 @@ def read_accelerate(name: str) -> dict[str, str]:
 def set_accelerate(run: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that this process needs before transformers reads them.
 
-    Raises UsageError where those of a launcher say otherwise."""
+    Raises UsageError where those of a launcher say otherwise.
+    """
     if processes_here() == 1:
         if run.cogumi.sharding != "none":
             problem = f"{run.cogumi.sharding} shares the model among several processes, and there is one GPU"
