@@ -116,8 +116,9 @@ def save_adapter(base: Path, path: Path, seed: int, lora: dict[str, Any]) -> Pat
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | lora)
-    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    values: dict[str, Any] = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | lora
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(**values))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
