@@ -78,8 +78,7 @@ class Usual:
     changes: dict[int, int]
 
 
-def nothing(*_: object) -> None:
-    pass
+def nothing(*_: object) -> None: ...
 
 
 class Bench:

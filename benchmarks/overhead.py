@@ -52,10 +52,10 @@ class StepTimes:
     def __init__(self) -> None:
         from transformers import TrainerCallback
         from transformers.integrations import TensorBoardCallback
+        from transformers.trainer_callback import CallbackHandler
 
         import cogumi.training.run  # noqa: F401  defines the callbacks
         from cogumi.stack.ranks import Ranks
-        from cogumi.training.loop import Agreement
 
         self.callbacks, self.exchange = OwnTime(), OwnTime()
         self.steps, self.marks = 0, list[list[float]]()
@@ -64,16 +64,17 @@ class StepTimes:
                 self.callbacks.wrap(kind, *(name for name in vars(kind) if name.startswith("on_")))
         for timer in (self.exchange, self.callbacks):
             timer.wrap(Ranks, "tell", "agree", "largest", "gather", "total")
-        last_callback = Agreement.on_step_end
+        call_all = CallbackHandler.on_step_end
 
-        def on_step_end(*args: Any, **kwargs: Any) -> None:
-            last_callback(*args, **kwargs)
+        def on_step_end(*args: Any, **kwargs: Any) -> Any:
+            control = call_all(*args, **kwargs)
             self.steps += 1
             if self.steps >= WARM_UP:
                 callbacks = self.callbacks.cpu, self.callbacks.wall
                 self.marks.append([time.thread_time(), time.perf_counter(), *callbacks, self.exchange.wall])
+            return control
 
-        Agreement.on_step_end = on_step_end  # type: ignore[method-assign]
+        CallbackHandler.on_step_end = on_step_end  # type: ignore[method-assign]
 
 
 def figures(marks: list[list[list[float]]]) -> dict[str, float]:
