@@ -173,9 +173,7 @@ def refuse_merge_options(context: typer.Context, check: Path) -> None:
         and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
     if options:
-        raise UsageError(
-            "--check does not write a merge", key=f"--check {check}", fix=f"leave out {', '.join(options)}"
-        )
+        raise UsageError("does not write a merge", key=f"--check {check}", fix=f"leave out {', '.join(options)}")
 
 
 def parse_weighted_path(word: str) -> tuple[Path, float]:
