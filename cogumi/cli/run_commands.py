@@ -250,8 +250,10 @@ def reward(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score completions with a config's rewards: how they are spread, the worst and the best. A column that a reward takes
-    stands in the line, or is found in the config's data by the prompt. Trains nothing. Exit status 1 if none is scored.
+    """Score completions with a config's rewards: how they are spread, the worst and the best.
+
+    A column that a reward takes stands in the line, or is found in the config's data by the prompt. Trains nothing.
+    Exit status 1 if none is scored.
     """
     from cogumi.config.schema import read_config
     from cogumi.methods.reward_scores import score_file

@@ -180,8 +180,10 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def left_out(model: nn.Module) -> list[nn.Module]:
-    """List the outermost modules that stay out of the graphs. In PEFT's wrappers (`target_parameters`) Dynamo ends
-    a graph several times. It does not trace the parametrization of stacked experts in 4 bits.
+    """List the outermost modules that stay out of the graphs.
+
+    In PEFT's wrappers (`target_parameters`) Dynamo ends a graph several times. It does not trace the parametrization of
+    stacked experts in 4 bits.
     """
     experts = {name.rpartition(".")[0] for name in expert_states(model)}
     found = [module for name, module in model.named_modules() if isinstance(module, ParamWrapper) or name in experts]

@@ -48,8 +48,10 @@ class Worker:
             self.process.stdin.flush()
 
     def receive(self, timeout: float | None = None, stopped: Event | None = None) -> Any:
-        """Return the function's result. Raises its UsageError, and RuntimeError if the process ended, took longer than
-        `timeout` seconds, or was ended because `stopped` was set.
+        """Return the function's result.
+
+        Raises its UsageError, and RuntimeError if the process ended, took longer than `timeout` seconds, or was ended
+        because `stopped` was set.
         """
         assert self.process.stdout is not None
         began = time.monotonic()

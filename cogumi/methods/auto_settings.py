@@ -60,8 +60,10 @@ NO_FLASH = "flash attention needs bfloat16 and compute capability 8.0"
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties of a machine. capability: (8, 0) for an A100, None without a GPU. flash: the flash attention that works.
-    total_bytes: of the GPU, in use or not; 0 without one.
+    """Properties of a machine.
+
+    capability: (8, 0) for an A100, None without a GPU. flash: the flash attention that works. total_bytes: of the GPU,
+    in use or not; 0 without one.
     """
 
     name: str

@@ -112,6 +112,7 @@ def pin_revision(run: RunConfig) -> RunConfig:
 
 def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     """Load the base's tokenizer, or the one saved with the adapter that the run starts from.
+
     `train:` may name another chat template and end token for it.
     """
     adapter = run.model.adapter
@@ -126,6 +127,7 @@ def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
 
 def refuse_without_decoder(of_base: Any) -> None:
     """Raise UsageError for a model in which TRL's losses find no decoder apart from its LM head, as in Llama 4's.
+
     of_base: its config. Their head takes hidden states, and fails at the first step otherwise.
     """
     try:
@@ -143,8 +145,9 @@ def refuse_unmergeable(
     run: RunConfig, base: str, of_base: Any, download: Download | None = None, original: Original | None = None
 ) -> None:
     """Raise UsageError for an adapter that `cogumi.merge` could not merge after it is trained, which is planned here.
-    base, of_base: a directory or hub id, and its config. download: of that model, where it is on the hub. original: of a
-    base that is quantized on disk.
+
+    base, of_base: a directory or hub id, and its config. download: of that model, where it is on the hub. original: of
+    a base that is quantized on disk.
     """
     if run.cogumi.tuning != "lora" or not run.cogumi.merge:
         return

@@ -100,6 +100,7 @@ def pack_datasets(
     **_: Any,
 ) -> dict[str, Any]:
     """Pack the data sets, and set as many rows a step in the trainer's `args` as hold the examples asked for.
+
     ranks: the processes of the training, of which the first measures whether rows may be packed.
     """
     from trl import pack_dataset

@@ -42,8 +42,10 @@ MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
 def lora_config(lora: dict[str, Any], revision: str | None = None, model: Any = None) -> LoraConfig:
-    """Return the LoraConfig of a run: `lora:` over the defaults. `revision` is the base's, recorded for the merge.
-    model: the base, of which all-linear leaves out, by `exclude_modules`, towers beside the language model and routers.
+    """Return the LoraConfig of a run: `lora:` over the defaults.
+
+    `revision` is the base's, recorded for the merge. model: the base, of which all-linear leaves out, by
+    `exclude_modules`, towers beside the language model and routers.
     """
     try:
         config = LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
@@ -118,9 +120,10 @@ def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
 
 
 def keep_float32(model: Any) -> None:
-    """Give the adapter on a quantized base the float32 back that PEFT made it in. Before there is an optimizer. TRL
-    1.15 casts it to bfloat16, where an update below 2^-9 of a weight is lost. What is trained whole (modules_to_save)
-    gets the base's dtype.
+    """Give the adapter on a quantized base the float32 back that PEFT made it in.
+
+    Before there is an optimizer. TRL 1.15 casts it to bfloat16, where an update below 2^-9 of a weight is lost. What is
+    trained whole (modules_to_save) gets the base's dtype.
     """
     if quantization_of(model.config) is None:
         return
@@ -164,9 +167,10 @@ def differing_tensors(model: Any, adapter: Path) -> list[str]:
 
 
 def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the `lora:` section of a run that starts from an adapter: the adapter's own, complete. given: what the
-    configuration says. Raises UsageError where a key of it does not agree, and for a directory that holds no LoRA that
-    a run can start from.
+    """Return the `lora:` section of a run that starts from an adapter: the adapter's own, complete.
+
+    given: what the configuration says. Raises UsageError where a key of it does not agree, and for a directory that
+    holds no LoRA that a run can start from.
     """
     inside = adapter / "adapter"
     if not (adapter / "adapter_config.json").is_file() and (inside / "adapter_config.json").is_file():
@@ -245,8 +249,10 @@ def load_adapter(model: Any, adapter: Path, revision: str | None) -> PeftModel:
 
 
 def refuse_other_base_weights(model: Any, adapter: Path) -> None:
-    """Raise UsageError where the file holds weights of the base itself, and others than the base has. PEFT saves the
-    embeddings along where an adapter is on them or the vocabulary was resized, and loads them over the base's.
+    """Raise UsageError where the file holds weights of the base itself, and others than the base has.
+
+    PEFT saves the embeddings along where an adapter is on them or the vocabulary was resized, and loads them over the
+    base's.
     """
     base = model.state_dict()
     trained_whole = read_json(adapter / "adapter_config.json").get("modules_to_save") or ()

@@ -122,6 +122,7 @@ def resolve_dtype(dtype: str) -> torch.dtype:
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Set the template of `train.chat_template_path`: a .jinja file, another model's, or `cogumi:tulu`.
+
     The other model is a directory or a hub id. Raises UsageError where there is no template, or where another model's
     writes control tokens that this vocabulary lacks. An adapter does not train new rows of embeddings.
     """

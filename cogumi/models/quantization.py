@@ -47,6 +47,7 @@ def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
 
 def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None:
     """Raise UsageError for a base that is quantized on disk in a way in which this machine cannot train it.
+
     tuning: `cogumi.tuning`. Of what transformers dequantizes when it loads, 16-bit weights are trained.
     """
     found = quantization_of(config)
@@ -91,6 +92,7 @@ def expert_states(model: torch.nn.Module) -> dict[str, Any]:
 @contextmanager
 def quantizing_experts(quantization: dict[str, Any]) -> Iterator[None]:
     """Have transformers quantize stacked experts too in a block that loads a base in 4 bits, and PEFT adapt them later.
+
     Raises UsageError where bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -186,6 +188,7 @@ def reads_4bit_rows(columns: int) -> bool:
 
 def keep_4bit_unpacked(model: torch.nn.Module) -> int:
     """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, on CPUs with AVX512-BF16.
+
     Repacked, they pass no gradient to what came before the layer. Returns how many layers it changed.
     """
     repacking = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]

@@ -77,8 +77,9 @@ def status() -> PatchStatus:
 
 
 def find_obstacle(backend: Asked) -> str | None:
-    """Return the reason to use TRL's trainer on this machine; None for unsloth's. Raises UsageError if unsloth is asked
-    for and is not installed.
+    """Return the reason to use TRL's trainer on this machine; None for unsloth's.
+
+    Raises UsageError if unsloth is asked for and is not installed.
     """
     if backend == "trl":
         return "stock TRL trains, as was chosen"

@@ -188,6 +188,7 @@ class Run:
 
     def pause(self) -> None:
         """Ask the run to save after this step and to wait until `unpause()`, with all that it holds of the machine.
+
         Raises UsageError where it has ended, or is paused already.
         """
         self._request(PAUSE)

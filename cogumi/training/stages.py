@@ -83,8 +83,10 @@ MUTABLE_KEYS = frozenset({
 
 
 def is_resuming(run: RunConfig) -> bool:
-    """Tell whether run.run_dir holds this run, unfinished. Changes nothing.
-    Raises UsageError for a finished run, one that is under way or of another configuration, and for other files.
+    """Tell whether run.run_dir holds this run, unfinished.
+
+    Changes nothing. Raises UsageError for a finished run, one that is under way or of another configuration, and for
+    other files.
     """
     if resuming := not is_empty(run.run_dir):
         with lock_run(run.run_dir):
@@ -154,8 +156,10 @@ def make_choices(run: RunConfig, base: str, base_config: Any, data: Data, tokeni
 
 
 def run_preflight(run: RunConfig, base: str, base_config: Any, data: Data, tokenizer: Any) -> None:
-    """Log what is ahead of a run whose choices are made, and keep it. Raises RefusedAtSetup for what cannot fit before anything
-    is allowed for (`cogumi.forecast.memory_forecast`); what may not fit is warned of.
+    """Log what is ahead of a run whose choices are made, and keep it.
+
+    Raises RefusedAtSetup for what cannot fit before anything is allowed for (`cogumi.forecast.memory_forecast`); what
+    may not fit is warned of.
     """
     target = find_target(None, run)
     log.info("preflight: one step is forecast, without weights, in a process of its own")
@@ -236,8 +240,10 @@ def judge_saved(model: Any, saved: Path) -> Check:
 
 
 def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
-    """Do what writes a result. On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull.
-    Where the disk's own numbers say that there is room, as with a quota, it tries again after a while.
+    """Do what writes a result.
+
+    On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull. Where the disk's own
+    numbers say that there is room, as with a quota, it tries again after a while.
     """
     while True:
         try:
@@ -363,8 +369,10 @@ def merge_command(adapter: Path, options: str) -> str:
 
 
 def judge_logits(check: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
-    """Two checks of the merged model's logits. Where rounding took a part of the update, a failed check says so.
-    An update smaller than half the spacing of the stored dtype leaves an element as it was.
+    """Two checks of the merged model's logits.
+
+    Where rounding took a part of the update, a failed check says so. An update smaller than half the spacing of the
+    stored dtype leaves an element as it was.
     """
     fix, retained = merge_command(adapter, "--verify logits"), report.delta_retained
     if retained is not None and retained < WELL_RETAINED:
