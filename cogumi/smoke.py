@@ -43,6 +43,8 @@ ON_GPU = {"cogumi__backend": "trl", "cogumi__preflight": "off", "model__attn_imp
 
 @dataclass
 class Row:
+    """A line of the table: what a stage checked, and the figure."""
+
     stage: str
     checked: str
     figure: str

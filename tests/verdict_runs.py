@@ -16,6 +16,7 @@ import polars as pl
 import torch
 import trl
 from datasets import Dataset
+from fim_examples import prompts_for_rl, tokenize_for_sft
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.trainer_callback import PrinterCallback, ProgressCallback

@@ -45,10 +45,14 @@ FIM_ALWAYS = "seed"
 
 
 class Section(BaseModel):
+    """A section of the YAML: unknown keys are errors, and keys are documented by their docstrings."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelSection(Section):
+    """The section `model:`."""
+
     name: str
     """A directory, a hub id, or `cogumi:small-base` (the small model of Python code that comes with the package)."""
     revision: str | None = None
@@ -107,6 +111,8 @@ class MixEntry(Section):
 
 
 class DataSection(Section):
+    """The section `data:`."""
+
     source: str | None = None
     """A parquet, JSON-lines or CSV file, a directory of shards, a glob, a hub id (`org/name`), or a sample made of the
     standard library: `cogumi:stdlib` (its functions), `cogumi:stdlib-chat`, `-chat-noisy`, `-tasks`, `-pairs` (renamings)."""
@@ -171,6 +177,8 @@ class Thresholds(Section):
 
 
 class CogumiSection(Section):
+    """The section `cogumi:`."""
+
     method: Literal["sft", "dpo", "gspo"]
     tuning: Literal["lora", "full"] = "lora"
     """lora: an adapter on the full-precision base (QLoRA: `model.quantization_config`). full: every weight, where it fits."""
@@ -270,6 +278,8 @@ REFUSED_TRAIN_KEYS = {
 
 
 class RunConfig(Section):
+    """The configuration of a run."""
+
     model: ModelSection
     lora: dict[str, Any] = {}
     data: DataSection

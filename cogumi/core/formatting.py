@@ -13,7 +13,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 
 
 def escape_controls(text: str) -> str:
-    """Text for a terminal that others wrote: control characters are shown, as in `\\x1b[31m`, and not obeyed."""
+    r"""Show control characters in text that others wrote, as in `\x1b[31m`, so that a terminal does not obey them."""
     return CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 

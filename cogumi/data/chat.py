@@ -46,6 +46,8 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True)
 class Conversation:
+    """The messages of a row, and the tools that they may call."""
+
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     prompt_length: int = 0
@@ -112,8 +114,8 @@ def _read_message(raw: Any) -> Message:
     role = name.strip().lower() if isinstance(name, str) else None
     if role in CALL_ROLES:
         call = _parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
-        calls = call if isinstance(call, list) else [call]
-        return {"role": "assistant", "content": "", "tool_calls": list(map(_read_tool_call, calls))}
+        parsed = call if isinstance(call, list) else [call]
+        return {"role": "assistant", "content": "", "tool_calls": list(map(_read_tool_call, parsed))}
     if role not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
     calls = raw.get("tool_calls")

@@ -203,6 +203,8 @@ PIECES = ("prefix", "middle", "suffix")
 
 @dataclass
 class DroppedCounter:
+    """Count the rows of a chunk that are left out, by reason."""
+
     first_row: int
     dropped: dict[str, Dropped] = field(default_factory=dict)
 

@@ -34,6 +34,8 @@ ROWS_PER_HELD_OUT, MOST_HELD_OUT = 50, 64  # defaults
 
 @dataclass(frozen=True)
 class Selection:
+    """Which rows are used, and which of them are held out."""
+
     eval_rows: int | None = 0
     """None: the default of `held_out_rows`."""
     max_rows: int | None = None

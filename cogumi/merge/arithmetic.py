@@ -311,8 +311,9 @@ def round_once(values: torch.Tensor, out: torch.Tensor) -> None:
     if out.dtype not in LOW_BITS:
         out.copy_(values)
         return
-    nearest = scratch("nearest", *values.shape, torch.float32).copy_(values)
-    bits = scratch("bits", *values.shape, torch.int32)
+    rows, columns = values.shape
+    nearest = scratch("nearest", rows, columns, torch.float32).copy_(values)
+    bits = scratch("bits", rows, columns, torch.int32)
     torch.bitwise_and(nearest.view(torch.int32), LOW_BITS[out.dtype], out=bits)
     where = torch.from_numpy(np.flatnonzero(bits.numpy() == 0))
     nearest.view(-1)[where] = round_to_odd(values.view(-1)[where])

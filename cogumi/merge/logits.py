@@ -265,8 +265,10 @@ def trained_tokens(adapters: list[Path]) -> list[int]:
 def prompt_tokens(
     merged: Path, config: Any, first: list[int], rows: int = 2, columns: int = PROMPT_TOKENS
 ) -> torch.Tensor:
-    """int64 [rows, columns or what the model has positions for]: a built-in text in merged's tokenizer, or seeded random
-    tokens. `first`, the tokens that an adapter trains one by one, leads the rows, in turns, to half of each.
+    """Return int64 token ids [rows, columns, or fewer where the model has fewer positions].
+
+    They are a built-in text in the tokenizer of `merged`, or seeded random tokens. `first`, the tokens that an adapter trains
+    one by one, fills the first half of the rows in turns.
     """
     from transformers import AutoTokenizer
 

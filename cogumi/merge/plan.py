@@ -137,6 +137,8 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class MergePlan:
+    """Everything that a merge writes, planned from headers and configs."""
+
     adapters: tuple[tuple[Adapter, float], ...]
     base: Base
     shards: tuple[ShardPlan, ...]

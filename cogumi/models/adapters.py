@@ -75,8 +75,9 @@ def find_routers(model: Any) -> list[str]:
 
 
 def find_towers(model: Any) -> list[str]:
-    """List modules with linear layers beside the language model of a multimodal model: towers for images or sound, and
-    what joins them to it. A text meets none of them, so nothing is learned there.
+    """List the modules with linear layers beside the language model of a multimodal model.
+
+    They are towers for images or sound and their projections. Text does not pass through them, so they learn nothing.
     """
     if model.config.get_text_config() is model.config or (language := model.get_decoder()) is model:
         return []

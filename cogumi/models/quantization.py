@@ -176,9 +176,10 @@ def refuse_misread(model: PreTrainedModel) -> None:
 
 @functools.cache
 def reads_4bit_rows(columns: int) -> bool:
-    """Test whether bitsandbytes reads 4-bit weights with so many columns on this CPU. 0.50.2 counts whole blocks of 64
-    to a row where a CPU has AVX512, and scales the others by a neighbour's. Here each block is one number, which it
-    would get back exactly.
+    """Test whether bitsandbytes reads 4-bit weights with so many columns on this CPU.
+
+    On CPUs with AVX512, 0.50.2 counts whole blocks of 64 to a row and scales the others by a neighbour's. Each block of the
+    test is one number, which is read back exactly where blocks are counted correctly.
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 

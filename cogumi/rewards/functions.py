@@ -85,7 +85,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Score 1.0 if the last number (of the last \\boxed{}, if any) is the last number of `answer`, else 0.0."""
+    r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the last number of `answer`, else 0.0."""
     pairs = zip(completions, answer, strict=True)
     numbers = [(last_number(text_of(completion)), last_number(str(gold))) for completion, gold in pairs]
     return [float(number is not None and number == gold) for number, gold in numbers]
