@@ -26,7 +26,7 @@ from cogumi.models.loading import meta_model, resolve_dtype
 from cogumi.rl.memory_plan import engine_bytes
 from cogumi.stack.gpus import Card, find_card, parse_card
 
-# Memory of a card that no tensor can have, measured on an H200 (docs/h100.md): 615 MiB that the driver keeps, and 703 MiB
+# Memory of a card that no tensor can have, measured on an H200 (docs/measured.md): 615 MiB that the driver keeps, and 703 MiB
 # of CUDA's context once cuBLAS, attention and bitsandbytes have loaded their kernels.
 CONTEXT = (615 + 703) * 2**20
 FRAGMENTS = 0.05  # of activations, logits and gradients

@@ -388,7 +388,7 @@ def note_unscored(reward: Callable[..., Any], unscored: set[int]) -> Callable[..
 TEXTS, LONGEST = 4, 128  # how many texts both score, and how many tokens of each
 FIRST_ROLLOUTS = 3  # whose tokens are scored by the trainer too where TRL does not do so
 # Mean difference between engines of the same weights, in nats; smaller ones say nothing before they
-# have agreed once. Measured on the small base: 1e-6 in float32, 0.02 to 0.03 in bfloat16 (docs/mismatch.md).
+# have agreed once. Measured on the small base: 1e-6 in float32, 0.02 to 0.03 in bfloat16 (docs/rollouts.md).
 USUAL = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 # Two agreeing engines differ by sqrt(2) times that in how far they moved. So a movement of 8 times that is compared, and
 # the lag beyond 3 times that is counted.

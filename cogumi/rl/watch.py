@@ -50,7 +50,7 @@ log = logging.getLogger("cogumi")
 RECORD = "loss.json"
 PREFIX = "policy/"
 FP32_HEAD = "Take an fp32 head on both sides"
-EXACT_TRL = "With cogumi.backend: trl they were 1 to the bit where this was measured (docs/h100.md); take it"
+EXACT_TRL = "With cogumi.backend: trl they were 1 to the bit where this was measured (docs/measured.md); take it"
 LIBRARIES = ("trl.", "transformers.", "unsloth", "cogumi.")  # modules whose functions are not the user's
 EXTREMES = {f"{PREFIX}max_ratio": max, f"{PREFIX}min_ratio": min}
 
@@ -275,7 +275,7 @@ def score_old_by_training_pass(trainer: Any, compute_loss: Callable[..., Tensor]
 
     unsloth scores a whole rollout at once without a gradient (prompts shared, rows packed, other attention kernels), and
     trains on shuffled micro-batches. On an H200 its ratios were up to 0.018 away from 1 before the first step
-    (docs/h100.md). Scored so, every ratio is exactly 1 until the first update. A rollout that is restored from a
+    (docs/measured.md). Scored so, every ratio is exactly 1 until the first update. A rollout that is restored from a
     checkpoint keeps its scores.
     """
 
