@@ -429,6 +429,27 @@ def test_what_is_wrong_with_a_policy(more: dict[str, Any], name: str, cause: str
     assert cause in flag.cause
 
 
+@pytest.mark.parametrize(
+    ("shares", "cause", "knob"),
+    [
+        ((0.8, 0.78), "rounding moves the ratios", "train.epsilon, left out"),
+        ((0.8, 0.02), "updates move the ratios", "train.learning_rate, lower"),
+        ((0.8, None), "updates move the ratios", "train.learning_rate, lower"),  # not measured, as under unsloth
+    ],
+)
+def test_causes_of_ratios_outside_the_clip(shares: tuple[float, float | None], cause: str, knob: str) -> None:
+    clipped, by_rounding = shares
+    rows = rows_of([0.01] * 40, **{"policy/clipped_ratio_fraction": clipped, "policy/staleness": 64.0})
+    for row in rows[::4]:  # on the policy's own rollout no ratio is outside
+        row |= {"policy/clipped_ratio_fraction": 0.0, "policy/staleness": 0.0}
+    rows[0] |= {} if by_rounding is None else {"policy/clipped_by_rounding": by_rounding}
+    flag = next(flag for flag in judge(RunHistory(GSPO, rows[:10], rows[10:])) if flag.name == "clip fraction")
+    assert flag.level == "yellow"
+    assert flag.cause.startswith(cause)
+    assert flag.knob.startswith(knob)
+    assert flag.evidence.startswith("80% of the ratios of steps")
+
+
 def test_completions_that_grow_until_they_are_cut_have_another_cause_and_more_time() -> None:
     grows = [0.1] * 20 + [0.95] * 40
     assert "without an end" in red(rl(**{"completions/clipped_ratio": grows})).cause

@@ -54,6 +54,7 @@ ROLLOUTS, MIN_ROLLOUTS = 8, 4  #           rollouts: averaged over, needed
 EQUAL_REWARDS = 1e-5  #                    deviation of equal rewards: TRL 1.15 asks for 0, which float32 misses for 0.7
 DEAD_COMPLETIONS = 64  #                   without reward; so many fail by chance once in 20 at a success rate of 5 %
 KL_STEPS, MIN_KL_STEPS = 16, 5
+CLIPPED_SHARE = 0.5  #                     yellow: of the ratios, on steps after an update            none
 TRUNCATED_SHARE = 0.3  #                   yellow: of the completions                              axolotl
 ENTROPY_NATS, ENTROPY_SHARE = 0.05, 0.2  # nats a token, of the start                              axolotl
 FAILED_CALL_SHARES = 0.2, 0.5  #           yellow, red: of tool calls                              none
@@ -388,6 +389,22 @@ def kl_to_the_sampler(run: RunHistory) -> Flag | None:
     return Flag("KL to the sampler", level_above(mean, red / 10, red), evidence, *why)
 
 
+def clip_fraction(run: RunHistory) -> Flag | None:
+    """Judge the share of ratios outside the clip on steps after an update, beside the share that rounding alone puts there."""
+    stale = [row for row in run.rows if row.get("policy/staleness")][-KL_STEPS:]
+    steps, shares = run.series("policy/clipped_ratio_fraction", stale)
+    if len(shares) < MIN_KL_STEPS:
+        return None
+    clipped, by_rounding = statistics.fmean(shares), run.series("policy/clipped_by_rounding")[1]
+    evidence = f"{clipped:.0%} of the ratios of steps {steps[0]} to {steps[-1]} are outside the clip"
+    why = "updates move the ratios by more than the clip", "train.learning_rate, lower"
+    if by_rounding:
+        evidence += f", {by_rounding[0]:.0%} by rounding alone"
+        if by_rounding[0] > clipped / 2:
+            why = "rounding moves the ratios by more than the clip", "train.epsilon, left out to follow the noise"
+    return Flag("clip fraction", level_above(clipped, CLIPPED_SHARE, 1.0), evidence, *why)
+
+
 def entropy(run: RunHistory) -> Flag | None:
     """Judge the nats per token of the policy on its own completions, against where it began."""
     steps, values = run.series("entropy")
@@ -539,7 +556,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "dpo": (*COMMON, learned_tokens, padding, loss_trend, preferences),
     "gspo": (
-        *(*COMMON, kl_to_the_sampler, entropy, reward_varies, completions_end),
+        *(*COMMON, kl_to_the_sampler, clip_fraction, entropy, reward_varies, completions_end),
         *(tool_calls, episodes_end, scored, sampler_weights, sampler_difference),
     ),
 }
