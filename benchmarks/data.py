@@ -33,7 +33,7 @@ from cogumi.data.cache import Prepared, Source, prepare, tokenizer_identity
 from cogumi.data.fim import FimConfig, fim_sft_chunk, read_controls
 from cogumi.data.rows import Chunk
 from cogumi.data.selection import Selection
-from cogumi.data.sources import files_identity
+from cogumi.data.source_files import files_identity
 from cogumi.data.stdlib_sample import sample_path, write_sample
 from cogumi.models.small_base import train_tokenizer
 

@@ -43,7 +43,10 @@ def test_the_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("cogumi.methods.preview.compare_models", lambda *_: found)
     html = completions.compare(dict.fromkeys(written, "anywhere"), "any")._repr_html_()
     rows = [
-        [unescape(" ".join(re.sub("<[^>]*>", " ", cell).split())) for cell in re.findall("<t[dh].*?</t[dh]>", row)]
+        [
+            unescape(" ".join(re.sub("<[^>]*>", " ", cell).split()))
+            for cell in re.findall("<t[dh].*?</t[dh]>", row, re.DOTALL)
+        ]
         for row in re.findall("<tr.*?</tr>", html, re.DOTALL)
     ]
     assert rows == [

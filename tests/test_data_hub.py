@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 from golden import Golden
 
-from cogumi.data.sources import is_hub_id, locate
+from cogumi.data.source_files import is_hub_id, locate
 from cogumi.hub.downloads import choose_split
 from tests.hub_server import HubServer, hub_server
 
@@ -22,7 +22,7 @@ from tests.hub_server import HubServer, hub_server
 ASK = textwrap.dedent(
     """
     import json, logging, sys
-    from cogumi.data.sources import locate
+    from cogumi.data.source_files import locate
     from cogumi.data.sources import batches
     from cogumi.core.errors import UsageError
     lines = []

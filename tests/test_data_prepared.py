@@ -22,7 +22,7 @@ from cogumi.data import cache as module
 from cogumi.data.cache import Data, Prepared, Selection, Source, prepare, tokenizer_identity
 from cogumi.data.fim import FimConfig
 from cogumi.data.rows import Chunk, Dropped, count_dropped, excerpt_of
-from cogumi.data.sources import files_identity
+from cogumi.data.source_files import files_identity
 from tests.fim_examples import tokenize_for_sft
 
 

@@ -9,7 +9,8 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.data.fim import FimConfig
-from cogumi.data.sources import batches, column_names, find_files
+from cogumi.data.source_files import find_files
+from cogumi.data.sources import batches, column_names
 from tests.fim_examples import tokenize_for_sft
 
 

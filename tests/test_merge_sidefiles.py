@@ -258,7 +258,7 @@ def test_quantization_goes_and_nothing_else(tmp_path: Path) -> None:
     config = saved_config(quantized, tmp_path / "quantized")
     config["text_config"] = {"quantization_config": {"bits": 4}, "rope_scaling": {"factor": 2.0}}
     before = json.loads(json.dumps(config))
-    out = output_config(config, dtype=None, untied=False, vocab_size=None)
+    out = output_config(config, dtype=None, is_untied=False, vocab_size=None)
     assert out == plain | {"text_config": {"rope_scaling": {"factor": 2.0}}}
     out["text_config"]["rope_scaling"]["factor"] = 4.0
     out["eos_token_id"].append(7)
@@ -267,7 +267,7 @@ def test_quantization_goes_and_nothing_else(tmp_path: Path) -> None:
 
 def test_untied_and_resized_as_transformers_reads_it(tmp_path: Path) -> None:
     config = saved_config(LlamaConfig(**TEXT, tie_word_embeddings=True, dtype="float32"), tmp_path / "base")
-    out = output_config(config, dtype="bfloat16", untied=True, vocab_size=264)
+    out = output_config(config, dtype="bfloat16", is_untied=True, vocab_size=264)
     loaded = AutoConfig.from_pretrained(write_config(out, tmp_path / "out"))
     assert (loaded.tie_word_embeddings, loaded.vocab_size, loaded.dtype) == (False, 264, torch.bfloat16)
     with torch.device("meta"):
@@ -286,7 +286,7 @@ def test_a_multimodal_config_changes_in_its_language_model(recorded: bool, tmp_p
     if not recorded:
         del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
         del config["text_config"]["vocab_size"]
-    out = output_config(config, dtype="bfloat16", untied=True, vocab_size=264)
+    out = output_config(config, dtype="bfloat16", is_untied=True, vocab_size=264)
     assert out["vision_config"]["vocab_size"] == 9
     assert out["vision_config"]["tie_word_embeddings"] is True
     assert "vocab_size" not in out

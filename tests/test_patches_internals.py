@@ -30,8 +30,7 @@ ALLOWED = {
     "os._exit",
     "sys._getframe",
     "sys._current_frames",
-    "each._path",
-    "stream._recv_callback",
+    "distribution._path",
     "aten._local_scalar_dense",
     "aten._grouped_mm",
 }
@@ -71,7 +70,7 @@ def foreign_names(tree: ast.AST, own: set[str], strings: set[str]) -> Iterator[s
 
 
 def test_no_file_outside_patches_uses_a_private_name_of_another_package() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "patches"]
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name not in ("patches", "pretraining")]
     trees = {path: ast.parse(path.read_text()) for path in files}
     own = own_names(list(trees.values()))
     strings = {name for cls in UPSTREAM for name in dir(cls) if is_private(name)} | vars(trl.trainer.utils).keys()

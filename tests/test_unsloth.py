@@ -910,7 +910,7 @@ def test_unsloth_that_is_not_installed_is_refused_with_the_fix(sft: dict[str, An
     with pytest.raises(UsageError) as refused:
         cogumi.train(sft)
     assert str(refused.value).startswith("cogumi.backend: unsloth is not installed")
-    assert "pip install unsloth" in refused.value.fix
+    assert 'pip install "cogumi[unsloth]"' in refused.value.fix
     assert "cogumi.backend: trl" in refused.value.fix
     assert not Path(sft["cogumi"]["run_dir"]).exists()
 

@@ -23,7 +23,8 @@ from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
 from cogumi.data.rows import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
-from cogumi.data.sources import column_names, locate
+from cogumi.data.source_files import locate
+from cogumi.data.sources import column_names
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, setting, task_of
 from cogumi.methods.sft import MAX_LENGTH

@@ -110,7 +110,7 @@ def validate_config(config: Config, overrides: Mapping[str, Any], for_training: 
     # Imported here: attaching to a run needs no schema.
     from cogumi.config.binding import nearest
     from cogumi.config.schema import read_config
-    from cogumi.data.sources import refuse_missing
+    from cogumi.data.source_files import refuse_missing
 
     run, origins = read_config(config, overrides)
     if for_training:
