@@ -50,7 +50,7 @@ print(*((each["reward"], each["completion"]) for each in newest["shown"]), sep="
 
 # %% [markdown]
 # **A tool environment.** `rows` is its data. `reset` gets a row of it. Every other public method is a tool; the model is shown its
-# types and docstring. `get_reward` pays. Here one of five boxes holds a prize. The prize is worth half if it was found in the second box.
+# types and docstring. `get_reward` pays. Here one of five boxes holds a prize. The prize is worth half if it was found in the second box that was opened.
 
 # %%
 Path("boxes.py").write_text('''
