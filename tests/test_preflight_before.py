@@ -43,8 +43,8 @@ Asked = tuple[RunConfig, str, Any, data_sample.DataSample, Target]
 @pytest.fixture
 def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Asked:
     run = load_config(config_of(tiny_model, code_parquet, tmp_path / "run"))
-    base, of_base = str(tiny_model), AutoConfig.from_pretrained(tiny_model)
-    return run, base, of_base, data_sample.sample_data(run, load_tokenizer(base)), find_target(None)
+    base, base_config = str(tiny_model), AutoConfig.from_pretrained(tiny_model)
+    return run, base, base_config, data_sample.sample_data(run, load_tokenizer(base)), find_target(None)
 
 
 @pytest.fixture
@@ -184,11 +184,11 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
-    run, base, of_base, *_ = asked
+    run, base, base_config, *_ = asked
     tokenizer = load_tokenizer(base)
     data = prepare_examples(run, tokenizer).train
     with caplog.at_level(logging.WARNING, "cogumi"):
-        stages.run_preflight(run, base, of_base, data, tokenizer)
+        stages.run_preflight(run, base, base_config, data, tokenizer)
     (said,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
     assert said.startswith("preflight: the forecast ended with status 1: ")
     assert said.endswith("; the run continues without it")
@@ -217,12 +217,14 @@ def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
 
 def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> None:
     there = load_config(Path(__file__).parents[1] / "configs" / "smoke" / "gspo.yaml", cogumi__run_dir=str(tmp_path))
-    run, base, of_base, _, target = asked
+    run, base, base_config, _, target = asked
     run = run.model_copy(update={"cogumi": there.cogumi, "train": there.train})
     tokenizer = load_tokenizer(base)
     data = prepare_examples(run, tokenizer).train
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in data.dataset["prompt"])
     assert data_sample.measure_data(run, data, tokenizer).longest == longest
-    (memory, *_), figures = forecast_lines(run, base, of_base, data_sample.measure_data(run, data, tokenizer), target)
+    (memory, *_), figures = forecast_lines(
+        run, base, base_config, data_sample.measure_data(run, data, tokenizer), target
+    )
     assert memory.stage == "memory"
     assert figures["memory"]["work"]["prompt"] == longest

@@ -889,8 +889,8 @@ def test_the_families_are_those_of_the_models_here() -> None:
 
     for kind, (model_type, *_) in small_base.KINDS.items():
         assert read_model_type(small_base.PREFIX + kind, None) == model_type
-    of_base = json.loads((small_base.small_base_path() / "config.json").read_text())
-    assert read_model_type("cogumi:small-base", None) == of_base["model_type"]
+    base_config = json.loads((small_base.small_base_path() / "config.json").read_text())
+    assert read_model_type("cogumi:small-base", None) == base_config["model_type"]
 
 
 @pytest.mark.usefixtures("installed_with_cuda")
@@ -968,17 +968,17 @@ def test_an_adapter_is_compared_with_what_was_asked_for(
 def test_a_base_is_compared_with_what_was_asked_for(tiny_model: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    of_base = AutoConfig.from_pretrained(tiny_model)
+    base_config = AutoConfig.from_pretrained(tiny_model)
     wanted = ModelSection(name=str(tiny_model), attn_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
-    assert list(compare_model(model, of_base, torch.float32, wanted)) == []
+    assert list(compare_model(model, base_config, torch.float32, wanted)) == []
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16, attn_implementation="sdpa")
-    model.resize_token_embeddings(of_base.vocab_size + 8)
+    model.resize_token_embeddings(base_config.vocab_size + 8)
     model.extra = torch.nn.Linear(2, 2, bias=False)
-    assert list(compare_model(model, of_base, torch.float32, wanted)) == [
+    assert list(compare_model(model, base_config, torch.float32, wanted)) == [
         "dtype is bfloat16, and float32 was asked for",
         "model.attn_implementation is sdpa, and eager was asked for",
-        f"rows of embeddings is {of_base.vocab_size + 8}, and {of_base.vocab_size} was asked for",
+        f"rows of embeddings is {base_config.vocab_size + 8}, and {base_config.vocab_size} was asked for",
         "1 parameters have other names than transformers gives them, such as extra.weight",
     ]
 

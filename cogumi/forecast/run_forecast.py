@@ -115,7 +115,7 @@ def forecast_run(
         sample = data_sample.sample_data(run, load_run_tokenizer(run, base), base_config)
     measured = measure_steps(run, train, config, overrides) if train is not None else None
     lines = [] if card is not None else [describe_stack()]
-    lines.append(describe_backend(run, base_config, elsewhere=card is not None))
+    lines.append(describe_backend(run, base_config, other_machine=card is not None))
     apart = apart or torch.cuda.is_available() or unsloth_rl.is_in_place()
     forecast = forecast_in_worker if apart else forecast_lines
     forecast_of_run, figures = forecast(run, base, base_config, sample, target, measured)
@@ -124,15 +124,15 @@ def forecast_run(
 
 
 def describe_stack() -> Line:
-    """Return the doctor's finding on the lane: whether the installed versions were tested together."""
+    """Compare the installed packages with the lane's pins, as the doctor does."""
     finding = check_lane()
     figure = f"{finding.figure}; {finding.cause}" if finding.cause else finding.figure
     return Line("stack", figure, "green" if finding.state == "ok" else "yellow", finding.fix)
 
 
-def describe_backend(run: RunConfig, base_config: Any, elsewhere: bool) -> Line:
-    """Return what will train. elsewhere: on another machine, of which it is not known whether it has unsloth."""
-    if not elsewhere:
+def describe_backend(run: RunConfig, base_config: Any, other_machine: bool) -> Line:
+    """Describe the backend that will train. other_machine: the run trains on another one, whose packages are unknown."""
+    if not other_machine:
         return Line("backend", "{}: {}".format(*choose_backend(run)))
     backend = run.cogumi.backend
     if run.cogumi.process_count > 1 and backend == "unsloth":

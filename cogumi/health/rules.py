@@ -36,13 +36,13 @@ WAIT_SHARES = 0.2, 0.5  #                  yellow, red: of the time
 UNTRAINED_SHARE = 0.05  #                  of log(vocabulary): distance within which a first loss is that of guessing
 MASKED_SHARE = 0.1  #                      red: of the examples
 PAIR_T = 2.0  #                            Student's t: own and other prompts differ beyond noise
-BELONGING_T = 3.0  #                       Student's t of shared words: completions belong to their prompts
+WORD_OVERLAP_T = 3.0  #                    Student's t of shared words: completions belong to their prompts
 TELLING_T, ALIKE_SHARE = 4.0, 0.25  #      Student's t, share of words: shared words would show what belongs together
 KNOWN_TEXT_SHARE = 0.5  #                  of the frequencies' entropy: a model below it would use a prompt that belongs
 PAIR_GAIN_SHARE = 0.02  #                  of the loss: own prompts help
 WORSE_THAN_FREQUENCIES = 1.3  #            of their entropy: a first loss above it is of a model that expects other text
 AT_FREQUENCIES = 0.93  #                   of their entropy: a resting loss above it knows only frequencies
-PLATEAU_ROWS, PLATEAU_Z = 10, 2.0  #       rows; z of the trend of their second half
+MIN_PLATEAU_ROWS, PLATEAU_Z = 10, 2.0  #   rows; z of the trend of their second half
 SCATTER_SHARES = 0.12, 0.2  #              yellow, red: of the loss, from step to step
 SMALL_BATCH_EXAMPLES = 8  #                examples a step
 PREFERENCE_ROWS = 10
@@ -247,7 +247,7 @@ def prompt_and_completion(run: RunHistory) -> Flag | None:
         evidence += f", and share words with their own with t = {words.t:.1f}"
         # Labels or numbers would not share words with their prompts, whatever their order.
         is_shuffled |= words.t_within >= TELLING_T and words.alike >= ALIKE_SHARE and words.t < PAIR_T
-        is_unused &= words.t < BELONGING_T
+        is_unused &= words.t < WORD_OVERLAP_T
     if is_unused and is_shuffled:
         level, cause = "red", "completions do not belong to their prompts, as if the rows were shuffled"
     elif is_unused and later is not None:  # a base that cannot tell them yet says nothing of the data
@@ -287,7 +287,7 @@ def token_frequencies(run: RunHistory) -> Flag | None:
     """
     steps, losses = run.series("loss")
     batches = run.batches
-    if batches is None or batches.entropy <= 0 or len(losses) < PLATEAU_ROWS or steps[-1] < UNSETTLED_STEPS:
+    if batches is None or batches.entropy <= 0 or len(losses) < MIN_PLATEAU_ROWS or steps[-1] < UNSETTLED_STEPS:
         return None
     half = run.series("loss", [row for row in run.rows if int(row["step"]) > run.step // 2])
     start, end, falling = statistics.median(losses[:3]), statistics.median(half[1]), trend(*half)
@@ -350,7 +350,7 @@ def preferences(run: RunHistory) -> Flag | None:
     if z <= CHANCE_Z:
         # Other losses than the sigmoid start elsewhere.
         above = students_t([loss - math.log(2) for loss in losses]) if run.setting.loss == "sigmoid" else 0.0
-        words_differ = answers is not None and answers.t >= BELONGING_T
+        words_differ = answers is not None and answers.t >= WORD_OVERLAP_T
         if above > LOSS_ABOVE_LOG2_T and loss > math.log(2) * (1 + LOSS_RISE_SHARE):
             level, cause = "red", "the learning rate is too high, so margins swing either way"
             knob = "train.learning_rate, to a tenth"

@@ -161,7 +161,7 @@ def bar_for(download: Download, report: Callable[[int, int], None]) -> type[Any]
 # What transformers looks for, in its order; an index names its shards. Everything else of that kind stays on the hub.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 # Beside the weights: configs, tokenizers in all their forms, chat templates, code of models that bring their own.
-BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*")
+SIDE_FILE_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "additional_chat_templates/*")
 
 
 def find_commit(name: str, revision: str | None = None) -> str | None:
@@ -215,7 +215,7 @@ def plan_download(name: str, commit: str | None) -> Download | None:
             fix = "connect, or unset HF_HUB_OFFLINE"
         raise UsageError(what, key="model.name", fix=fix)
     # From the root, as a pattern without a slash is for the top directory alone.
-    beside = [path for path in sizes if any(PurePosixPath("/", path).match(f"/{kind}") for kind in BESIDE)]
+    beside = [path for path in sizes if any(PurePosixPath("/", path).match(f"/{kind}") for kind in SIDE_FILE_PATTERNS)]
     return Download(name, commit, {path: sizes[path] for path in sorted({*weights, *beside})})
 
 

@@ -126,14 +126,14 @@ def check_base(base: Base, checkpoint: Checkpoint, adapters: Collection[Adapter]
     """
     whole = {span.name.removeprefix(PREFIX) for adapter in adapters for span in adapter.spans}
     faults = find_faults(meta_model(checkpoint.config, checkpoint.kind), stored_of(checkpoint.spans.values()))
-    brought = frozenset(
+    added_parameters = frozenset(
         fault.parameter
         for fault in faults
         if fault.parameter in whole and (fault.parameter in checkpoint.spans or not fault.stored)
     )
-    if lacking := [fault for fault in faults if fault.parameter not in brought]:
+    if lacking := [fault for fault in faults if fault.parameter not in added_parameters]:
         raise incomplete(base, checkpoint.architecture, lacking)
-    return brought
+    return added_parameters
 
 
 def check_output(

@@ -231,8 +231,8 @@ def read_back(digests: dict[Path, str], workers: int, progress: bool, name: str)
     """Compare files with their digests. Each is written out and dropped from memory before it is read.
 
     Returns:
-        The first file that is gone or has another digest, in words, and how many bytes of all were in memory
-        nevertheless; None where that is not known.
+        A description of the first file that is gone or has another digest (None: all match), and the number of bytes
+        served from the page cache despite eviction (None if unknown).
     """
     if gone := next((path for path in digests if not path.is_file()), None):
         return f"{gone} is gone", None

@@ -165,13 +165,13 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     """Plan every tensor of base + the weighted sum of the adapters. Raises UsageError naming a key that does not fit."""
     adapter = adapters[0][0]
     checkpoint = read_checkpoint(base, adapter)
-    brought = check_base(base, checkpoint, [each for each, _ in adapters])
+    added_parameters = check_base(base, checkpoint, [each for each, _ in adapters])
     # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         changes = weighted_sum([adapter_changes(each, base, checkpoint) for each, _ in adapters], adapters)
     is_untied, fresh = find_untied(changes, checkpoint, base)
-    stored = changes_by_tensor(changes, checkpoint, brought, base, adapter)
-    heads = {name: whole_of(stored[name]) for name in sorted(brought - checkpoint.spans.keys())}
+    stored = changes_by_tensor(changes, checkpoint, added_parameters, base, adapter)
+    heads = {name: replacement_tensor(stored[name]) for name in sorted(added_parameters - checkpoint.spans.keys())}
     new = {name: span for name, span in heads.items() if span is not None}
     shards = []
     for shard in base.shards:
@@ -184,7 +184,7 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     files = side_files(adapter.path, base.path)
     as_dtype = None if dtype == "keep" else dtype
     config = output_config(base.config, dtype=as_dtype, is_untied=is_untied, vocab_size=changes.vocabulary)
-    if brought:
+    if added_parameters:
         set_head(config, checkpoint, files)
     text = (base.path / "config.json").read_bytes()  # byte for byte, unless something in it changes
     if config != base.config:
@@ -270,16 +270,16 @@ def same_term(one: LowRank, other: LowRank) -> bool:
 
 
 def changes_by_tensor(
-    changes: Changes, checkpoint: Checkpoint, brought: frozenset[str], base: Base, adapter: Adapter
+    changes: Changes, checkpoint: Checkpoint, added_parameters: frozenset[str], base: Base, adapter: Adapter
 ) -> dict[str, list[Piece]]:
-    """Return stored tensor -> its changed pieces; a new head is under its own name. brought: parameters the base lacks."""
+    """Return stored tensor -> its changed pieces; a new head is under its own name. added_parameters: those the base lacks."""
     stored: dict[str, list[Piece]] = defaultdict(list)
     for parameter, change in changes.parameters.items():
         places = checkpoint.places.get(parameter, ())
         if not places and parameter in checkpoint.tied:
             home = checkpoint.places[checkpoint.tied[parameter]][0]
             places = (replace(home, tensor=parameter),)
-        if parameter in brought and change.whole:
+        if parameter in added_parameters and change.whole:
             places = (Place(parameter, 0, matrix_shape(checkpoint.spans.get(parameter, change.whole).shape)[0]),)
         if not places:
             what = f"it changes {parameter}, which base {base.name} lacks or stores in a layout that is not known here"
@@ -294,17 +294,17 @@ def changes_by_tensor(
                 if place.transposed or not (is_filled or span.shape == change.whole.shape):
                     what = f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others"
                     raise adapter.refused(what)
-            part = change if len(places) == 1 or span is None else cut_whole(change, place, span)
+            part = change if len(places) == 1 or span is None else slice_replacement(change, place, span)
             stored[place.tensor].append(Piece(place, part))
     return stored
 
 
-def whole_of(changed: list[Piece]) -> Span | None:
+def replacement_tensor(changed: list[Piece]) -> Span | None:
     """Return the adapter's tensor that takes the place of the base's, None where there is none."""
     return next((piece.change.whole for piece in changed if piece.change and piece.change.whole), None)
 
 
-def cut_whole(change: Change, place: Place, span: Span) -> Change:
+def slice_replacement(change: Change, place: Place, span: Span) -> Change:
     """Cut a whole parameter that is stored in parts down to the bytes of the part in `span`."""
     whole = change.whole
     if whole is None or whole.shape == span.shape:
@@ -330,7 +330,7 @@ def plan_shard(shard: Shard, drafts: list[TensorPlan]) -> ShardPlan:
 
 def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: str) -> TensorPlan:
     """Plan one output tensor. Until it is placed, `end` is its length in bytes. span: the tensor that it starts from."""
-    whole = whole_of(changed)
+    whole = replacement_tensor(changed)
     source: Source = base.quantized.get(span.name, span) if whole is None else whole
     rows = matrix_shape(source.shape)[0]
     out = OUTPUT_DTYPES[dtype] if dtype != "keep" and span.dtype in MERGEABLE_DTYPES else span.dtype

@@ -125,13 +125,13 @@ def load_run_tokenizer(run: RunConfig, base: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def refuse_without_decoder(of_base: Any) -> None:
+def refuse_without_decoder(base_config: Any) -> None:
     """Raise UsageError for a model in which TRL's losses find no decoder apart from its LM head, as in Llama 4's.
 
-    of_base: its config. Their head takes hidden states, and fails at the first step otherwise.
+    base_config: its config. Their head takes hidden states, and fails at the first step otherwise.
     """
     try:
-        model = meta_model(of_base)
+        model = meta_model(base_config)
     except BUILD_REFUSALS:  # told where the model is built
         return
     if model.base_model.get_output_embeddings() is not None:
@@ -142,28 +142,28 @@ def refuse_without_decoder(of_base: Any) -> None:
 
 
 def refuse_unmergeable(
-    run: RunConfig, base: str, of_base: Any, download: Download | None = None, original: Original | None = None
+    run: RunConfig, base: str, base_config: Any, download: Download | None = None, original: Original | None = None
 ) -> None:
     """Raise UsageError for an adapter that `cogumi.merge` could not merge after it is trained, which is planned here.
 
-    base, of_base: a directory or hub id, and its config. download: of that model, where it is on the hub. original: of
+    base, base_config: a directory or hub id, and its config. download: of that model, where it is on the hub. original: of
     a base that is quantized on disk.
     """
     if run.cogumi.tuning != "lora" or not run.cogumi.merge:
         return
-    lora = lora_config(run.lora, model=meta_model(of_base))
+    lora = lora_config(run.lora, model=meta_model(base_config))
     fix = "set cogumi.merge: false, which trains it without merging"
     try:
         if original is not None:
             of_original = AutoConfig.from_pretrained(original.name, revision=original.revision)
             there = expected_base(original.name, original.revision, of_original, original.download)
         else:
-            there = expected_base(base, run.model.revision, of_base, download)
+            there = expected_base(base, run.model.revision, base_config, download)
     except UsageError as error:
         raise UsageError(error.message, key="model.name", fix=f"{error.fix}; or {fix}") from None
     try:
         refuse_unsupported(Path("lora"), json.loads(json.dumps(lora.to_dict(), default=list)))
-        plan_adapter(lora, of_base, there)
+        plan_adapter(lora, base_config, there)
     except UsageError as error:
         raise UsageError(error.message, key=error.key or "lora", fix=fix) from None
     except BUILD_REFUSALS as error:

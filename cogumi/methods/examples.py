@@ -98,13 +98,13 @@ def account_for(data: Data) -> Shares:
 
 
 def prepare_examples(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase, of_base: PretrainedConfig | None = None
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig | None = None
 ) -> Examples:
     """Prepare the examples of a run, or find them in the cache. Raises UsageError as the formats and sources do.
 
-    of_base: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
+    base_config: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
     """
-    found = sources_of(run, tokenizer, of_base)
+    found = sources_of(run, tokenizer, base_config)
     data, options = run.data, found[0][1]
     selection = Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
@@ -122,13 +122,13 @@ def prepare_examples(
 
 
 def sources_of(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase, of_base: PretrainedConfig | None
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig | None
 ) -> list[tuple[Source, FormatOptions]]:
-    """List the sources of a run with the format of their rows. of_base: see `prepare_examples`."""
+    """List the sources of a run with the format of their rows. base_config: see `prepare_examples`."""
     today = None
     if run.data.format != "fim" and prints_date(tokenizer):  # today, or the day on which the run began
         today = read_section(run.run_dir / DECISIONS, DATA).get("today") or date.today().isoformat()
-    room, fim = room_for_prompts(run, of_base), run.data.fim
+    room, fim = room_for_prompts(run, base_config), run.data.fim
     if room is not None:
         fim = fim.model_copy(update={"max_length": min(fim.max_length, room)})
     entries: Sequence[MixEntry | DataSection] = run.data.mix or [run.data]
@@ -171,11 +171,11 @@ def sources_of(
     return found
 
 
-def room_for_prompts(run: RunConfig, of_base: PretrainedConfig | None) -> int | None:
+def room_for_prompts(run: RunConfig, base_config: PretrainedConfig | None) -> int | None:
     """Tokens of the context that a completion leaves to gspo's prompts; None for other methods, or without a limit."""
-    if run.cogumi.method != "gspo" or of_base is None:
+    if run.cogumi.method != "gspo" or base_config is None:
         return None
-    context, key = context_of(of_base), POSITIONS
+    context, key = context_of(base_config), POSITIONS
     if run.train.get("use_vllm") and run.train.get("vllm_max_model_length") is not None:
         context, key = run.train["vllm_max_model_length"], "train.vllm_max_model_length"
     completion = setting(run, "max_completion_length") or 0
@@ -192,9 +192,9 @@ def longest_example(run: RunConfig) -> int:
     return int(run.train.get("max_length") or MAX_LENGTH)
 
 
-def describe_overlong(run: RunConfig, examples: Examples, of_base: PretrainedConfig) -> str:
+def describe_overlong(run: RunConfig, examples: Examples, base_config: PretrainedConfig) -> str:
     """Describe examples that are longer than the model's positions; "" if none is."""
-    positions, longest = context_of(of_base), examples.train.lengths.quantile(1.0)
+    positions, longest = context_of(base_config), examples.train.lengths.quantile(1.0)
     if positions is None or longest <= positions:
         return ""
     key = "data.fim.max_length" if run.data.format == "fim" else "train.max_length"

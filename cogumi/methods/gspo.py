@@ -248,7 +248,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
 
 
 def read_rewards(run: RunConfig) -> list[Any]:
-    """Return the reward functions of a run, with their arguments: none where its environment alone pays.
+    """Return the reward functions of a run, with their arguments: none where only its environment has one.
 
     Raises UsageError for one that cannot be given what is visible.
     """
@@ -330,7 +330,7 @@ def task_of(run: RunConfig) -> Task:
     task = load_task(run.cogumi.environment, run.cogumi.tools)
     if not run.cogumi.rewards and not task.has_reward:
         fix = "name one in cogumi.rewards" + (", or give the environment get_reward()" if task.environment else "")
-        raise UsageError("it is empty, and no environment pays", key="cogumi.rewards", fix=fix)
+        raise UsageError("it is empty, and no environment has a reward", key="cogumi.rewards", fix=fix)
     if run.cogumi.episode_seconds is not None and not task:
         what = "it would be ignored: there is no environment and no tool"
         raise UsageError(what, key="cogumi.episode_seconds", fix="drop it")

@@ -90,9 +90,9 @@ def refuse_adapter(run: RunConfig) -> None:
         raise UsageError(what, key=key, fix="set merged, or drop it")
 
 
-def refuse_quantized(run: RunConfig, of_base: Any) -> None:
-    """Raise UsageError for a quantized base, whose packed bytes TRL would send to vLLM (trl#4973). of_base: its config."""
-    settings, found = run.model.quantization_config or {}, quantization_of(of_base)
+def refuse_quantized(run: RunConfig, base_config: Any) -> None:
+    """Raise UsageError for a quantized base, whose packed bytes TRL would send to vLLM (trl#4973). base_config: its config."""
+    settings, found = run.model.quantization_config or {}, quantization_of(base_config)
     alone = run.cogumi.sampler_weights == "adapter" and not settings.get("load_in_8bit")  # which TRL refuses
     if not run.train.get("use_vllm") or alone or not (settings or found):
         return

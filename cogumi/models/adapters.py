@@ -91,17 +91,17 @@ def find_towers(model: Any) -> list[str]:
     return towers
 
 
-def refuse_unmatched(lora: dict[str, Any], of_base: Any) -> None:
+def refuse_unmatched(lora: dict[str, Any], base_config: Any) -> None:
     """Raise UsageError where `lora.target_modules` match no module of the base, before anything is loaded or prepared.
 
-    of_base: its config. A base that cannot be built of it alone is left for PEFT to refuse.
+    base_config: its config. A base that cannot be built of it alone is left for PEFT to refuse.
     """
     wanted = lora.get("target_modules")
     if wanted is None or wanted == "all-linear" or lora.get("target_parameters"):
         return
     config = lora_config(lora)
     try:
-        base = meta_model(of_base)
+        base = meta_model(base_config)
     except (ValueError, ImportError, RuntimeError):
         return
     if any(check_target_module_exists(config, name) for name, _ in base.named_modules()):

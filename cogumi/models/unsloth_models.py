@@ -122,11 +122,11 @@ def load_fast_model(
         refuse_wrong_layers,
     )
 
-    of_base = AutoConfig.from_pretrained(base, revision=wanted.revision)
+    base_config = AutoConfig.from_pretrained(base, revision=wanted.revision)
     given: dict[str, Any] = {}
     settings: BitsAndBytesConfig | None = None
     if wanted.quantization_config is not None:
-        refuse_quantized_already(base, of_base)
+        refuse_quantized_already(base, base_config)
         settings = quantization_settings(wanted.quantization_config, resolve_dtype(dtype))
         given = {"load_in_4bit": settings.load_in_4bit, "load_in_8bit": settings.load_in_8bit}
         if {**QLORA, **wanted.quantization_config} != {"load_in_4bit": True, **QLORA}:
@@ -135,7 +135,7 @@ def load_fast_model(
             )
     if wanted.attn_implementation is not None:
         given["attn_implementation"] = wanted.attn_implementation
-    longest = min(length, getattr(of_base.get_text_config(), "max_position_embeddings", None) or length)
+    longest = min(length, getattr(base_config.get_text_config(), "max_position_embeddings", None) or length)
     try:
         model, tokenizer = loader().from_pretrained(
             model_name=base,
@@ -158,7 +158,7 @@ def load_fast_model(
         refuse_misread(model)
         keep_4bit_unpacked(model)
     for said in (
-        *compare_model(model, of_base, resolve_dtype(dtype), wanted, settings),
+        *compare_model(model, base_config, resolve_dtype(dtype), wanted, settings),
         *compare_tokenizer(tokenizer, load_tokenizer(base, wanted.revision)),
     ):
         log.warning("unsloth: %s", said)
@@ -205,7 +205,7 @@ def loader() -> Any:
 
 
 def compare_model(
-    model: Any, of_base: Any, dtype: torch.dtype, wanted: ModelSection, settings: Any = None
+    model: Any, base_config: Any, dtype: torch.dtype, wanted: ModelSection, settings: Any = None
 ) -> Iterator[str]:
     """Yield differences of the loaded base from the request. settings: of its quantization, None without."""
     from cogumi.merge.parameter_map import meta_model
@@ -221,9 +221,9 @@ def compare_model(
         "dtype": (dtype, model.dtype),
         "model.attn_implementation": (attention, attention and attention_of(model.config)),
         "positions": tuple(
-            getattr(c.get_text_config(), "max_position_embeddings", None) for c in (of_base, model.config)
+            getattr(c.get_text_config(), "max_position_embeddings", None) for c in (base_config, model.config)
         ),
-        "rows of embeddings": (of_base.get_text_config().vocab_size, model.get_input_embeddings().weight.shape[0]),
+        "rows of embeddings": (base_config.get_text_config().vocab_size, model.get_input_embeddings().weight.shape[0]),
     }
     if settings is not None:
         found = model.config.quantization_config
@@ -234,7 +234,7 @@ def compare_model(
     for key, (ours, theirs) in asked.items():
         if plain(ours) != plain(theirs):
             yield f"{key} is {plain(theirs)}, and {plain(ours)} was asked for"
-    names = {name for name, _ in meta_model(of_base).named_parameters()}
+    names = {name for name, _ in meta_model(base_config).named_parameters()}
     if other := sorted(names ^ {name for name, _ in model.named_parameters()}):
         yield f"{len(other)} parameters have other names than transformers gives them, such as {other[0]}"
 

@@ -55,7 +55,7 @@ def train_in_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path,
     with TemporaryDirectory(prefix="cogumi-ranks-") as directory:
         place, ranks = Path(directory), list[Rank]()
         try:
-            with forwarding_signals() as pending:
+            with forward_signals() as pending:
                 start_ranks(ranks, count, job, place)
                 first = wait_for_all(ranks, pending)
         finally:
@@ -117,7 +117,7 @@ def find_port() -> int:
 
 
 @contextmanager
-def forwarding_signals() -> Iterator[list[int]]:
+def forward_signals() -> Iterator[list[int]]:
     """Collect the signals that ask this process to end: `wait_for_all` forwards them to the ranks, which save first."""
     pending: list[int] = []
     if threading.current_thread() is not threading.main_thread():
