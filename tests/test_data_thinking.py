@@ -213,7 +213,7 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
         use_cpu=True, bf16=False, report_to="none", logging_steps=1, gradient_checkpointing=False,
     )  # fmt: skip
     apply_thinking(False, args, tokenizer)
-    rewards = [graded(reward, False, tokenizer, "tags", opened=False)]
+    rewards = [graded(reward, False, tokenizer, "tags", prompt_opens_thought=False)]
     assert args.chat_template_kwargs == {"enable_thinking": False}
     rows = [{"messages": [{"role": "user", "content": text[:20]}, PLAIN]} for text in texts()[:4]]
     chunk = chunk_of(rows, tokenizer, FormatOptions("gspo", "chat", thinking=False))

@@ -65,8 +65,8 @@ def test_tokens_of_a_thought_are_counted_where_the_model_wrote_them(name: str, p
     assert count_thought_tokens(rest[-1], tokenizer, style) == 0
     assert count_thought_tokens([], tokenizer, style) == 0
     if style == "tags":
-        assert count_thought_tokens(thought + rest[0], tokenizer, style, opened=True) == len(thought)
-        assert count_thought_tokens(thought, tokenizer, style, opened=True) == len(thought)
+        assert count_thought_tokens(thought + rest[0], tokenizer, style, prompt_opens_thought=True) == len(thought)
+        assert count_thought_tokens(thought, tokenizer, style, prompt_opens_thought=True) == len(thought)
 
 
 # A template that ends every prompt in the mark of a thought, as DeepSeek-R1's does.

@@ -818,7 +818,7 @@ def test_a_clip_that_acts_takes_trl_whose_ratios_are_exact_and_so_does_vllm(monk
     assert chosen(steps_per_generation=1, use_vllm=True) == "trl"
     assert chosen({"backend": "unsloth"}, use_vllm=True) == "unsloth"
 
-    monkeypatch.setattr(unsloth_rl, "_asked", "trl")  # an earlier run of this process
+    monkeypatch.setattr(unsloth_rl, "_requested_backend", "trl")  # an earlier run of this process
     monkeypatch.setitem(sys.modules, "trl", sys)
     assert chosen(steps_per_generation=1) == "trl"
 

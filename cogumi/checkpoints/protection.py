@@ -213,7 +213,7 @@ class Protection:
         if held.enter_context(lock_directory(output_dir)) is False:
             fix = "wait for it, or set another output_dir"
             raise UsageError("another training is writing there", place=output_dir, fix=fix)
-        point = self.resume_point(requested)
+        point = self.find_resume_checkpoint(requested)
         if point is not None:
             refuse_other_sharding(point, self.trainer.is_fsdp_enabled)
         for path in remove_trash(output_dir):
@@ -231,8 +231,11 @@ class Protection:
             log.warning(new_states, point, was, self.ranks.count)
         return point, point is not None and self.is_finished(point)
 
-    def resume_point(self, requested: str | bool | None) -> Path | None:
-        """Return the checkpoint to resume from. Raises UsageError if it was told to resume and cannot."""
+    def find_resume_checkpoint(self, requested: str | bool | None) -> Path | None:
+        """Return the checkpoint to resume from, also one on the mirror; None to start anew.
+
+        Raises UsageError if `requested` is True or a path, and there is no checkpoint that can be resumed from.
+        """
         if requested is False or (requested is None and self.resume == "never"):
             return None
         if isinstance(requested, str | Path):

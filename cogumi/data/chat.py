@@ -408,17 +408,18 @@ def adapt_thought(message: dict[str, Any], thinking: Thinking) -> dict[str, Any]
     return rest | {thinking.key: thought}
 
 
-def visible_text(reply: str, style: str, opened: bool = False) -> str | None:
+def visible_text(reply: str, style: str, prompt_opens_thought: bool = False) -> str | None:
     """Return the part of a reply that a reader sees, or None if its thinking never closes.
 
-    The reply has its control tokens if `style` is harmony. opened: the prompt ends inside a thought.
+    The reply has its control tokens if `style` is harmony. prompt_opens_thought: the prompt ends inside
+    a thought.
     """
     if style == "harmony":
         finals: list[str] = FINAL.findall(reply)
         return finals[-1] if finals else None
-    if not opened and OPEN not in reply and CLOSE not in reply:
+    if not prompt_opens_thought and OPEN not in reply and CLOSE not in reply:
         return reply
-    text = SPAN.sub("", OPEN + reply if opened else reply)
+    text = SPAN.sub("", OPEN + reply if prompt_opens_thought else reply)
     if OPEN in text:
         return None
     return text.rpartition(CLOSE)[2].lstrip("\n")

@@ -158,7 +158,7 @@ def read_controls(tokenizer: Any) -> Controls:
 
 
 def tokenize_pieces(examples: pl.DataFrame, controls: Controls) -> list[list[Ids]]:
-    """Tokenize each example as seven runs: control, first text, control, second text, control, middle, end."""
+    """Tokenize each example as seven parts: control, first text, control, second text, control, middle, end."""
     order = examples["order"]
     fim = (order != PLAIN).to_list()
     if controls.tokens is None:
@@ -300,15 +300,15 @@ def _cut(frame: pl.DataFrame, controls: Controls, config: FimConfig, dropping: D
 
 def fim_sft_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, config: FimConfig) -> Chunk:
     """Make `input_ids` and `completion_mask`: 1 on the middle and its end token, on a plain row on all but the BOS."""
-    kept, pieces, dropped = _fitting(rows, first_row, controls, config)
+    examples, pieces, dropped = _select_fitting(rows, first_row, controls, config)
     learned = np.array([0, 0, 0, 0, 0, 1, 1], np.int8)
-    lengths = np.array([[*map(len, runs)] for runs in pieces], np.int64).reshape(-1, 7)
+    lengths = np.array([[*map(len, parts)] for parts in pieces], np.int64).reshape(-1, 7)
     mask = np.tile(learned, len(pieces)).repeat(lengths.ravel())
     table = {
         "input_ids": list_array([*chain.from_iterable(pieces)], lengths.sum(1), pa.int32()),
         "completion_mask": list_array([mask], lengths.sum(1), pa.int8()),
     }
-    return Chunk(pa.table(table), dropped, _trimmed(kept))
+    return Chunk(pa.table(table), dropped, _trimmed(examples))
 
 
 def fim_prompts_chunk(
@@ -319,34 +319,37 @@ def fim_prompts_chunk(
     `tokenizer(prompt)` gives the ids before the middle of `fim_sft_chunk`; otherwise UsageError. The pieces are the source
     even if `overlong="trim"` shortened the prompt. `fim_rate` does not apply: a plain row asks for nothing.
     """
-    kept, pieces, dropped = _fitting(rows, first_row, controls, config.model_copy(update={"fim_rate": 1.0}))
-    prompts = prompt_texts(kept, controls)
-    for prompt, runs in zip(prompts[:32], pieces, strict=False):
-        if list(controls.tokenizer(prompt)["input_ids"]) != np.concatenate(runs[:5]).tolist():
+    examples, pieces, dropped = _select_fitting(rows, first_row, controls, config.model_copy(update={"fim_rate": 1.0}))
+    prompts = prompt_texts(examples, controls)
+    for prompt, parts in zip(prompts[:32], pieces, strict=False):
+        if list(controls.tokenizer(prompt)["input_ids"]) != np.concatenate(parts[:5]).tolist():
             raise UsageError(
                 f"the tokenizer reads the FIM prompt {prompt[:60]!r}... as other ids than those trained on",
                 fix="have it add no end token (add_eos_token) and strip no spaces around its FIM tokens (lstrip, rstrip)",
             )
     table = {"prompt": pa.array(prompts, pa.string())}
-    table |= {piece: pa.array(kept[piece].to_list(), pa.string()) for piece in ("prefix", "suffix", "middle")}
+    table |= {piece: pa.array(examples[piece].to_list(), pa.string()) for piece in ("prefix", "suffix", "middle")}
     if RECORD_COLUMN in rows.columns:
-        table |= record_columns(rows[RECORD_COLUMN].gather(kept["row"]).to_list(), rewarded)
-    return Chunk(pa.table(table), dropped, _trimmed(kept), encoded=(*rewarded, RECORD_COLUMN))
+        table |= record_columns(rows[RECORD_COLUMN].gather(examples["row"]).to_list(), rewarded)
+    return Chunk(pa.table(table), dropped, _trimmed(examples), encoded=(*rewarded, RECORD_COLUMN))
 
 
-def _fitting(
+def _select_fitting(
     rows: pl.DataFrame, first_row: int, controls: Controls, config: FimConfig
 ) -> tuple[pl.DataFrame, list[list[Ids]], dict[str, Dropped]]:
-    """Return the examples that fit the budget, trimmed if the config says so, their tokens, and the dropped rows."""
+    """Cut rows into FIM examples. Return those within `max_length`, their tokens as seven parts, and the dropped rows.
+
+    With `overlong: trim` the context of longer ones is shortened first.
+    """
     dropping = DroppedCounter(first_row)
     examples = cut_rows(rows, controls, config, dropping)
     if config.overlong == "trim":
         examples = _trim(examples, controls, config.max_length)
     pieces = tokenize_pieces(examples, controls)
-    fits = [sum(map(len, runs)) <= config.max_length for runs in pieces]
+    fits = [sum(map(len, parts)) <= config.max_length for parts in pieces]
     reason = f"longer than {config.max_length} tokens"
-    kept = dropping.keep(examples, pl.Series(fits, dtype=pl.Boolean), reason, "middle")
-    return kept, list(compress(pieces, fits)), dropping.dropped
+    fitting = dropping.keep(examples, pl.Series(fits, dtype=pl.Boolean), reason, "middle")
+    return fitting, list(compress(pieces, fits)), dropping.dropped
 
 
 def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.DataFrame:
@@ -358,7 +361,7 @@ def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.Dat
     done: list[pl.DataFrame] = []
     left = examples.with_row_index("at")
     while left.height:
-        lengths = np.array([[*map(len, runs)] for runs in tokenize_pieces(left, controls)])
+        lengths = np.array([[*map(len, parts)] for parts in tokenize_pieces(left, controls)])
         context_tokens = lengths[:, 1] + lengths[:, 3]
         n_prefix, n_suffix = (
             left[name].str.len_chars().cast(pl.Int64).to_numpy() for name in ("shown_prefix", "shown_suffix")

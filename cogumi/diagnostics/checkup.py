@@ -210,6 +210,7 @@ def check_probes(seen: CheckupState) -> Iterator[Finding]:
 
 
 def describe_probe(step: Step, device: str = "cpu") -> Finding:
+    """Turn the result of one library probe into a finding: ok with its measurements, a note, or a warning."""
     if step.error and device == "cpu" and step.name in NEEDS_CUDA:
         return Finding(step.name, "note", f"installed; it needs a GPU, and there is none ({step.error})")
     if step.error:
@@ -219,7 +220,7 @@ def describe_probe(step: Step, device: str = "cpu") -> Finding:
         number = f"{value:.3g}" if isinstance(value, float) else str(value)
         readings.append(f"{metric} {number} {unit}".strip() + (f" ({note})" if note else ""))
     figure = "; ".join(readings)
-    # A step that worked may have printed that a part of it does not.
+    # A probe that passed may still have printed that a part of it failed.
     return with_explanation(Finding(step.name, "ok", figure), step.output, "warning")
 
 

@@ -86,9 +86,9 @@ class Download:
 
 
 def refuse_no_room(downloads: Sequence[Download]) -> None:
-    """Raise UsageError where the filesystem of the cache does not have room for all missing files."""
+    """Raise UsageError if the filesystem of the Hugging Face cache lacks room for the missing files."""
     incomplete = [download for download in downloads if download.missing]
-    if not incomplete:  # the cache may be another user's and read-only
+    if not incomplete:  # nothing is written: the cache may be read-only
         return
     for download in incomplete:
         remove_leftovers(download)

@@ -165,7 +165,7 @@ def dequantized_base(found: Base) -> Base:
 
 
 def read_model(name: str, revision: str | None) -> Base:
-    """Read a model's config and tensor headers. Raises UsageError when it is not here, or not whole."""
+    """Read a model's config and tensor headers. Raises UsageError if it is not on this machine, or incomplete."""
     path = Path(name)
     if not path.is_dir():
         path = cached_snapshot(name, revision)

@@ -18,7 +18,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span
 from cogumi.merge.adapter_files import BOTH_SIDES, PREFIX, Adapter
 from cogumi.merge.bases import Base
-from cogumi.merge.parameter_map import Checkpoint, meta_model, named_class, read_config, renamed_tensors
+from cogumi.merge.parameter_map import Checkpoint, meta_model, named_class, read_model_config, renamed_tensors
 from cogumi.patches.trl_internals import drop_ignored_keys
 
 # The dtypes that transformers casts to a parameter's as they are. Others need a scale, or are packed.
@@ -150,7 +150,7 @@ def check_output(
     """
     with TemporaryDirectory() as directory:  # transformers decodes what JSON has no word for (infinity) in files alone
         (Path(directory) / "config.json").write_text(json.dumps(entries), encoding="utf-8")
-        config = read_config(base, Path(directory))
+        config = read_model_config(base, Path(directory))
     kind, stored = named_class(config) or checkpoint.kind, stored_of(targets)
     if kind is checkpoint.kind and entries == base.config and stored == stored_of(checkpoint.spans.values()):
         return  # what check_base has found whole

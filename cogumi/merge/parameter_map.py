@@ -120,7 +120,7 @@ def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
 
 def trained_class(base: Base, adapter: Adapter) -> tuple[Any, Any]:
     """Return config and class of the model that the adapter was trained on, with the labels of a head that it brings."""
-    config = read_config(base, base.path)
+    config = read_model_config(base, base.path)
     shapes = {span.name.removeprefix(PREFIX): span.shape for span in adapter.spans}
     kind = adapted_class(config, shapes, adapter.config.get("task_type"))
     if kind in head_classes(config) and (labels := count_labels(config, kind, shapes)) is not None:
@@ -128,8 +128,8 @@ def trained_class(base: Base, adapter: Adapter) -> tuple[Any, Any]:
     return config, kind
 
 
-def read_config(base: Base, directory: Path) -> Any:
-    """Read transformers' config of a directory, the base's or one with the output's config.json."""
+def read_model_config(base: Base, directory: Path) -> Any:
+    """Load the transformers config of a directory: the base's, or one that holds the config.json of the output."""
     from transformers import AutoConfig
 
     try:

@@ -291,19 +291,21 @@ def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: PreTrainedToke
         rewards = [strip_stops(reward, stops) for reward in rewards]
     if flag is None and not any(map(reads_thoughts, rewards)):
         return rewards
-    style, opened = "tags", False  # of text, which no template renders
+    style, prompt_opens_thought = "tags", False  # of text, which no template renders
     if flag is not None or tokenizer.chat_template is not None:
         template = read_template(tokenizer, flag)
-        style, opened = template.thinking.style, template.prompt_opens_thought
-    return [graded(reward, flag, tokenizer, style, opened) for reward in rewards]
+        style, prompt_opens_thought = template.thinking.style, template.prompt_opens_thought
+    return [graded(reward, flag, tokenizer, style, prompt_opens_thought) for reward in rewards]
 
 
-def graded(reward: Any, flag: bool | None, tokenizer: PreTrainedTokenizerBase, style: str, opened: bool) -> Any:
+def graded(
+    reward: Any, flag: bool | None, tokenizer: PreTrainedTokenizerBase, style: str, prompt_opens_thought: bool
+) -> Any:
     if reads_thoughts(reward):
-        return with_thoughts(reward, tokenizer, style, opened)
+        return with_thoughts(reward, tokenizer, style, prompt_opens_thought)
     if flag is None or not scores_visible(reward):
         return reward
-    return on_visible(reward, tokenizer, style, opened)
+    return on_visible(reward, tokenizer, style, prompt_opens_thought)
 
 
 def scores_visible(reward: Any) -> bool:

@@ -29,20 +29,25 @@ PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")  # critical_modules in unsl
 ALLOCATOR = "PYTORCH_ALLOC_CONF"  # unsloth_zoo sets it to expandable segments where it is unset
 SET_BY_COGUMI = "ALLOCATOR_SET_BY_COGUMI"  # names it where the user has not set it; child processes inherit both
 CPU_SWITCH = "UNSLOTH_ON_CPU"  # "1": also without a GPU, which unsloth has supported since 2026.10.8
-Asked = Literal["auto", "unsloth", "trl"]
-_asked: Asked = "auto"  # of this process, the newest
+BackendName = Literal["auto", "unsloth", "trl"]
+_requested_backend: BackendName = "auto"  # the last one requested in this process
 
 
-def apply(backend: Asked | None = None) -> PatchStatus:
-    """Let unsloth patch TRL. backend: as `cogumi.backend`; None: as it was asked last, at first "auto".
+def apply(backend: BackendName | None = None) -> PatchStatus:
+    """Let unsloth patch TRL.
 
-    "auto" takes unsloth where it is installed and there is CUDA or UNSLOTH_ON_CPU=1. Raises UsageError where unsloth is
-    asked for and missing, comes too late, does not import, or is here and is not wanted. Raises RuntimeError where it
-    lacks a function.
+    Args:
+        backend: Value of `cogumi.backend`. None: that of the last call in this process, "auto" at first. "auto" takes
+            unsloth if it is installed and there is CUDA or UNSLOTH_ON_CPU=1.
+
+    Raises:
+        UsageError: unsloth is required but not installed, imported too late or broken; or TRL is required and unsloth is
+            in place already.
+        RuntimeError: unsloth lacks a function that is needed here.
     """
-    global _asked
-    _asked = backend or _asked
-    if reason := find_obstacle(_asked):
+    global _requested_backend
+    _requested_backend = backend or _requested_backend
+    if reason := find_obstacle(_requested_backend):
         if is_in_place():
             what = "TRL is to train, and unsloth is in this process already, which cannot take it out again"
             fix = "restart the kernel (cogumi.patch(backend='trl') leaves it out), or set cogumi.backend: unsloth"
@@ -71,12 +76,12 @@ def status() -> PatchStatus:
         versions = f"unsloth {version('unsloth')}, unsloth_zoo {version('unsloth_zoo')}, written for {WRITTEN_FOR}"
         return PatchStatus(NAME, True, f"trl.GRPOTrainer is unsloth's ({versions})")
     reason = "unsloth is not in place: trl.GRPOTrainer is TRL's own"
-    if _asked != "unsloth":
-        reason = find_obstacle(_asked) or reason
+    if _requested_backend != "unsloth":
+        reason = find_obstacle(_requested_backend) or reason
     return PatchStatus(NAME, False, reason)
 
 
-def find_obstacle(backend: Asked) -> str | None:
+def find_obstacle(backend: BackendName) -> str | None:
     """Return the reason to use TRL's trainer on this machine; None for unsloth's.
 
     Raises UsageError if unsloth is asked for and is not installed.
@@ -102,7 +107,7 @@ def is_in_place() -> bool:
 
 def was_left_out() -> bool:
     """Return whether TRL was chosen in this process and is imported, so that unsloth cannot be any more."""
-    return _asked == "trl" and "trl" in sys.modules and not is_in_place()
+    return _requested_backend == "trl" and "trl" in sys.modules and not is_in_place()
 
 
 def is_unsloth_trainer(trainer: type) -> bool:

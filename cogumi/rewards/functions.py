@@ -183,10 +183,10 @@ def with_columns(reward: Reward, change: Callable[[dict[str, Any]], Mapping[str,
     return scored
 
 
-def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False) -> Reward:
+def on_visible(reward: Reward, tokenizer: Any, style: str, prompt_opens_thought: bool = False) -> Reward:
     """Wrap a reward, keeping its name, so that it gets the visible part of every completion.
 
-    `style` is that of `cogumi.data.chat.Thinking`; `opened`: prompts end inside a thought. Text is read from
+    `style` is that of `cogumi.data.chat.Thinking`; `prompt_opens_thought`: prompts end inside a thought. Text is read from
     `completion_ids`: a completion's own text has lost the control tokens. An asynchronous function is a TypeError.
     """
     if inspect.iscoroutinefunction(reward):
@@ -202,7 +202,7 @@ def on_visible(reward: Reward, tokenizer: Any, style: str, opened: bool = False)
         prompts: Sequence[Any], completions: Sequence[Completion], **columns: Any
     ) -> list[float | None]:
         replies = replies_of(completions, columns.get("completion_ids"), tokenizer, style)
-        answers = [visible_text(reply, style, opened) for reply in replies]
+        answers = [visible_text(reply, style, prompt_opens_thought) for reply in replies]
         visible = [with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
         scores = reward(prompts=prompts, completions=visible, **columns)
         if log_metric := columns.get("log_metric"):
@@ -242,17 +242,17 @@ def reads_thoughts(reward: Reward) -> bool:
     return not parameters_of(reward).keys().isdisjoint(THOUGHT_COLUMNS)
 
 
-def with_thoughts(reward: Reward, tokenizer: Any, style: str, opened: bool = False) -> Reward:
+def with_thoughts(reward: Reward, tokenizer: Any, style: str, prompt_opens_thought: bool = False) -> Reward:
     """Wrap a reward, keeping its name, so that it gets those of THOUGHT_COLUMNS that it takes.
 
-    style, opened: as in `on_visible`. Without `completion_ids` a completion's text is tokenized.
+    style, prompt_opens_thought: as in `on_visible`. Without `completion_ids` a completion's text is tokenized.
     """
     names = parameters_of(reward).keys() & set(THOUGHT_COLUMNS)
 
     def add_thoughts(columns: dict[str, Any]) -> dict[str, Any]:
         completions, ids = columns["completions"], columns.get("completion_ids")
         # Text is not rendered by the chat template, which is what opens thoughts.
-        is_open = [opened and not isinstance(completion, str) for completion in completions]
+        is_open = [prompt_opens_thought and not isinstance(completion, str) for completion in completions]
         added: dict[str, list[Any]] = {}
         if "replies" in names:
             replies = replies_of(completions, ids, tokenizer, style)
@@ -268,7 +268,7 @@ def with_thoughts(reward: Reward, tokenizer: Any, style: str, opened: bool = Fal
     return with_columns(reward, add_thoughts)
 
 
-def count_thought_tokens(ids: Sequence[int], tokenizer: Any, style: str, opened: bool = False) -> int:
+def count_thought_tokens(ids: Sequence[int], tokenizer: Any, style: str, prompt_opens_thought: bool = False) -> int:
     """Count the tokens of a completion that lie in its thoughts, whole or in part, without marks."""
     ids = list(ids)
 
@@ -282,19 +282,19 @@ def count_thought_tokens(ids: Sequence[int], tokenizer: Any, style: str, opened:
         return bisect_left(range(len(ids)), position, key=characters)
 
     total = 0
-    for start, end in thought_spans(tokenizer.decode(ids, skip_special_tokens=False), style, opened):
+    for start, end in thought_spans(tokenizer.decode(ids, skip_special_tokens=False), style, prompt_opens_thought):
         before = tokens_to(start)
         total += tokens_to(end) - (before if characters(before) == start else before - 1)
     return total
 
 
-def thought_spans(text: str, style: str, opened: bool = False) -> list[tuple[int, int]]:
+def thought_spans(text: str, style: str, prompt_opens_thought: bool = False) -> list[tuple[int, int]]:
     """Return the character positions of a reply's thoughts; one that never closes extends to the end."""
     if style == "harmony":
         return [match.span(1) for match in ANALYSIS.finditer(text)]
     shift = 0
     is_closed_first = CLOSE in text and OPEN not in text.partition(CLOSE)[0]
-    if opened or is_closed_first:  # the opening mark is in the prompt, or was left out
+    if prompt_opens_thought or is_closed_first:  # the opening mark is in the prompt, or was left out
         text, shift = OPEN + text, len(OPEN)
     spans = [match.span(1) for match in TAGGED.finditer(text)]
     return [(start - shift, end - shift) for start, end in spans]
