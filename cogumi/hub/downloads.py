@@ -121,10 +121,10 @@ def fetch(download: Download, report: Callable[[int, int], None] = lambda done, 
     except (OSError, httpx.TransportError) as error:
         if getattr(error, "errno", None) in UNWRITABLE:
             raise describe_hub_error(download.name, download.commit, error, download.kind) from None
-        what = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
-        what += f"; {format_bytes(download.to_fetch)} of {format_bytes(download.total)} are missing"
+        message = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
+        message += f"; {format_bytes(download.to_fetch)} of {format_bytes(download.total)} are missing"
         fix = "start again with the same words: whole files stay"
-        raise UsageError(what, key=KEYS[download.kind], fix=fix) from None
+        raise UsageError(message, key=KEYS[download.kind], fix=fix) from None
     return download.snapshot
 
 
@@ -180,8 +180,8 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
     except HFValidationError:
         return None
     except RemoteEntryNotFoundError:
-        what = f"{name} holds no config.json, so transformers cannot load it"
-        raise UsageError(what, key="model.name", fix=NO_MODEL) from None
+        message = f"{name} holds no config.json, so transformers cannot load it"
+        raise UsageError(message, key="model.name", fix=NO_MODEL) from None
     return commit
 
 
@@ -209,11 +209,11 @@ def plan_download(name: str, commit: str | None) -> Download | None:
             weights = sorted(set(index["weight_map"].values()))
     missing = next((path for path in weights if path not in sizes), None if weights else " or ".join(WEIGHTS[::2]))
     if missing is not None:
-        what, fix = f"{name} has no {missing}, so transformers cannot load it", NO_MODEL
+        message, fix = f"{name} has no {missing}, so transformers cannot load it", NO_MODEL
         if not is_online:
-            what = f"{hub_cache()} has {name} without {missing}, and {hf.constants.ENDPOINT} does not answer"
+            message = f"{hub_cache()} has {name} without {missing}, and {hf.constants.ENDPOINT} does not answer"
             fix = "connect, or unset HF_HUB_OFFLINE"
-        raise UsageError(what, key="model.name", fix=fix)
+        raise UsageError(message, key="model.name", fix=fix)
     # From the root, as a pattern without a slash is for the top directory alone.
     beside = [path for path in sizes if any(PurePosixPath("/", path).match(f"/{kind}") for kind in SIDE_FILE_PATTERNS)]
     return Download(name, commit, {path: sizes[path] for path in sorted({*weights, *beside})})
@@ -225,8 +225,8 @@ def read_headers(download: Download) -> dict[str, Any]:
     Raises UsageError where the repository has no safetensors, or the hub does not answer.
     """
     if not any(path.endswith(".safetensors") for path in download.sizes):
-        what = f"{download.name} has no safetensors, which alone are merged"
-        raise UsageError(what, key="model.name", fix="name a repository that has them")
+        message = f"{download.name} has no safetensors, which alone are merged"
+        raise UsageError(message, key="model.name", fix="name a repository that has them")
     with hub_errors_refused(download.name, download.commit, "model"):
         metadata = hf.HfApi().get_safetensors_metadata(download.name, revision=download.commit)
     return {name: info for file in metadata.files_metadata.values() for name, info in file.tensors.items()}

@@ -116,9 +116,9 @@ def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str 
         try:
             return replace(found, trained_on=trained_on.name, proof=compare_models(trained_on, found))
         except Mismatch as mismatch:
-            what = f"base {found.name} is not what {trained_on.name} ({kind}) was quantized from: {mismatch}"
+            message = f"base {found.name} is not what {trained_on.name} ({kind}) was quantized from: {mismatch}"
             fix = f"pass base=<the full-precision model that it was>{dequant_hint(kind)}"
-            raise UsageError(what, fix=fix) from mismatch
+            raise UsageError(message, fix=fix) from mismatch
     if trained_on.path.resolve() != found.path.resolve():
         log.warning("the adapter was trained on %s: not proven that %s is the same model", recorded, found.name)
     in_memory = record and record.quantization
@@ -212,8 +212,8 @@ def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
     if single.is_file():
         return (read_shard(single),), False
     if not index.is_file():
-        what = f"base {name} has no model.safetensors and no index of shards in {path}"
-        raise UsageError(what, fix="download all of it, as safetensors: nothing else is merged")
+        message = f"base {name} has no model.safetensors and no index of shards in {path}"
+        raise UsageError(message, fix="download all of it, as safetensors: nothing else is merged")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{index} has no weight_map", fix=again)

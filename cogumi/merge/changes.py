@@ -65,23 +65,25 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
     expected = get_peft_model_state_dict(layers, save_embedding_layers=False)
     allowed = get_peft_model_state_dict(layers, save_embedding_layers=True) | expected  # what it adds at times, too
     for key in sorted(spans.keys() - allowed.keys()):
-        what = f"{key} belongs to nothing that the adapter's configuration puts on base {base.name}"
+        message = f"{key} belongs to nothing that the adapter's configuration puts on base {base.name}"
         task, fix = adapter.config.get("task_type"), OTHER_BASE
         if task not in (None, "CAUSAL_LM"):
             fix = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
         elif f"{key.removeprefix(PREFIX).partition('.lora_')[0]}.weight" in base.tensors:
             fix = f"it names layers as an older transformers did: {WITH_PEFT}"
-        raise adapter.refused(what, fix=fix)
+        raise adapter.refused(message, fix=fix)
     for key in sorted(expected.keys() - spans.keys()):
         raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
     for key, span in spans.items():
         needed = tuple(allowed[key].shape)
         if span.shape != needed:
-            what = f"{key} has shape {span.shape} where base {base.name} and the adapter's configuration need {needed}"
+            message = (
+                f"{key} has shape {span.shape} where base {base.name} and the adapter's configuration need {needed}"
+            )
             rows = resized_rows(layers.get_base_model(), key, span.shape, needed)
             if rows is not None:
-                what += f"; it resized the vocabulary to {rows} and does not bring the embedding of that"
-            raise adapter.refused(what, fix=OTHER_BASE if rows is None else BOTH_SIDES)
+                message += f"; it resized the vocabulary to {rows} and does not bring the embedding of that"
+            raise adapter.refused(message, fix=OTHER_BASE if rows is None else BOTH_SIDES)
     return set(expected)
 
 
@@ -162,8 +164,8 @@ class LayerChanges:
         if f"{key}.lora_B.bias" in self.spans:
             if getattr(layer.get_base_layer(), "bias", None) is None:
                 name = key.removeprefix(PREFIX)
-                what = f"lora_bias trained a bias on {name}, which has none in base {self.base.name}"
-                raise self.adapter.refused(what)
+                message = f"lora_bias trained a bias on {name}, which has none in base {self.base.name}"
+                raise self.adapter.refused(message)
             bias = LowRank(weights, None, f"{key}.lora_B.bias", 1, scaling)
             self.add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
 
@@ -190,8 +192,8 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     home = parameter if parameter in checkpoint.places else checkpoint.tied.get(parameter, parameter)
     stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(home, ())]
     if len(stored) != 1 or not leading_rows_equal(span, stored[0]):
-        what = f"{span.name} is not the embedding of base {base.name} (and is not among modules_to_save)"
-        raise adapter.refused(what, fix=OTHER_BASE)
+        message = f"{span.name} is not the embedding of base {base.name} (and is not among modules_to_save)"
+        raise adapter.refused(message, fix=OTHER_BASE)
     if span.shape == stored[0].shape or span.name.endswith(".original_module.weight"):
         return
     changes.parameters[parameter] = replace(change, whole=span)

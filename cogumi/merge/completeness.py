@@ -156,10 +156,10 @@ def check_output(
         return  # what check_base has found whole
     faults = find_faults(meta_model(config, kind), stored)
     if resized := [fault for fault in faults if vocabulary is not None and fault.needed.startswith(f"[{vocabulary}")]:
-        what = (
+        message = (
             f"it resized the vocabulary to {vocabulary} and does not bring all of it: {resized[0]} in the merged model"
         )
-        raise adapter.refused(what, fix=BOTH_SIDES)
+        raise adapter.refused(message, fix=BOTH_SIDES)
     if faults:
         raise incomplete(base, kind.__name__, faults)
 
@@ -170,5 +170,5 @@ def stored_of(spans: Collection[Span]) -> Stored:
 
 def incomplete(base: Base, architecture: str, faults: list[Fault]) -> UsageError:
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-    what = f"base {base.name} is not a whole {architecture}: {faults[0]}{more}"
-    return UsageError(what, fix="download it again, or correct its config.json")
+    message = f"base {base.name} is not a whole {architecture}: {faults[0]}{more}"
+    return UsageError(message, fix="download it again, or correct its config.json")

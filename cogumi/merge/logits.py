@@ -147,8 +147,8 @@ def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept:
     """Run a merged model on the reference's tokens. stored: the dtype of its weights; kept: share of the update in them."""
     logits, live = run_model(merged, reference.input_ids), reference.live
     if logits.shape[:-1] != live.shape[:-1]:
-        what = f"the merged model's logits are {list(logits.shape)}, the live model's {list(live.shape)}"
-        raise UsageError(what, fix="is it the merge of the same base?")
+        message = f"the merged model's logits are {list(logits.shape)}, the live model's {list(live.shape)}"
+        raise UsageError(message, fix="is it the merge of the same base?")
     measured, moved = rms(live, logits), rms(live, reference.base)
     layers = getattr(merged.config.get_text_config(), "num_hidden_layers", 1)
     rounding = MIXTURE if any("experts" in name for name, _ in merged.named_modules()) else DENSE

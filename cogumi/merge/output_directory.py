@@ -76,8 +76,8 @@ def remove_stale(target: Path) -> None:
         except FileNotFoundError:
             continue  # its own merge, or another one that cleans up, was faster
         except PermissionError as error:
-            what = f"out {target}: {partial} was left by a merge and cannot be removed ({error.strerror})"
-            raise UsageError(what, fix="remove it or choose another out") from error
+            message = f"out {target}: {partial} was left by a merge and cannot be removed ({error.strerror})"
+            raise UsageError(message, fix="remove it or choose another out") from error
 
 
 @contextmanager

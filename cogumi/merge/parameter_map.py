@@ -224,8 +224,8 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
             converted[name, number][pattern].append(spans[tensor])
         elif name in parameters:
             if name in plain:
-                what = f"base tensors {plain[name]} and {tensor} both load as {name}"
-                raise UsageError(what, fix="the base is ambiguous")
+                message = f"base tensors {plain[name]} and {tensor} both load as {name}"
+                raise UsageError(message, fix="the base is ambiguous")
             plain[name] = tensor
     places = {
         name: matrices_of(spans[tensor]) for name, tensor in plain.items() if spans[tensor].shape == parameters[name]

@@ -204,8 +204,8 @@ def weighted_sum(parts: list[Changes], adapters: Sequence[tuple[Adapter, float]]
             raise adapter.refused("it resized the vocabulary, so it cannot be weighted", fix="merge it alone")
         for name, change in changes.parameters.items():
             if change.whole or change.magnitude or change.rows:
-                what = f"it sets {name} (DoRA, a module trained whole, or trained tokens), so it cannot be weighted"
-                raise adapter.refused(what, fix="merge it alone, with weight 1")
+                message = f"it sets {name} (DoRA, a module trained whole, or trained tokens), so it cannot be weighted"
+                raise adapter.refused(message, fix="merge it alone, with weight 1")
             terms = tuple(replace(term, scaling=term.scaling * weight) for term in change.terms)
             total.parameters[name] = Change(terms=total.parameters.get(name, Change()).terms + terms)
     return total
@@ -282,8 +282,10 @@ def changes_by_tensor(
         if parameter in added_parameters and change.whole:
             places = (Place(parameter, 0, matrix_shape(checkpoint.spans.get(parameter, change.whole).shape)[0]),)
         if not places:
-            what = f"it changes {parameter}, which base {base.name} lacks or stores in a layout that is not known here"
-            raise adapter.refused(what)
+            message = (
+                f"it changes {parameter}, which base {base.name} lacks or stores in a layout that is not known here"
+            )
+            raise adapter.refused(message)
         if (change.rows or change.magnitude) and (len(places) > 1 or places[0].transposed):
             kind = "DoRA" if change.magnitude else "trained tokens"
             raise adapter.refused(f"{kind} on {parameter}, which is stored in parts")
@@ -292,8 +294,8 @@ def changes_by_tensor(
             if change.whole is not None and span is not None:
                 is_filled = (place.first, place.last) == (0, matrix_shape(span.shape)[0])
                 if place.transposed or not (is_filled or span.shape == change.whole.shape):
-                    what = f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others"
-                    raise adapter.refused(what)
+                    message = f"{parameter} is trained whole, and stored in {place.tensor} transposed or with others"
+                    raise adapter.refused(message)
             part = change if len(places) == 1 or span is None else slice_replacement(change, place, span)
             stored[place.tensor].append(Piece(place, part))
     return stored

@@ -62,8 +62,10 @@ def find_original(base: str, config: Any, merge_base: str | None, base_mode: str
     """
     kind = quantization(config.to_dict())
     if base_mode == "dequant" and kind != BNB_4BIT:
-        what = f"{base} is {f'quantized ({kind})' if kind else 'not quantized'}, and dequant reads bitsandbytes' 4 bits"
-        raise UsageError(what, key="cogumi.base_mode", fix="drop it")
+        message = (
+            f"{base} is {f'quantized ({kind})' if kind else 'not quantized'}, and dequant reads bitsandbytes' 4 bits"
+        )
+        raise UsageError(message, key="cogumi.base_mode", fix="drop it")
     if kind is None or base_mode == "dequant":
         if merge_base is not None:
             why = "is not quantized on disk" if kind is None else "is dequantized itself (cogumi.base_mode)"
@@ -82,10 +84,10 @@ def find_original(base: str, config: Any, merge_base: str | None, base_mode: str
         except UsageError as error:
             refused.append(error.message)
     tried = f": {'; '.join(refused)}" if refused else f" ({', '.join(names)})" if names else ""
-    what = f"{base} is quantized ({kind}), and the full-precision model that the merge needs is not found{tried}"
+    message = f"{base} is quantized ({kind}), and the full-precision model that the merge needs is not found{tried}"
     dequant = "set cogumi.base_mode: dequant, or " if kind == BNB_4BIT else ""
     fix = f"set cogumi.merge_base to its directory or hub id, or {dequant}{NO_MERGE}"
-    raise UsageError(what, key="model.name" if merge_base is None else "cogumi.merge_base", fix=fix)
+    raise UsageError(message, key="model.name" if merge_base is None else "cogumi.merge_base", fix=fix)
 
 
 def prove_original(base: str, revision: str | None, original: Original) -> None:
@@ -93,9 +95,9 @@ def prove_original(base: str, revision: str | None, original: Original) -> None:
     try:
         compare_models(read_model(base, revision), read_model(original.name, original.revision))
     except Mismatch as mismatch:
-        what = f"{base} ({original.kind}) was not quantized from {original.name}: {mismatch}"
+        message = f"{base} ({original.kind}) was not quantized from {original.name}: {mismatch}"
         fix = f"set cogumi.merge_base to the model that it was quantized from, or {NO_MERGE}"
-        raise UsageError(what, key="cogumi.merge_base", fix=fix) from mismatch
+        raise UsageError(message, key="cogumi.merge_base", fix=fix) from mismatch
 
 
 def plan_adapter(lora: Any, base_config: Any, base: Base) -> None:

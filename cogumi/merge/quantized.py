@@ -197,8 +197,8 @@ def import_bitsandbytes() -> tuple[Any, Any]:
     try:
         from bitsandbytes.functional import QuantState, dequantize_4bit
     except ImportError as error:
-        what = "reading bitsandbytes' 4-bit weights needs bitsandbytes, which is not installed"
-        raise UsageError(what, fix='run: pip install "cogumi[quantization]"') from error
+        message = "reading bitsandbytes' 4-bit weights needs bitsandbytes, which is not installed"
+        raise UsageError(message, fix='run: pip install "cogumi[quantization]"') from error
     return dequantize_4bit, QuantState
 
 

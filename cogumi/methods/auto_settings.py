@@ -140,9 +140,9 @@ def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     if not is_planned(run):  # there the planner cuts the micro-batch to the memory, with TRL's default
         choices.append(checkpointing)
     if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
-        wanted = run.train.get("gradient_checkpointing")
+        requested = run.train.get("gradient_checkpointing")
         choices.insert(0, attention(machine, load))
-        computed_twice = checkpointing.value if wanted is None else wanted
+        computed_twice = checkpointing.value if requested is None else requested
         shared = run.cogumi.sharding != "none"
         choices.append(SHARED_OPTIMIZER if shared else optimizer(machine, load, computed_twice))
     if machine.bf16 and run.cogumi.method == "gspo":
@@ -234,12 +234,15 @@ def gradient_checkpointing(machine: Machine, load: Load) -> Choice:
 def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Choice:
     """AdamW with moments in 8 bits where those in 32 do not fit; transformers' own (fused) stays where they do."""
     room = max(0, int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing))
-    whole, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
-    name, why = "adamw_torch_fused", f"AdamW's moments are {format_memory(whole)}, and {format_memory(room)} are left"
-    if whole > room and machine.bitsandbytes:
+    full_size, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
+    name, why = (
+        "adamw_torch_fused",
+        f"AdamW's moments are {format_memory(full_size)}, and {format_memory(room)} are left",
+    )
+    if full_size > room and machine.bitsandbytes:
         name = "adamw_8bit" if small <= room else "paged_adamw_8bit"
         why += f"; {format_memory(small)} in 8 bits{'' if small <= room else ', paged into main memory'}"
-    elif whole > room:
+    elif full_size > room:
         why += "; bitsandbytes, whose 8 bits are smaller, is not installed"
     return Choice("train.optim", name, why)
 
@@ -258,11 +261,11 @@ def apply_choices(run: RunConfig, base: str, decide: Decide = choose) -> RunConf
     place = run.run_dir / DECISIONS
     begun = read_section(place, SETTINGS)
     if begun != {}:  # a list, empty where nothing was left open
-        choices = [Choice(each["key"], each["value"], "as when the run began") for each in begun]
+        choices = [Choice(entry["key"], entry["value"], "as when the run began") for entry in begun]
         choices = [choice for choice in choices if is_open(run, choice.key)]
     else:
         choices = decide(run, Machine.here(run), load_of(run, base))
-        write_section(place, SETTINGS, [asdict(each) for each in choices])
+        write_section(place, SETTINGS, [asdict(entry) for entry in choices])
     for choice in choices:
         log.info("chosen: %s", choice)
     decided = with_values(run, choices)
@@ -290,10 +293,10 @@ def set_allocator(run: RunConfig) -> list[Choice]:
     """Set, and return, what must be set before CUDA is initialised; nothing where that is too late or the user has set it."""
     if "unsloth" not in sys.modules and not torch.cuda.is_initialized():
         os.environ.pop(os.environ.pop(SET_BY_COGUMI, ""), None)  # the process that started this one had other reasons
-    given = any(name in os.environ for name in ALLOCATORS)
+    is_set = any(name in os.environ for name in ALLOCATORS)
     # vLLM's sleep mode has a memory pool of its own. Whether the engine will sleep is known later, unless the run says.
     may_sleep = samples_beside(run.train) and run.train.get("vllm_enable_sleep_mode") is not False
-    if given or may_sleep or not torch.cuda.is_available() or torch.cuda.is_initialized():
+    if is_set or may_sleep or not torch.cuda.is_available() or torch.cuda.is_initialized():
         return []
     os.environ[ALLOCATOR], os.environ[SET_BY_COGUMI] = f"{SEGMENTS}:True", ALLOCATOR
     return [Choice(ALLOCATOR, os.environ[ALLOCATOR], "lengths differ from step to step, and fixed blocks fragment")]
@@ -305,16 +308,16 @@ def refuse_segments(run: RunConfig) -> None:
     Sleep mode allocates in a memory pool, in which they do not work (pytorch issue 147851). vLLM has asserted that
     "Expandable segments are not compatible with memory pool". 0.31 disables them while it allocates there.
     """
-    given = next((name for name in ALLOCATORS if os.environ.get(name)), None)  # the order in which torch reads them
-    if given is None or not samples_beside(run.train) or not run.train.get("vllm_enable_sleep_mode"):
+    variable = next((name for name in ALLOCATORS if os.environ.get(name)), None)  # the order in which torch reads them
+    if variable is None or not samples_beside(run.train) or not run.train.get("vllm_enable_sleep_mode"):
         return
-    flags = dict(flag.strip().split(":", 1) for flag in os.environ[given].split(",") if ":" in flag)
+    flags = dict(flag.strip().split(":", 1) for flag in os.environ[variable].split(",") if ":" in flag)
     if flags.get(SEGMENTS, "").strip().lower() in ("true", "1"):
-        who, fix = given, f"take {SEGMENTS} out of {given}, or set train.vllm_enable_sleep_mode: false"
-        if os.environ.get(SET_BY_COGUMI) == given:
+        who, fix = variable, f"take {SEGMENTS} out of {variable}, or set train.vllm_enable_sleep_mode: false"
+        if os.environ.get(SET_BY_COGUMI) == variable:
             who, fix = "unsloth or an earlier run", "set it to false, or start a new process with cogumi.backend: trl"
-        what = f"{who} sets {SEGMENTS}:True, which the memory pool of vLLM's sleep mode excludes"
-        raise RefusedAtSetup(what, key="train.vllm_enable_sleep_mode", fix=fix)
+        message = f"{who} sets {SEGMENTS}:True, which the memory pool of vLLM's sleep mode excludes"
+        raise RefusedAtSetup(message, key="train.vllm_enable_sleep_mode", fix=fix)
 
 
 def load_of(run: RunConfig, base: str) -> Load:
@@ -322,9 +325,9 @@ def load_of(run: RunConfig, base: str) -> Load:
     config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     model = meta_model(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
-    whole, dpo = run.cogumi.tuning == "full", run.cogumi.method == "dpo"
-    element = resolve_dtype(dtype_of_weights(run) if whole else run.model.dtype).itemsize
-    if whole:  # each with its gradient, and beside them DPO's reference model
+    is_full, dpo = run.cogumi.tuning == "full", run.cogumi.method == "dpo"
+    element = resolve_dtype(dtype_of_weights(run) if is_full else run.model.dtype).itemsize
+    if is_full:  # each with its gradient, and beside them DPO's reference model
         reference = dpo and not run.train.get("precompute_ref_log_probs")
         trained, weights = parameters, parameters * element * (3 if reference else 2)
     else:
@@ -354,8 +357,8 @@ def refuse_adapter_settings(run: RunConfig) -> None:
     if run.model.quantization_config is not None:
         reason, fix = "quantized weights cannot be trained themselves", "drop it, or drop cogumi.tuning: full (QLoRA)"
         raise UsageError(reason, key="model.quantization_config", fix=fix)
-    given = {"model.adapter": run.model.adapter, **{f"lora.{key}": value for key, value in run.lora.items()}}
-    for key in (key for key, value in given.items() if value is not None):
+    settings = {"model.adapter": run.model.adapter, **{f"lora.{key}": value for key, value in run.lora.items()}}
+    for key in (key for key, value in settings.items() if value is not None):
         raise UsageError(f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two")
 
 
@@ -390,7 +393,7 @@ def measure_log_ratios(trainer: Any, rollout: dict[str, Any]) -> Tensor:
     step = -(-len(rollout["prompt_ids"]) // ROWS)
     part = {name: value[::step] for name, value in rollout.items() if isinstance(value, Tensor) and value.dim() > 0}
     inputs = (torch.cat([part[f"prompt_{key}"], part[f"completion_{key}"]], 1) for key in ("ids", "mask"))
-    ids, attention = (torch.nn.functional.pad(each, (PADDING, 0)) for each in inputs)
+    ids, attention = (torch.nn.functional.pad(tensor, (PADDING, 0)) for tensor in inputs)
     length, size = part["completion_ids"].size(1), trainer.args.per_device_train_batch_size
     new = getattr(trainer, TOKEN_LOGPS)(trainer.model, ids, attention, length, batch_size=size)[0]
     return Tensor.double(trainer.accelerator.gather(sequence_log_ratio(read_trl_inputs(trainer, part, new))))
@@ -411,8 +414,8 @@ def set_clip(run: RunConfig, trainer: Any, rollout: dict[str, Any]) -> dict[str,
     noise = {"sd": sd, "tokens": tokens, "epsilon": low, "outside": outside}
     part = f"{outside:.0%} of {len(ratios)} completions of {tokens:.0f} tokens"
     advice = "; leave train.epsilon and epsilon_high out, and they follow the noise" if outside > 0.5 else ""
-    said = f"noise of the ratios: sd {sd:.2g}; rounding puts {part} outside the clip of {low:g}/{high:g}{advice}"
-    log.log(logging.WARNING if advice else logging.INFO, "%s", said)
+    message = f"noise of the ratios: sd {sd:.2g}; rounding puts {part} outside the clip of {low:g}/{high:g}{advice}"
+    log.log(logging.WARNING if advice else logging.INFO, "%s", message)
     if trainer.accelerator.is_main_process:
         place = run.run_dir / DECISIONS
         write_section(place, SETTINGS, [*read_section(place, SETTINGS), *map(asdict, choices)])

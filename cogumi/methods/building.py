@@ -61,8 +61,8 @@ def trl_arguments(run: RunConfig) -> Any:
     batch = run.train.get("per_device_train_batch_size")
     if batch is not None and run.cogumi.method != "gspo":
         defaults["per_device_eval_batch_size"] = batch  # the held-out loss is to fit where a step does
-    given = defaults | METHODS[run.cogumi.method].arguments(run)
-    given.pop("model_init_kwargs", None)  # TRL would warn that it ignores them: the model is loaded already
+    options = defaults | METHODS[run.cogumi.method].arguments(run)
+    options.pop("model_init_kwargs", None)  # TRL would warn that it ignores them: the model is loaded already
     config = config_class(TRL_CONFIGS[run.cogumi.method])
     if (
         unsloth_rl.is_in_place()
@@ -71,30 +71,30 @@ def trl_arguments(run: RunConfig) -> Any:
         if run.cogumi.method == "sft":
             del theirs["loss_type"]  # unsloth's trainer computes "nll" alone, whose value is that of TRL's default
         elif run.cogumi.method == "gspo":  # whose presets fill in their own
-            theirs = {key: value for key, value in theirs.items() if key not in PRESETS.get(given["loss_type"], ())}
-        given = theirs | given
-    given |= {key: RedactedStr(value) for key, value in given.items() if value and key.endswith(SECRETS)}
+            theirs = {key: value for key, value in theirs.items() if key not in PRESETS.get(options["loss_type"], ())}
+        options = theirs | options
+    options |= {key: RedactedStr(value) for key, value in options.items() if value and key.endswith(SECRETS)}
     try:
-        return config(**given)
+        return config(**options)
     except ValueError as error:
         raise UsageError(one_line(error), key="train") from None
 
 
 def use_kernels(run: RunConfig, model: Any = None) -> None:
     """Check `train.model_init_kwargs`, and have `model` run the hub's kernels as it says. Raises UsageError where it cannot."""
-    given, key = run.train.get("model_init_kwargs") or {}, "train.model_init_kwargs"
+    options, key = run.train.get("model_init_kwargs") or {}, "train.model_init_kwargs"
     obstacles = {
-        "only use_kernels is passed on: the model is loaded as `model:` says": set(given) - {"use_kernels"},
+        "only use_kernels is passed on: the model is loaded as `model:` says": set(options) - {"use_kernels"},
         "unsloth has kernels of its own": unsloth_rl.is_in_place(),
         "the hub has kernels for GPUs": not torch.cuda.is_available(),
         "transformers finds no version of the package kernels that it takes (pip install kernels)": not is_kernels_available(),
     }
-    if given and (reason := next((text for text, applies in obstacles.items() if applies), "")):
+    if options and (reason := next((text for text, applies in obstacles.items() if applies), "")):
         raise UsageError(reason, key=key, fix="drop it")
-    if not given or model is None:
+    if not options or model is None:
         return
     try:
-        model.train().use_kernels = given["use_kernels"]
+        model.train().use_kernels = options["use_kernels"]
     except (*BUILD_REFUSALS, httpx.HTTPError) as error:
         raise UsageError(one_line(error), key=key, fix="let the hub be reached, or drop it") from error
 
@@ -135,10 +135,10 @@ def refuse_without_decoder(base_config: Any) -> None:
     except BUILD_REFUSALS:  # told where the model is built
         return
     if model.base_model.get_output_embeddings() is not None:
-        what = (
+        message = (
             f"TRL {version('trl')} finds no decoder without its LM head in {type(model).__name__}, so its losses fail"
         )
-        raise UsageError(what, key="model.name", fix="take a model of another family")
+        raise UsageError(message, key="model.name", fix="take a model of another family")
 
 
 def refuse_unmergeable(
@@ -156,14 +156,14 @@ def refuse_unmergeable(
     try:
         if original is not None:
             of_original = AutoConfig.from_pretrained(original.name, revision=original.revision)
-            there = expected_base(original.name, original.revision, of_original, original.download)
+            expected = expected_base(original.name, original.revision, of_original, original.download)
         else:
-            there = expected_base(base, run.model.revision, base_config, download)
+            expected = expected_base(base, run.model.revision, base_config, download)
     except UsageError as error:
         raise UsageError(error.message, key="model.name", fix=f"{error.fix}; or {fix}") from None
     try:
         refuse_unsupported(Path("lora"), json.loads(json.dumps(lora.to_dict(), default=list)))
-        plan_adapter(lora, base_config, there)
+        plan_adapter(lora, base_config, expected)
     except UsageError as error:
         raise UsageError(error.message, key=error.key or "lora", fix=fix) from None
     except BUILD_REFUSALS as error:
@@ -183,31 +183,35 @@ def build_trainer(
     meter: is told of the stage of dpo's reference. ranks: the processes of the training.
     """
     ranks = ranks or Ranks()
-    wanted, whole = run.model, run.cogumi.tuning == "full"
-    dtype = dtype_of_weights(run) if whole else wanted.dtype
+    model_section, is_full = run.model, run.cogumi.tuning == "full"
+    dtype = dtype_of_weights(run) if is_full else model_section.dtype
     if unsloth_rl.is_in_place():
-        model: Any = load_fast_model(base, wanted, dtype, longest_sequence(run), checkpoints_layers(run), whole)
+        model: Any = load_fast_model(
+            base, model_section, dtype, longest_sequence(run), checkpoints_layers(run), is_full
+        )
     else:
-        model = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
+        model = load_model(
+            base, model_section.revision, dtype, model_section.quantization_config, model_section.attn_implementation
+        )
     log.info("%s loaded on %s: %s", base, model.device, count_weights(model))
     use_kernels(run, model)
-    if wanted.quantization_config is not None:
+    if model_section.quantization_config is not None:
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
-                    "merge is into the full-precision base, and the verdict gives their distance", wanted.name)  # fmt: skip
+                    "merge is into the full-precision base, and the verdict gives their distance", model_section.name)  # fmt: skip
     if run.cogumi.method == "gspo" and is_planned(run):
         unplanned, prompts = run, examples.train.dataset
         run = gspo.with_batch(run, ranks.decide(lambda: gspo.plan(unplanned, model, tokenizer, prompts)))
     towers = find_towers(model)
-    if towers and (whole or run.lora.get("target_modules", "all-linear") == "all-linear"):
-        what = "cogumi.tuning: full" if whole else "lora.target_modules: all-linear"
+    if towers and (is_full or run.lora.get("target_modules", "all-linear") == "all-linear"):
+        what = "cogumi.tuning: full" if is_full else "lora.target_modules: all-linear"
         log.info("%s leaves out %s, which no text reaches", what, ", ".join(towers))
-    for name in towers if whole else ():
+    for name in towers if is_full else ():
         model.get_submodule(name).requires_grad_(False)
-    model, lora = (model, None) if whole else with_adapter(run, model)
+    model, lora = (model, None) if is_full else with_adapter(run, model)
     args = trl_arguments(run)
     if unsloth_rl.is_in_place():
-        for said in compare_arguments(run.train, args):
-            log.warning("unsloth: %s", said)
+        for difference in compare_arguments(run.train, args):
+            log.warning("unsloth: %s", difference)
     more: dict[str, dict[str, Any]] = {"dpo": {"meter": meter}, "sft": {"ranks": ranks}, "gspo": {}}
     trainer = METHODS[run.cogumi.method].build_trainer(
         run,
@@ -235,10 +239,12 @@ def rebuild_model(run: RunConfig, base: str, trained: Iterable[tuple[str, torch.
 
     Raises RuntimeError where a trained weight finds no place.
     """
-    wanted, whole = run.model, run.cogumi.tuning == "full"
-    dtype = dtype_of_weights(run) if whole else wanted.dtype
-    model: Any = load_model(base, wanted.revision, dtype, wanted.quantization_config, wanted.attn_implementation)
-    if not whole:
+    model_section, is_full = run.model, run.cogumi.tuning == "full"
+    dtype = dtype_of_weights(run) if is_full else model_section.dtype
+    model: Any = load_model(
+        base, model_section.revision, dtype, model_section.quantization_config, model_section.attn_implementation
+    )
+    if not is_full:
         model, lora = with_adapter(run, model)
         model = model if lora is None else get_peft_model(model, lora)
         keep_float32(model)
@@ -251,7 +257,10 @@ def rebuild_model(run: RunConfig, base: str, trained: Iterable[tuple[str, torch.
             homeless.append(name)
     if homeless:
         raise RuntimeError(f"{len(homeless)} trained weights find no place in the model, such as {homeless[0]}")
-    size, on_gpu = sum(each.numel() * each.element_size() for each in model.parameters()), torch.cuda.is_available()
+    size, on_gpu = (
+        sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        torch.cuda.is_available(),
+    )
     return model.cuda() if on_gpu and size * SPARE < torch.cuda.mem_get_info()[0] else model
 
 
@@ -293,6 +302,6 @@ def refuse_impossible(options: CogumiSection) -> None:
 def refuse_spent(run_dir: Path, options: CogumiSection) -> None:
     """Raise UsageError for a run that its budget has ended, started again with no more of it: it would end at once."""
     if read_json(run_dir / "status.json").get("state") == BUDGET_SPENT and (run_dir / HEARTBEAT).exists():
-        said = budget_reached(options, read_json(run_dir / HEARTBEAT).get("elapsed_seconds", 0.0))
-        if said is not None:
-            raise UsageError(f"the budget of this run is spent ({said})", place=run_dir, fix="raise it to resume")
+        spent = budget_reached(options, read_json(run_dir / HEARTBEAT).get("elapsed_seconds", 0.0))
+        if spent is not None:
+            raise UsageError(f"the budget of this run is spent ({spent})", place=run_dir, fix="raise it to resume")

@@ -65,9 +65,9 @@ class Examples:
 
         `lengths`: (first, last, examples) in tokens, [] of prompts.
         """
-        found = {"key": self.key, "today": self.today, "max_length": self.max_length, "held_out": None}
+        section = {"key": self.key, "today": self.today, "max_length": self.max_length, "held_out": None}
         accounts = [asdict(account_for(data)) | {"lengths": data.lengths.buckets(BARS)} for data in self.parts()]
-        write_section(run_dir / DECISIONS, DATA, found | dict(zip(("train", "held_out"), accounts, strict=False)))
+        write_section(run_dir / DECISIONS, DATA, section | dict(zip(("train", "held_out"), accounts, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Shares:
 
 def account_for(data: Data) -> Shares:
     """Account for every row."""
-    dropped = {reason: each.count for reason, each in data.dropped.items()}
+    dropped = {reason: drop.count for reason, drop in data.dropped.items()}
     name, examples, tokens = redact_text(data.name), len(data.dataset), data.lengths.tokens
     return Shares(name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned)
 
@@ -104,12 +104,12 @@ def prepare_examples(
 
     base_config: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
     """
-    found = sources_of(run, tokenizer, base_config)
-    data, options = run.data, found[0][1]
+    sources = sources_of(run, tokenizer, base_config)
+    data, options = run.data, sources[0][1]
     selection = Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
-    prepared = prepare([source for source, _ in found], selection, parts, bad_rows=data.bad_rows)
-    notes = [note for _, each in found if (note := layout_note(each, tokenizer))]
+    prepared = prepare([source for source, _ in sources], selection, parts, bad_rows=data.bad_rows)
+    notes = [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
     return Examples(
         prepared.train,
         prepared.held_out,
@@ -132,18 +132,18 @@ def sources_of(
     if room is not None:
         fim = fim.model_copy(update={"max_length": min(fim.max_length, room)})
     entries: Sequence[MixEntry | DataSection] = run.data.mix or [run.data]
-    found = []
-    for each in entries:
-        task = None if each.source else task_of(run)
-        source = str(write_rows(own_rows(task), task.name)) if task else each.source or ""
-        name, files, identity = locate(source, revision=each.revision, split=each.split, subset=each.subset)
+    sources = []
+    for item in entries:
+        task = None if item.source else task_of(run)
+        source = str(write_rows(own_rows(task), task.name)) if task else item.source or ""
+        name, files, identity = locate(source, revision=item.revision, split=item.split, subset=item.subset)
         name = f"cogumi.environment {task.name}" if task else name
         options = FormatOptions(
             method=run.cogumi.method,
-            format=each.format or run.data.format,
-            columns=run.data.columns if each.columns is None else each.columns,
-            column=each.column or run.data.column,
-            learn=learned_parts(each.format or run.data.format, run.train),
+            format=item.format or run.data.format,
+            columns=run.data.columns if item.columns is None else item.columns,
+            column=item.column or run.data.column,
+            learn=learned_parts(item.format or run.data.format, run.train),
             max_length=room if run.cogumi.method == "gspo" else longest_example(run),
             overlong=run.data.overlong,
             truncation_mode=run.train.get("truncation_mode") or "keep_start",
@@ -164,11 +164,11 @@ def sources_of(
             tokenize=tokenize_for(options, tokenizer),
             identity=identity,
             options=options.as_json(),
-            weight=getattr(each, "weight", 1.0),
+            weight=getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
         )
-        found.append((entry, options))
-    return found
+        sources.append((entry, options))
+    return sources
 
 
 def room_for_prompts(run: RunConfig, base_config: PretrainedConfig | None) -> int | None:
@@ -235,16 +235,16 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
         }
         return decode_rows(Dataset.from_dict({**texts, "prompt": prompts, "prompt_ids": ids}), names)
     if options.method == "dpo":
-        given = [(row["prompt_ids"], {side: decode(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
+        pairs = [(row["prompt_ids"], {side: decode(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
     else:
-        given, answer = [], "middle" if options.format == "fim" else "answer"
+        pairs, answer = [], "middle" if options.format == "fim" else "answer"
         for row in rows:
             ids, end = row["input_ids"], len(row["completion_mask"]) - row["completion_mask"][::-1].index(1)
             start = next((at for at in range(end, 0, -1) if not row["completion_mask"][at - 1]), 0)
             if start > 1:  # else all of it is learned, and nothing is asked
-                given.append((ids[:start], {answer: decode(ids[start:end])}))
-    found = [{"prompt": tokenizer.decode(ids), **answers, "prompt_ids": ids} for ids, answers in given]
-    return Dataset.from_list(found) if found else None
+                pairs.append((ids[:start], {answer: decode(ids[start:end])}))
+    records = [{"prompt": tokenizer.decode(ids), **answers, "prompt_ids": ids} for ids, answers in pairs]
+    return Dataset.from_list(records) if records else None
 
 
 def render_prompts(
@@ -274,4 +274,4 @@ def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int
         return prompt_ids(row["prompt"] + row["middle"] if "middle" in row else row["prompt"], tokenizer)
 
     ids = [ids_of(row) for row in dataset.select(range(min(rows, len(dataset))))]
-    return torch.tensor([each[: min(map(len, ids))] for each in ids])
+    return torch.tensor([row_ids[: min(map(len, ids))] for row_ids in ids])

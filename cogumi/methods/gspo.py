@@ -75,8 +75,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     """GRPOConfig arguments with the preset spelled out. Raises UsageError for what would not be the run it says."""
     train = {"loss_type": "gspo", **run.train}
     read_rewards(run)
-    given = run.cogumi.rewards
-    if given and (weights := weights_of(given, train.get("reward_weights"))) is not None:
+    entries = run.cogumi.rewards
+    if entries and (weights := weights_of(entries, train.get("reward_weights"))) is not None:
         train["reward_weights"] = weights
     name = train["loss_type"]
     train |= sampler_settings(run)
@@ -115,14 +115,16 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
     rollout = run.train.get("generation_batch_size") or STEPS_PER_ROLLOUT * documents
     processes = run.cogumi.process_count
     if rollout % documents:
-        what = f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents"
-        raise UsageError(what, fix=f"set {nearest_multiples(rollout, documents)}")
+        message = (
+            f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents"
+        )
+        raise UsageError(message, fix=f"set {nearest_multiples(rollout, documents)}")
     refuse_uneven(documents, run.cogumi.prompts_per_step, group, rollout // documents, fixed)
     if processes > 1:
         if documents % processes:
-            what = f"a step of {documents} completions cannot be shared by {processes} processes"
+            message = f"a step of {documents} completions cannot be shared by {processes} processes"
             fix = f"take {nearest_multiples(documents, processes)} a step"
-            raise UsageError(what, key="cogumi.processes", fix=fix)
+            raise UsageError(message, key="cogumi.processes", fix=fix)
         refuse_uneven(documents // processes, None, group, rollout // documents, fixed)
     return group, documents // processes, rollout // documents, fixed
 
@@ -144,8 +146,8 @@ def rollout_rows(run: RunConfig) -> int:
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
     """Check the size of a step, and make a batch of that size for TRL's checks until the model is loaded."""
     for key in (key for key in PLANNED if run.train.get(key) is not None):
-        what = f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same"
-        raise UsageError(what, fix="drop one (documents per rollout are train.generation_batch_size)")
+        message = f"train.{key} and cogumi.docs_per_step or prompts_per_step decide the same"
+        raise UsageError(message, fix="drop one (documents per rollout are train.generation_batch_size)")
     _, documents, mini_batches, fixed = step_sizes(run)
     accumulation = documents // (fixed or 1)
     return {
@@ -257,8 +259,8 @@ def read_rewards(run: RunConfig) -> list[Any]:
     rewards = rewards_of(run.cogumi.rewards, settings) if run.cogumi.rewards else []
     for reward in rewards:
         if run.cogumi.thinking is not None and scores_visible(reward) and iscoroutinefunction(reward):
-            what = f"{reward.__name__} is asynchronous, and with cogumi.thinking a reward is given the visible part"
-            raise UsageError(what, key="cogumi.rewards", fix="write it as a plain function, or drop cogumi.thinking")
+            message = f"{reward.__name__} is asynchronous, and with cogumi.thinking a reward is given the visible part"
+            raise UsageError(message, key="cogumi.rewards", fix="write it as a plain function, or drop cogumi.thinking")
     return rewards
 
 
@@ -269,16 +271,16 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     check_prompts(rewards, prompts)
     for reward in rewards:
         thoughts = dict(zip(THOUGHT_COLUMNS, ([0] * group, [SAMPLE] * group), strict=True))
-        given = {
+        extra_columns = {
             "trainer_state": TrainerState(),
             **{key: thoughts[key] for key in thoughts.keys() & parameters_of(reward)},
         }
-        wrong = try_reward(reward, prompts[0], group, **given)
-        refused, what = wrong or (False, "")
+        wrong = try_reward(reward, prompts[0], group, **extra_columns)
+        refused, message = wrong or (False, "")
         if refused:
-            raise UsageError(what, key="cogumi.rewards")
-        if what:
-            log.warning("cogumi.rewards: %s", what)
+            raise UsageError(message, key="cogumi.rewards")
+        if message:
+            log.warning("cogumi.rewards: %s", message)
 
 
 def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -316,12 +318,12 @@ def scores_visible(reward: Any) -> bool:
 
 def apply_thinking(flag: bool, args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Have rollouts rendered as `cogumi.thinking` says."""
-    wanted, given = read_template(tokenizer, flag).thinking.template_kwargs, args.chat_template_kwargs or {}
-    for key in wanted.keys() & given.keys():
-        if wanted[key] != given[key]:
-            what = f"train.chat_template_kwargs.{key} is {given[key]!r} and cogumi.thinking is {flag}"
-            raise UsageError(what, fix="drop one")
-    args.chat_template_kwargs = {**given, **wanted}
+    required, requested = read_template(tokenizer, flag).thinking.template_kwargs, args.chat_template_kwargs or {}
+    for key in required.keys() & requested.keys():
+        if required[key] != requested[key]:
+            message = f"train.chat_template_kwargs.{key} is {requested[key]!r} and cogumi.thinking is {flag}"
+            raise UsageError(message, fix="drop one")
+    args.chat_template_kwargs = {**requested, **required}
 
 
 # ----------------------------------------------------------------------------------------- the environment, and its tools
@@ -334,11 +336,11 @@ def task_of(run: RunConfig) -> Task:
         fix = "name one in cogumi.rewards" + (", or give the environment get_reward()" if task.environment else "")
         raise UsageError("it is empty, and no environment has a reward", key="cogumi.rewards", fix=fix)
     if run.cogumi.episode_seconds is not None and not task:
-        what = "it would be ignored: there is no environment and no tool"
-        raise UsageError(what, key="cogumi.episode_seconds", fix="drop it")
+        message = "it would be ignored: there is no environment and no tool"
+        raise UsageError(message, key="cogumi.episode_seconds", fix="drop it")
     if run.cogumi.stop and task and not task.takes_turns:
-        what = f"it contradicts {task.name or TOOLS}: a stop sequence would cut a call of a tool"
-        raise UsageError(what, key="cogumi.stop", fix="drop it")
+        message = f"it contradicts {task.name or TOOLS}: a stop sequence would cut a call of a tool"
+        raise UsageError(message, key="cogumi.stop", fix="drop it")
     return task
 
 
@@ -366,8 +368,8 @@ def refuse_without_tools(task: Task, prompts: Dataset, tokenizer: PreTrainedToke
         try:
             add_response_schema(copy.deepcopy(tokenizer))
         except ValueError as error:
-            what = f"TRL cannot read tool calls in this model's chat template ({one_line(error)})"
-            raise UsageError(what, key=key, fix=fix) from None
+            message = f"TRL cannot read tool calls in this model's chat template ({one_line(error)})"
+            raise UsageError(message, key=key, fix=fix) from None
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,10 +382,10 @@ def describe_sandbox(run: RunConfig, rewards: Sequence[Any]) -> str:
 
     The sandbox is started for it, and raises UsageError where it cannot be.
     """
-    environment, own = task_of(run).environment, (Sandbox, default_sandbox, run_tests, unit_tests)
+    environment, sandbox_objects = task_of(run).environment, (Sandbox, default_sandbox, run_tests, unit_tests)
     functions = [*rewards, *([environment.reset] if environment is not None else [])]
-    modules = [getattr(inspect.unwrap(each), "__globals__", {}) for each in functions]
-    used = any(value in own for module in modules for value in module.values() if callable(value))
+    modules = [getattr(inspect.unwrap(function), "__globals__", {}) for function in functions]
+    used = any(value in sandbox_objects for module in modules for value in module.values() if callable(value))
     return default_sandbox().describe() if used else ""
 
 
@@ -413,8 +415,8 @@ def make_trainer(episodes: Episodes | None, rewards: list[Any], args: Any, **giv
         if args.reward_weights is not None:
             args.reward_weights = [*args.reward_weights, 1.0]
     if unknown := more.keys() - inspect.signature(trl.GRPOTrainer.__init__).parameters.keys():
-        what = f"this GRPOTrainer takes no {', '.join(sorted(unknown))}"
-        raise UsageError(what, key=ENVIRONMENT, fix="set cogumi.backend: trl")
+        message = f"this GRPOTrainer takes no {', '.join(sorted(unknown))}"
+        raise UsageError(message, key=ENVIRONMENT, fix="set cogumi.backend: trl")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using 'environment_factory'")
         return trl.GRPOTrainer(reward_funcs=rewards, args=args, **given, **more)

@@ -152,8 +152,8 @@ def compare_models(
     examples = held_out.dataset.select(range(min(rows, len(held_out.dataset))))
     column = next((each for each in ANSWERS if each in examples.column_names), None)
     if column is None:
-        what = f"held-out rows have no column {' or '.join(ANSWERS)}"
-        raise UsageError(what, key="data.source", fix="compare on data with a known answer")
+        message = f"held-out rows have no column {' or '.join(ANSWERS)}"
+        raise UsageError(message, key="data.source", fix="compare on data with a known answer")
     asked = [each if isinstance(each, str) else each[-1]["content"] for each in examples["prompt"]]
     _, ids = render_prompts(list(examples["prompt"]), tokenizer, run.cogumi.thinking)
     longest, written = run.train["max_completion_length"], {}

@@ -80,13 +80,13 @@ def score_file(run: RunConfig, file: Path) -> RewardReport:
     if run.cogumi.method != "gspo":
         raise UsageError(f"cogumi.method is {run.cogumi.method}", key="cogumi.rewards", fix="name a config of gspo")
     if run.cogumi.environment is not None and not run.cogumi.rewards:
-        what = f"it is empty: {run.cogumi.environment} scores its own episodes, and no completions of a file"
-        raise UsageError(what, key="cogumi.rewards", fix="name a reward")
+        message = f"it is empty: {run.cogumi.environment} scores its own episodes, and no completions of a file"
+        raise UsageError(message, key="cogumi.rewards", fix="name a reward")
     rewards = read_rewards(run)
     weights = weights_of(run.cogumi.rewards, run.train.get("reward_weights")) or [1.0] * len(rewards)
     if len(weights) != len(rewards):
-        what = f"{len(weights)} weights for {len(rewards)} rewards"
-        raise UsageError(what, key="train.reward_weights", fix="give one for each reward")
+        message = f"{len(weights)} weights for {len(rewards)} rewards"
+        raise UsageError(message, key="train.reward_weights", fix="give one for each reward")
     rows, notes = drop_cut(list(read_completions(file)))
     if not rows:
         fix = 'write lines such as {"prompt": ..., "completion": ...}'
@@ -195,8 +195,8 @@ def join_data(run: RunConfig, rows: list[Scored], needed: list[str], file: Path)
     def refuse_missing(row: Scored, columns: Mapping[str, Any], reason: str) -> None:
         name = next((name for name in needed if name not in row.columns and name not in columns), None)
         if name is not None:
-            what = f"no `{name}`, which a reward takes, and {reason}"
-            raise UsageError(what, place=f"{file}:{row.line}", fix=f"give `{name}` in the line")
+            message = f"no `{name}`, which a reward takes, and {reason}"
+            raise UsageError(message, place=f"{file}:{row.line}", fix=f"give `{name}` in the line")
 
     for row in (row for row in rows if row.prompt is None):
         refuse_missing(row, {}, "no `prompt` to find it by")
@@ -277,11 +277,11 @@ def call_rewards(run: RunConfig, rewards: list[Any], rows: list[Scored]) -> list
 def call_reward(reward: Any, arguments: Mapping[str, Any], count: int) -> list[float | None]:
     answer = asyncio.run(reward(**arguments)) if inspect.iscoroutinefunction(reward) else reward(**arguments)
     if not isinstance(answer, Iterable):
-        what = f"{reward.__name__} returned {type(answer).__name__}, and a reward returns a list"
-        raise UsageError(what, key="cogumi.rewards", fix="return one number for each completion")
+        message = f"{reward.__name__} returned {type(answer).__name__}, and a reward returns a list"
+        raise UsageError(message, key="cogumi.rewards", fix="return one number for each completion")
     scores = [None if score is None else float(score) for score in answer]
     scores = [score if score is None or math.isfinite(score) else math.nan for score in scores]
     if len(scores) != count:
-        what = f"{reward.__name__} returned {len(scores)} rewards for {count} completions"
-        raise UsageError(what, key="cogumi.rewards", fix="return one for each")
+        message = f"{reward.__name__} returned {len(scores)} rewards for {count} completions"
+        raise UsageError(message, key="cogumi.rewards", fix="return one for each")
     return scores

@@ -49,15 +49,17 @@ def sampler_settings(run: RunConfig) -> dict[str, Any]:
     Raises UsageError where this, or `cogumi.sampler_weights`, contradicts others.
     """
     refuse_adapter(run)
-    asked, key = run.cogumi.sampler_correction, "cogumi.sampler_correction"
-    if asked is None:
+    correction, key = run.cogumi.sampler_correction, "cogumi.sampler_correction"
+    if correction is None:
         return {}
     if not run.train.get("use_vllm"):
-        what = "it would be ignored: transformers' sampler is the trainer itself"
-        raise UsageError(what, key=key, fix="drop it, or set train.use_vllm: true")
-    values = {"correction": True} | CORRECTIONS[asked]
-    if given := [name for name in run.train if name.startswith(CORRECTION)]:
-        raise UsageError(f"{key}: {asked} and train.{given[0]} both decide what is corrected", fix="drop one")
+        message = "it would be ignored: transformers' sampler is the trainer itself"
+        raise UsageError(message, key=key, fix="drop it, or set train.use_vllm: true")
+    values = {"correction": True} | CORRECTIONS[correction]
+    if conflicting := [name for name in run.train if name.startswith(CORRECTION)]:
+        raise UsageError(
+            f"{key}: {correction} and train.{conflicting[0]} both decide what is corrected", fix="drop one"
+        )
     return {CORRECTION + name: value for name, value in values.items()}
 
 
@@ -76,31 +78,34 @@ def refuse_adapter(run: RunConfig) -> None:
         (rank > LARGEST_RANK, f"adapter, and vLLM serves ranks up to {LARGEST_RANK}, not {rank}",
          "set merged, or lower lora.r"),
     ]  # fmt: skip
-    for applies, what, fix in obstacles:
+    for applies, message, fix in obstacles:
         if applies:
-            raise UsageError(what, key=key, fix=fix)
-    asked, plain = vars(lora_config(run.lora)), vars(lora_config({}))
-    given = [name for name, value in asked.items() if name not in SERVED and value != plain[name]]
-    if asked["init_lora_weights"] not in PLAIN_INITS:
-        given.append("init_lora_weights")
-    if any(name in str(asked["target_modules"]) for name in ("lm_head", "embed_tokens")):
-        given.append("target_modules")
-    if given:
-        what = f"adapter, and vLLM would serve another one than is trained with lora.{given[0]}: {asked[given[0]]}"
-        raise UsageError(what, key=key, fix="set merged, or drop it")
+            raise UsageError(message, key=key, fix=fix)
+    settings, plain = vars(lora_config(run.lora)), vars(lora_config({}))
+    unserved = [name for name, value in settings.items() if name not in SERVED and value != plain[name]]
+    if settings["init_lora_weights"] not in PLAIN_INITS:
+        unserved.append("init_lora_weights")
+    if any(name in str(settings["target_modules"]) for name in ("lm_head", "embed_tokens")):
+        unserved.append("target_modules")
+    if unserved:
+        message = f"adapter, and vLLM would serve another one than is trained with lora.{unserved[0]}: {settings[unserved[0]]}"
+        raise UsageError(message, key=key, fix="set merged, or drop it")
 
 
 def refuse_quantized(run: RunConfig, base_config: Any) -> None:
     """Raise UsageError for a quantized base, whose packed bytes TRL would send to vLLM (trl#4973). base_config: its config."""
-    settings, found = run.model.quantization_config or {}, quantization_of(base_config)
+    settings, quantization = run.model.quantization_config or {}, quantization_of(base_config)
     alone = run.cogumi.sampler_weights == "adapter" and not settings.get("load_in_8bit")  # which TRL refuses
-    if not run.train.get("use_vllm") or alone or not (settings or found):
+    if not run.train.get("use_vllm") or alone or not (settings or quantization):
         return
     quantized, fix = "model.quantization_config is set", "drop one of the two"
-    if found:
-        quantized, fix = f"{run.model.name} is quantized ({found})", "name the full-precision model, or drop the key"
-    what = f"{quantized}, and vLLM cannot be given quantized weights at each rollout"
-    raise UsageError(what, key="train.use_vllm", fix=fix)
+    if quantization:
+        quantized, fix = (
+            f"{run.model.name} is quantized ({quantization})",
+            "name the full-precision model, or drop the key",
+        )
+    message = f"{quantized}, and vLLM cannot be given quantized weights at each rollout"
+    raise UsageError(message, key="train.use_vllm", fix=fix)
 
 
 def engine_of(run: RunConfig) -> dict[str, Any]:
@@ -178,10 +183,10 @@ def refuse_settings(run: RunConfig, args: Any) -> None:
     for key, value in (of_config | of_sampler).items():
         is_greedy = GREEDY.get(key.rpartition(".")[2])
         if value is not None and is_greedy is not None and is_greedy(value):
-            what = (
+            message = (
                 f"{key} {value} samples the most likely token: completions of a group, and their rewards, do not differ"
             )
-            raise UsageError(what, key=key, fix="drop the key")
+            raise UsageError(message, key=key, fix="drop the key")
     key, weights, rewards = "train.reward_weights", args.reward_weights, len(run.cogumi.rewards)
     if weights is not None and len(weights) != rewards:
         reason = f"{key} has {len(weights)} and cogumi.rewards {rewards}"
@@ -211,16 +216,16 @@ def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
             if name not in counted:
                 batches = prompts.select_columns([name]).iter(ROWS_AT_ONCE)
                 counted[name] = sum(value is None for batch in batches for value in batch[name])
-            what = f"{reward.__name__} takes `{name}`, which is null in {counted[name]:,} of {len(prompts):,} rows"
+            message = f"{reward.__name__} takes `{name}`, which is null in {counted[name]:,} of {len(prompts):,} rows"
             if counted[name] == len(prompts):
                 fix = f"say which column of the file it is: data.columns: {{{name}: ...}}"
-                raise UsageError(what, key="cogumi.rewards", fix=fix)
+                raise UsageError(message, key="cogumi.rewards", fix=fix)
             if counted[name]:
-                log.warning("cogumi.rewards: %s", what)
+                log.warning("cogumi.rewards: %s", message)
 
 
 def needed_columns(reward: Any, columns: Sequence[str]) -> list[str]:
     """Return the columns of the data that a reward has a parameter without a default for."""
     parameters = inspect.signature(reward).parameters.values()
-    names = [each.name for each in parameters if each.default is each.empty]
+    names = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     return [name for name in names if name in columns and name not in ALWAYS_THERE]

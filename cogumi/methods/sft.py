@@ -39,8 +39,8 @@ def arguments(run: RunConfig) -> dict[str, Any]:
             raise UsageError(learned, key="train.completion_only_loss", fix="drop it")
         budget = run.data.fim.max_length
         if length is not None and length < budget:
-            what = f"train.max_length {length} would cut examples that data.fim.max_length {budget} lets through"
-            raise UsageError(what, fix=f"set data.fim.max_length to {length}, which drops and counts them")
+            message = f"train.max_length {length} would cut examples that data.fim.max_length {budget} lets through"
+            raise UsageError(message, fix=f"set data.fim.max_length to {length}, which drops and counts them")
         # The data's own budget has already dropped, and counted, what is too long.
         default = budget if run.train.get("packing") else None
     else:

@@ -31,14 +31,14 @@ def split_step(run: RunConfig, count: int) -> RunConfig:
     if is_planned(run):
         return run  # the planner knows of the processes
     batch, accumulated = batch_of(run)
-    own = batch * accumulated // count
-    at_once = max(size for size in range(1, batch + 1) if own % size == 0)
-    train |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": own // at_once}
+    examples = batch * accumulated // count
+    at_once = max(size for size in range(1, batch + 1) if examples % size == 0)
+    train |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": examples // at_once}
     if (steps := train.get("steps_per_generation")) is not None:
         rollout = batch * steps
         if rollout % (at_once * count):
-            what = f"a rollout of {rollout} completions cannot be shared by {count} processes"
-            raise UsageError(what, key="train.steps_per_generation", fix=f"raise it to a multiple of {accumulated}")
+            message = f"a rollout of {rollout} completions cannot be shared by {count} processes"
+            raise UsageError(message, key="train.steps_per_generation", fix=f"raise it to a multiple of {accumulated}")
         train["steps_per_generation"] = rollout // (at_once * count)
     return run
 
@@ -60,19 +60,19 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
         fix = "set cogumi.backend: trl, or cogumi.processes: 1"
         raise UsageError("unsloth trains in one process", key="cogumi.backend", fix=fix)
     if run.cogumi.sharding != "none":
-        whole, optimizer = (
+        unsharded, optimizer = (
             "cogumi.sharding: none, where each GPU has the whole model",
             str(run.train.get("optim") or ""),
         )
         if run.model.quantization_config is not None:
-            what = f"a quantized base is not shared out by {run.cogumi.sharding}"
-            raise UsageError(what, key="model.quantization_config", fix=f"drop it, or set {whole}")
+            message = f"a quantized base is not shared out by {run.cogumi.sharding}"
+            raise UsageError(message, key="model.quantization_config", fix=f"drop it, or set {unsharded}")
         if "8bit" in optimizer or "paged" in optimizer:
-            what = f"{optimizer} is for whole tensors, and {run.cogumi.sharding} gives each process shards"
-            raise UsageError(what, key="train.optim", fix=f"set adamw_torch_fused, or set {whole}")
+            message = f"{optimizer} is for whole tensors, and {run.cogumi.sharding} gives each process shards"
+            raise UsageError(message, key="train.optim", fix=f"set adamw_torch_fused, or set {unsharded}")
         if run.train.get("use_vllm"):
-            what = "vLLM as the sampler of shards was never tried"
-            raise UsageError(what, key="train.use_vllm", fix=f"set {whole}")
+            message = "vLLM as the sampler of shards was never tried"
+            raise UsageError(message, key="train.use_vllm", fix=f"set {unsharded}")
     batch, accumulated = batch_of(run)
     step, keys = batch * accumulated, "train.per_device_train_batch_size x gradient_accumulation_steps"
     if run.cogumi.docs_per_step is not None:
@@ -80,11 +80,11 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
     elif run.cogumi.prompts_per_step is not None:
         group = run.train.get("num_generations") or TRL_STEP["num_generations"]
         step, keys = run.cogumi.prompts_per_step * group, "cogumi.prompts_per_step x train.num_generations"
-    own, rest = divmod(step, count)
+    share, rest = divmod(step, count)
     if rest:
-        what = f"a step of {step} examples cannot be shared by {count} processes"
-        near = " or ".join(str(each) for each in (own * count, (own + 1) * count) if each)
-        raise UsageError(what, key="cogumi.processes", fix=f"let {keys} be {near}")
+        message = f"a step of {step} examples cannot be shared by {count} processes"
+        near = " or ".join(str(size) for size in (share * count, (share + 1) * count) if size)
+        raise UsageError(message, key="cogumi.processes", fix=f"let {keys} be {near}")
 
 
 def describe_split(run: RunConfig, own: RunConfig, count: int) -> str:

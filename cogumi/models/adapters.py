@@ -56,22 +56,24 @@ def lora_config(lora: dict[str, Any], revision: str | None = None, model: Any = 
         and config.target_modules == "all-linear"
         and (towers := [*find_towers(model), *find_routers(model)])
     ):
-        given = config.exclude_modules or []
-        own = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(given)]
-        config.exclude_modules = "|".join([*own, *(rf"{re.escape(name)}(\..*)?" for name in towers)])
+        excluded = config.exclude_modules or []
+        patterns = (
+            [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded)]
+        )
+        config.exclude_modules = "|".join([*patterns, *(rf"{re.escape(name)}(\..*)?" for name in towers)])
     return config
 
 
 def find_routers(model: Any) -> list[str]:
     """Linear layers whose forward pass gives more than their product, by name, as Llama 4's routers do: PEFT's fails there."""
-    found = []
+    names = []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and type(module).__module__.startswith("transformers.models."):
             with torch.no_grad():
                 made = module(module.weight.new_zeros(1, module.in_features))
             if not isinstance(made, torch.Tensor):
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 def find_towers(model: Any) -> list[str]:
@@ -96,8 +98,8 @@ def refuse_unmatched(lora: dict[str, Any], base_config: Any) -> None:
 
     base_config: its config. A base that cannot be built of it alone is left for PEFT to refuse.
     """
-    wanted = lora.get("target_modules")
-    if wanted is None or wanted == "all-linear" or lora.get("target_parameters"):
+    target_modules = lora.get("target_modules")
+    if target_modules is None or target_modules == "all-linear" or lora.get("target_parameters"):
         return
     config = lora_config(lora)
     try:
@@ -109,10 +111,10 @@ def refuse_unmatched(lora: dict[str, Any], base_config: Any) -> None:
     head = base.get_output_embeddings()
     linear = dict.fromkeys(
         name.rpartition(".")[2]
-        for name, each in base.named_modules()
-        if isinstance(each, torch.nn.Linear | Conv1D) and each is not head
+        for name, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
     )
-    words = [wanted] if isinstance(wanted, str) else sorted(wanted)
+    words = [target_modules] if isinstance(target_modules, str) else sorted(target_modules)
     raise UsageError(
         f"{', '.join(words)}: no module of {type(base).__name__} matches",
         key="lora.target_modules",
@@ -181,16 +183,18 @@ def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
     except UsageError as error:
         raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error
     if config.get("bias", "none") != "none":
-        what = f"{adapter} was trained with bias={config['bias']!r}, which changes the base's own biases"
-        raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
-    own = {key: value for key, value in config.items() if key not in NOT_OF_THE_LORA}
-    theirs, ours, plain = lora_config(own), lora_config(given), LoraConfig()
+        message = f"{adapter} was trained with bias={config['bias']!r}, which changes the base's own biases"
+        raise UsageError(message, key="model.adapter", fix=MERGE_FIRST)
+    saved = {key: value for key, value in config.items() if key not in NOT_OF_THE_LORA}
+    theirs, ours, plain = lora_config(saved), lora_config(given), LoraConfig()
     for key in given:
-        mine, wanted = getattr(ours, key), getattr(theirs, key)
-        if mine != wanted:
-            what = f"it is {mine!r}, and model.adapter {adapter} was trained with {wanted!r}"
-            raise UsageError(what, key=f"lora.{key}", fix=f"drop lora.{key}: the run takes it from the adapter")
-    return {key: value for key, value in own.items() if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)}
+        mine, trained = getattr(ours, key), getattr(theirs, key)
+        if mine != trained:
+            message = f"it is {mine!r}, and model.adapter {adapter} was trained with {trained!r}"
+            raise UsageError(message, key=f"lora.{key}", fix=f"drop lora.{key}: the run takes it from the adapter")
+    return {
+        key: value for key, value in saved.items() if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)
+    }
 
 
 def check_base(adapter: Path, config: Any, revision: str | None) -> str:
@@ -224,8 +228,8 @@ def check_base(adapter: Path, config: Any, revision: str | None) -> str:
         return f"it was trained on {name} at commit {known}"
     if known and commit:
         raise refused(f"was trained on commit {known} of {name}, and this is {commit}", f"set model.revision: {known}")
-    asked = f" (revision {record.revision} then, {revision} now)" if record.revision or revision else ""
-    return f"it was trained on {name}; not known is whether at this commit{asked}"
+    revisions = f" (revision {record.revision} then, {revision} now)" if record.revision or revision else ""
+    return f"it was trained on {name}; not known is whether at this commit{revisions}"
 
 
 def load_adapter(model: Any, adapter: Path, revision: str | None) -> PeftModel:
@@ -233,7 +237,7 @@ def load_adapter(model: Any, adapter: Path, revision: str | None) -> PeftModel:
     log.info("starting from adapter %s: %s", adapter, check_base(adapter, model.config, revision))
     record, now = read_base_record(adapter), quantization_of(model.config)
     if record is not None and record.quantization != now:
-        then, here = (str(each or "full precision") for each in (record.quantization, now))
+        then, here = (str(quantization or "full precision") for quantization in (record.quantization, now))
         log.warning("it was trained on the base in %s; this run has it in %s", then, here)
     refuse_other_base_weights(model, adapter)
     try:
@@ -241,8 +245,8 @@ def load_adapter(model: Any, adapter: Path, revision: str | None) -> PeftModel:
             warnings.simplefilter("ignore")  # of missing keys: `load_exact_values` raises
             adapted = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     except RuntimeError as error:  # torch's, where shapes differ
-        what = f"{adapter} does not fit {model.config.name_or_path}: {one_line(error)[:300]}"
-        raise UsageError(what, key="model.adapter") from error
+        message = f"{adapter} does not fit {model.config.name_or_path}: {one_line(error)[:300]}"
+        raise UsageError(message, key="model.adapter") from error
     config: Any = adapted.peft_config[TRAINED]
     config.base_model_name_or_path = model.config.name_or_path
     config.revision = commit_of(model.config) or revision
@@ -263,8 +267,8 @@ def refuse_other_base_weights(model: Any, adapter: Path) -> None:
             continue
         if base[name].shape != saved.shape or not torch.equal(base[name].cpu(), saved.to(base[name].dtype)):
             ours, theirs = list(base[name].shape), list(saved.shape)
-            what = f"{adapter} brings a {name} {theirs} that is not the base's {ours}"
-            raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
+            message = f"{adapter} brings a {name} {theirs} that is not the base's {ours}"
+            raise UsageError(message, key="model.adapter", fix=MERGE_FIRST)
 
 
 def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:
@@ -276,16 +280,16 @@ def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:
     """
     model, saved = trainer.model, load_file(adapter / ADAPTER_WEIGHTS)
     if compares and trainer.ref_model is not None:
-        what = f"{type(trainer).__name__} compares with a model of its own, and not with the policy in {adapter}"
-        raise UsageError(what, key="model.adapter", fix=MERGE_FIRST)
+        message = f"{type(trainer).__name__} compares with a model of its own, and not with the policy in {adapter}"
+        raise UsageError(message, key="model.adapter", fix=MERGE_FIRST)
     if compares and REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[TRAINED])
     write_values(model, saved, TRAINED, adapter)
     if REFERENCE in model.peft_config:
-        whole = write_values(model, saved, REFERENCE, adapter)
-        if not whole and trainer.args.to_dict().get("precompute_ref_log_probs"):
-            what = "TRL computed them before the reference was whole, as it does with adapters on embeddings"
-            raise UsageError(what, key="train.precompute_ref_log_probs", fix="drop it")
+        was_complete = write_values(model, saved, REFERENCE, adapter)
+        if not was_complete and trainer.args.to_dict().get("precompute_ref_log_probs"):
+            message = "TRL computed them before the reference was whole, as it does with adapters on embeddings"
+            raise UsageError(message, key="train.precompute_ref_log_probs", fix="drop it")
     trained = {tensor.data_ptr() for tensor in get_peft_model_state_dict(model, adapter_name=TRAINED).values()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.data_ptr() not in trained:
@@ -301,7 +305,7 @@ def write_values(model: Any, saved: dict[str, torch.Tensor], name: str, adapter:
     if other := sorted(live.keys() ^ saved.keys()):
         what = f"{len(other)} tensors are in the file or in the model ({name}) alone, the first is {other[0]}"
         raise RuntimeError(f"model.adapter: {adapter}: {what}")
-    there = all(equal_bits(live[key], saved[key]) for key in saved)
+    was_equal = all(equal_bits(live[key], saved[key]) for key in saved)
     for key, tensor in saved.items():
         live[key].copy_(tensor)  # a state dict's tensors are the parameters' own memory
     now = get_peft_model_state_dict(model, adapter_name=name)
@@ -309,7 +313,7 @@ def write_values(model: Any, saved: dict[str, torch.Tensor], name: str, adapter:
         raise RuntimeError(
             f"model.adapter: {adapter}: {len(differing)} tensors differ in the model ({name}): {differing[0]}"
         )
-    return there
+    return was_equal
 
 
 def equal_bits(live: torch.Tensor, saved: torch.Tensor) -> bool:

@@ -57,11 +57,11 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        what = f"{name!r} has no tokenizer that can be loaded: {first_line(error)}"
-        raise UsageError(what, key="model.name") from None
+        message = f"{name!r} has no tokenizer that can be loaded: {first_line(error)}"
+        raise UsageError(message, key="model.name") from None
     if tokenizer.eos_token is None:
-        what = f"the tokenizer of {name!r} has no eos_token, so no completion could end"
-        raise UsageError(what, key="model.name", fix="set one in its config")
+        message = f"the tokenizer of {name!r} has no eos_token, so no completion could end"
+        raise UsageError(message, key="model.name", fix="set one in its config")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
         log.info("padding with the end token %r: the tokenizer has no pad token", tokenizer.eos_token)
@@ -134,8 +134,8 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         try:
             other: Any = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            what = f"{name} is no .jinja file, and no model with a tokenizer: {first_line(error)}"
-            raise UsageError(what, key="train.chat_template_path", fix="there is cogumi:tulu") from None
+            message = f"{name} is no .jinja file, and no model with a tokenizer: {first_line(error)}"
+            raise UsageError(message, key="train.chat_template_path", fix="there is cogumi:tulu") from None
         template, tokens = other.chat_template, list(other.get_added_vocab())
         if not isinstance(template, str):
             raise UsageError(f"the tokenizer of {name} has no chat template", key="train.chat_template_path")
@@ -152,6 +152,6 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 def use_end_token(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
     """Let `train.eos_token` end a turn. Raises UsageError where the vocabulary has no such token."""
     if token not in tokenizer.get_vocab():
-        what = f"{token!r} is not in the vocabulary of {tokenizer.name_or_path}"
-        raise UsageError(what, key="train.eos_token", fix="name one that is")
+        message = f"{token!r} is not in the vocabulary of {tokenizer.name_or_path}"
+        raise UsageError(message, key="train.eos_token", fix="name one that is")
     tokenizer.eos_token = token

@@ -41,8 +41,8 @@ def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
     found = quantization_of(config)
     if found is not None:
         fix = "drop model.quantization_config to train on that, or set model.name to the full-precision model"
-        what = f"{name} is quantized already ({found})"
-        raise UsageError(what, key="model.quantization_config", fix=fix)
+        message = f"{name} is quantized already ({found})"
+        raise UsageError(message, key="model.quantization_config", fix=fix)
 
 
 def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None:
@@ -54,8 +54,8 @@ def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None
     if found is None:
         return
     if tuning == "full":
-        what = f"{name} is quantized ({found}), and quantized weights cannot be trained themselves"
-        raise UsageError(what, key="model.name", fix="drop cogumi.tuning: full, or name the full-precision model")
+        message = f"{name} is quantized ({found}), and quantized weights cannot be trained themselves"
+        raise UsageError(message, key="model.name", fix="drop cogumi.tuning: full, or name the full-precision model")
     full = next(iter(full_precision_names(name, found.method)), "the full-precision model")
     fix = f"set model.name to {full}, with model.quantization_config: {{load_in_4bit: true}} where it is too large"
     try:
@@ -63,11 +63,11 @@ def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None
         quantizer.validate_environment(device_map={"": "cuda:0" if torch.cuda.is_available() else "cpu"})
         trainable = quantizer.is_trainable or getattr(quantizer.quantization_config, "dequantize", False)
     except (ImportError, RuntimeError, ValueError) as error:
-        what = f"{name} is quantized ({found}), which cannot be loaded here: {one_line(error)}"
-        raise UsageError(what, key="model.name", fix=fix) from error
+        message = f"{name} is quantized ({found}), which cannot be loaded here: {one_line(error)}"
+        raise UsageError(message, key="model.name", fix=fix) from error
     if not trainable:
-        what = f"{name} is quantized ({found}), which transformers {version('transformers')} does not train"
-        raise UsageError(what, key="model.name", fix=fix)
+        message = f"{name} is quantized ({found}), which transformers {version('transformers')} does not train"
+        raise UsageError(message, key="model.name", fix=fix)
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
@@ -150,13 +150,15 @@ def refuse_wrong_layers(model: PreTrainedModel) -> None:
     """Raise UsageError where nothing was quantized, or the LM head was."""
     layers = quantized_layers(model)
     if not layers and not expert_states(model):
-        what = f"{type(model).__name__} has no linear layers or experts that bitsandbytes could quantize"
-        raise UsageError(what, key="model.quantization_config", fix="drop it")
+        message = f"{type(model).__name__} has no linear layers or experts that bitsandbytes could quantize"
+        raise UsageError(message, key="model.quantization_config", fix="drop it")
     for name, module in layers.items():
         if module is model.get_output_embeddings():
-            what = f"it replaces transformers' own list, so {name} would be quantized, which TRL's losses read as it is"
+            message = (
+                f"it replaces transformers' own list, so {name} would be quantized, which TRL's losses read as it is"
+            )
             key = "model.quantization_config.llm_int8_skip_modules"
-            raise UsageError(what, key=key, fix=f"add {name} to the list")
+            raise UsageError(message, key=key, fix=f"add {name} to the list")
 
 
 def refuse_misread(model: PreTrainedModel) -> None:

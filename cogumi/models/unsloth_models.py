@@ -47,12 +47,12 @@ def choose_backend(run: RunConfig) -> Backend:
 
     Raises UsageError where `cogumi.backend: unsloth` is asked for and unsloth is not installed.
     """
-    asked = run.cogumi.backend
-    if asked == "trl":
+    requested = run.cogumi.backend
+    if requested == "trl":
         return Backend("trl", "cogumi.backend is trl")
-    if reason := unsloth_rl.find_obstacle(asked):
+    if reason := unsloth_rl.find_obstacle(requested):
         return Backend("trl", reason)
-    if asked == "unsloth":
+    if requested == "unsloth":
         return Backend("unsloth", "cogumi.backend is unsloth")
     if run.cogumi.processes != 1:
         return Backend("trl", "several processes train by stock TRL")
@@ -123,18 +123,18 @@ def load_fast_model(
     )
 
     base_config = AutoConfig.from_pretrained(base, revision=wanted.revision)
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     settings: BitsAndBytesConfig | None = None
     if wanted.quantization_config is not None:
         refuse_quantized_already(base, base_config)
         settings = quantization_settings(wanted.quantization_config, resolve_dtype(dtype))
-        given = {"load_in_4bit": settings.load_in_4bit, "load_in_8bit": settings.load_in_8bit}
+        options = {"load_in_4bit": settings.load_in_4bit, "load_in_8bit": settings.load_in_8bit}
         if {**QLORA, **wanted.quantization_config} != {"load_in_4bit": True, **QLORA}:
-            given["quantization_config"] = (
+            options["quantization_config"] = (
                 settings  # else unsloth's own 4-bit loading, which is the same and takes experts too
             )
     if wanted.attn_implementation is not None:
-        given["attn_implementation"] = wanted.attn_implementation
+        options["attn_implementation"] = wanted.attn_implementation
     longest = min(length, getattr(base_config.get_text_config(), "max_position_embeddings", None) or length)
     try:
         model, tokenizer = loader().from_pretrained(
@@ -146,22 +146,22 @@ def load_fast_model(
             device_map={"": 0} if torch.cuda.is_available() else None,
             use_gradient_checkpointing="unsloth" if checkpointing else False,
             use_exact_model_name=True,  # else unsloth may take a quantized copy of its own
-            **{"load_in_4bit": False, "load_in_8bit": False, **given},
+            **{"load_in_4bit": False, "load_in_8bit": False, **options},
         )
     except torch.OutOfMemoryError:  # a RuntimeError, too, and no refusal: it is told as itself
         raise
     except (ValueError, RuntimeError, NotImplementedError, ImportError, TypeError) as error:
-        what = f"unsloth does not load {base} ({type(error).__name__}: {one_line(error)[:300]})"
-        raise UsageError(what, key="cogumi.backend", fix="set cogumi.backend: trl") from error
+        message = f"unsloth does not load {base} ({type(error).__name__}: {one_line(error)[:300]})"
+        raise UsageError(message, key="cogumi.backend", fix="set cogumi.backend: trl") from error
     if settings is not None:
         refuse_wrong_layers(model)
         refuse_misread(model)
         keep_4bit_unpacked(model)
-    for said in (
+    for difference in (
         *compare_model(model, base_config, resolve_dtype(dtype), wanted, settings),
         *compare_tokenizer(tokenizer, load_tokenizer(base, wanted.revision)),
     ):
-        log.warning("unsloth: %s", said)
+        log.warning("unsloth: %s", difference)
     return model
 
 
@@ -182,17 +182,17 @@ def add_fast_adapter(run: RunConfig, model: Any, checkpointing: bool) -> Any:
             setattr(adapted, name, functools.partial(getattr(fast, name), adapted))
         adapted.enable_input_require_grads()
         return adapted
-    wanted = {**DEFAULTS, **run.lora}
+    options = {**DEFAULTS, **run.lora}
     expected = lora_config(run.lora, revision)
     modules = {name for name, module in model.named_modules() if is_wanted(name, module, expected, model)}
     seed = run.train.get("seed")
     model = loader().get_peft_model(
-        model, **wanted, revision=revision, use_gradient_checkpointing=how, random_state=42 if seed is None else seed
+        model, **options, revision=revision, use_gradient_checkpointing=how, random_state=42 if seed is None else seed
     )
     if not hasattr(model, "peft_config"):
         raise RuntimeError(f"unsloth {type(model).__name__} has no adapter after get_peft_model")
-    for said in compare_adapter(model, expected, modules, before):
-        log.warning("unsloth: %s", said)
+    for difference in compare_adapter(model, expected, modules, before):
+        log.warning("unsloth: %s", difference)
     return model
 
 
@@ -214,10 +214,10 @@ def compare_model(
 
     commit = commit_of(model.config)
     if commit and wanted.revision and len(wanted.revision) == len(commit) and commit != wanted.revision:
-        what = f"unsloth loaded commit {commit} of {wanted.name}, and not {wanted.revision}"
-        raise UsageError(what, key="cogumi.backend", fix="set cogumi.backend: trl")
+        message = f"unsloth loaded commit {commit} of {wanted.name}, and not {wanted.revision}"
+        raise UsageError(message, key="cogumi.backend", fix="set cogumi.backend: trl")
     attention = wanted.attn_implementation
-    asked = {
+    pairs = {
         "dtype": (dtype, model.dtype),
         "model.attn_implementation": (attention, attention and attention_of(model.config)),
         "positions": tuple(
@@ -226,12 +226,12 @@ def compare_model(
         "rows of embeddings": (base_config.get_text_config().vocab_size, model.get_input_embeddings().weight.shape[0]),
     }
     if settings is not None:
-        found = model.config.quantization_config
-        got: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
+        loaded_config = model.config.quantization_config
+        got: Mapping[str, Any] = loaded_config if isinstance(loaded_config, dict) else loaded_config.to_dict()
         keys = {*QLORA, "bnb_4bit_compute_dtype", *(wanted.quantization_config or ())}
         of_config = settings.to_dict()
-        asked |= {f"model.quantization_config.{key}": (of_config.get(key), got.get(key)) for key in sorted(keys)}
-    for key, (ours, theirs) in asked.items():
+        pairs |= {f"model.quantization_config.{key}": (of_config.get(key), got.get(key)) for key in sorted(keys)}
+    for key, (ours, theirs) in pairs.items():
         if plain(ours) != plain(theirs):
             yield f"{key} is {plain(theirs)}, and {plain(ours)} was asked for"
     names = {name for name, _ in meta_model(base_config).named_parameters()}
@@ -251,26 +251,26 @@ def compare_tokenizer(theirs: Any, ours: Any) -> Iterator[str]:
 def compare_arguments(asked: Mapping[str, Any], args: Any) -> Iterator[str]:
     """Yield differences of the trainer's arguments from `train:`; unsloth changes some on construction."""
     for key, value in asked.items():
-        found = getattr(args, key, value)
-        if isinstance(value, bool | int | float | str) and found != value and plain(found) != plain(value):
-            yield f"train.{key} is {plain(found)}, and {plain(value)} was asked for"
+        actual = getattr(args, key, value)
+        if isinstance(value, bool | int | float | str) and actual != value and plain(actual) != plain(value):
+            yield f"train.{key} is {plain(actual)}, and {plain(value)} was asked for"
 
 
 def compare_adapter(model: Any, expected: Any, modules: set[str], before: list[str]) -> Iterator[str]:
     """Yield differences of the adapter from `lora:`. modules: those requested. before: the base's parameters."""
     from peft.tuners.lora import LoraLayer
 
-    found, asked = model.peft_config["default"].to_dict(), expected.to_dict()
-    for key in sorted((asked.keys() & found.keys()) - BY_PEFT):
-        if plain(found[key] or None) != plain(asked[key] or None):
-            yield f"lora.{key} is {plain(found[key])}, and {plain(asked[key])} was asked for"
+    actual, requested = model.peft_config["default"].to_dict(), expected.to_dict()
+    for key in sorted((requested.keys() & actual.keys()) - BY_PEFT):
+        if plain(actual[key] or None) != plain(requested[key] or None):
+            yield f"lora.{key} is {plain(actual[key])}, and {plain(requested[key])} was asked for"
     base = model.get_base_model()
     adapted = {name for name, module in base.named_modules() if isinstance(module, LoraLayer)}
     if other := sorted(adapted ^ modules):
         yield f"the adapter is on {len(adapted)} modules, and {len(modules)} were asked for; {other[0]} is one that differs"
     trained = {name: p.dtype for name, p in base.named_parameters() if p.requires_grad}
-    if whole := [name for name in trained if "lora_" not in name and "modules_to_save" not in name]:
-        yield f"{len(whole)} parameters outside the adapter are trained, such as {whole[0]}"
+    if outside := [name for name in trained if "lora_" not in name and "modules_to_save" not in name]:
+        yield f"{len(outside)} parameters outside the adapter are trained, such as {outside[0]}"
     if other_dtypes := {plain(dtype) for dtype in trained.values()} - {"float32"}:
         yield f"the adapter is in {', '.join(sorted(other_dtypes))}, and PEFT makes it in float32"
     left = {name.replace(".base_layer", "").replace(".original_module", "") for name, _ in base.named_parameters()}

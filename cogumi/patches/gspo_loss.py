@@ -40,8 +40,8 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return dict(arguments)
     wanted = PRESETS[name]["importance_sampling_level"]
     if (level := arguments.get("importance_sampling_level", wanted)) != wanted:
-        what = f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is per sequence"
-        raise UsageError(what, fix="drop one")
+        message = f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is per sequence"
+        raise UsageError(message, fix="drop one")
     # As in TRL, a lone epsilon bounds both sides.
     both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
     # Elsewhere None is a value: max_grad_norm=None does not clip the gradient, a correction's clip_max=None has no bound.

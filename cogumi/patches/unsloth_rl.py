@@ -49,9 +49,9 @@ def apply(backend: BackendName | None = None) -> PatchStatus:
     _requested_backend = backend or _requested_backend
     if reason := find_obstacle(_requested_backend):
         if is_in_place():
-            what = "TRL is to train, and unsloth is in this process already, which cannot take it out again"
+            message = "TRL is to train, and unsloth is in this process already, which cannot take it out again"
             fix = "restart the kernel (cogumi.patch(backend='trl') leaves it out), or set cogumi.backend: unsloth"
-            raise UsageError(what, key="cogumi.backend", fix=fix)
+            raise UsageError(message, key="cogumi.backend", fix=fix)
         return PatchStatus(NAME, False, reason)
     validate_import_order()
     check_upstream()
