@@ -164,9 +164,9 @@ class Mirror:
         with best_effort(f"remove older checkpoints from {self}"):
             tree = self.place.tree()
             older = [name for name in newest_first(tree) if step_of(Path(name)) < step_of(checkpoint)]
-            whole = [name for name in older if MANIFEST_NAME in tree[name]]
+            complete = [name for name in older if MANIFEST_NAME in tree[name]]
             for name in older:
-                if name in whole[MAX_WHOLE - 1 :] or is_unfinished(tree[name]):
+                if name in complete[MAX_WHOLE - 1 :] or is_unfinished(tree[name]):
                     self.place.remove(name, tree[name])
         return None
 

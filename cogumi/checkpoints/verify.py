@@ -220,7 +220,7 @@ def plan_pruning(
     """
     if keep < 1:
         raise ValueError(f"keep={keep} would remove every checkpoint")
-    kept, damaged, foreign, going, good = [], [], [], [], 0
+    kept_with_reason, damaged, foreign, going, good = [], [], [], [], 0
     for path in list_checkpoints(output_dir):  # the newest first
         if not (path / MANIFEST_NAME).is_file():
             foreign.append(f"{path.name}: not written by cogumi")
@@ -231,14 +231,14 @@ def plan_pruning(
         if finding is not None and finding.state != "verified":
             damaged.append(f"{path.name}: is {finding.state} and does not count: {finding.reason}")
         elif best is not None and path.name == best.name:
-            kept.append(f"{path.name}: the best")
+            kept_with_reason.append(f"{path.name}: the best")
         elif path in pinned or (path / PIN_NAME).exists():
-            kept.append(f"{path.name}: pinned")
+            kept_with_reason.append(f"{path.name}: pinned")
         elif counts:
-            kept.append(f"{path.name}: one of the newest")
+            kept_with_reason.append(f"{path.name}: one of the newest")
         else:
             going.append(path)
-    return going[::-1], [*damaged, *kept[::-1], *foreign[::-1]]
+    return going[::-1], [*damaged, *kept_with_reason[::-1], *foreign[::-1]]
 
 
 def remove(path: Path) -> int:

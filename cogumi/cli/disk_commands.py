@@ -46,8 +46,8 @@ def status(
     with failures_in_one_line():
         disks, using, left = filesystems(path), list_uses(path), list_leftovers(path)
     if as_json:
-        found: dict[str, list[Any]] = {"filesystems": disks, "uses": using, "leftovers": left}
-        print_json({name: [asdict(row) for row in rows] for name, rows in found.items()})
+        sections: dict[str, list[Any]] = {"filesystems": disks, "uses": using, "leftovers": left}
+        print_json({name: [asdict(row) for row in rows] for name, rows in sections.items()})
         return
     show_filesystems(disks)
     here = str(path.resolve())
@@ -100,15 +100,15 @@ def predict(
         run = load_config(target, **parse_overrides(overrides))
         from cogumi.forecast.disk_forecast import forecast_disks
 
-        found = forecast_disks(run)
+        forecast = forecast_disks(run)
     if as_json:
         computed = ("wanted", "short", "refusal")
-        disks = [{name: getattr(disk, name) for name in computed} | asdict(disk) for disk in found.disks]
-        print_json({"fits": found.fits, **asdict(found), "disks": disks, "lines": found.lines})
+        disks = [{name: getattr(disk, name) for name in computed} | asdict(disk) for disk in forecast.disks]
+        print_json({"fits": forecast.fits, **asdict(forecast), "disks": disks, "lines": forecast.lines})
     else:
         console = Console(markup=False, highlight=False, emoji=False)  # which breaks lines
-        console.print("\n".join(map(escape_controls, found.lines)))
-    raise typer.Exit(0 if found.fits else 1)
+        console.print("\n".join(map(escape_controls, forecast.lines)))
+    raise typer.Exit(0 if forecast.fits else 1)
 
 
 @disk_app.command()
@@ -120,15 +120,15 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     place = checkpoints_dir(directory)
     with failures_in_one_line(), show_waiting(f"reading the checkpoints of {place}"):
         is_one = CHECKPOINT_NAME.fullmatch(place.resolve().name)
-        found = [unless_recent(finding) for finding in ([inspect(place)] if is_one else inspect_all(place))]
-    if not found:
+        findings = [unless_recent(finding) for finding in ([inspect(place)] if is_one else inspect_all(place))]
+    if not findings:
         raise no_checkpoints(place)
     if as_json:
-        print_json([asdict(finding) for finding in found])
+        print_json([asdict(finding) for finding in findings])
     else:
-        rows = [(row.path.name, row.state, format_bytes(row.bytes), row.reason) for row in found]
+        rows = [(row.path.name, row.state, format_bytes(row.bytes), row.reason) for row in findings]
         print_table(str(place), ["checkpoint", "", ">size", "why"], rows)
-    raise typer.Exit(1 if any(finding.state == "rejected" for finding in found) else 0)
+    raise typer.Exit(1 if any(finding.state == "rejected" for finding in findings) else 0)
 
 
 def unless_recent(finding: "CheckpointState") -> "CheckpointState":
@@ -226,26 +226,26 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
 
     check_directory(directory)
     removed: list[Leftover] = []
-    kept: list[tuple[Leftover, str]] = []
+    kept_with_reason: list[tuple[Leftover, str]] = []
     with failures_in_one_line():
         for row in list_leftovers(directory):
             if row.what not in (STAGING, TRASH):
                 continue
             if reason := row.in_use or (find_verified(Path(row.path)) if row.what == STAGING else ""):
-                kept.append((row, reason))
+                kept_with_reason.append((row, reason))
                 continue
             removed.append(row)
             if not dry_run:
                 shutil.rmtree(row.path)
     if as_json:
-        left = [asdict(row) | {"reason": reason} for row, reason in kept]
+        left = [asdict(row) | {"reason": reason} for row, reason in kept_with_reason]
         print_json({"dry_run": dry_run, "removed": [asdict(row) for row in removed], "kept": left})
         return
     for row in removed:
         print_text(f"{'would go' if dry_run else 'removed'}: {row.path} ({row.what}, {format_bytes(row.bytes)})")
-    for row, reason in kept:
+    for row, reason in kept_with_reason:
         print_text(f"kept: {row.path} ({row.what}, {format_bytes(row.bytes)}): {reason}")
-    if not removed and not kept:
+    if not removed and not kept_with_reason:
         print_text(f"{directory}: nothing to clean")
 
 
@@ -264,8 +264,8 @@ def find_verified(staging: Path) -> str:
 def check_directory(path: Path) -> None:
     """Raises UsageError unless `path` is a directory."""
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise UsageError(f"{path} {what}", fix="give a directory of checkpoints or of a run")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {problem}", fix="give a directory of checkpoints or of a run")
 
 
 def checkpoints_dir(path: Path) -> Path:

@@ -29,22 +29,22 @@ KNOWN = {
 
 def list_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """List the known variables that are set, each with its effect."""
-    found = []
+    lines = []
     for name, (only, meaning) in KNOWN.items():
         value = environ.get(name, "no")
         if value.lower() != "no":  # which `accelerate launch` sets where nothing is to be compiled
-            said = meaning if only in ("", value) else f"only {only} has an effect; leave it out"
-            found.append(f"{name}={value}: {said}")
-    return found
+            effect = meaning if only in ("", value) else f"only {only} has an effect; leave it out"
+            lines.append(f"{name}={value}: {effect}")
+    return lines
 
 
 def describe_process() -> dict[str, Any]:
     """Describe what affects compilation in this process: 4-bit layers, foreign patches, and variables."""
-    found = graph_break.verdict() or graph_break.ProbeVerdict("", graph_break.status().reason)
+    verdict = graph_break.verdict() or graph_break.ProbeVerdict("", graph_break.status().reason)
     return {
-        "strategy": found.strategy,
-        "strategy_reason": found.reason,
-        "probes": [str(each) for each in found.probes],
+        "strategy": verdict.strategy,
+        "strategy_reason": verdict.reason,
+        "probes": [str(probe) for probe in verdict.probes],
         "foreign": graph_break.foreign_patches(),
         "variables": list_variables(),
         "switched_off_by": dynamo_switched_off_by(),

@@ -104,9 +104,9 @@ class CompileReport(TrainerCallback):
             self.write()
 
     def write(self) -> None:
-        found = self.report["counts"] = dynamo_counts()
-        did = f"{found['graphs']} graphs of {found['operations']} operations, {sum(found['breaks'].values())} breaks"
-        log.info("compile: %s, %d recompiles, %.1f s compiling", did, found["recompiles"], found["seconds"])
+        counts = self.report["counts"] = dynamo_counts()
+        did = f"{counts['graphs']} graphs of {counts['operations']} operations, {sum(counts['breaks'].values())} breaks"
+        log.info("compile: %s, %d recompiles, %.1f s compiling", did, counts["recompiles"], counts["seconds"])
         self.report["compiled"], self.report["failed"] = compiled_functions()
         for name, error in self.report["failed"].items():
             log.warning("compile: %s runs uncompiled: %s", name, error)
@@ -161,11 +161,11 @@ def compile_for_training(part: nn.Module, backend: str, with_gradient_only: bool
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """List the layers of a model that are checkpointed one by one, in all stacks that a text reaches."""
-    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    towers = [model.get_submodule(name) for name in find_towers(model)] if found else []
-    inside = {id(below) for layer in found for below in layer.modules() if below is not layer}
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    towers = [model.get_submodule(name) for name in find_towers(model)] if layers else []
+    inside = {id(below) for layer in layers for below in layer.modules() if below is not layer}
     inside |= {id(below) for tower in towers for below in tower.modules()}
-    return [layer for layer in found if id(layer) not in inside]
+    return [layer for layer in layers if id(layer) not in inside]
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
@@ -173,7 +173,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     layers = decoder_layers(model)
     # The decoder, which calls them, is the innermost module that holds their list.
     holders = [
-        each for each in model.modules() if any(layers[0] in list(child.children()) for child in each.children())
+        module for module in model.modules() if any(layers[0] in list(child.children()) for child in module.children())
     ]
     beside = [part for part in holders[-1].children() if not isinstance(part, nn.ModuleList | nn.Embedding)]
     return [*layers, *beside]
@@ -186,9 +186,9 @@ def left_out(model: nn.Module) -> list[nn.Module]:
     stacked experts in 4 bits.
     """
     experts = {name.rpartition(".")[0] for name in expert_states(model)}
-    found = [module for name, module in model.named_modules() if isinstance(module, ParamWrapper) or name in experts]
-    inner = {id(below) for module in found for below in module.modules() if below is not module}
-    return [module for module in found if id(module) not in inner]
+    modules = [module for name, module in model.named_modules() if isinstance(module, ParamWrapper) or name in experts]
+    inner = {id(below) for module in modules for below in module.modules() if below is not module}
+    return [module for module in modules if id(module) not in inner]
 
 
 def prepare_four_bit(model: Any) -> None:

@@ -334,8 +334,10 @@ def read_config(
     run = validate_sections(values, origins)
     refuse_ignored(run, origins)
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
-        what = f"{run.cogumi.sharding} shares the model among several processes, and there is one"
-        raise origins.error(f"cogumi.sharding: {what}", "cogumi.sharding", "set cogumi.processes as well, or drop it")
+        message = f"{run.cogumi.sharding} shares the model among several processes, and there is one"
+        raise origins.error(
+            f"cogumi.sharding: {message}", "cogumi.sharding", "set cogumi.processes as well, or drop it"
+        )
     for name, (why, fix) in REFUSED_TRAIN_KEYS.items():
         if name in run.train:
             raise origins.error(f"train.{name} {why}", f"train.{name}", fix)

@@ -30,15 +30,15 @@ def load_object(name: str, key: str, accept: Callable[[Any], bool], kind: str) -
         if ends_by_signal(error):
             raise
         raise UsageError(f"{name}: {place} raises {type(error).__name__}: {error}", key=key) from error
-    found = getattr(module, attribute, None)
-    if not accept(found):
+    loaded = getattr(module, attribute, None)
+    if not accept(loaded):
         names = [
             known
             for known, value in vars(module).items()
             if accept(value) and getattr(value, "__module__", "") == module.__name__
         ]
         raise UsageError(f"{place} has no {kind} {attribute!r}", key=key, fix=f"it has: {', '.join(names) or 'none'}")
-    return found
+    return loaded
 
 
 @functools.cache

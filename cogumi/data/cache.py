@@ -317,7 +317,7 @@ class ExamplesWriter:
         return {
             "name": name,
             "files": list(self.files),
-            "dropped": {reason: [each.count, each.row, each.excerpt] for reason, each in self.dropped.items()},
+            "dropped": {reason: [drop.count, drop.row, drop.excerpt] for reason, drop in self.dropped.items()},
             "truncated": self.truncated,
             "rows_without_reasoning": self.rows_without_reasoning,
             "encoded": [name for name, is_encoded in self.encoded.items() if is_encoded],
@@ -327,8 +327,8 @@ class ExamplesWriter:
 
 
 def describe_counts(name: str, used: int, dropped: Mapping[str, Dropped]) -> str:
-    total = used + sum(each.count for each in dropped.values())
-    reasons = ", ".join(f"{each.count:,} {reason}" for reason, each in dropped.items())
+    total = used + sum(drop.count for drop in dropped.values())
+    reasons = ", ".join(f"{drop.count:,} {reason}" for reason, drop in dropped.items())
     return f"{name}: {total:,} rows, {used:,} used" + (f"; dropped {reasons}" if reasons else "")
 
 

@@ -314,8 +314,12 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
             using.refuse_thinking()
             end = using.tokenizer.eos_token
             return prompt, prompt + chosen + end, prompt + rejected + end
-        whole = using.template.whole
-        return using.template.prompt(prompt, tools), whole(prompt + chosen, tools), whole(prompt + rejected, tools)
+        render_all = using.template.whole
+        return (
+            using.template.prompt(prompt, tools),
+            render_all(prompt + chosen, tools),
+            render_all(prompt + rejected, tools),
+        )
 
     texts, at = try_each(pairs, at, render, dropped, lambda pair: tuple(pair.values()))
     ids = [encode(using.tokenizer, [text[side] for text in texts], plain) for side in range(3)]

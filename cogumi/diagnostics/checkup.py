@@ -134,9 +134,9 @@ def check_disks(seen: CheckupState) -> Iterator[Finding]:
 
 def check_driver(seen: CheckupState) -> Iterator[Finding]:
     _, seen.torch_cuda = lanes.torch_build()
-    found = list(host.check_driver(seen.torch_cuda, seen.timeout))
-    yield from found
-    if seen.torch_cuda is None and any(each.what == "GPU 0" for each in found) and find_spec("torch"):
+    findings = list(host.check_driver(seen.torch_cuda, seen.timeout))
+    yield from findings
+    if seen.torch_cuda is None and any(finding.what == "GPU 0" for finding in findings) and find_spec("torch"):
         cause = "torch is a CPU build, and this machine has a GPU that it cannot use"
         yield Finding("torch", "warning", "CPU build", cause, f"remove {sys.prefix}, then {lanes.INSTALL}")
 
@@ -182,23 +182,23 @@ def step_environment(scratch: str) -> dict[str, str]:
     """Return variables that send all compiled and written files into a directory that is removed afterwards."""
     # Without a GPU, inductor compiles for each kind of vector instructions and precompiles torch's headers. Both pay in a
     # run, but take longer than the check here.
-    found = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", **os.environ}
-    found |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    found["PYTHONSAFEPATH"] = "1"  # files of the working directory must not shadow modules
+    environment = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", **os.environ}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONSAFEPATH"] = "1"  # files of the working directory must not shadow modules
     places = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION", "MPLCONFIGDIR")
-    return found | dict.fromkeys(places, scratch)
+    return environment | dict.fromkeys(places, scratch)
 
 
 def check_libraries(seen: CheckupState) -> Iterator[Finding]:
-    for name, what in (("data", "data libraries"), ("libraries", "training libraries")):
+    for name, title in (("data", "data libraries"), ("libraries", "training libraries")):
         step = seen.steps.get(name)
         if step is None:
             return
         if step.error:
-            yield describe_failure(what, step, "fatal")
+            yield describe_failure(title, step, "fatal")
             return
         versions = ", ".join(f"{module} {version}" for module, version in step.answer.items())
-        yield with_explanation(Finding(what, "ok", versions), step.output, "warning")
+        yield with_explanation(Finding(title, "ok", versions), step.output, "warning")
 
 
 def check_probes(seen: CheckupState) -> Iterator[Finding]:
@@ -262,7 +262,7 @@ def with_explanation(plain: Finding, text: str, state: State | None = None) -> F
     if not known:
         return plain
     first = known[0]
-    told = first.name in [each.name for each in explain(plain.figure)]
+    told = first.name in [signature.name for signature in explain(plain.figure)]
     figure = plain.figure if told else f"{plain.figure}; {first.line}"
     return Finding(plain.what, state or plain.state, figure, first.cause, first.fix)
 

@@ -58,13 +58,13 @@ def list_uses(directory: Path) -> list[Use]:
     """
     seen: set[tuple[int, int]] = set()
     uses: list[Use] = []
-    for what, place in [*caches(), ("everything else", directory)]:
+    for name, place in [*caches(), ("everything else", directory)]:
         try:
             root = place.resolve()
-            sizes = sizes_below(root, what, KNOWN_NAMES if place is directory else {}, seen) if root.is_dir() else {}
+            sizes = sizes_below(root, name, KNOWN_NAMES if place is directory else {}, seen) if root.is_dir() else {}
             uses += [Use(kind, str(root), size) for kind, size in sizes.items() if size]
         except OSError as error:  # a network volume that is gone must not hide the rest
-            log.warning("%s %s cannot be read: %s", what, place, error.strerror)
+            log.warning("%s %s cannot be read: %s", name, place, error.strerror)
     return sorted(uses, key=lambda use: -use.bytes)
 
 
@@ -136,10 +136,10 @@ def list_leftovers(directory: Path) -> list[Leftover]:
     leftovers = []
     for place in (directory, directory / "checkpoints"):
         for path in sorted(place.iterdir()) if place.is_dir() else []:
-            what = kind_of(path.name, LEFTOVERS)
-            if what is not None and not path.is_symlink() and path.is_dir():
+            kind = kind_of(path.name, LEFTOVERS)
+            if kind is not None and not path.is_symlink() and path.is_dir():
                 try:
-                    leftovers.append(Leftover(what, str(path), disk_bytes(path), describe_use(path)))
+                    leftovers.append(Leftover(kind, str(path), disk_bytes(path), describe_use(path)))
                 except FileNotFoundError:
                     continue  # removed meanwhile, by whoever it was of
     return leftovers

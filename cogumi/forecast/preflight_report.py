@@ -36,13 +36,13 @@ class PreflightReport:
 
     def __str__(self) -> str:
         width = max(len(line.stage) for line in self.lines)
-        said = [f"preflight for {self.target}"]
+        lines = [f"preflight for {self.target}"]
         for line in self.lines:
-            said.append(f"{MARKS[line.state]:>4}  {line.stage:{width}}  {line.figure}")
+            lines.append(f"{MARKS[line.state]:>4}  {line.stage:{width}}  {line.figure}")
             if line.fix:
-                said.append(f"{'':>4}  {'':{width}}  -> {line.fix}")
+                lines.append(f"{'':>4}  {'':{width}}  -> {line.fix}")
         red = sum(line.state == "red" for line in self.lines)
         unknown = ", ".join(dict.fromkeys(line.stage for line in self.lines if line.state == "unknown"))
         verdict = f"{red} of {len(self.lines)} lines are red" if red else "nothing is red: it fits"
-        said.append(f"{verdict}, as far as is known; not known: {unknown}" if unknown and not red else verdict)
-        return "\n".join(said)
+        lines.append(f"{verdict}, as far as is known; not known: {unknown}" if unknown and not red else verdict)
+        return "\n".join(lines)

@@ -320,13 +320,13 @@ def steps_of(run: RunConfig, work: StepShape, sample: DataSample) -> int:
 
 def forecast_time(run: RunConfig, work: StepShape, sample: DataSample, pace: Pace | None) -> TimeForecast:
     """Return the time of all steps. pace: None where it is not known."""
-    steps, whole = steps_of(run, work, sample), None
+    steps, all_steps = steps_of(run, work, sample), None
     if run.cogumi.sanity is not None and run.cogumi.sanity < steps:
-        steps, whole = run.cogumi.sanity, steps
+        steps, all_steps = run.cogumi.sanity, steps
     tokens = round(steps * tokens_of_a_step(run, work, sample))
     if pace is None:
-        return TimeForecast(steps, tokens, None, whole=whole)
-    return TimeForecast(steps, tokens, steps * pace.step + pace.before, pace.measured, whole, pace.rollout)
+        return TimeForecast(steps, tokens, None, whole=all_steps)
+    return TimeForecast(steps, tokens, steps * pace.step + pace.before, pace.measured, all_steps, pace.rollout)
 
 
 def tokens_of_a_step(run: RunConfig, work: StepShape, sample: DataSample) -> float:
@@ -412,7 +412,9 @@ def describe_time(pace: TimeForecast, run: RunConfig, target: Target) -> Line:
         how = f"by {pace.measured} step{'s' * (pace.measured != 1)} made here"
     text += f" ({how}){unpriced}"
     # In seconds. Without a price a limit on the cost is refused before.
-    allowed = {key: 3600 * each / ((price or 1) if key == "cogumi.max_cost" else 1) for key, each in budgets.items()}
+    allowed = {
+        key: 3600 * budget / ((price or 1) if key == "cogumi.max_cost" else 1) for key, budget in budgets.items()
+    }
     limit = min(allowed, key=lambda key: allowed[key], default="")
     if not limit or allowed[limit] >= pace.seconds:
         return Line("time", text)

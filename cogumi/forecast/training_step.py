@@ -227,13 +227,13 @@ def fake_parameter(module: Any, parameter: Any, live: StorageCounter, trained: s
     from bitsandbytes.functional import quantize_4bit
 
     if experts is not None:
-        whole = torch.empty(experts.quant_state.shape, dtype=experts.quant_state.dtype)
+        unpacked = torch.empty(experts.quant_state.shape, dtype=experts.quant_state.dtype)
         settings = {"quant_type": experts.quant_state.quant_type, "compress_statistics": experts.compress_statistics}
     else:
-        whole = torch.empty(module.out_features, module.in_features, dtype=module.compute_dtype or torch.bfloat16)
+        unpacked = torch.empty(module.out_features, module.in_features, dtype=module.compute_dtype or torch.bfloat16)
         settings = {name: getattr(parameter, name) for name in ("blocksize", "compress_statistics", "quant_type")}
     with live.counting_as(WEIGHTS):
-        packed, state = quantize_4bit(whole, **settings)
+        packed, state = quantize_4bit(unpacked, **settings)
     made = nn.Parameter(packed, requires_grad=False)  # a fake tensor cannot be bitsandbytes' subclass as well
     if experts is not None:
         experts.quant_state = state
@@ -257,9 +257,9 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:  # type: ignore[override]
         query, key, value, _, _, per_token = ctx.saved_tensors
         held = [torch.empty_like(per_token), torch.empty_like(query, dtype=torch.float32)]
-        made = [torch.empty_like(each) for each in (query, key, value)]
+        made = [torch.empty_like(tensor) for tensor in (query, key, value)]
         if key.shape[1] != query.shape[1]:
-            held += [each.new_empty((each.shape[0], query.shape[1], *each.shape[2:])) for each in (key, value)]
+            held += [tensor.new_empty((tensor.shape[0], query.shape[1], *tensor.shape[2:])) for tensor in (key, value)]
         del held
         return *made, None
 

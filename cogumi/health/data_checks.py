@@ -170,14 +170,14 @@ def measure_pairs(trainer: Any) -> PairLosses | None:
     others = [*documents[1:], documents[0]]
     with preserve_rng_and_mode(trainer.model):
         trainer.model.eval()
-        own = [loss_of(trainer, prompt, rest, labels) for prompt, rest, labels in documents]
+        own_losses = [loss_of(trainer, prompt, rest, labels) for prompt, rest, labels in documents]
         other = [loss_of(trainer, others[i][0], rest, labels) for i, (_, rest, labels) in enumerate(documents)]
     logged_metrics(trainer, "eval").clear()  # between two evaluations there are none
-    differences = [b - a for a, b in zip(own, other, strict=True)]
+    differences = [b - a for a, b in zip(own_losses, other, strict=True)]
     if not all(map(math.isfinite, differences)):
         return None  # the flag for finite numbers reports it
     step = trainer.state.global_step
-    return PairLosses(statistics.fmean(own), statistics.fmean(other), students_t(differences), step)
+    return PairLosses(statistics.fmean(own_losses), statistics.fmean(other), students_t(differences), step)
 
 
 def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int]) -> float:

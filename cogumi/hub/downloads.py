@@ -307,7 +307,7 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
     """Describe an error of the hub in one line, with the key of the configuration."""
     endpoint, token, key = hf.constants.ENDPOINT, hf.get_token() is not None, KEYS[kind]
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
-    what, status, reason = NAMES[kind], status_of(error), f"{name}: {one_line(error)[:300]}"
+    noun, status, reason = NAMES[kind], status_of(error), f"{name}: {one_line(error)[:300]}"
     if isinstance(error, GatedRepoError):
         text = f"{name} is gated, and {'the account of HF_TOKEN has no access yet' if token else 'no HF_TOKEN is set'}"
         fix = f"accept its licence at {page}, and set HF_TOKEN to a token of that account"
@@ -316,7 +316,7 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
         fix = f"see {page}/commits/main, or drop {key.partition('.')[0]}.revision"
     elif isinstance(error, RepositoryNotFoundError):
         how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
-        text, fix = f"no {what} at {name!r} on the hub, or {how}", suggest_name(name, kind)
+        text, fix = f"no {noun} at {name!r} on the hub, or {how}", suggest_name(name, kind)
     elif status is not None:
         text = f"{endpoint} answers {status} about {name}"
         fix = "unset HF_TOKEN, or set it to a valid one" if status == 401 else "try again later"
@@ -326,7 +326,7 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
         text, fix = reason, "data.subset names one of several" if isinstance(error, ValueError) else ""
     else:
         here = f"there is no such file or directory (looked from {Path.cwd()})"
-        text = f"no {what} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
+        text = f"no {noun} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
         fix = "give a directory, connect, or unset HF_HUB_OFFLINE"
     return UsageError(text, key=key, fix=fix)
 

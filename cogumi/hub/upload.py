@@ -46,10 +46,10 @@ class Pushed:
     removed: tuple[str, ...]
 
     def __str__(self) -> str:
-        said = f"{self.name}: {self.kind}, {self.files} files, {format_bytes(self.bytes)}, and {CARD}\n{self.url}"
+        text = f"{self.name}: {self.kind}, {self.files} files, {format_bytes(self.bytes)}, and {CARD}\n{self.url}"
         if self.removed:
-            said += f"\nremoved weights of an earlier upload: {', '.join(self.removed)}"
-        return said
+            text += f"\nremoved weights of an earlier upload: {', '.join(self.removed)}"
+        return text
 
 
 def push_model(source: Path, name: str, what: str | None = None, private: bool = False, anyway: bool = False) -> Pushed:
@@ -64,9 +64,9 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
     if hf.get_token() is None:
         fix = "hf auth login, or set HF_TOKEN to a token that may write"
         raise UsageError("there is no token for the hub", fix=fix)
-    found = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
-    names = list(filter_repo_objects(found, allow_patterns=UPLOADED, ignore_patterns=HIDDEN))
-    adds = [hf.CommitOperationAdd(each, str(found[each])) for each in names]
+    files = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    names = list(filter_repo_objects(files, allow_patterns=UPLOADED, ignore_patterns=HIDDEN))
+    adds = [hf.CommitOperationAdd(file, str(files[file])) for file in names]
     card = write_card(name.rpartition("/")[2], directory, kind, run)
     api = hf.HfApi()
     try:
@@ -80,7 +80,7 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
         done = api.create_commit(name, [*adds, *deletes], commit_message=f"Upload {kind} model with cogumi")
     except (HFValidationError, OSError, httpx.HTTPError) as error:
         raise describe_refusal(name, error) from error
-    size = sum(found[each].stat().st_size for each in names)
+    size = sum(files[file].stat().st_size for file in names)
     return Pushed(name, kind, len(names), size, str(done.commit_url), tuple(stale))
 
 
@@ -94,9 +94,9 @@ def find_model(source: Path, what: str | None) -> tuple[Path | None, Path, str]:
             above = directory.absolute().parent
             is_run = directory.name in ("merged", "adapter") and (above / "status.json").exists()
             return above if is_run else None, directory, kind
-    wanted = {None: "model", "merged": "merged model"}.get(what, what)
+    noun = {None: "model", "merged": "merged model"}.get(what, what)
     fix = "name a run that has one, a merged directory or an adapter's"
-    raise UsageError(f"there is no {wanted} there", place=source, fix=fix)
+    raise UsageError(f"there is no {noun} there", place=source, fix=fix)
 
 
 def why_not(run: Path) -> str:
@@ -106,8 +106,8 @@ def why_not(run: Path) -> str:
     verdict = read_json(run / "verdict.json")
     wrong = [check["name"] for check in verdict["checks"] if not check["passed"]]
     red = [flag["name"] for flag in verdict["flags"] if flag["level"] == "red"]
-    said = {"failed checks": wrong, "red flags": red}
-    return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names)
+    reasons = {"failed checks": wrong, "red flags": red}
+    return "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
 
 
 def find_base(directory: Path) -> tuple[str | None, str | None]:
@@ -190,9 +190,9 @@ def describe_verdict(run: Path) -> str:
 def without_places(value: Any) -> Any:
     """A value of a config with paths of this machine cut to their last part."""
     if isinstance(value, dict):
-        return {key: without_places(each) for key, each in value.items()}
+        return {key: without_places(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [without_places(each) for each in value]
+        return [without_places(item) for item in value]
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
 
@@ -211,5 +211,5 @@ def describe_refusal(name: str, error: Exception) -> UsageError:
     if status == 403 or isinstance(error, RepositoryNotFoundError):
         fix = "use a token with write access, of an account that owns the name"
         return UsageError(f"this token may not write to {name}", fix=fix)
-    said = "broke off" if status is None else f"was answered with {status}"
-    return UsageError(f"the upload to {endpoint} {said}: {one_line(error)[:200]}", fix="push again")
+    outcome = "broke off" if status is None else f"was answered with {status}"
+    return UsageError(f"the upload to {endpoint} {outcome}: {one_line(error)[:200]}", fix="push again")

@@ -138,8 +138,8 @@ def merge_adapter(
     show_stage(progress, "reading the adapter and its base")
     pairs = weighted(adapter)
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
-    found = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
-    plan = build_plan(adapters, found, dtype)
+    source_base = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
+    plan = build_plan(adapters, source_base, dtype)
     remove_stale(target)
     with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
         with progress_bar(progress, "merging", plan.shard_bytes) as advance:
@@ -148,7 +148,7 @@ def merge_adapter(
         figures, logits = totals(plan, outcome), None
         if verify == "logits":
             show_stage(progress, "running base + adapter and the merged model")
-            logits = check_directory(pairs, partial, found.path, kept=figures["delta_retained"])
+            logits = check_directory(pairs, partial, source_base.path, kept=figures["delta_retained"])
             if not logits.passed:
                 raise MergeError(f"{logits}; nothing was committed")
         write_manifest(partial, build_manifest(plan, outcome, options, logits))
@@ -159,7 +159,7 @@ def merge_adapter(
     if unchanged:
         message = "%d of %d updates are zero (never trained?), the first is %s"
         log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
-    return MergeReport(out=target, base=found.name, logits=logits, seconds=time.monotonic() - started, **figures)
+    return MergeReport(out=target, base=source_base.name, logits=logits, seconds=time.monotonic() - started, **figures)
 
 
 def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list[tuple[Path, float]]:

@@ -106,11 +106,11 @@ def adapters_in(path: Path) -> list[Path]:
 def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
     """Read an adapter. Raises UsageError if it is damaged, of a refused kind, or untrained (every update, or tensor, zero)."""
     if not (path / "adapter_config.json").is_file():
-        what = "has no adapter_config.json" if path.is_dir() else "is not a directory"
+        problem = "has no adapter_config.json" if path.is_dir() else "is not a directory"
         fix = "pass the directory that PEFT's save_pretrained wrote"
         if not path.exists() and is_hub_id(str(path)):
             fix += f"; one of the hub comes by: hf download {path} --local-dir {path.name}"
-        raise UsageError(f"adapter {path} {what}", fix=fix)
+        raise UsageError(f"adapter {path} {problem}", fix=fix)
     config = read_json(path / "adapter_config.json")
     refuse_unsupported(path, config)
     if not (path / ADAPTER_WEIGHTS).is_file():
@@ -145,10 +145,10 @@ def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
     with safe_open(path / ADAPTER_WEIGHTS, framework="pt") as weights:
         for name in sorted(names):
             if wrapper := wrapper_of(name):
-                what = f"{name} has the prefix {wrapper}. of {WRAPPERS[wrapper]}, which wrapped the model when it was saved"
+                problem = f"{name} has the prefix {wrapper}. of {WRAPPERS[wrapper]}, which wrapped the model when it was saved"
                 unwrap = "save the model inside it (accelerator.unwrap_model(model).save_pretrained(DIR))"
                 fix = f"{unwrap}, or take {wrapper}. out of the names in the file"
-                raise UsageError(f"adapter {path}: {what}", fix=fix)
+                raise UsageError(f"adapter {path}: {problem}", fix=fix)
             if not name.startswith(PREFIX):
                 fix = "save it with save_pretrained"
                 raise UsageError(f"adapter {path}: {name} is not a name that PEFT writes", fix=fix)
@@ -166,8 +166,8 @@ def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
                     zero.add(factor["module"])
     if pairs == zero and (factors_alone or len(spans) == 2 * len(pairs)):
         zero_ones = "every lora_A or lora_B is zero, as right after initialisation"
-        what = zero_ones if pairs else "it holds no lora_A and lora_B"
-        raise UsageError(f"adapter {path} changes nothing: {what}", fix="was this adapter saved before training?")
+        problem = zero_ones if pairs else "it holds no lora_A and lora_B"
+        raise UsageError(f"adapter {path} changes nothing: {problem}", fix="was this adapter saved before training?")
     return spans
 
 

@@ -275,8 +275,8 @@ def merge_rows(run: RowRange, stored: Stored, update: Update, out: torch.Tensor)
         low, high = torch.aminmax(torch.sub(merged, weight, out=delta))
         change = max(-low.item(), high.item())
         if not math.isfinite(change):
-            what = "base weight or update is not finite; is the base damaged, or a factor too large?"
-            raise MergeError(f"{run.tensor.target.name}: {what}")
+            problem = "base weight or update is not finite; is the base damaged, or a factor too large?"
+            raise MergeError(f"{run.tensor.target.name}: {problem}")
         round_once(merged, rounded)
         if not all_finite(rounded):
             refuse_overflow(run, first, merged, rounded)

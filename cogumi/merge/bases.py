@@ -145,9 +145,9 @@ def find_full_precision(found: Base, kind: str) -> Base:
     why = f" ({'; '.join(refused)})" if refused else ""
     hub = next((name for name in names if is_hub_id(name) and not is_local(name)), None)
     fetch = f"run: hf download {hub}; or " if hub else ""
-    what = f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the update"
+    message = f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the update"
     fix = f"{fetch}pass base=<the full-precision model>{dequant_hint(kind)}"
-    raise UsageError(f"{what}; its full-precision model is not here{why}", fix=fix)
+    raise UsageError(f"{message}; its full-precision model is not here{why}", fix=fix)
 
 
 def dequant_hint(kind: str) -> str:
@@ -158,9 +158,9 @@ def dequantized_base(found: Base) -> Base:
     """Have a 4-bit bitsandbytes checkpoint read as floats. Raises UsageError for any other."""
     kind = quantization(found.config)
     if kind != BNB_4BIT:
-        what = f"base {found.name} is {f'quantized ({kind})' if kind else 'not quantized on disk'}"
+        message = f"base {found.name} is {f'quantized ({kind})' if kind else 'not quantized on disk'}"
         fix = "leave out base_mode, or pass base=<a bitsandbytes 4-bit checkpoint>"
-        raise UsageError(f"{what}, and base_mode='dequant' reads only bitsandbytes' 4 bits", fix=fix)
+        raise UsageError(f"{message}, and base_mode='dequant' reads only bitsandbytes' 4 bits", fix=fix)
     return replace(found, quantized=quantized_tensors(found.shards, found.config))
 
 
@@ -236,34 +236,34 @@ def compare_models(quantized: Base, full: Base) -> BaseProof:
     sibling that was trained with embeddings, head and norms frozen would pass.
     """
     kind = quantization(quantized.config)
-    if own := quantization(full.config):
-        raise Mismatch(f"it is quantized itself ({own})")
+    if own_kind := quantization(full.config):
+        raise Mismatch(f"it is quantized itself ({own_kind})")
     ours, theirs = (model.config.get("text_config") or model.config for model in (quantized, full))
     for entry in IDENTITY:
         if None not in (ours.get(entry), theirs.get(entry)) and ours[entry] != theirs[entry]:
             raise Mismatch(f"its config says {entry}={theirs[entry]!r} where the quantized one says {ours[entry]!r}")
     packed = quantized_tensors(quantized.shards, quantized.config)
-    stored, wanted = (
+    stored, expected = (
         {name: span for name, span in model.tensors.items() if span.dtype in FLOAT_DTYPES}
         for model in (replace(quantized, quantized=packed), full)
     )
     modules = {name.rpartition(".")[0] for name in stored}
-    for name in sorted(stored.keys() ^ wanted.keys()) if packed else ():
+    for name in sorted(stored.keys() ^ expected.keys()) if packed else ():
         if name in stored:
             raise Mismatch(f"it has no {name}")
         if name.rpartition(".")[0] in modules:  # a bias, which the quantized model would not have computed with
             raise Mismatch(f"it has {name}, which the quantized one lacks")
-    both = [(span, wanted[name]) for name, span in stored.items() if name in wanted]
+    both = [(span, expected[name]) for name, span in stored.items() if name in expected]
     for span, other in both:
         if span.shape != other.shape:
             raise Mismatch(f"{span.name} is {list(other.shape)} where the quantized one has {list(span.shape)}")
-    kept = [(span, other) for span, other in both if span.name not in packed]
+    unpacked = [(span, other) for span, other in both if span.name not in packed]
     if kind in SCALES_FOLDED:
-        kept = [(span, other) for span, other in kept if len(span.shape) > 1]
-    if not kept:
+        unpacked = [(span, other) for span, other in unpacked if len(span.shape) > 1]
+    if not unpacked:
         raise Mismatch("no tensor is stored unquantized in both, so nothing can be compared")
     # Small ones first: a norm that differs is found before gigabytes of embeddings are read.
-    for span, other in sorted(kept, key=lambda pair: pair[0].end - pair[0].start):
+    for span, other in sorted(unpacked, key=lambda pair: pair[0].end - pair[0].start):
         if not leading_rows_equal(span, other):
             raise Mismatch(f"{span.name}, which is stored unquantized, differs in {span.dtype}")
-    return BaseProof(len(kept), *(compare_codes(packed, wanted) if packed else (0, None, None)))
+    return BaseProof(len(unpacked), *(compare_codes(packed, expected) if packed else (0, None, None)))

@@ -124,12 +124,12 @@ def check_base(base: Base, checkpoint: Checkpoint, adapters: Collection[Adapter]
 
     Returns the parameters that an adapter brings whole and that the base lacks, or has in another shape (a head).
     """
-    whole = {span.name.removeprefix(PREFIX) for adapter in adapters for span in adapter.spans}
+    adapter_tensors = {span.name.removeprefix(PREFIX) for adapter in adapters for span in adapter.spans}
     faults = find_faults(meta_model(checkpoint.config, checkpoint.kind), stored_of(checkpoint.spans.values()))
     added_parameters = frozenset(
         fault.parameter
         for fault in faults
-        if fault.parameter in whole and (fault.parameter in checkpoint.spans or not fault.stored)
+        if fault.parameter in adapter_tensors and (fault.parameter in checkpoint.spans or not fault.stored)
     )
     if lacking := [fault for fault in faults if fault.parameter not in added_parameters]:
         raise incomplete(base, checkpoint.architecture, lacking)

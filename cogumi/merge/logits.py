@@ -127,7 +127,11 @@ def run_model(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     TRL and accelerate set `forward` on instances: one returns no logits, the other autocasts. Autocast is put back only
     where modules that were trained whole are in float32 between 16-bit ones, which cannot be multiplied without it.
     """
-    dtypes = {each.dtype for name, each in model.named_parameters() if "lora_" not in name and each.is_floating_point()}
+    dtypes = {
+        parameter.dtype
+        for name, parameter in model.named_parameters()
+        if "lora_" not in name and parameter.is_floating_point()
+    }
     mixed = len(dtypes) > 1 and model.dtype != torch.float32
     modes = [(module, module.training) for module in model.modules()]
     replaced = [(module, vars(module).pop("forward")) for module, _ in modes if "forward" in vars(module)]
@@ -164,7 +168,7 @@ def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept:
 def rms(one: torch.Tensor, other: torch.Tensor) -> float:
     """Root mean square of a difference, in float64; over the first entries where one vocabulary is longer."""
     size = min(one.shape[-1], other.shape[-1])
-    blocks = [each.flatten(0, -2)[:, :size].split(POSITIONS_AT_ONCE) for each in (one, other)]
+    blocks = [tensor.flatten(0, -2)[:, :size].split(POSITIONS_AT_ONCE) for tensor in (one, other)]
     total = sum((a.double() - b.double()).square().sum().item() for a, b in zip(*blocks, strict=True))
     return math.sqrt(total / (one.shape[:-1].numel() * size))
 
@@ -187,13 +191,13 @@ def check_directory(
 
     adapters = [(adapter, 1.0)] if isinstance(adapter, Path) else list(adapter)
     paths = [path for path, _ in adapters]
-    whole = AutoConfig.from_pretrained(merged)
-    kind = adapted_class(whole, [span.name for path in paths for span in read_shard(path / ADAPTER_WEIGHTS).spans])
-    labelled = whole if kind in head_classes(whole) else None
+    config = AutoConfig.from_pretrained(merged)
+    kind = adapted_class(config, [span.name for path in paths for span in read_shard(path / ADAPTER_WEIGHTS).spans])
+    labelled = config if kind in head_classes(config) else None
     if input_ids is None:
         # A classifier has logits for the last token of each row alone.
         shape = (2, PROMPT_TOKENS) if labelled is None else (16, PROMPT_TOKENS // 8)
-        input_ids = prompt_tokens(merged, whole.get_text_config(), trained_tokens(paths), *shape)
+        input_ids = prompt_tokens(merged, config.get_text_config(), trained_tokens(paths), *shape)
     loader = Loader(kind, measure_directory(merged)[1], torch.device("cpu"), labelled)
     source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
     return compare_directory(record_directory(adapters, source, merged, input_ids, loader), merged, loader, kept)

@@ -152,8 +152,8 @@ class CheckReport:
         if self.elements is not None:
             again = f"{self.elements:,} computed elements compared with base + adapter again"
         beside = f"; not written by the merge, and read by no loader: {join_names(self.beside)}" if self.beside else ""
-        what = f"{self.directory}: {self.files} files ({format_bytes(self.bytes)}) are what the manifest says"
-        return f"{what}, {source}; {again}{beside}"
+        summary = f"{self.directory}: {self.files} files ({format_bytes(self.bytes)}) are what the manifest says"
+        return f"{summary}, {source}; {again}{beside}"
 
 
 @show_seconds("check: the merged directory is being read")
@@ -183,8 +183,8 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     beside = unnamed_files(directory, outputs.keys() | {path})
     if loaded := [file for file in beside if not is_unread(file)]:
-        what = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded)}"
-        raise MergeError(f"{what}; move it elsewhere, or merge again")
+        message = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded)}"
+        raise MergeError(f"{message}; move it elsewhere, or merge again")
     changed, from_memory = read_back(outputs, readers, progress, "hashing")
     if changed:
         raise MergeError(f"{changed}; the directory is not whole: fetch it again, or merge again")

@@ -161,21 +161,21 @@ def side_files(adapter: Path, base: Path) -> dict[str, Path]:
     """
     home = tokenizer_home(adapter)
     licences = [path.name for path in base.iterdir() if any(word in path.name.lower() for word in LICENCE_WORDS)]
-    found = glob_files(base, (*MODEL_FILES, *licences))
-    found |= glob_files(home, PROCESSOR_FILES) or glob_files(base, PROCESSOR_FILES)
+    files = glob_files(base, (*MODEL_FILES, *licences))
+    files |= glob_files(home, PROCESSOR_FILES) or glob_files(base, PROCESSOR_FILES)
     template = glob_files(home, TEMPLATE_FILES)
     if not glob_files(home, VOCABULARY_FILES):
-        found |= glob_files(base, TOKENIZER_FILES) | (template or glob_files(base, TEMPLATE_FILES))
+        files |= glob_files(base, TOKENIZER_FILES) | (template or glob_files(base, TEMPLATE_FILES))
     else:
-        own = glob_files(home, TOKENIZER_FILES)
+        tokenizer_files = glob_files(home, TOKENIZER_FILES)
         if same_vocabulary(home, base):
-            own = glob_files(base, VOCABULARY_FILES) | own
+            tokenizer_files = glob_files(base, VOCABULARY_FILES) | tokenizer_files
             if not template and not tokenizer_config(home).get("chat_template"):
                 template = glob_files(base, TEMPLATE_FILES)
-        found |= own | template
+        files |= tokenizer_files | template
         if tokenizer_config(home).get("auto_map"):  # the tokenizer's own classes, saved with it
-            found = glob_files(home, ("*.py",)) | found
-    return dict(sorted(found.items()))
+            files = glob_files(home, ("*.py",)) | files
+    return dict(sorted(files.items()))
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
@@ -217,11 +217,11 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 def glob_files(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     """Return path within the directory -> file, sorted. Raises UsageError for a link that leads nowhere."""
     # A pattern is a name, too: glob does not report a link that leads nowhere under its plain name.
-    found = sorted({path for pattern in patterns for path in (directory / pattern, *directory.glob(pattern))})
-    for path in found:
+    paths = sorted({path for pattern in patterns for path in (directory / pattern, *directory.glob(pattern))})
+    for path in paths:
         if path.is_symlink() and not path.exists():
             raise UsageError(f"{path} is a link to a file that is not there", fix=f"download {directory} again")
-    return {path.relative_to(directory).as_posix(): path for path in found if path.is_file()}
+    return {path.relative_to(directory).as_posix(): path for path in paths if path.is_file()}
 
 
 def output_config(

@@ -112,8 +112,8 @@ def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
     places = parameter_places(model, spans)
     if kind in head_classes(config) and kind is not named_class(config):  # the head of the base's class is not loaded
         others = parameter_places(meta_model(config, named_class(config)), spans)
-        dead = {place.tensor for found in others.values() for place in found}
-        dead -= {place.tensor for found in places.values() for place in found}
+        dead = {place.tensor for locations in others.values() for place in locations}
+        dead -= {place.tensor for locations in places.values() for place in locations}
         spans = {name: span for name, span in spans.items() if name not in dead}
     return Checkpoint(spans, places, dict(model.all_tied_weights_keys), config, kind, type(model).__name__)
 

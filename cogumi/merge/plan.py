@@ -165,10 +165,10 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     """Plan every tensor of base + the weighted sum of the adapters. Raises UsageError naming a key that does not fit."""
     adapter = adapters[0][0]
     checkpoint = read_checkpoint(base, adapter)
-    added_parameters = check_base(base, checkpoint, [each for each, _ in adapters])
+    added_parameters = check_base(base, checkpoint, [part for part, _ in adapters])
     # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        changes = weighted_sum([adapter_changes(each, base, checkpoint) for each, _ in adapters], adapters)
+        changes = weighted_sum([adapter_changes(part, base, checkpoint) for part, _ in adapters], adapters)
     is_untied, fresh = find_untied(changes, checkpoint, base)
     stored = changes_by_tensor(changes, checkpoint, added_parameters, base, adapter)
     heads = {name: replacement_tensor(stored[name]) for name in sorted(added_parameters - checkpoint.spans.keys())}
@@ -176,10 +176,10 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     shards = []
     for shard in base.shards:
         # The base's tensors in its order, heads that were tied to one of them, and behind all the adapter's own.
-        own = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
-        own |= {head: own[embedding] for head, embedding in fresh.items() if embedding in own}
-        own |= new if shard is base.shards[-1] else {}
-        drafts = [plan_tensor(name, span, stored.get(name, []), base, dtype) for name, span in own.items()]
+        spans = {span.name: checkpoint.spans[span.name] for span in shard.spans if span.name in checkpoint.spans}
+        spans |= {head: spans[embedding] for head, embedding in fresh.items() if embedding in spans}
+        spans |= new if shard is base.shards[-1] else {}
+        drafts = [plan_tensor(name, span, stored.get(name, []), base, dtype) for name, span in spans.items()]
         shards.append(plan_shard(shard, drafts))
     files = side_files(adapter.path, base.path)
     as_dtype = None if dtype == "keep" else dtype
@@ -227,20 +227,22 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
         if len(homes) != 1 or not head.endswith(".weight"):
             tied = f"{embedding} and {head} are tied in base {base.name}"
             raise UsageError(f"{tied}, in a layout that this merge does not know, and the adapter changes one")
-        own = checkpoint.places.get(head)
+        head_places = checkpoint.places.get(head)
         # transformers ties two stored tensors only where they are equal, whatever the config says.
-        if own and not leading_rows_equal(checkpoint.spans[own[0].tensor], checkpoint.spans[homes[0].tensor]):
+        if head_places and not leading_rows_equal(
+            checkpoint.spans[head_places[0].tensor], checkpoint.spans[homes[0].tensor]
+        ):
             raise UsageError(
                 f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to",
                 fix="set tie_word_embeddings to false in its config.json",
             )
         if same_change(changes.parameters.get(head), changes.parameters.get(embedding)):
             del changes.parameters[head]
-            if own:
+            if head_places:
                 changes.parameters[head] = changes.parameters[embedding]
             continue
         is_untied = True
-        if not own:
+        if not head_places:
             fresh[head] = homes[0].tensor
     return is_untied, fresh
 
@@ -308,13 +310,13 @@ def replacement_tensor(changed: list[Piece]) -> Span | None:
 
 def slice_replacement(change: Change, place: Place, span: Span) -> Change:
     """Cut a whole parameter that is stored in parts down to the bytes of the part in `span`."""
-    whole = change.whole
-    if whole is None or whole.shape == span.shape:
+    replacement = change.whole
+    if replacement is None or replacement.shape == span.shape:
         return change
     rows, columns = matrix_shape(span.shape)
-    width = columns * FLOAT_DTYPES[whole.dtype].itemsize
-    start = whole.start + (place.matrix * whole.shape[-2] + place.offset) * width
-    return replace(change, whole=replace(whole, shape=span.shape, start=start, end=start + rows * width))
+    width = columns * FLOAT_DTYPES[replacement.dtype].itemsize
+    start = replacement.start + (place.matrix * replacement.shape[-2] + place.offset) * width
+    return replace(change, whole=replace(replacement, shape=span.shape, start=start, end=start + rows * width))
 
 
 def plan_shard(shard: Shard, drafts: list[TensorPlan]) -> ShardPlan:
@@ -332,15 +334,15 @@ def plan_shard(shard: Shard, drafts: list[TensorPlan]) -> ShardPlan:
 
 def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: str) -> TensorPlan:
     """Plan one output tensor. Until it is placed, `end` is its length in bytes. span: the tensor that it starts from."""
-    whole = replacement_tensor(changed)
-    source: Source = base.quantized.get(span.name, span) if whole is None else whole
+    replacement = replacement_tensor(changed)
+    source: Source = base.quantized.get(span.name, span) if replacement is None else replacement
     rows = matrix_shape(source.shape)[0]
     out = OUTPUT_DTYPES[dtype] if dtype != "keep" and span.dtype in MERGEABLE_DTYPES else span.dtype
     updates = []
     for piece in changed:
         if piece.change is not None and (update := replace(piece.change, whole=None)) != Change():
             # Rows that a whole tensor adds belong to the same piece.
-            place = piece.place if whole is None else replace(piece.place, last=rows)
+            place = piece.place if replacement is None else replace(piece.place, last=rows)
             updates.append(Piece(place, update))
     read_as = source.dtype if isinstance(source, Span) else span.dtype
     if (updates or read_as != out) and not (read_as in MERGEABLE_DTYPES and out in MERGEABLE_DTYPES):
@@ -359,7 +361,7 @@ def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: 
     if row < rows or not pieces:
         pieces.append(Piece(Place(name, row, rows), None))
     target = Span(Path(), name, out, source.shape, 0, length)
-    return TensorPlan(source, target, tuple(pieces), replaced=whole is not None)
+    return TensorPlan(source, target, tuple(pieces), replaced=replacement is not None)
 
 
 def output_index(base: Base, shards: list[ShardPlan]) -> dict[str, Any] | None:

@@ -243,8 +243,8 @@ def compare_codes(packed: dict[str, Bnb4bit], full: dict[str, Span]) -> tuple[in
             differing += differing_codes(tensor, weight, first)
     error = math.sqrt(off / norm) if norm else 0.0
     if error < LEAST_ERROR:
-        what = f"the quantized weights are {error:.3g} from its weights, relative, and quantizing makes more"
-        raise Mismatch(f"{what} (is it the dequantized checkpoint?)")
+        message = f"the quantized weights are {error:.3g} from its weights, relative, and quantizing makes more"
+        raise Mismatch(f"{message} (is it the dequantized checkpoint?)")
     if differing > CODES_DIFFERING * codes:
         share = f"{differing / codes:.2%} of a sample of {codes}"
         raise Mismatch(f"quantizing its weights gives other codes for {share} (a fine-tuned sibling?)")

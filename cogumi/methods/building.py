@@ -183,28 +183,24 @@ def build_trainer(
     meter: is told of the stage of dpo's reference. ranks: the processes of the training.
     """
     ranks = ranks or Ranks()
-    model_section, is_full = run.model, run.cogumi.tuning == "full"
-    dtype = dtype_of_weights(run) if is_full else model_section.dtype
+    section, is_full = run.model, run.cogumi.tuning == "full"
+    dtype = dtype_of_weights(run) if is_full else section.dtype
     if unsloth_rl.is_in_place():
-        model: Any = load_fast_model(
-            base, model_section, dtype, longest_sequence(run), checkpoints_layers(run), is_full
-        )
+        model: Any = load_fast_model(base, section, dtype, longest_sequence(run), checkpoints_layers(run), is_full)
     else:
-        model = load_model(
-            base, model_section.revision, dtype, model_section.quantization_config, model_section.attn_implementation
-        )
+        model = load_model(base, section.revision, dtype, section.quantization_config, section.attn_implementation)
     log.info("%s loaded on %s: %s", base, model.device, count_weights(model))
     use_kernels(run, model)
-    if model_section.quantization_config is not None:
+    if section.quantization_config is not None:
         log.warning("the adapter learns to correct what quantization took as well: it fits these weights, not those of %s. The "
-                    "merge is into the full-precision base, and the verdict gives their distance", model_section.name)  # fmt: skip
+                    "merge is into the full-precision base, and the verdict gives their distance", section.name)  # fmt: skip
     if run.cogumi.method == "gspo" and is_planned(run):
         unplanned, prompts = run, examples.train.dataset
         run = gspo.with_batch(run, ranks.decide(lambda: gspo.plan(unplanned, model, tokenizer, prompts)))
     towers = find_towers(model)
     if towers and (is_full or run.lora.get("target_modules", "all-linear") == "all-linear"):
-        what = "cogumi.tuning: full" if is_full else "lora.target_modules: all-linear"
-        log.info("%s leaves out %s, which no text reaches", what, ", ".join(towers))
+        setting = "cogumi.tuning: full" if is_full else "lora.target_modules: all-linear"
+        log.info("%s leaves out %s, which no text reaches", setting, ", ".join(towers))
     for name in towers if is_full else ():
         model.get_submodule(name).requires_grad_(False)
     model, lora = (model, None) if is_full else with_adapter(run, model)
@@ -239,11 +235,9 @@ def rebuild_model(run: RunConfig, base: str, trained: Iterable[tuple[str, torch.
 
     Raises RuntimeError where a trained weight finds no place.
     """
-    model_section, is_full = run.model, run.cogumi.tuning == "full"
-    dtype = dtype_of_weights(run) if is_full else model_section.dtype
-    model: Any = load_model(
-        base, model_section.revision, dtype, model_section.quantization_config, model_section.attn_implementation
-    )
+    section, is_full = run.model, run.cogumi.tuning == "full"
+    dtype = dtype_of_weights(run) if is_full else section.dtype
+    model: Any = load_model(base, section.revision, dtype, section.quantization_config, section.attn_implementation)
     if not is_full:
         model, lora = with_adapter(run, model)
         model = model if lora is None else get_peft_model(model, lora)

@@ -50,14 +50,14 @@ def build_trainer(run: RunConfig, *, train_dataset: Any, meter: Meter, **common:
 def refuse_other_tokens(trainer: Any, dataset: Any) -> None:
     """Raise RuntimeError unless the trainer compares exactly the tokens that the data says. The trainer may be any DPOTrainer."""
     first = [dataset[i] for i in range(min(4, len(dataset)))]
-    wanted = [len(pair[side]) for side in ("chosen_ids", "rejected_ids") for pair in first]
+    expected = [len(pair[side]) for side in ("chosen_ids", "rejected_ids") for pair in first]
     limit = trainer.args.max_length or math.inf
-    if any(len(pair["prompt_ids"]) + n > limit for n, pair in zip(wanted, first * 2, strict=True)):
+    if any(len(pair["prompt_ids"]) + n > limit for n, pair in zip(expected, first * 2, strict=True)):
         raise RuntimeError(f"a pair is longer than train.max_length {limit}, which would cut it")
     compared = trainer.data_collator(first)["completion_mask"].sum(-1).tolist()
-    if compared != wanted:
-        what = f"compare {compared} tokens of the first pairs, whose completions have {wanted}"
-        raise RuntimeError(f"{type(trainer).__name__} would {what}")
+    if compared != expected:
+        difference = f"compare {compared} tokens of the first pairs, whose completions have {expected}"
+        raise RuntimeError(f"{type(trainer).__name__} would {difference}")
 
 
 def judge_dpo(metrics: list[dict[str, Any]], args: Any) -> list[Check]:

@@ -72,20 +72,20 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
     run = pin_revision(load_config(config, **overrides))
     base = resolve_model(run.model.name, run.model.revision)
     tokenizer = load_run_tokenizer(run, base)
-    found = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base, revision=run.model.revision))
+    prepared = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base, revision=run.model.revision))
     keys = {"data.fraction": run.data.fraction < 1, "data.max_rows": run.data.max_rows is not None}
     why = ", ".join(key for key, is_set in keys.items() if is_set) or "data.mix: weight"
-    note = found.train.note.removesuffix(" chosen")
-    dropped = [line for data in found.parts() for line in data.examples_dropped()]
-    rows = found.train.dataset.select(range(min(examples, len(found.train.dataset))))
+    note = prepared.train.note.removesuffix(" chosen")
+    dropped = [line for data in prepared.parts() for line in data.examples_dropped()]
+    rows = prepared.train.dataset.select(range(min(examples, len(prepared.train.dataset))))
     tools = task_of(run).schemas if run.cogumi.method == "gspo" else []
     return Preview(
-        train=account_for(found.train),
-        held_out=None if found.held_out is None else account_for(found.held_out),
-        reports=(*found.sources, *([f"{note} kept ({why})"] if note else []), *dropped),
-        lengths=tuple(found.train.lengths.buckets(BARS)),
+        train=account_for(prepared.train),
+        held_out=None if prepared.held_out is None else account_for(prepared.held_out),
+        reports=(*prepared.sources, *([f"{note} kept ({why})"] if note else []), *dropped),
+        lengths=tuple(prepared.train.lengths.buckets(BARS)),
         examples=tuple(tuple(split_example(row, tokenizer, tools)) for row in rows),
-        max_length=found.max_length,
+        max_length=prepared.max_length,
     )
 
 
@@ -144,17 +144,17 @@ def compare_models(
     Raises UsageError where the config holds out no rows, or where these have no column that would be the answer.
     """
     run = load_config(config, **overrides)
-    paths = {name: resolve_model(each) for name, each in models.items()}
+    paths = {name: resolve_model(item) for name, item in models.items()}
     tokenizer = load_tokenizer([*paths.values()][-1])
     held_out = prepare_examples(run, tokenizer).held_out
     if held_out is None:
         raise UsageError("no rows are held out", key="data.eval_rows", fix="set it to 100 or more")
     examples = held_out.dataset.select(range(min(rows, len(held_out.dataset))))
-    column = next((each for each in ANSWERS if each in examples.column_names), None)
+    column = next((item for item in ANSWERS if item in examples.column_names), None)
     if column is None:
         message = f"held-out rows have no column {' or '.join(ANSWERS)}"
         raise UsageError(message, key="data.source", fix="compare on data with a known answer")
-    asked = [each if isinstance(each, str) else each[-1]["content"] for each in examples["prompt"]]
+    prompts = [item if isinstance(item, str) else item[-1]["content"] for item in examples["prompt"]]
     _, ids = render_prompts(list(examples["prompt"]), tokenizer, run.cogumi.thinking)
     longest, written = run.train["max_completion_length"], {}
     for name, path in paths.items():
@@ -164,4 +164,4 @@ def compare_models(
             batch = ids[first : first + BATCH]
             completions += complete_with_ends(model, tokenizer, batch, longest, run.cogumi.stop)
         written[name] = [text for text, _ in completions]
-    return Comparison(asked, list(examples[column]), written)
+    return Comparison(prompts, list(examples[column]), written)

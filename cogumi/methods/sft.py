@@ -84,8 +84,8 @@ def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, to
         log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
                     "%.1e: examples would read each other", distance, bound)  # fmt: skip
     else:
-        said = "packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)"
-        log.info(said, distance, bound)
+        message = "packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)"
+        log.info(message, distance, bound)
     return {"safe": safe, "distance": distance, "bound": bound}
 
 
@@ -118,22 +118,22 @@ def pack_datasets(
     tokens = pc.sum(pc.list_value_length(packed.data.column("input_ids"))).as_py()
     efficiency = tokens / (len(packed) * length)  # the share of the slots of full rows that holds a token
     at_once, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    asked = at_once * accumulated
+    requested = at_once * accumulated
     at_once, accumulated = rows_per_step(examples_per_row, at_once, accumulated)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = at_once, accumulated
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
     args.eval_packing = False  # the held-out loss is that of an unpacked run
     rows = at_once * accumulated
-    found = rows * examples_per_row
+    per_step = rows * examples_per_row
     log.info("packing: %d examples in %d rows of %d tokens, %.1f %% of the slots used",
              len(train_dataset), len(packed), length, 100 * efficiency)  # fmt: skip
     log.info("packing: asked %d examples a step; %.1f examples a row, %d rows a step (%d x %d accumulated) = %.1f examples",
-             asked, examples_per_row, rows, at_once, accumulated, found)  # fmt: skip
-    if abs(found - asked) > CLOSE * asked:
+             requested, examples_per_row, rows, at_once, accumulated, per_step)  # fmt: skip
+    if abs(per_step - requested) > CLOSE * requested:
         log.warning("packing: a step of %.1f examples is not the %d that were asked for; shorten train.max_length %d for rows "
-                    "of fewer examples", found, asked, length)  # fmt: skip
+                    "of fewer examples", per_step, requested, length)  # fmt: skip
     figures = {"examples": len(train_dataset), "rows": len(packed), "efficiency": efficiency}
-    of_step = {"asked_per_step": asked, "rows_per_step": rows, "examples_per_step": found}
+    of_step = {"asked_per_step": requested, "rows_per_step": rows, "examples_per_step": per_step}
     write_section(place, PACKING, decided | figures | of_step)
     held_out = None if eval_dataset is None else with_labels(eval_dataset)
     return {"args": args, "train_dataset": packed, "eval_dataset": held_out}
@@ -145,15 +145,15 @@ def refuse_other_labels(trainer: Any, dataset: Any) -> None:
     TRL 1.15 ignores `completion_mask` without `completion_only_loss`. A trainer that unsloth generated may prepare the
     data itself. Either would train on the prompts without a warning. Nothing predicts the first token of an example.
     """
-    wanted, learned = [], []
+    expected, learned = [], []
     for i in range(min(4, len(dataset))):
-        wanted.append(count_learned(dataset[i]))
+        expected.append(count_learned(dataset[i]))
         batch = trainer.data_collator([trainer.train_dataset[i]])
         starts = batch["position_ids"] == 0 if "position_ids" in batch else torch.arange(batch["labels"].shape[1]) == 0
         learned.append(int(((batch["labels"] != -100) & ~starts).sum()))
-    if learned != wanted:
-        what = f"learn {learned} tokens of the first examples, of which {wanted} are to be learned"
-        raise RuntimeError(f"{type(trainer).__name__} would {what}")
+    if learned != expected:
+        difference = f"learn {learned} tokens of the first examples, of which {expected} are to be learned"
+        raise RuntimeError(f"{type(trainer).__name__} would {difference}")
 
 
 def count_learned(row: dict[str, Any]) -> int:

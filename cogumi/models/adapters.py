@@ -148,7 +148,7 @@ def drop_casts(model: Any) -> int:
 
     No bit changes. Left out are dropout, which draws another mask in another dtype, and variants such as DoRA.
     """
-    layers: list[Any] = [each for each in model.modules() if type(each) is Linear and not each.lora_variant]
+    layers: list[Any] = [module for module in model.modules() if type(module) is Linear and not module.lora_variant]
     exact = [layer for layer in layers if not any(isinstance(part, torch.nn.Dropout) for part in layer.modules())]
     for layer in exact:
         layer.cast_input_dtype_enabled = CastOutsideAutocast()
@@ -303,8 +303,8 @@ def write_values(model: Any, saved: dict[str, torch.Tensor], name: str, adapter:
     """Write the file's values into the live adapter, and prove that they are there; whether they were there already."""
     live = get_peft_model_state_dict(model, adapter_name=name)
     if other := sorted(live.keys() ^ saved.keys()):
-        what = f"{len(other)} tensors are in the file or in the model ({name}) alone, the first is {other[0]}"
-        raise RuntimeError(f"model.adapter: {adapter}: {what}")
+        message = f"{len(other)} tensors are in the file or in the model ({name}) alone, the first is {other[0]}"
+        raise RuntimeError(f"model.adapter: {adapter}: {message}")
     was_equal = all(equal_bits(live[key], saved[key]) for key in saved)
     for key, tensor in saved.items():
         live[key].copy_(tensor)  # a state dict's tensors are the parameters' own memory

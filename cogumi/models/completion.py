@@ -49,14 +49,14 @@ def complete_with_ends(
         (text, cut_at_stop(text, stops))
         for text in tokenizer.batch_decode(new, skip_special_tokens=skip_special_tokens)
     ]
-    return [(kept, end or kept != text) for (text, kept), end in zip(texts, ends.tolist(), strict=True)]
+    return [(trimmed, end or trimmed != text) for (text, trimmed), end in zip(texts, ends.tolist(), strict=True)]
 
 
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
     """Return the tokens that end a text, for tokenizer and model."""
     of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = [getattr(tokenizer, "eos_token_id", None), *(of_model if isinstance(of_model, list) else [of_model])]
-    return {int(each) for each in found if each is not None}
+    candidates = [getattr(tokenizer, "eos_token_id", None), *(of_model if isinstance(of_model, list) else [of_model])]
+    return {int(token_id) for token_id in candidates if token_id is not None}
 
 
 def cut_at_stop(completion: Any, stops: Sequence[str]) -> Any:

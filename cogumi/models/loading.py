@@ -45,10 +45,10 @@ def resolve_model(name: str, revision: str | None = None) -> str:
     try:
         AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        what, fix = f"no model at {name!r}", f"give a directory that is there, a hub id or {SMALL_BASE}"
+        message, fix = f"no model at {name!r}", f"give a directory that is there, a hub id or {SMALL_BASE}"
         if Path(name).is_dir():
-            what, fix = f"transformers {version('transformers')} cannot read {name}/config.json", ""
-        raise UsageError(f"{what}: {first_line(error)}", key="model.name", fix=fix) from None
+            message, fix = f"transformers {version('transformers')} cannot read {name}/config.json", ""
+        raise UsageError(f"{message}: {first_line(error)}", key="model.name", fix=fix) from None
     return name
 
 
@@ -101,8 +101,8 @@ def load_model(
             **loading,
         )
     if type(model.config) is not type(config):
-        said = "%s is loaded as %s, the language model alone; a merge keeps the rest of the checkpoint as it is"
-        log.info(said, name, type(model).__name__)
+        message = "%s is loaded as %s, the language model alone; a merge keeps the rest of the checkpoint as it is"
+        log.info(message, name, type(model).__name__)
     if quantization is not None:
         refuse_wrong_layers(model)
     if getattr(model, "is_loaded_in_4bit", False):
@@ -116,8 +116,8 @@ def resolve_dtype(dtype: str) -> torch.dtype:
     if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
         on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         dtype = "bfloat16" if on_gpu else "float32"
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    resolved: torch.dtype = getattr(torch, dtype)
+    return resolved
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -38,10 +38,10 @@ def quantization_settings(quantization: dict[str, Any], dtype: torch.dtype) -> B
 
 def refuse_quantized_already(name: str, config: PreTrainedConfig) -> None:
     """Raise UsageError for a base whose weights on disk are quantized: transformers keeps them as they are."""
-    found = quantization_of(config)
-    if found is not None:
+    quantization = quantization_of(config)
+    if quantization is not None:
         fix = "drop model.quantization_config to train on that, or set model.name to the full-precision model"
-        message = f"{name} is quantized already ({found})"
+        message = f"{name} is quantized already ({quantization})"
         raise UsageError(message, key="model.quantization_config", fix=fix)
 
 
@@ -50,23 +50,23 @@ def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None
 
     tuning: `cogumi.tuning`. Of what transformers dequantizes when it loads, 16-bit weights are trained.
     """
-    found = quantization_of(config)
-    if found is None:
+    quantization = quantization_of(config)
+    if quantization is None:
         return
     if tuning == "full":
-        message = f"{name} is quantized ({found}), and quantized weights cannot be trained themselves"
+        message = f"{name} is quantized ({quantization}), and quantized weights cannot be trained themselves"
         raise UsageError(message, key="model.name", fix="drop cogumi.tuning: full, or name the full-precision model")
-    full = next(iter(full_precision_names(name, found.method)), "the full-precision model")
+    full = next(iter(full_precision_names(name, quantization.method)), "the full-precision model")
     fix = f"set model.name to {full}, with model.quantization_config: {{load_in_4bit: true}} where it is too large"
     try:
         quantizer: Any = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         quantizer.validate_environment(device_map={"": "cuda:0" if torch.cuda.is_available() else "cpu"})
         trainable = quantizer.is_trainable or getattr(quantizer.quantization_config, "dequantize", False)
     except (ImportError, RuntimeError, ValueError) as error:
-        message = f"{name} is quantized ({found}), which cannot be loaded here: {one_line(error)}"
+        message = f"{name} is quantized ({quantization}), which cannot be loaded here: {one_line(error)}"
         raise UsageError(message, key="model.name", fix=fix) from error
     if not trainable:
-        message = f"{name} is quantized ({found}), which transformers {version('transformers')} does not train"
+        message = f"{name} is quantized ({quantization}), which transformers {version('transformers')} does not train"
         raise UsageError(message, key="model.name", fix=fix)
 
 
@@ -111,8 +111,8 @@ def quantizing_experts(quantization: dict[str, Any]) -> Iterator[None]:
 
 def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
     """Return how bitsandbytes has quantized a checkpoint, by its own config; None where it has not."""
-    found = quantization_of(config)
-    if found is None or found.method != "bitsandbytes":
+    quantization = quantization_of(config)
+    if quantization is None or quantization.method != "bitsandbytes":
         return None
     entries: Any = config.quantization_config
     settings: BitsAndBytesConfig = AutoQuantizationConfig.from_dict(
@@ -170,10 +170,10 @@ def refuse_misread(model: PreTrainedModel) -> None:
     misread = [name for name, number in columns.items() if not reads_4bit_rows(number)]
     if misread:
         leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in misread))
-        what = f"bitsandbytes {version('bitsandbytes')} misreads the 4-bit weights of {misread[0]} on this CPU"
+        message = f"bitsandbytes {version('bitsandbytes')} misreads the 4-bit weights of {misread[0]} on this CPU"
         skip = f"model.quantization_config.llm_int8_skip_modules: [lm_head, {leaves}]"
         fix = f"run on a GPU, or set model.name to the full-precision model with {skip}"
-        raise UsageError(f"{what} ({len(misread)} layers in all)", key="model", fix=fix)
+        raise UsageError(f"{message} ({len(misread)} layers in all)", key="model", fix=fix)
 
 
 @functools.cache
@@ -217,9 +217,9 @@ class WeightCount:
         return inside / sum(self.elements.values())
 
     def __str__(self) -> str:
-        whole = sum(self.elements.values())
+        total = sum(self.elements.values())
         largest = sorted(self.elements.items(), key=lambda item: -item[1])
-        shares = ", ".join(f"{number / whole:.1%} in {kind}" for kind, number in largest)
+        shares = ", ".join(f"{number / total:.1%} in {kind}" for kind, number in largest)
         return f"{format_memory(self.bytes)} of weights, {shares}"
 
 
@@ -268,7 +268,7 @@ def count_meta_bytes(model: torch.nn.Module) -> int:
 def constants_of(state: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a QuantState: scales of the blocks, and the constants of their compression."""
     if state is not None:
-        yield from (each for each in (state.absmax, state.code, state.offset) if each is not None)
+        yield from (tensor for tensor in (state.absmax, state.code, state.offset) if tensor is not None)
         yield from constants_of(state.state2)
 
 
@@ -325,16 +325,16 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         shape = (self.out_features, self.in_features)
-        whole = torch.empty(shape, dtype=self.compute_dtype, device=self.weight.device)
-        return nn.functional.linear(input.to(self.compute_dtype), whole, self.bias)
+        unpacked = torch.empty(shape, dtype=self.compute_dtype, device=self.weight.device)
+        return nn.functional.linear(input.to(self.compute_dtype), unpacked, self.bias)
 
 
 def pack_layers(model: nn.Module, config: PreTrainedConfig) -> nn.Module:
     """Pack the quantized linear layers of a model in place. Unknown formats leave it as it is."""
     entries: Any = config.quantization_config
-    found = read_format(entries if isinstance(entries, dict) else entries.to_dict())
-    if found is not None:
-        packed, left_out = found
+    weight_format = read_format(entries if isinstance(entries, dict) else entries.to_dict())
+    if weight_format is not None:
+        packed, left_out = weight_format
         for name, module in list(model.named_modules()):
             if type(module) is nn.Linear and should_convert_module(name, left_out):
                 model.set_submodule(name, PackedLinear(module, packed))

@@ -75,8 +75,8 @@ def read_samples(run_dir: Path) -> dict[int, dict[str, dict[str, Any]]]:
 def render_prompt(prompt: str) -> str:
     if len(prompt) <= MAX_PROMPT_CHARACTERS:
         return verbatim(prompt)
-    whole = folded(f"the whole prompt, {len(prompt):,} characters", verbatim(prompt))
-    return f"{verbatim(prompt, MAX_PROMPT_CHARACTERS)}{whole}"
+    full_prompt = folded(f"the whole prompt, {len(prompt):,} characters", verbatim(prompt))
+    return f"{verbatim(prompt, MAX_PROMPT_CHARACTERS)}{full_prompt}"
 
 
 def render_completion(completion: str) -> str:

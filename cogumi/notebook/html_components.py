@@ -110,7 +110,11 @@ def inline_styles(content: str) -> str:
         name, attributes, end = tag.groups()
         classes = re.search(r'class="([^"]*)"', attributes)
         names = classes[1].split() if classes else []
-        targets = {name, *(f".{each}" for each in names), *(f"{name}.{each}" for each in names)}
+        targets = {
+            name,
+            *(f".{style_class}" for style_class in names),
+            *(f"{name}.{style_class}" for style_class in names),
+        }
         declarations = "".join(declared for target, declared in rules() if target in targets)
         return f'<{name}{attributes} style="{declarations}"{end}>' if declarations else tag[0]
 
@@ -136,7 +140,11 @@ def preview(report: "Preview") -> str:
     """Render what a run would train on: examples with what is learned of them, lengths, what became of every row."""
     accounts = [asdict(part) for part in (report.train, report.held_out) if part is not None]
     notes = "".join(f"<p>{escape_text(line)}</p>" for line in report.reports)
-    kinds = [kind for kind in LEGEND if any(kind == each for pieces in report.examples for each, _ in pieces)]
+    kinds = [
+        kind
+        for kind in LEGEND
+        if any(kind == kind_of_piece for pieces in report.examples for kind_of_piece, _ in pieces)
+    ]
     legend = "".join(f"<span>{LEGEND[kind]}</span>" for kind in kinds)
     examples = [f'<p class="legend">{legend}</p>'] if kinds else []
     for number, pieces in enumerate(report.examples, 1):

@@ -223,14 +223,14 @@ class RunPanel:
 
     def ask(self, request: Any, note: str) -> bool:
         """Make a request of the run and say so, or why it was refused; return whether it was made."""
-        asked = True
+        accepted = True
         try:
             request()
         except UsageError as error:
-            asked, note = False, str(error)
+            accepted, note = False, str(error)
         self.said.value = render_message(note)
         self.pressed.set()
-        return asked
+        return accepted
 
 
 # ------------------------------------------------------------------------------------------------------ its parts as HTML
@@ -393,7 +393,7 @@ def headline(status: Status) -> tuple[str, str]:
     if not status.ended:
         return "unknown", format_state(status)
     if read_json_or_empty(Path(status.run_dir) / "verdict.json").get("passed") is False:
-        failed = ", ".join(each["name"] for each in failed_checks(checks(status)))
+        failed = ", ".join(check["name"] for check in failed_checks(checks(status)))
         return "red", f"FAIL ({status.state}): {failed}"
     return ("red" if status.state in ("failed", "died", "refused") else "yellow"), status.state
 
@@ -430,7 +430,9 @@ def summary(status: Status, config: Mapping[str, Any], metrics: Mapping[str, Any
     on_quantized = "on a quantized base" if model.get("quantization_config") else ""
     values = beat | {key: value for key, value in metrics.items() if value is not None}
     took, cost = values.get("elapsed_seconds"), values.get("cost", beat.get("cost_so_far"))
-    stages = [f"{stage} {format_duration(each)}" for stage, each in values.get("seconds", {}).items() if each >= 1]
+    stages = [
+        f"{stage} {format_duration(duration)}" for stage, duration in values.get("seconds", {}).items() if duration >= 1
+    ]
     gpu, cpu, store = (beat.get(key) or {} for key in ("gpu", "cpu", "memory"))
     card = f"{gpu['name']} with {format_memory(gpu['total'])}" if gpu else "no GPU"
     machine = [card, f"{cpu['cores']} cores", f"{format_memory(store['total'])} of memory"] if cpu else []

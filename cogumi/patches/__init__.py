@@ -20,11 +20,11 @@ def replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Attributes of a module or an object for the length of a block. Raises AttributeError for one that it lacks."""
     for name in attributes:
         getattr(owner, name)
-    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    originals = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
         yield
     finally:
         for name in attributes:
             delattr(owner, name)
-        vars(owner).update(own)
+        vars(owner).update(originals)

@@ -79,8 +79,8 @@ def quantizer_class() -> type:
         def stacks(self, model: Any) -> frozenset[str]:
             """Return the stacks of the model being loaded; none if its weights on disk are already quantized."""
             if self._stacks is None:
-                found = [] if self.pre_quantized else expert_stacks(model, self.modules_to_not_convert)
-                self._stacks = frozenset(name for name, _, _ in found)
+                stacks = [] if self.pre_quantized else expert_stacks(model, self.modules_to_not_convert)
+                self._stacks = frozenset(name for name, _, _ in stacks)
             return self._stacks
 
         def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

@@ -91,8 +91,8 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
         if choice not in ("auto", _verdict.strategy):
             in_place = f"graph_break={choice!r}: {_verdict.strategy} is in place"
             raise UsageError(in_place, fix=f"{UNDO} takes it away first")
-        for each in filter(is_configuration, _replaced):  # this thread may have a configuration of its own
-            setattr(each.owner, each.name, each.ours)
+        for replacement in filter(is_configuration, _replaced):  # this thread may have a configuration of its own
+            setattr(replacement.owner, replacement.name, replacement.ours)
     else:
         decided = decide(model) if choice == "auto" else ProbeVerdict(choice, "chosen by name, untried")
         put_in_place(decided.strategy)
@@ -105,10 +105,12 @@ def apply(choice: str = "auto", model: Any = None) -> PatchStatus:
 def undo() -> PatchStatus:
     """Put back what was found. Raises RuntimeError, changing nothing, where another package has patched on top."""
     global _verdict
-    for each in _replaced:
-        present = getattr(each.owner, each.name)
-        if present is not each.ours and not is_configuration(each):
-            raise RuntimeError(f"{NAME}: {each} was since replaced by {qualified_name(present)}; take that away first")
+    for replacement in _replaced:
+        present = getattr(replacement.owner, replacement.name)
+        if present is not replacement.ours and not is_configuration(replacement):
+            raise RuntimeError(
+                f"{NAME}: {replacement} was since replaced by {qualified_name(present)}; take that away first"
+            )
     if _replaced:
         torch.compiler.reset()
     restore()
@@ -156,10 +158,10 @@ def holds_4bit_experts(model: Any) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return any(
-        isinstance(each, ModuleList)
-        and holds_4bit(each)
-        and not any(isinstance(below, GradientCheckpointingLayer) for below in each.modules())
-        for each in model.modules()
+        isinstance(module, ModuleList)
+        and holds_4bit(module)
+        and not any(isinstance(below, GradientCheckpointingLayer) for below in module.modules())
+        for module in model.modules()
     )
 
 
@@ -187,10 +189,10 @@ def decide(model: Any) -> ProbeVerdict:
         return ProbeVerdict("break_linear", f"{why}, and {error.message}", (straight, experts))
     finally:
         restore()
-    found = (straight, experts, replace(again, name=f"{again.name}, branchless"))
+    probes = (straight, experts, replace(again, name=f"{again.name}, branchless"))
     if not again.error:
-        return ProbeVerdict("branchless", why, found)
-    return ProbeVerdict("break_linear", f"{why}, and without the branch too", found)
+        return ProbeVerdict("branchless", why, probes)
+    return ProbeVerdict("break_linear", f"{why}, and without the branch too", probes)
 
 
 def probe_linear(device: torch.device) -> CompileProbe:
@@ -232,10 +234,10 @@ def probe(name: str, block: Callable[[list[Any], torch.Tensor], torch.Tensor], d
             expected = value_and_gradient(function, x)
             where = ""
             compiled = torch.compile(with_code_of_its_own(function), backend="aot_eager", fullgraph=True)
-            found = value_and_gradient(compiled, x)
+            actual = value_and_gradient(compiled, x)
             if not dynamo_counts()["graphs"]:
                 error = "Dynamo compiled nothing and said nothing"
-            elif not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
+            elif not all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)):
                 error = "compiled, and its result or gradient differs from the eager one"
         except Exception as failure:  # noqa: BLE001  what a compiler or a foreign patch raises is what the probe is for
             error = f"{where}{first_line(failure)}"
@@ -255,10 +257,12 @@ def put_in_place(strategy: str) -> None:
 
     if strategy == "break_linear":
         kinds = bitsandbytes.nn.Linear4bit.__mro__
-        kind: Any = next(each for each in kinds if "forward" in vars(each))  # where another class stands for it
+        kind: Any = next(
+            candidate for candidate in kinds if "forward" in vars(candidate)
+        )  # where another class stands for it
         replace_attribute(kind, "forward", torch.compiler.disable(kind.forward))
         return
-    if foreign := [each for each in foreign_patches() if "matmul_4bit" in each]:
+    if foreign := [candidate for candidate in foreign_patches() if "matmul_4bit" in candidate]:
         raise UsageError(f"graph_break='branchless': {foreign[0]} already", fix="take that away first")
     original: Callable[..., Any] = bitsandbytes.matmul_4bit
 
@@ -287,9 +291,9 @@ def replace_attribute(owner: Any, name: str, value: Any) -> None:
 
 def restore() -> None:
     while _replaced:
-        each = _replaced.pop()
-        if not is_configuration(each) or getattr(each.owner, each.name) is each.ours:
-            setattr(each.owner, each.name, each.original)
+        replacement = _replaced.pop()
+        if not is_configuration(replacement) or getattr(replacement.owner, replacement.name) is replacement.ours:
+            setattr(replacement.owner, replacement.name, replacement.original)
 
 
 def is_configuration(each: Replacement) -> bool:
@@ -307,11 +311,12 @@ def foreign_patches() -> list[str]:
         "bitsandbytes.matmul_4bit": bitsandbytes.matmul_4bit,
         "Linear4bit.forward": bitsandbytes.nn.Linear4bit.forward,
     }
-    ours = [each.ours for each in _replaced]
+    ours = [replacement.ours for replacement in _replaced]
     return [
         f"{place} is {qualified_name(present)}"
         for place, present in places.items()
-        if not any(present is each for each in ours) and not qualified_name(present).startswith("bitsandbytes.")
+        if not any(present is replacement for replacement in ours)
+        and not qualified_name(present).startswith("bitsandbytes.")
     ]
 
 

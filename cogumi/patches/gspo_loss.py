@@ -38,15 +38,15 @@ def gspo_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"loss_type={name!r} is not known any more", fix=f"write {REMOVED[name]}")
     if name not in OURS:
         return dict(arguments)
-    wanted = PRESETS[name]["importance_sampling_level"]
-    if (level := arguments.get("importance_sampling_level", wanted)) != wanted:
+    preset_level = PRESETS[name]["importance_sampling_level"]
+    if (level := arguments.get("importance_sampling_level", preset_level)) != preset_level:
         message = f"importance_sampling_level={level!r} contradicts loss_type={name!r}, whose ratio is per sequence"
         raise UsageError(message, fix="drop one")
     # As in TRL, a lone epsilon bounds both sides.
     both = {"epsilon_high": arguments["epsilon"]} if arguments.get("epsilon") is not None else {}
     # Elsewhere None is a value: max_grad_norm=None does not clip the gradient, a correction's clip_max=None has no bound.
-    given = {key: value for key, value in arguments.items() if value is not None or key not in PRESETS[name]}
-    return fill_defaults(name, both | given)
+    explicit = {key: value for key, value in arguments.items() if value is not None or key not in PRESETS[name]}
+    return fill_defaults(name, both | explicit)
 
 
 def fill_defaults(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +124,10 @@ def undo() -> PatchStatus:
 def status() -> PatchStatus:
     applied = grpo_config() in _originals
     low, high = (PRESETS["gspo"][key] for key in ("epsilon", "epsilon_high"))
-    what = "is left to TRL, which fails at the first loss"
+    effect = "is left to TRL, which fails at the first loss"
     if applied:
-        what = f"becomes grpo + sequence-level ratio, beta 0, epsilon {low:g}/{high:g}"
-    return PatchStatus(NAME, applied, f"loss_type='gspo' {what} (trl {version('trl')}, written for {WRITTEN_FOR})")
+        effect = f"becomes grpo + sequence-level ratio, beta 0, epsilon {low:g}/{high:g}"
+    return PatchStatus(NAME, applied, f"loss_type='gspo' {effect} (trl {version('trl')}, written for {WRITTEN_FOR})")
 
 
 def loss_name(config: Any) -> str:
@@ -136,8 +136,8 @@ def loss_name(config: Any) -> str:
     if name is None:
         return str(config.loss_type)
     values = PRESETS[name]
-    kept = all(getattr(config, key) == values[key] for key in ("loss_type", "importance_sampling_level"))
-    return name if kept else str(config.loss_type)
+    is_preset = all(getattr(config, key) == values[key] for key in ("loss_type", "importance_sampling_level"))
+    return name if is_preset else str(config.loss_type)
 
 
 def grpo_config() -> Any:
@@ -162,9 +162,9 @@ def _wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         if (name := self.loss_type) in OURS:
-            given = drop_trl_defaults({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-            said = {key: given[key] for key in ("loss_type", *PRESETS[name]) if key in given}
-            for key, value in gspo_arguments(said).items():
+            explicit = drop_trl_defaults({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+            loss_arguments = {key: explicit[key] for key in ("loss_type", *PRESETS[name]) if key in explicit}
+            for key, value in gspo_arguments(loss_arguments).items():
                 if key in PRESETS[name]:
                     setattr(self, key, value)
             self.cogumi_loss_name = name
@@ -191,11 +191,11 @@ def _wrap_trainer_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for config in (*args, *kwargs.values()):
-            said = str(getattr(config, "loss_type", "")).lower()
-            if isinstance(config, grpo_config()) and said in OURS:  # TRL would fail after the first rollout
+            loss_type = str(getattr(config, "loss_type", "")).lower()
+            if isinstance(config, grpo_config()) and loss_type in OURS:  # TRL would fail after the first rollout
                 raise UsageError(
                     f"loss_type is {config.loss_type!r}, set after the config was built",
-                    fix=f"pass it to it: GRPOConfig(loss_type={said!r}, ...)",
+                    fix=f"pass it to it: GRPOConfig(loss_type={loss_type!r}, ...)",
                 )
         original(self, *args, **kwargs)
         if loss_name(self.args) in OURS:

@@ -32,24 +32,24 @@ def is_quantized(module: Any, name: str) -> bool:
 
 def inject_parameters(tuner: Any, original: Any, peft_config: Any, model: Any, **kwargs: Any) -> list[str]:
     """`BaseTuner._inject_parameters`, which is asked for one parametrized parameter at a time, by its whole name."""
-    asked = peft_config.target_parameters
-    wanted = [
+    target_parameters = peft_config.target_parameters
+    parametrized = [
         (module, name)
         for path, module in model.named_modules()
         if parametrize.is_parametrized(module)
         for name in module.parametrizations
         if is_quantized(module, name)
-        and any(f".{path}.{name}".replace(".base_layer", "").endswith(f".{key}") for key in asked)
+        and any(f".{path}.{name}".replace(".base_layer", "").endswith(f".{key}") for key in target_parameters)
     ]
-    found: list[str] = []
+    injected: list[str] = []
     try:
-        for target, name in reversed(wanted):  # each further wrapper of a module goes inside the one before
+        for target, name in reversed(parametrized):  # each further wrapper of a module goes inside the one before
             path = next(path for path, module in model.named_modules() if module is target)
             peft_config.target_parameters = [f"{path}.{name}"]
-            found += original(tuner, peft_config, model, **kwargs)
+            injected += original(tuner, peft_config, model, **kwargs)
     finally:
-        peft_config.target_parameters = asked
-    return found + original(tuner, peft_config, model, **kwargs)
+        peft_config.target_parameters = target_parameters
+    return injected + original(tuner, peft_config, model, **kwargs)
 
 
 def get_param(wrapper: Any, original: Any) -> Tensor:

@@ -46,14 +46,14 @@ def compiled_functions() -> tuple[dict[str, int], dict[str, str]]:
     """
     compiled: dict[str, int] = {}
     failed: dict[str, str] = {}
-    for each in torch._dynamo.utils.get_compilation_metrics():
-        if each.co_name is None or each.co_filename is None or Path(each.co_filename).is_relative_to(PACKAGE):
+    for metrics in torch._dynamo.utils.get_compilation_metrics():
+        if metrics.co_name is None or metrics.co_filename is None or Path(metrics.co_filename).is_relative_to(PACKAGE):
             continue  # of cogumi's own there are probes
-        name = f"{Path(each.co_filename).stem}.{each.co_name}"
-        if each.fail_type is None:
+        name = f"{Path(metrics.co_filename).stem}.{metrics.co_name}"
+        if metrics.fail_type is None:
             compiled[name] = compiled.get(name, 0) + 1
         else:
-            failed[name] = f"{each.fail_type}: {' '.join((each.fail_reason or '').split())[:300]}"
+            failed[name] = f"{metrics.fail_type}: {' '.join((metrics.fail_reason or '').split())[:300]}"
     return compiled, failed
 
 
@@ -85,8 +85,8 @@ def first_line(error: BaseException) -> str:
     """Return type and first line of a compiler's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # "backend='inductor' raised:", and what it raised stands below.
-    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-    return f"{type(error).__name__}: {said}"[:300]
+    text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return f"{type(error).__name__}: {text}"[:300]
 
 
 def with_code_of_its_own(function: Any) -> Any:

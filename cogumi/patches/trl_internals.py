@@ -80,7 +80,7 @@ def forget_evaluation(trainer: Any) -> None:
     accelerator, model = trainer.accelerator, trainer.model
     if trainer.model_wrapped is model and getattr(model, "_is_accelerate_prepared", False):
         model._is_accelerate_prepared = False
-        accelerator._models = [each for each in accelerator._models if each is not model]
+        accelerator._models = [prepared for prepared in accelerator._models if prepared is not model]
 
 
 def wrap_method(trainer: Any, name: str, around: Callable[..., Any]) -> None:

@@ -93,8 +93,8 @@ def find_obstacle(backend: BackendName) -> str | None:
             fix = 'run: pip install "cogumi[unsloth]", or set cogumi.backend: trl'
             raise UsageError("unsloth is not installed", key="cogumi.backend", fix=fix)
         return "unsloth is not installed: stock TRL trains"
-    wanted = torch.cuda.is_available() or os.environ.get(CPU_SWITCH) == "1" or is_in_place()
-    if backend == "auto" and not wanted:
+    is_supported = torch.cuda.is_available() or os.environ.get(CPU_SWITCH) == "1" or is_in_place()
+    if backend == "auto" and not is_supported:
         return "no CUDA device: stock TRL trains"
     return None
 
@@ -124,10 +124,10 @@ def import_unsloth() -> Any:
         importlib.import_module("unsloth")
         return importlib.import_module("unsloth.models.rl").PatchFastRL
     except (ImportError, NotImplementedError, RuntimeError, OSError, ValueError, TypeError, AttributeError) as error:
-        found = version("unsloth")
-        said = " ".join(str(error).split())
+        installed = version("unsloth")
+        reason = " ".join(str(error).split())
         raise UsageError(
-            f"unsloth {found} is installed and does not import here ({type(error).__name__}: {said})",
+            f"unsloth {installed} is installed and does not import here ({type(error).__name__}: {reason})",
             fix=f"repair it, or `{pip_command('uninstall unsloth')}` to train with stock TRL, and restart the kernel",
         ) from error
 
@@ -166,8 +166,8 @@ def locate_import(name: str) -> str:
     if file.is_file():
         texts[f"{file}:"] = file.read_text(encoding="utf-8", errors="replace")
     for place, text in texts.items():
-        if found := re.search(rf"^[ \t]*(?:import|from) {name}\b", text, re.MULTILINE):
-            line = text.count("\n", 0, found.start()) + 1
+        if match := re.search(rf"^[ \t]*(?:import|from) {name}\b", text, re.MULTILINE):
+            line = text.count("\n", 0, match.start()) + 1
             return f" ({name} at {place}{line})"
     return ""
 
@@ -210,18 +210,20 @@ def check_upstream() -> None:
             raise RuntimeError(f"{NAME}: unsloth {version('unsloth')} is installed without {package}")
         source = (Path(spec.submodule_search_locations[0]) / inside).read_text(encoding="utf-8")
         if problems := differences(parameters_by_function(source), file):
-            found = f"{package} {version(package)}"
-            raise RuntimeError(f"{NAME}: {found} is not {WRITTEN_FOR}: {file}: {'; '.join(problems)}")
+            installed = f"{package} {version(package)}"
+            raise RuntimeError(f"{NAME}: {installed} is not {WRITTEN_FOR}: {file}: {'; '.join(problems)}")
 
 
 def differences(found: dict[str, list[str]], file: str) -> list[str]:
     """List functions of UPSTREAM (by name and position) and NAMED (by name) whose parameters differ from those found."""
     wrong = [
         name
-        for name, wanted in UPSTREAM.get(file, {}).items()
-        if found.get(name, [])[: len(wanted.split())] != wanted.split()
+        for name, parameters in UPSTREAM.get(file, {}).items()
+        if found.get(name, [])[: len(parameters.split())] != parameters.split()
     ]
-    wrong += [name for name, wanted in NAMED.get(file, {}).items() if not {*wanted.split()} <= {*found.get(name, [])}]
+    wrong += [
+        name for name, parameters in NAMED.get(file, {}).items() if not {*parameters.split()} <= {*found.get(name, [])}
+    ]
     return [f"{name} takes ({', '.join(found[name])})" if name in found else f"{name} is missing" for name in wrong]
 
 

@@ -47,9 +47,9 @@ def apply() -> PatchStatus:
     """Change three methods of `trl.generation.vllm_generation.VLLMGeneration`, where vLLM is installed."""
     if find_spec("vllm") is not None and not _originals:
         generation = generation_class()
-        for name, own in zip(METHODS, (build_engine, sync_weights, iterate_parameters), strict=True):
+        for name, replacement in zip(METHODS, (build_engine, sync_weights, iterate_parameters), strict=True):
             _originals[name] = getattr(generation, name)
-            setattr(generation, name, own)
+            setattr(generation, name, replacement)
     return status()
 
 
@@ -65,8 +65,8 @@ def status() -> PatchStatus:
         return PatchStatus(NAME, False, "vLLM is not installed")
     if not _originals:
         return PatchStatus(NAME, False, "TRL builds it with the checkpoint's dtype and the seed 0")
-    said = f"it has the trainer's dtype and seed (trl {version('trl')}, written for {WRITTEN_FOR})"
-    return PatchStatus(NAME, True, said)
+    effect = f"it has the trainer's dtype and seed (trl {version('trl')}, written for {WRITTEN_FOR})"
+    return PatchStatus(NAME, True, effect)
 
 
 def generation_class() -> Any:
@@ -89,8 +89,8 @@ def build_engine(generation: Any) -> None:
 
     options = {"dtype": computing_dtype(generation.model, generation.accelerator)} | _options
 
-    def build(**given: Any) -> Any:
-        return llm(**(given | options))
+    def build(**arguments: Any) -> Any:
+        return llm(**(arguments | options))
 
     llm = vllm_generation.LLM
     with kept_random_state(), kept_environment(), replaced(vllm_generation, {"LLM": build}):
@@ -186,9 +186,9 @@ def merged(layer: Any) -> Iterator[torch.nn.Module]:
     while isinstance(wrappers[-1].base_layer, BaseTunerLayer):  # stacked experts have a wrapper for each parameter
         wrappers.append(wrappers[-1].base_layer)
     inner = wrappers[-1].base_layer
-    kept = [(name, each, each.data) for name, each in inner.named_parameters(recurse=False)]
+    originals = [(name, weight, weight.data) for name, weight in inner.named_parameters(recurse=False)]
     with torch.no_grad():
-        for _, parameter, values in kept:
+        for _, parameter, values in originals:
             parameter.data = values.clone()  # a new tensor, as the engine may keep it until it has the whole layer
         for wrapper in reversed(wrappers):
             wrapper.merge()
@@ -197,7 +197,7 @@ def merged(layer: Any) -> Iterator[torch.nn.Module]:
     finally:
         for wrapper in wrappers:
             wrapper.merged_adapters.clear()  # unmerging would subtract the adapter from what was handed out
-        for name, parameter, values in kept:
+        for name, parameter, values in originals:
             parameter.data = values
             inner.register_parameter(name, parameter)
 
@@ -208,8 +208,8 @@ def reload_server(generation: Any) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
         tensors = {name: value.contiguous() for name, value in generation._iter_named_params()}
         save_file(tensors, Path(directory) / "model.safetensors")
-        asked = {"method": "reload_from", "args": [directory]}
-        client._post(f"{client.base_url}/collective_rpc", json=asked)
+        request = {"method": "reload_from", "args": [directory]}
+        client._post(f"{client.base_url}/collective_rpc", json=request)
     client.reset_prefix_cache()
 
 
@@ -284,7 +284,7 @@ def observe_generation(generation: Any, observer: Callable[[list[list[int]]], No
 
     def generate_here(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = generate(*args, **kwargs)
-        observer([[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs])
+        observer([[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs])
         return outputs
 
     def generate_there(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -302,8 +302,8 @@ def observe_generation(generation: Any, observer: Callable[[list[list[int]]], No
 def score(generation: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
     """Return the engine's log-probability of every token but the first of each sequence, in nats, at temperature 1."""
     if generation.mode != "colocate":
-        found = generation.vllm_client.get_sequence_logprobs([*sequences], [1] * len(sequences), top_logprobs=1)
-        return [[place[0] for place in each] for each in found["actual_logprobs"]]
+        scored = generation.vllm_client.get_sequence_logprobs([*sequences], [1] * len(sequences), top_logprobs=1)
+        return [[place[0] for place in each] for each in scored["actual_logprobs"]]
     from vllm import LLM, SamplingParams
 
     if serves_adapter(generation) and on_cpu():

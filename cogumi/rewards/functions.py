@@ -119,8 +119,8 @@ def format_match(
 
         scores: list[float] = think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
         return scores
-    whole = re.compile(pattern.pattern, pattern.flags | re.DOTALL)
-    return [float(whole.fullmatch(text.strip()) is not None) for text in texts]
+    dotall = re.compile(pattern.pattern, pattern.flags | re.DOTALL)
+    return [float(dotall.fullmatch(text.strip()) is not None) for text in texts]
 
 
 LENGTH_PER_BUFFER = 5  # arXiv:2503.14476, section 4.1: 4,096 of 20,480 tokens

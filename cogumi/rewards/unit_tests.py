@@ -39,15 +39,15 @@ def unit_tests(
     columns = zip(completions, joined, prefix or [None] * size, suffix or [None] * size, strict=True)
     sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
                for done, each, before, after in columns]  # fmt: skip
-    asked = [number for number, each in enumerate(sources) if each is not None]
-    found = run_tests([each for each in sources if each is not None])
+    numbers = [number for number, each in enumerate(sources) if each is not None]
+    results = run_tests([each for each in sources if each is not None])
     scores: list[float | None] = [None] * size
-    for number, (score, _) in zip(asked, found, strict=True):
+    for number, (score, _) in zip(numbers, results, strict=True):
         scores[number] = score
     if log_metric is not None:
         for status, name in (("timeout", "timed_out"), ("crashed", "crashed")):
-            count = sum(result.status == status for _, result in found)
-            log_metric(f"unit_tests/{name}", count / max(len(found), 1))
+            count = sum(result.status == status for _, result in results)
+            log_metric(f"unit_tests/{name}", count / max(len(results), 1))
     return scores
 
 
@@ -63,7 +63,9 @@ def run_tests(
         {unit_test_program.GIVEN: json.dumps({"code": code, "tests": tests, "key": key})}
         for (code, tests), key in zip(sources, keys, strict=True)
     ]
-    beside = [{**own, **more} for own, more in zip(given, files or [{}] * len(given), strict=True)]
+    beside = [
+        {**files_of_program, **more} for files_of_program, more in zip(given, files or [{}] * len(given), strict=True)
+    ]
     program = Path(unit_test_program.__file__).read_text()
     results = default_sandbox().run_all([program] * len(given), beside, keep=[unit_test_program.VERDICT])
     return [(score(result, key), result) for result, key in zip(results, keys, strict=True)]

@@ -423,9 +423,9 @@ def _policy_term(call: LossInputs, ratio: Tensor, log_ratio: Tensor, advantages:
         return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
     assert loss_type == "vespo", loss_type
     # Clamped as in the authors' code, so that the weight of a far-off sequence is a number. log_ratio is 0 outside the mask.
-    whole = log_ratio.detach().clamp(-20, 20).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
+    sequence_log_ratio = log_ratio.detach().clamp(-20, 20).sum(-1, keepdim=True).clamp(math.log(1e-8), 20)
     k, rate = by_sign("vespo_k", advantages >= 0), by_sign("vespo_lambda", advantages >= 0)
-    return -torch.exp(rate + k * whole - rate * whole.exp()) * advantages * new
+    return -torch.exp(rate + k * sequence_log_ratio - rate * sequence_log_ratio.exp()) * advantages * new
 
 
 def _inverse_normaliser(call: LossInputs, mask: Tensor, lengths: Tensor) -> Tensor:

@@ -155,11 +155,11 @@ def step_bytes(
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
     tokens = documents * length
     layer = (16 * h + 4 * inner) * e
-    kept = shape.layers * h * e + layer if gradient_checkpointing else shape.layers * layer
+    saved = shape.layers * h * e + layer if gradient_checkpointing else shape.layers * layer
     in_flight = (2 * h + 2 * inner) * e + 2 * h * 4  # the last: at the head
     mask = documents * length**2 * (1 + e)
     head = 2 * min(tokens, HEAD_TILE[0]) * min(shape.vocabulary, HEAD_TILE[1]) * 4
-    return tokens * (kept + in_flight) + mask + head
+    return tokens * (saved + in_flight) + mask + head
 
 
 def free_memory_bytes() -> int:
@@ -221,9 +221,11 @@ def check_groups(arguments: Mapping[str, Any]) -> None:
         key, size, unit = "per_device_train_batch_size", per_device, group // math.gcd(group, steps)
         counted = f" x {steps} micro-batches a rollout = {size * steps} completions"
     if size % unit:
-        what = f"groups of train.num_generations {group}" if size * steps % group else f"micro-batches of {per_device}"
+        divisor = (
+            f"groups of train.num_generations {group}" if size * steps % group else f"micro-batches of {per_device}"
+        )
         fix = f"set train.{key}: {nearest_multiples(size, unit)}"
-        raise UsageError(f"train.{key} {size}{counted}, which are no whole {what}", fix=fix)
+        raise UsageError(f"train.{key} {size}{counted}, which are no whole {divisor}", fix=fix)
 
 
 def refuse_small_group(group: int) -> None:

@@ -96,10 +96,10 @@ class LossWatch(TrainerCallback):
             log.warning("%s", warning)
         user_function = self.find_user_function()
         if OWN_OBJECTIVE in accepted:
-            own = user_function or getattr(type(self.trainer), INNER_LOSS)
-            self.proof = LossCheck({}, [OWN_OBJECTIVE], own, own_objective=True)
+            objective = user_function or getattr(type(self.trainer), INNER_LOSS)
+            self.proof = LossCheck({}, [OWN_OBJECTIVE], objective, own_objective=True)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
-                        OWN_OBJECTIVE, own.__module__, own.__qualname__)  # fmt: skip
+                        OWN_OBJECTIVE, objective.__module__, objective.__qualname__)  # fmt: skip
         else:
             args = self.trainer.args
             high = args.epsilon if args.epsilon_high is None else args.epsilon_high
@@ -244,10 +244,10 @@ def reduce_micro_batch(call: LossInputs, staleness: float) -> tuple[dict[str, Te
 
     if is_per_sequence(call):
         log_ratio = torch.where(nonempty, sequence_log_ratio(call).double(), 0.0)
-        share = own = documents
+        share = ratio_weight = documents
     else:
         log_ratio = torch.where(keep, (call.new.detach() - call.old_logps()).double(), 0.0)
-        share, own = weight, mask
+        share, ratio_weight = weight, mask
     ratio = torch.exp(log_ratio)
     low, high = call.arguments["epsilon_low"], call.arguments["epsilon_high"]
     clipped = ((ratio < 1 - low) | (ratio > 1 + high)).double()
@@ -258,15 +258,15 @@ def reduce_micro_batch(call: LossInputs, staleness: float) -> tuple[dict[str, Te
         "kl_new_old": ((ratio - log_ratio - 1) * share).sum(),
         "clipped_ratio_fraction": (clipped * share).sum(),
         # Over what has a ratio of its own: documents at sequence level, tokens at token level.
-        "ratios": (ratio * own).sum(),
-        "squared_ratios": (ratio.square() * own).sum(),
-        "num_ratios": own.sum(),
+        "ratios": (ratio * ratio_weight).sum(),
+        "squared_ratios": (ratio.square() * ratio_weight).sum(),
+        "num_ratios": ratio_weight.sum(),
         "num_tokens": mask.sum(),
         "num_segments": documents.sum(),
         "staleness": documents.sum() * staleness,
     }
     nothing = torch.full((2, 1), -math.inf, dtype=torch.float64, device=mask.device)
-    signed = torch.where(own.flatten() > 0, torch.stack([ratio.flatten(), -ratio.flatten()]), -math.inf)
+    signed = torch.where(ratio_weight.flatten() > 0, torch.stack([ratio.flatten(), -ratio.flatten()]), -math.inf)
     return sums, torch.cat([signed, nothing], dim=1).amax(1)
 
 

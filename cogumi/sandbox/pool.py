@@ -413,15 +413,15 @@ def try_out(run: Callable[[str, dict[str, str]], Any]) -> list[str]:
     """Run the trial and return what it reached outside, in the words of TRIALS. Raises OSError if it did not run."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listening:
         Path(folder).chmod(0o777)
-        given: dict[str, Any] = {"parent": os.getpid(), "directory": folder, "trials": TRIALS}
+        settings: dict[str, Any] = {"parent": os.getpid(), "directory": folder, "trials": TRIALS}
         for name, mode in (("private", 0o600), ("public", 0o644)):
-            given[name] = f"{folder}/{name}"
+            settings[name] = f"{folder}/{name}"
             Path(folder, name).write_text(name)
             Path(folder, name).chmod(mode)
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        given["port"] = listening.getsockname()[1]
-        result = run(TRIAL, {"given.json": json.dumps(given)})
+        settings["port"] = listening.getsockname()[1]
+        result = run(TRIAL, {"given.json": json.dumps(settings)})
         with suppress(ValueError):
             if result.exit_code == 0:
                 return list(json.loads(result.output))

@@ -121,17 +121,17 @@ def judge(what: str, figure: str, *rules: tuple[object, str, str]) -> Finding:
 
 def check_temporary_files() -> Finding:
     """Check that temporary files can be written: compilers, Arrow and tokenizers need some."""
-    what, tmpdir = "temporary files", os.environ.get("TMPDIR")
+    title, tmpdir = "temporary files", os.environ.get("TMPDIR")
     fix = "free space (cogumi disk status), or set TMPDIR to a disk with room"
     try:
         place = Path(tempfile.gettempdir())  # writes a file to find out
     except FileNotFoundError:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
-        return Finding(what, "fatal", tmpdir or "/tmp", cause, fix)
+        return Finding(title, "fatal", tmpdir or "/tmp", cause, fix)
     free = filesystem_of(place).space.free
     useless = f"TMPDIR={tmpdir} cannot be written to (it is full, read-only or no directory), so {place} is taken"
     return judge(
-        what,
+        title,
         f"{place}: {format_bytes(free)} free",
         (tmpdir and Path(tmpdir).absolute() != place.absolute(), useless, fix),
         (free < MIN_SCRATCH_BYTES, f"less than {format_bytes(MIN_SCRATCH_BYTES)} is free for temporary files", fix),
@@ -209,10 +209,10 @@ def check_paths(environment: Mapping[str, str], work: Path) -> Iterator[Finding]
     if work.resolve() not in {Path(place).resolve() for place in sys.path if place.endswith("-packages")}:
         cause = "a notebook and python -m import these instead of the packages of these names"
         places.append(("work directory", str(work), cause, "rename them, or work elsewhere"))
-    for what, place, cause, fix in places:
+    for title, place, cause, fix in places:
         files = {name: (Path(place, f"{name}.py"), Path(place, name, "__init__.py")) for name in MODULES}
         if shadowing := [name for name, either in files.items() if any(map(Path.is_file, either))]:
-            yield Finding(what, "warning", f"{place}: {', '.join(shadowing)}", cause, fix)
+            yield Finding(title, "warning", f"{place}: {', '.join(shadowing)}", cause, fix)
 
 
 def check_settings(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -106,9 +106,9 @@ def probe_torchvision(device: str) -> list[Reading]:
     import torchvision
 
     boxes = torch.tensor([[0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 9.0, 8.0], [20.0, 20.0, 29.0, 29.0]], device=device)
-    kept = torchvision.ops.nms(boxes, torch.tensor([0.9, 0.8, 0.7], device=device), 0.5)
-    if kept.tolist() != [0, 2]:
-        raise RuntimeError(f"nms kept {kept.tolist()}, not [0, 2]")
+    indices = torchvision.ops.nms(boxes, torch.tensor([0.9, 0.8, 0.7], device=device), 0.5)
+    if indices.tolist() != [0, 2]:
+        raise RuntimeError(f"nms kept {indices.tolist()}, not [0, 2]")
     return [("nms", "works", "", f"torchvision {torchvision.__version__}")]
 
 
@@ -156,12 +156,12 @@ def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[
     import torch
 
     query, key, value = make_qkv(device)
-    key, value = (each[:, ::4].detach().requires_grad_() for each in (key, value))
+    key, value = (tensor[:, ::4].detach().requires_grad_() for tensor in (key, value))
     reference = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    output = flash_attn_func(*(each.transpose(1, 2) for each in (query, key, value)), causal=True)
+    output = flash_attn_func(*(tensor.transpose(1, 2) for tensor in (query, key, value)), causal=True)
     output = (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
     upstream = torch.randn_like(reference)
-    gradients = (torch.autograd.grad(each, (query, key, value), upstream) for each in (output, reference))
+    gradients = (torch.autograd.grad(tensor, (query, key, value), upstream) for tensor in (output, reference))
     forward = _relative(output, reference)
     backward = max(_relative(*pair) for pair in zip(*gradients, strict=True))
     if not max(forward, backward) <= 0.05:  # bfloat16 kernels differ by less than 0.01, a wrong one by about 1
@@ -173,7 +173,7 @@ def probe_xformers(device: str) -> list[Reading]:
     import xformers
     import xformers.ops
 
-    query, key, value = (each.transpose(1, 2) for each in make_qkv(device))
+    query, key, value = (tensor.transpose(1, 2) for tensor in make_qkv(device))
     output = xformers.ops.memory_efficient_attention(query, key, value, attn_bias=xformers.ops.LowerTriangularMask())
     output.sum().backward()
     return [("attention, forward and backward", "works", "", f"xformers {xformers.__version__}")]

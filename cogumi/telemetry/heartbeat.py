@@ -148,7 +148,7 @@ def compare_rollouts(run_dir: Path, done: TokenCounts) -> dict[str, float | None
 def write_summary(heart: Heartbeat) -> None:
     """Write metrics.json. Seconds, tokens and cost cover all parts of a resumed run, memory this process."""
     meter, throughput, path = heart.meter, heart.throughput, heart.run_dir / SUMMARY
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "steps": heart.progress.step,
         "max_steps": heart.progress.steps,
         "elapsed_seconds": round(meter.elapsed(), 3),
@@ -157,19 +157,19 @@ def write_summary(heart: Heartbeat) -> None:
     }
     if throughput is not None:
         done = throughput.total
-        found |= {
+        summary |= {
             "tokens": int(done.tokens),
             "tokens_per_second": throughput.tokens_per_second(done),
             "step_seconds": round(done.step_seconds, 3),
             "mfu": throughput.mfu(done),
         }
         if done.rollouts:
-            found["rollout"] = compare_rollouts(heart.run_dir, done)
+            summary["rollout"] = compare_rollouts(heart.run_dir, done)
     rows = read_jsonl(heart.run_dir / "metrics.jsonl")
-    found["final"] = {key: next((row[key] for row in rows[::-1] if row.get(key) is not None), None) for key in FINAL}
+    summary["final"] = {key: next((row[key] for row in rows[::-1] if row.get(key) is not None), None) for key in FINAL}
     # getrusage(2): kilobytes on Linux, bytes on macOS
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    memory = found["memory"] = {"peak_rss": rss}
+    memory = summary["memory"] = {"peak_rss": rss}
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
         memory |= {"gpu_peak_allocated": peak, "gpu_peak_reserved": torch.cuda.max_memory_reserved()}
@@ -184,6 +184,6 @@ def write_summary(heart: Heartbeat) -> None:
             )
             log.info("GPU memory: %s at its peak; %s (%+.1f %%)", format_bytes(peak), at_most, more)
     try:
-        write_json(path, found)
+        write_json(path, summary)
     except OSError as error:  # must not replace the run's own error
         log.error("%s could not be written: %s", path, error.strerror)

@@ -97,7 +97,7 @@ def status_of(run_dir: Path) -> Status:
             raise UsageError(f"no run there{hint_of_runs(run_dir)}", place=run_dir)
         record = {"state": "starting"}  # the directory was just made
     beat = read_json_or_empty(run_dir / "heartbeat.json")
-    last_sign = max((each["time"] for each in (record, started, beat) if "time" in each), default=None)
+    last_sign = max((entry["time"] for entry in (record, started, beat) if "time" in entry), default=None)
     detached = bool(started) and same_process(started, record)
     # A start without a status of its own yet counts, whatever was before it.
     begins = bool(started) and not detached and started["time"] > record.get("time", 0)

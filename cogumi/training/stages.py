@@ -100,17 +100,17 @@ def is_resuming(run: RunConfig) -> bool:
 def refuse_unless_unfinished(run: RunConfig) -> None:
     """Raise UsageError where the run directory holds anything but this run, unfinished."""
     status, config = run.run_dir / "status.json", run.run_dir / "config.yaml"
-    there = read_json(status) if config.exists() and status.exists() and status.stat().st_size else {}
-    if run.cogumi.resume == "never" or there.get("state") not in UNFINISHED:
+    status_record = read_json(status) if config.exists() and status.exists() and status.stat().st_size else {}
+    if run.cogumi.resume == "never" or status_record.get("state") not in UNFINISHED:
         refuse_occupied(run.run_dir)
     if other := describe_differences(run):
         problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
         raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to resume that run")
-    checked = read_json(run.run_dir / "flags.json")["step"] if there["state"] == SANITY_CHECKED else 0
+    checked = read_json(run.run_dir / "flags.json")["step"] if status_record["state"] == SANITY_CHECKED else 0
     if run.cogumi.sanity is not None and run.cogumi.sanity <= checked:
         fix = f"leave cogumi.sanity out and the run resumes there, set it above {checked} to check more steps"
         fix += ", or set cogumi.run_dir to a new directory"
-        raise UsageError(f"its first steps were checked, {there['reason']}", place=run.run_dir, fix=fix)
+        raise UsageError(f"its first steps were checked, {status_record['reason']}", place=run.run_dir, fix=fix)
 
 
 @contextmanager
