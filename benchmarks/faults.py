@@ -272,10 +272,10 @@ def kind_rows(kind: str, wanted: int, work: Callable[..., Iterator[Outcome]], *a
     for metric, name in figures.items():
         is_bad = name in ("lost", "silent")
         for how, outcomes in found.items():
-            bad = (each.note for each in outcomes if bool(getattr(each, name)) == is_bad and name != "met")
+            bad = (outcome.note for outcome in outcomes if bool(getattr(outcome, name)) == is_bad and name != "met")
             target = "<= 0" if is_bad else f">= {wanted if name == 'met' else len(outcomes)}"
             target = target if how == "cogumi" else ""
-            value, of = sum(getattr(each, name) for each in outcomes), f"of {len(outcomes)}"
+            value, of = sum(getattr(outcome, name) for outcome in outcomes), f"of {len(outcomes)}"
             yield row("faults", kind, f"{metric}, {HOWS[how]}", value, of, target=target, note=next(bad, ""))
 
 

@@ -171,7 +171,7 @@ def make_trainer(job: Job, changes: Changes, pipe: Connection) -> Any:
         model=model,
         args=args,
         data_collator=default_data_collator,
-        train_dataset=[{"input_ids": each, "labels": each} for each in tokens],  # type: ignore[arg-type]
+        train_dataset=[{"input_ids": token, "labels": token} for token in tokens],  # type: ignore[arg-type]
         # One in Rust, whose writer has words of its own for a full disk.
         processing_class=word_tokenizer(256),
     )

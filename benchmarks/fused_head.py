@@ -45,7 +45,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm"):
-            left, right = [each for each in args if isinstance(each, Tensor)][-2:]
+            left, right = [argument for argument in args if isinstance(argument, Tensor)][-2:]
             self.flops += 2 * left.numel() * right.shape[-1]
         self.storages = {key: kept for key, kept in self.storages.items() if not kept[0].expired()}
         for each in result if isinstance(result, tuple | list) else (result,):

@@ -90,7 +90,7 @@ def train(setting: Setting, name: str, model: Path, method: str, settings: dict[
     summary = json.loads((run_dir / "metrics.json").read_text())
     setting.release()
     steps = max(1, summary["steps"] - 1)  # throughput leaves out the first step
-    logged_steps = [each for each in result.metrics if "loss" in each]  # without TRL's closing row
+    logged_steps = [row for row in result.metrics if "loss" in row]  # without TRL's closing row
     return Figures(logged_steps, summary, summary["step_seconds"] / steps, peak)
 
 
@@ -422,7 +422,9 @@ def smoke(setting: Setting) -> Iterator[Row]:
     ran = run_process([*words, *([] if setting.on_card else ["--quick", "--limit", "20"])], timeout=195, check=False)
     path = setting.scratch / "smoke" / "smoke.json"
     checks = json.loads(path.read_text())["rows"] if path.exists() else []
-    failed = "; ".join(f"{each['stage']}: {each['checked']}: {each['figure']}" for each in checks if not each["passed"])
+    failed = "; ".join(
+        f"{check['stage']}: {check['checked']}: {check['figure']}" for check in checks if not check["passed"]
+    )
     figure = partial(row, "smoke", "the whole run")
     yield figure("exit status", ran.returncode, target="<= 0" if setting.on_card else "", note=failed[:300])
     yield figure("wall time", ran.seconds, "s", target="<= 180" if setting.on_card else "")

@@ -76,7 +76,7 @@ def continue_log(model: Path, log: Path) -> Iterator[Row]:
 def summarize(records: list[dict[str, Any]]) -> Iterator[Row]:
     """Means over the seeds of each rate and arm."""
     for rate, arm in itertools.product(RATES, ARMS):
-        runs = [each for each in records if (each["rate"], each["arm"]) == (rate, arm)]
+        runs = [record for record in records if (record["rate"], record["arm"]) == (rate, arm)]
         for key, name in FIGURES.items() if runs else ():
             case = f"{arm}, rate {rate:g}, seeds {', '.join(str(each['seed']) for each in runs)}"
             yield mean_row("gspo_clip", case, name, [each[key] for each in runs])

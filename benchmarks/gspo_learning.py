@@ -61,7 +61,7 @@ def rollout_series(metrics: list[dict[str, Any]]) -> dict[str, list[float]]:
 
     TRL logs a reward at the step that samples the rollout, and every step until the next one trains on it.
     """
-    steps = [each for each in metrics if "loss" in each]
+    steps = [row for row in metrics if "loss" in row]
     firsts = [number for number, step in enumerate(steps) if REWARD in step]
     lasts = [steps[number - 1] for number in (*firsts[1:], len(steps))]
     return {REWARD: [steps[number][REWARD] for number in firsts]} | {

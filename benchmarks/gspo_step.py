@@ -178,11 +178,13 @@ def held(trainer: Any) -> Iterator[Tensor]:
     yield from trainer.model.parameters()
     yield from trainer.model.buffers()
     for state in trainer.optimizer.state.values() if trainer.optimizer else ():
-        yield from (each for each in state.values() if isinstance(each, Tensor))
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def trained_weights(trainer: Any) -> Tensor:
-    return torch.cat([each.detach().flatten() for each in trainer.model.parameters() if each.requires_grad])
+    return torch.cat(
+        [parameter.detach().flatten() for parameter in trainer.model.parameters() if parameter.requires_grad]
+    )
 
 
 def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
@@ -217,7 +219,7 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
         target = "<= 0" if device == "cpu" else ""
         yield row("gspo_step", case, "weights after training, max |cogumi - stock TRL|", apart, target=target)
 
-        percent = [100 * each for each in metrics_shares(trainers["cogumi"], max(2, repeats // 3))]
+        percent = [100 * share for share in metrics_shares(trainers["cogumi"], max(2, repeats // 3))]
         yield values_row("gspo_step", case, "metrics, share of a step", percent, "%", target="<= 1")
 
 

@@ -230,7 +230,7 @@ def watch_memory(pid: int, peaks: Counter[str], over: threading.Event, interval:
     while not over.wait(interval):
         if time.monotonic() - listed > 0.5:
             pids, listed = [each.pid for each in family(pid)] or [pid], time.monotonic()
-        peaks |= sum((status_bytes(each) for each in pids), Counter())
+        peaks |= sum((status_bytes(pid) for pid in pids), Counter())
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -323,7 +323,7 @@ def print_row(row: Row) -> None:
 def show(rows: list[Row], title: str) -> None:
     """One table; a missed target or a failure says NO and is red."""
     table = Table(title=title)
-    for column in (each for each in COLUMNS if each != "unit"):
+    for column in (column for column in COLUMNS if column != "unit"):
         right = column in ("value", "spread")
         table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
     for each in rows:
@@ -355,14 +355,16 @@ def result_path(name: str, about: dict[str, Any], gpu: bool) -> Path:
 
 def save(name: str, rows: list[Row], seconds: float, about: dict[str, Any], path: Path) -> None:
     """The rows and everything needed to read them a year later, as JSON; ValueError on a number that is not finite."""
-    installed = {each.name.lower(): each.version for each in metadata.distributions()}
+    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
     saved = {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         "machine": about,
         "load_average_after": [round(load, 2) for load in os.getloadavg()],
-        "versions": {each: installed.get(each, installed.get(each.replace("-", "_"))) for each in LIBRARIES},
+        "versions": {
+            library: installed.get(library, installed.get(library.replace("-", "_"))) for library in LIBRARIES
+        },
         "git": git_state(),
         "rows": rows,
     }

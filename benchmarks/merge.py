@@ -114,7 +114,7 @@ def time_rows(shape: Shape, folder: Path, scale: Scale, disk: str, ratio: float)
     case = f"{shape.name}, {inputs.base_bytes / 1e9:.2f} GB, r={scale.rank} all-linear, {disk}"
     yield from seconds_and_ratios(case, runs, ratio if scale.timed else None)
     yield from part_rows(
-        case, [json.loads(each.output.splitlines()[-1]) for each in runs["parts"]], inputs, scale.timed
+        case, [json.loads(part.output.splitlines()[-1]) for part in runs["parts"]], inputs, scale.timed
     )
     yield from memory_rows(case, inputs, runs)
     run_process(commands["cogumi"])
@@ -189,7 +189,7 @@ def sampled_violations(inputs: Inputs, out: Path, rows: int = 8) -> tuple[int, i
     generator = torch.Generator().manual_seed(0)
     base, merged = tensor_files(inputs.base), tensor_files(out)
     with safe_open(inputs.adapter / "adapter_model.safetensors", framework="pt") as factors:
-        for key in (each for each in factors.keys() if ".lora_A." in each):  # noqa: SIM118
+        for key in (key for key in factors.keys() if ".lora_A." in key):  # noqa: SIM118
             name = key.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
             left = factors.get_tensor(key.replace(".lora_A.", ".lora_B.")).double()
             right = factors.get_tensor(key).double()

@@ -126,5 +126,5 @@ def with_adapter(shape: Shape, base: Path, adapter: Path, targets: str | list[st
 def forget_cached(*directories: Path) -> None:
     """Drop the files' pages from memory, so that the next reader reads the disk. Only Linux can be asked to."""
     os.sync()  # a page that is not on disk yet is not dropped
-    for path in (each for directory in directories for each in directory.rglob("*") if each.is_file()):
+    for path in (path for directory in directories for path in directory.rglob("*") if path.is_file()):
         drop_from_memory(path)

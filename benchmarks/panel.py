@@ -102,6 +102,6 @@ def followed(seconds: float, directory: Path) -> Iterator[Row]:
 
 def in_a_kernel(cells: list[str]) -> list[str]:
     """What cells print, one after the other, in one kernel."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=300).execute()
-    return ["".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells]
+    return ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]

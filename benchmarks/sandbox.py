@@ -42,7 +42,7 @@ def at_level(level: Any, programs: int) -> Iterator[Row]:
         began = time.perf_counter()
         results = sandbox.run_all([PROGRAM] * programs)
         rate = 60 * programs / (time.perf_counter() - began)
-        whole = all((each.status, each.output) == ("finished", "1\n") for each in results)
+        whole = all((result.status, result.output) == ("finished", "1\n") for result in results)
         note = f"{WORKERS} workers, {programs} programs" if whole else "not all programs printed 1"
         yield figure("trivial programs a minute", rate, target=">= 1500", ok=rate >= 1500 and whole, note=note)
         times = interleave({"call": partial(sandbox.run, PROGRAM)}, programs // 10)["call"]

@@ -228,11 +228,11 @@ class Answering(BaseHTTPRequestHandler):
         elif found is not None and found[2] == "preupload":
             modes = [
                 {
-                    "path": each["path"],
+                    "path": file["path"],
                     "shouldIgnore": False,
-                    "uploadMode": "lfs" if each["path"].endswith(LARGE) else "regular",
+                    "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
                 }
-                for each in json.loads(body)["files"]
+                for file in json.loads(body)["files"]
             ]
             self.reply(200, {"files": modes})
         elif found is not None:

@@ -263,8 +263,8 @@ class Answering(BaseHTTPRequestHandler):
             self.reply(200, {"id": name, "sha": f"{len(commits) - 1:040x}", "siblings": []})
         elif what == "preupload":
             modes = [
-                {"path": each["path"], "uploadMode": "lfs" if large(each["path"]) else "regular", "shouldIgnore": False}
-                for each in json.loads(body)["files"]
+                {"path": file["path"], "uploadMode": "lfs" if large(file["path"]) else "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
             ]
             self.reply(200, {"files": modes})
         elif what == "info/lfs":
@@ -284,7 +284,7 @@ class Answering(BaseHTTPRequestHandler):
             wanted = parse_qs(body.decode())["paths"]
             files = commits[-1 if rest == "main" else int(rest, 16)]
             folders = [each for each in wanted if any(file.startswith(f"{each}/") for file in files)]
-            entries = [{"type": "directory", "path": each, "oid": blob_id(b"")} for each in folders]
+            entries = [{"type": "directory", "path": folder, "oid": blob_id(b"")} for folder in folders]
             self.reply(200, [*entries, *(described(file, files[file]) for file in wanted if file in files)])
         elif what == "resolve":
             revision, _, file = rest.partition("/")

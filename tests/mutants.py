@@ -75,9 +75,9 @@ def chosen(count: int, seed: int) -> list[Mutant]:
     found: list[Mutant] = []
     for each in folders.values():
         draw.shuffle(each)
-    turns = [each for each in folders.values() if each]
+    turns = [folder for folder in folders.values() if folder]
     while len(found) < count:
-        found += [each.pop() for each in turns if each]
+        found += [turn.pop() for turn in turns if turn]
     return found[:count]
 
 

@@ -198,7 +198,7 @@ def become(connection: socket.socket) -> NoReturn:
         length, files, _, _ = socket.recv_fds(connection, 8, FILES_AT_MOST)
         asked = json.loads(connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL))
         connection.close()
-        apart = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 1 + max(asked["files"])) for each in files]
+        apart = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1 + max(asked["files"])) for file in files]
         for number, each in zip(asked["files"], apart, strict=True):
             os.dup2(each, number)
         for each in {*files, *apart} - {*asked["files"]}:

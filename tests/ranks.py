@@ -226,10 +226,10 @@ def train_rank(
     try:
         trainer.train(resume_from_checkpoint=resume)
         if sharded and seen.seen:  # and not the end of a training, which is loaded as it is
-            kinds = {type(each).__name__ for each in trainer.model.parameters()}
+            kinds = {type(parameter).__name__ for parameter in trainer.model.parameters()}
             assert kinds == {"DTensor"}, kinds
         if zero3:
-            assert all(each.numel() < each.ds_numel for each in trainer.model.parameters())
+            assert all(parameter.numel() < parameter.ds_numel for parameter in trainer.model.parameters())
     finally:
         (directory / f"losses-{rank}.json").write_text(json.dumps(seen.seen))
     trained = {name: whole(weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad}

@@ -61,7 +61,7 @@ def write_base(directory: Path) -> None:
 
 
 def letters(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [sum(map(str.isalpha, text)) / max(1, len(text)) for text in texts]
 
 
@@ -178,7 +178,7 @@ def sample(trainer: Any, prompts: list[Any], bias: dict[int, float] | None = Non
 def rollout(trainer: Any, prompts: list[Any]) -> dict[str, Any]:
     trainer.model.train()
     trainer._metrics["train"].clear()
-    batch = trainer._generate_and_score_completions([{"prompt": each} for each in prompts])
+    batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in prompts])
     found = read(batch)
     names = ("clipped_ratio", "mean_terminated_length", "max_terminated_length")
     logged = trainer._metrics["train"]
@@ -300,7 +300,7 @@ def play_turns(engine: str, base: str) -> dict[str, Any]:
         "free": (PROMPTS, None, {}),
         "turns": (PROMPTS, 1, {}),
         "tokens": (PROMPTS, None, {"max_completion_length": 16}),
-        "context": (["\n".join(PROMPTS) * 2 + each for each in PROMPTS], None, {}),
+        "context": (["\n".join(PROMPTS) * 2 + prompt for prompt in PROMPTS], None, {}),
     }
     for name, (prompts, turns, settings) in cases.items():
         with changed(trainer, bias, **{"max_completion_length": 72, **settings}):
@@ -309,8 +309,8 @@ def play_turns(engine: str, base: str) -> dict[str, Any]:
             trainer.reward_funcs, trainer.reward_func_names = [dialogue.own_reward()], ["Again"]
             dialogue.attach(trainer)
             rolled = rollout(trainer, prompts)
-            rolled["heard"] = [each.heard for each in dialogue.environments]
-            rolled["cut"] = [each.cut for each in dialogue.episodes]
+            rolled["heard"] = [environment.heard for environment in dialogue.environments]
+            rolled["cut"] = [episode.cut for episode in dialogue.episodes]
         rolled["difference"] = exact.difference(rolled, bias)
         found[name] = rolled
     found["said"] = trainer.processing_class(ANSWER)["input_ids"]
@@ -349,8 +349,8 @@ def play_cuts(engine: str, base: str) -> dict[str, Any]:
         rewarded: list[str] = []
 
         def note(completions: list[Any], rewarded: list[str] = rewarded, **_: Any) -> list[float]:
-            rewarded += [each[-1]["content"] for each in completions]
-            return [float(len(each)) for each in completions]
+            rewarded += [completion[-1]["content"] for completion in completions]
+            return [float(len(completion)) for completion in completions]
 
         with changed(trainer, {THOUGHT_ENDS: 12.5}):
             trainer.args.chat_template_kwargs = None
@@ -404,7 +404,7 @@ def play_tools(engine: str, caller: str) -> dict[str, Any]:
             rolled = read(trainer._generate_and_score_completions(rows))
             logged = {key: values[-1] for key, values in trainer._metrics["train"].items()}
             rewards = list(trainer._logs["rewards"]["Boxes"])[-len(rows) :]
-            opened = [each.opened for each in trainer.environments]
+            opened = [environment.opened for environment in trainer.environments]
         rolled |= {"logged": logged, "rewards": rewards, "opened": opened}
         outside = [
             [token for token, one in zip(*each, strict=True) if not one]

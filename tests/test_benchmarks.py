@@ -221,7 +221,7 @@ def test_every_check_of_a_card_runs_on_a_cpu(names: set[str], tmp_path: Path) ->
     rows = well_formed(json.loads(path.read_text())["rows"])
     broken = [each for each in rows if each["note"].startswith(("failed", "skipped"))]
     assert not broken, f"{broken}\n{done.stderr[-3000:]}"
-    finished = {each["check"] for each in gpu.read_lines(path.with_suffix(".jsonl")) if each.get("finished")}
+    finished = {line["check"] for line in gpu.read_lines(path.with_suffix(".jsonl")) if line.get("finished")}
     assert finished == names
     missing = {each["benchmark"] for each in rows if each["note"].startswith("missing: unsloth")}
     assert missing == ({"gpu_probes", "ratios-unsloth", "sft-speed-unsloth"} if names != COVERED else set())

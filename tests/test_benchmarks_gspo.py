@@ -53,7 +53,7 @@ def test_a_loss_spelled_otherwise_would_show(
     other = gspo_step.both_trainers(TINY, BATCH, "cpu", torch.float32, tmp_path)
     for trainer in other.values():
         trainer.train()
-    assert not torch.equal(*(gspo_step.trained_weights(each) for each in other.values()))
+    assert not torch.equal(*(gspo_step.trained_weights(value) for value in other.values()))
 
 
 class Seconds:
@@ -110,7 +110,7 @@ def test_all_of_the_watch_is_timed_and_nothing_else(trainers: dict[str, Any], mo
 
 def test_peak_bytes_counts_what_a_step_allocates(trainers: dict[str, Any]) -> None:
     trainer = trainers["stock"]
-    weights = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
+    weights = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     peak = gspo_step.peak_bytes(trainer, "cpu")
     compute = trainer.compute_loss
     kept = []
@@ -127,7 +127,7 @@ def test_peak_bytes_counts_what_a_step_allocates(trainers: dict[str, Any]) -> No
 def test_step_rows() -> None:
     rows = list(gspo_step.step_rows(TINY, BATCH, "cpu", torch.float32, repeats=2))
     json.dumps(rows, allow_nan=False)
-    values = {each["metric"]: each for each in rows}
+    values = {row["metric"]: row for row in rows}
     assert values["weights after training, max |cogumi - stock TRL|"]["ok"]
     targets = {metric: each["target"] for metric, each in values.items() if each["target"]}
     assert targets == {
@@ -137,7 +137,7 @@ def test_step_rows() -> None:
         "metrics, share of a step": "<= 1",
     }
     where = "cogumi's" if not torch.cuda.is_available() else "TRL's"
-    assert {each["case"] for each in rows} == {f"tiny, 4 x 5+7 tokens, {where} head on both sides"}
+    assert {row["case"] for row in rows} == {f"tiny, 4 x 5+7 tokens, {where} head on both sides"}
 
 
 # ------------------------------------------------------------------------------------------------------- the learning
@@ -166,7 +166,7 @@ def test_a_value_per_rollout_is_taken_from_its_first_and_last_step() -> None:
 def test_method_rows_are_means_over_seeds_and_every_seed_must_rise() -> None:
     # Quarters of two rollouts: 0.1 -> 0.5, and 0.3 -> 0.2.
     both = series([[0.0, 0.2, 9, 9, 9, 9, 0.4, 0.6], [0.3, 0.3, 9, 9, 9, 9, 0.1, 0.3]])
-    rows = {each["metric"]: each for each in gspo_learning.method_rows("GSPO", both, must_rise=True)}
+    rows = {row["metric"]: row for row in gspo_learning.method_rows("GSPO", both, must_rise=True)}
     first, last = rows["reward, first quarter"], rows["reward, last quarter"]
     assert (first["value"], first["spread"]) == (pytest.approx(0.2), pytest.approx([0.1, 0.3]))
     assert (last["value"], last["spread"]) == (pytest.approx(0.35), pytest.approx([0.2, 0.5]))
@@ -176,7 +176,7 @@ def test_method_rows_are_means_over_seeds_and_every_seed_must_rise() -> None:
     assert rose["series"] == both
     assert rows[gspo_learning.OUTSIDE]["value"] == 0.25
     assert first["note"] == "0.1, 0.3; standard deviation 0.141"
-    free = {each["metric"]: each for each in gspo_learning.method_rows("GRPO", both, must_rise=False)}
+    free = {row["metric"]: row for row in gspo_learning.method_rows("GRPO", both, must_rise=False)}
     assert free["seeds with last quarter above first"]["ok"] is None
 
 
@@ -202,7 +202,7 @@ def test_engines_write_the_same_rollouts(tmp_path: Path) -> None:
     pairs = rollouts.compare("cogumi:small-base", tmp_path / "run", **short).pairs
     assert len(pairs[rollouts.CHOSEN].engine) == 2
     assert pairs[rollouts.CHOSEN].equal == pairs[rollouts.CHOSEN].written >= 64
-    rates = [each["value"] for each in rollouts.pair_rows("-", pairs) if each["unit"] == "tokens/s"]
+    rates = [row["value"] for row in rollouts.pair_rows("-", pairs) if row["unit"] == "tokens/s"]
     assert min(rates) > 0
 
 
@@ -212,6 +212,6 @@ def test_arms_of_the_clip_are_means_over_their_seeds() -> None:
         {"seed": seed, "rate": rate, "arm": arm, "last": seed, "held_out": 0.5, "clipped": 0.1} for seed in (1, 2)
     ]
     rows = list(gspo_clip.summarize(records))
-    assert [each["metric"] for each in rows] == list(gspo_clip.FIGURES.values())
+    assert [row["metric"] for row in rows] == list(gspo_clip.FIGURES.values())
     assert rows[0]["case"] == f"{arm}, rate {rate:g}, seeds 1, 2"
     assert (rows[0]["value"], rows[0]["spread"]) == (1.5, [1, 2])

@@ -114,7 +114,7 @@ def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
         "imports of cogumi merge": [finished(s, 1) for s in (1.5, 2.5, 2.25)],
         "PEFT": [finished(s, 1) for s in (60.0, 90.0)],
     }
-    rows = {each["metric"]: each for each in merge.seconds_and_ratios("case", runs, 1.5)}
+    rows = {row["metric"]: row for row in merge.seconds_and_ratios("case", runs, 1.5)}
     against_cp = rows["cogumi / cp -r"]
     assert (against_cp["value"], against_cp["spread"], against_cp["ok"]) == (1.6, [1.2, 2.0], False)
     assert (rows["time, imports of cogumi merge"]["value"], rows["time, imports of cogumi merge"]["ok"]) == (
@@ -123,7 +123,7 @@ def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
     )
     peft = rows["PEFT / cogumi"]
     assert (peft["value"], peft["spread"], peft["ok"]) == (4.0, [3.0, 5.0], True)
-    unjudged = [each for each in merge.seconds_and_ratios("case", runs, None) if each["target"]]
+    unjudged = [row for row in merge.seconds_and_ratios("case", runs, None) if row["target"]]
     assert unjudged == []
 
 
@@ -132,7 +132,7 @@ def test_parts_are_processor_time_over_the_bytes_of_the_base(inputs: Inputs) -> 
     found = [
         {"imports": 1.0, "writing": 2 * size, "two hashes": size, "all": 1 + (3 + more) * size} for more in (1, 2, 0)
     ]
-    rows = {each["metric"]: each for each in merge.part_rows("case", found, inputs, judged=True)}
+    rows = {row["metric"]: row for row in merge.part_rows("case", found, inputs, judged=True)}
     assert rows["processor time, writing"]["value"] == pytest.approx(2)
     assert rows["processor time, the rest"]["spread"] == pytest.approx([0, 2], abs=1e-6)
     whole = rows["processor time, all but the imports"]
@@ -146,7 +146,7 @@ def test_memory_is_the_worst_merge_over_import_torch(inputs: Inputs) -> None:
         "cp -r": [Finished(0, 0.001, "")],
         "import torch": [finished(1, 300), finished(1, 301)],
     }
-    rows = {each["metric"]: each for each in merge.memory_rows("case", inputs, runs)}
+    rows = {row["metric"]: row for row in merge.memory_rows("case", inputs, runs)}
     over = rows["peak anonymous memory, cogumi - import torch"]
     assert (over["value"], over["target"], over["ok"]) == (151, "<= 150", False)
     runs["import torch"] = [Finished(0, 1, "")]
@@ -173,9 +173,9 @@ def test_a_sampled_element_that_is_off_is_counted(inputs: Inputs, out: Path) -> 
 @pytest.mark.sweep  # seven processes that import torch, transformers and PEFT
 def test_a_quick_run_has_every_part_and_no_failure() -> None:
     rows = list(merge.run(quick=True))
-    assert all(tuple(each) == harness.COLUMNS and each["benchmark"] == "merge" for each in rows)
+    assert all(tuple(row) == harness.COLUMNS and row["benchmark"] == "merge" for row in rows)
     assert harness.failed(rows) == []
-    metrics = {each["metric"] for each in rows}
+    metrics = {row["metric"] for row in rows}
     assert {
         "cogumi / cp -r",
         "PEFT / cogumi",

@@ -156,7 +156,7 @@ def test_another_kernel_attaches_to_what_the_first_one_started(config: Path, tmp
             "panel => [getComputedStyle(panel.querySelector('.cogumi-piece')).color, "
             "getComputedStyle(document.querySelector('.jp-Notebook')).backgroundColor]"
         )
-        text, ground = (tuple(map(int, re.findall(r"\d+", each)[:3])) for each in colours)
+        text, ground = (tuple(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours)
         assert min(text) > 180 > 60 > max(ground)  # light letters on a dark page
         assert wrong == []
     run.stop()

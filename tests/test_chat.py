@@ -104,7 +104,7 @@ def generated(model: Path, tokenizer: Any, messages: list[dict[str, str]], token
 def test_base_adapter_and_merged_answer_what_transformers_generates(
     finished_chat: FinishedRun, command_line: CommandLine
 ) -> None:
-    home, only = finished_chat.home, [word for each in reversed(COLUMNS) for word in ("--only", each)]
+    home, only = finished_chat.home, [word for column in reversed(COLUMNS) for word in ("--only", column)]
     status, said, beside = command_line(
         "chat", home, "--prompt", f"{QUESTION}\\n", "--json", "--max-new-tokens", 12, *only
     )
@@ -504,13 +504,13 @@ def test_in_a_real_kernel_the_panel_loads_and_answers_while_the_kernel_is_free(
         nbformat.v4.new_notebook(cells=cells), timeout=200, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     widget = "application/vnd.jupyter.widget-view+json"
-    shown = [each.data for each in cells[0].outputs if widget in each.get("data", {})]
+    shown = [output.data for output in cells[0].outputs if widget in output.get("data", {})]
     assert len(shown) == 1
     assert re.search(r"; base \(.+\) and merged; ", shown[0]["text/plain"])
-    assert any("loading" in each.text for each in cells[1].outputs if "text" in each)
-    text = "".join(each.text for each in cells[2].outputs if "text" in each and each.name == "stdout")
+    assert any("loading" in output.text for output in cells[1].outputs if "text" in output)
+    text = "".join(output.text for output in cells[2].outputs if "text" in output and output.name == "stdout")
     assert text.count("<td") == 2
     assert "return" in text  # what the run has learned to begin with
-    last = next(each.data for each in cells[3].outputs if each.output_type == "execute_result")
+    last = next(output.data for output in cells[3].outputs if output.output_type == "execute_result")
     assert "&lt;i&gt;hello" in last["text/html"]
     assert last["text/plain"].startswith("base:")

@@ -283,7 +283,7 @@ print("finished", flush=True)
 
 def interrupted(output_dir: Path, environment: dict[str, str], *numbers: int) -> subprocess.CompletedProcess[str]:
     tests = Path(__file__).parent
-    numbered = ",".join(str(int(each)) for each in numbers)
+    numbered = ",".join(str(int(number)) for number in numbers)
     words = [*prepared_process.python(environment), "-c", SCRIPT, output_dir, numbered, tests, tests.parent]
     return subprocess.run(
         list(map(str, words)), capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment

@@ -576,7 +576,7 @@ def test_the_download_is_what_the_hub_says_and_the_cache_lacks(config: Path, tin
             done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout)
             assert found["notes"] == []
-            return sum(each["end"] for disk in found["disks"] for each in disk["needs"] if each["what"] == DOWNLOAD)
+            return sum(need["end"] for disk in found["disks"] for need in disk["needs"] if need["what"] == DOWNLOAD)
 
         wanted = predict()
         (snapshot,) = (tmp_path / "cache" / "hub").glob("models--some--body/snapshots/*")

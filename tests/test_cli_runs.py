@@ -196,7 +196,7 @@ def test_a_directory_of_runs_is_looked_at_whole_and_where_one_run_is_wanted_they
 
     lines = cogumi("status", "cli", cwd=tmp_path).stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == below
-    assert [each["run_dir"] for each in json.loads(cogumi("status", "cli", "--json", cwd=tmp_path).stdout)] == below
+    assert [load["run_dir"] for load in json.loads(cogumi("status", "cli", "--json", cwd=tmp_path).stdout)] == below
     assert cogumi("status", "other", cwd=tmp_path).stdout == "other/run: finished\n"
     assert cogumi("status", "other", "--watch", cwd=tmp_path).stdout.endswith("other/run: finished\n")
 

@@ -59,7 +59,7 @@ def uncompile(model: nn.Module) -> None:
 
 def trained(model: Any, steps: int) -> list[tuple[float, dict[str, Tensor]]]:
     """Losses and gradients of SGD steps."""
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     said = []
     for number in range(steps):
         said.append((step(model, number), gradients(model)))
@@ -157,14 +157,14 @@ def operations_of(model: Any) -> int:
     """Operations of a forward pass through the decoder that no other operation makes, those in compiled code left out."""
 
     def outermost(events: Any) -> int:
-        written = [each for each in events if not each.name.startswith("Torch-Compiled Region")]
+        written = [event for event in events if not event.name.startswith("Torch-Compiled Region")]
         return sum(1 if "::" in each.name else outermost(each.cpu_children) for each in written)
 
     decoder, ids = model.get_base_model().model, torch.tensor([[1, 2, 3]])
     decoder(ids, use_cache=False)  # compiles: the compiler's own operations are not to be among them
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         decoder(ids, use_cache=False)
-    return outermost(each for each in profiler.events() if each.cpu_parent is None)
+    return outermost(event for event in profiler.events() if event.cpu_parent is None)
 
 
 @pytest.mark.slow("minutes of Dynamo on a slow machine")

@@ -39,7 +39,9 @@ def test_the_source_has_exactly_the_keys_of_the_signature(name: str) -> None:
 
 def test_the_hints_of_a_quantization_are_those_of_the_signature() -> None:
     parameters = inspect.signature(config_class("BitsAndBytesConfig")).parameters.values()
-    defaults = {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
+    defaults = {
+        parameter.name: parameter.default for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+    }
     assert QUANTIZATION.keys() == defaults.keys()
     for name, default in defaults.items():
         if default is not None:
@@ -75,7 +77,7 @@ def test_a_value_that_the_source_does_not_list_is_refused_by_the_class_as_well(
     values = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False}
     with pytest.raises(ValueError, match="cosin"):
         config_class("SFTConfig")(**values, **{key: "cosin"})
-    assert all(isinstance(each, str) for each in get_args(known))
+    assert all(isinstance(argument, str) for argument in get_args(known))
 
 
 @pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig"])

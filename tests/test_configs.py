@@ -124,7 +124,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each.stem, marks=TRAINS if each.stem in QUICK else pytest.mark.sweep) for each in TWINS]
+    "name", [pytest.param(twin.stem, marks=TRAINS if twin.stem in QUICK else pytest.mark.sweep) for twin in TWINS]
 )
 def test_a_twin_runs(trained: Any, name: str) -> None:
     result = trained(name)

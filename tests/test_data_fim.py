@@ -181,7 +181,7 @@ def test_rl_prompts_read_back_as_the_sft_prompts(rows, byte_level, family, overl
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_sentencepiece_style_tokenizers(rows, sentencepiece_like, scheme):
-    tokens = next(each for each in FAMILIES if each.family == "CodeLlama")
+    tokens = next(family for family in FAMILIES if family.family == "CodeLlama")
     tokenizer = with_metaspace(sentencepiece_like, tokens.texts(), scheme)
     ascii_rows = rows.filter(pl.col("source").str.contains(r"^[ -~\n]*$"))
     config = FimConfig(max_length=2000)

@@ -170,7 +170,7 @@ def test_what_the_rewards_are_given_is_of_any_kind(values: list[Any]) -> None:
     chosen = options("gspo", "prompt_completion", columns={"answer": "answer"})
     answers = [each["answer"] for each in examples_of(chunk_of(rows, "qwen3", chosen))]
     assert answers == values
-    assert [type(each) for each in answers] == [type(each) for each in values]
+    assert [type(answer) for answer in answers] == [type(value) for value in values]
 
 
 @pytest.mark.parametrize("name", ["record", "completions", "trainer_state"])
@@ -258,7 +258,7 @@ def test_the_tools_of_a_row_count_in_the_length_of_its_prompt() -> None:
     for most, kept in ((lengths["with"], 2), (lengths["with"] - 1, 1), (lengths["without"] - 1, 0)):
         chunk = chunk_of(rows, "qwen3", options("gspo", "prompt_completion", max_length=most))
         assert len(chunk.table) == kept
-        assert sum(each.count for each in chunk.dropped.values()) == 2 - kept
+        assert sum(drop.count for drop in chunk.dropped.values()) == 2 - kept
 
 
 def test_text_that_is_too_long_loses_its_beginning() -> None:

@@ -98,7 +98,7 @@ def test_rows_beside_each_other_are_those_end_to_end() -> None:
     flat = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     lengths = [[20, 9, 3], [17, 8], [30]]
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, VOCABULARY, (sum(each),), generator=generator).tolist() for each in lengths]
+    ids = [torch.randint(3, VOCABULARY, (sum(length),), generator=generator).tolist() for length in lengths]
     rows = [{"input_ids": row, "seq_lengths": each} for row, each in zip(ids, lengths, strict=True)]
     one, beside = flat(rows), collate_rows_apart(flat, rows)
     assert one["input_ids"].shape == (1, 87)

@@ -39,7 +39,7 @@ def words(rows: pl.DataFrame, first_row: int) -> Chunk:
             count_dropped(dropped, reason, row, str(text)[:80])
         else:
             ids.append([len(word) for word in text.split()])
-    masks = [[0] * (len(each) - 1) + [1] for each in ids]
+    masks = [[0] * (len(token_ids) - 1) + [1] for token_ids in ids]
     table = pa.table(
         {"input_ids": pa.array(ids, pa.list_(pa.int32())), "completion_mask": pa.array(masks, pa.list_(pa.int8()))}
     )
@@ -62,7 +62,7 @@ def numbered(count: int, offset: int = 0) -> list[str]:
 
 def texts_of(data: Data | None) -> list[list[int]]:
     assert data is not None
-    return [list(each) for each in data.dataset["input_ids"]]
+    return [list(token_ids) for token_ids in data.dataset["input_ids"]]
 
 
 def expected(texts: list[str]) -> list[list[int]]:

@@ -180,7 +180,7 @@ def test_a_row_of_a_table_is_its_cells_as_they_were_read(tiny_model: Path, tmp_p
         (found,) = part.dataset
         wanted = row if found["prompt"] == "p" else row | {"prompt": "q", "value": None}
         assert found["record"] == wanted
-        assert [type(each) for each in found["record"].values()] == [type(each) for each in wanted.values()]
+        assert [type(value) for value in found["record"].values()] == [type(value) for value in wanted.values()]
         assert found["value"] == wanted["value"]
     assert examples.prompts is not None
     json.dumps(examples.prompts[0])

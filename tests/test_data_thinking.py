@@ -154,7 +154,7 @@ def test_what_a_reader_sees(reply: str, style: str, opened: bool, seen: str | No
 
 def is_five(prompts: Any, completions: Any, **_: Any) -> list[float]:
     """1 for the visible answer alone, and 2 for anything else, so that a 0 is nobody's but the wrapper's."""
-    said = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    said = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [1.0 if text == "5." else 2.0 for text in said]
 
 
@@ -206,7 +206,7 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
 
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         seen.extend(zip(completions, columns["answer"], strict=True))
-        return [float(len(each[-1]["content"])) for each in completions]
+        return [float(len(completion[-1]["content"])) for completion in completions]
 
     args = trl.GRPOConfig(
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, max_completion_length=6, max_steps=1,

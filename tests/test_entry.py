@@ -299,7 +299,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget_wandb() -> None:
-    for name in [each for each in sys.modules if each.partition(".")[0] == "wandb"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "wandb"]:
         del sys.modules[name]
 
 

@@ -77,7 +77,7 @@ def test_what_the_model_wrote_is_kept_as_it_was_sampled(make_trainer: Callable[.
     turns = sampled_turns(trainer)
     trainer.train()
     said = trainer.processing_class(ANSWER)["input_ids"]
-    waiting = [list(each) for each in turns]
+    waiting = [list(turn) for turn in turns]
     several = 0
     for episode in dialogue.episodes:
         spans = split(episode.completion, episode.mask)
@@ -136,7 +136,7 @@ def test_the_samplers_own_logps_are_those_of_its_turns(make_trainer: Callable[..
     row = next(row for row in trainer.state.log_history if "policy/max_ratio" in row)
     assert max(row["policy/max_ratio"] - 1, 1 - row["policy/min_ratio"]) < 1e-5
     assert row["sampling/unscored_tokens"] == 0
-    assert all(len(each.logps) == len(each.completion) for each in dialogue.episodes)
+    assert all(len(episode.logps) == len(episode.completion) for episode in dialogue.episodes)
 
 
 class Slow(Again):
@@ -159,10 +159,10 @@ def test_what_a_budget_cuts_is_counted(make_trainer: Callable[..., Any], budget:
     assert [name for name, share in shares.items() if share and name not in (budget, "tokens")] == []
     assert sum(shares.values()) == pytest.approx(1)
     most = {"turns": 2, "tokens": 40, "seconds": 1}[budget]
-    heard = [len(each.heard) for each in dialogue.environments]
+    heard = [len(environment.heard) for environment in dialogue.environments]
     if budget != "tokens":
         assert max(heard) == most
-    assert all(len(each.completion) <= trainer.max_completion_length for each in dialogue.episodes)
+    assert all(len(episode.completion) <= trainer.max_completion_length for episode in dialogue.episodes)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "llama3", "llama3_1", "gemma", "phi3"])

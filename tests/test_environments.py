@@ -212,7 +212,7 @@ def test_the_schemas_of_tools_count_in_the_length_of_a_prompt() -> None:
         for limit, kept in ((length, 1), (length - 1, 0)):
             options = FormatOptions(method="gspo", format="prompt_completion", max_length=limit, tools=tools)
             chunk = tokenize_for(options, tokenizer)(rows, 0)
-            assert (len(chunk.table), sum(each.count for each in chunk.dropped.values())) == (kept, 1 - kept)
+            assert (len(chunk.table), sum(drop.count for drop in chunk.dropped.values())) == (kept, 1 - kept)
     # The forecast and the preview see them, too.
     assert prompt_lengths(config(environment="calculator"), [prompt], tokenizer) == [length]
     [(_, shown)] = split_example({"prompt": prompt}, tokenizer, schemas)
@@ -228,7 +228,7 @@ def test_what_the_shipped_ones_are() -> None:
     tasks = {name: load_task(name, []) for name in SHIPPED}
     assert [task.takes_turns for task in tasks.values()] == [False, True, False]
     assert all(task.has_reward and own_rows(task) for task in tasks.values())
-    names = [[each["function"]["name"] for each in task.schemas] for task in tasks.values()]
+    names = [[schema["function"]["name"] for schema in task.schemas] for task in tasks.values()]
     assert names == [["calculate"], [], ["read_file", "replace", "run_tests"]]
 
 

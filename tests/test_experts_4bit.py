@@ -141,8 +141,8 @@ def test_each_stack_holds_what_bitsandbytes_makes_of_it(base: Path) -> None:
 def test_the_forecast_of_the_weights_is_what_is_held_to_the_byte(base: Path, settings: dict[str, Any]) -> None:
     forecast = forecast_weights(AutoConfig.from_pretrained(base), torch.float32, settings)
     loaded = load_model(str(base), dtype="float32", quantization=settings)
-    held = {each.untyped_storage().data_ptr(): each for each in loaded.parameters()}
-    bare = sum(each.untyped_storage().nbytes() for each in held.values())
+    held = {parameter.untyped_storage().data_ptr(): parameter for parameter in loaded.parameters()}
+    bare = sum(value.untyped_storage().nbytes() for value in held.values())
     assert count_weights(loaded) == forecast
     assert bare < forecast.bytes < 1.2 * bare  # the scales beside the weights
 
@@ -312,7 +312,7 @@ def run_of(moe: Path, code: Path, path: Path, method: str = "sft", **train: Any)
         config["cogumi"] |= {"rewards": ["edit_similarity"]}
     if method == "dpo":
         pairs = [{"prompt": f"say {n}", "chosen": f"it is {n}", "rejected": "no"} for n in range(8)]
-        path.parent.joinpath("pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
+        path.parent.joinpath("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         config["data"] = {"source": str(path.parent / "pairs.jsonl"), "format": "preference"}
     return config
 

@@ -36,7 +36,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def all_good(outcomes: list[Outcome]) -> bool:
-    return all(each.finished and each.identical and not each.silent and not each.lost for each in outcomes)
+    return all(
+        outcome.finished and outcome.identical and not outcome.silent and not outcome.lost for outcome in outcomes
+    )
 
 
 def write_journal(path: Path, whole: Path, until: int) -> None:
@@ -61,20 +63,20 @@ def test_disks_that_fail(kind: str, bench: Bench, disk: Path) -> None:
     count = {"full_disk": QUICK.full, "no_inodes": QUICK.inodes, "read_only": QUICK.read_only}[kind]
     outcomes = list(getattr(faults, kind)(bench, count, disk, "cogumi"))
     assert len(outcomes) == count
-    assert sum(each.met for each in outcomes) >= count // 2
+    assert sum(outcome.met for outcome in outcomes) >= count // 2
     assert all_good(outcomes), outcomes
 
 
 def test_kills_and_signals(bench: Bench) -> None:
     for number in (signal.SIGKILL, signal.SIGTERM):
         outcomes = list(faults.signals(bench, QUICK.kills, number, "cogumi"))
-        assert any(each.met for each in outcomes)
+        assert any(outcome.met for outcome in outcomes)
         assert all_good(outcomes), outcomes
 
 
 def test_kills_before_changes_of_files(bench: Bench) -> None:
     outcomes = list(faults.killed_before_changes(bench, QUICK.changes, "cogumi"))
-    assert any(each.met for each in outcomes)
+    assert any(outcome.met for outcome in outcomes)
     assert all_good(outcomes), outcomes
 
 
@@ -87,7 +89,7 @@ def test_plain_trainer_s_losses_are_seen(bench: Bench, disk: Path) -> None:
     assert not any(each.finished for each in full[:3])
     assert all(each.note for each in full[:3])
     kills = list(faults.killed_before_changes(bench, 4, "plain"))
-    assert not all(each.finished for each in kills)
+    assert not all(kill.finished for kill in kills)
 
 
 def test_a_silent_divergence_is_seen(bench: Bench) -> None:
@@ -160,7 +162,7 @@ def test_figures_stand_beside_each_other_and_only_cogumi_s_are_judged() -> None:
     silent = replace(good, identical=False, silent=True, lost=2, note="why")
     found = {"cogumi": [good, good], "plain": [good, silent]}
     rows = list(faults.kind_rows("kind", 2, lambda how: iter(found[how])))
-    values = {each["metric"]: (each["value"], each["target"], each["ok"], each["note"]) for each in rows}
+    values = {row["metric"]: (row["value"], row["target"], row["ok"], row["note"]) for row in rows}
     assert len(rows) == 10
     assert harness.failed(rows) == []
     assert values["losses identical, cogumi"] == (2, ">= 2", True, "")
@@ -173,6 +175,6 @@ def test_figures_stand_beside_each_other_and_only_cogumi_s_are_judged() -> None:
 
 @pytest.mark.sweep  # two processes that import torch
 def test_a_save_is_timed() -> None:
-    rows = {each["metric"]: each for each in faults_costs.save_rows(quick=True)}
+    rows = {row["metric"]: row for row in faults_costs.save_rows(quick=True)}
     assert len(rows) == 4
-    assert all(each["value"] > 0 and each["ok"] is None for each in rows.values())
+    assert all(row["value"] > 0 and row["ok"] is None for row in rows.values())

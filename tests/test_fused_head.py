@@ -453,7 +453,7 @@ def test_trls_fused_head_equals_the_models_logits(masked: str) -> None:
         labels[:] = -100
     logits = model(ids).logits[:, :-1] / 0.7
     wanted = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) * (labels[:, 1:] != -100)
-    parameters = [each for each in model.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     wanted_gradients = torch.autograd.grad(wanted.sum(), parameters)
 
     trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))

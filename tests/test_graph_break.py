@@ -78,7 +78,7 @@ def ran(model: Any, number: int) -> list[Tensor]:
     x = hidden_rows(64, 6, number)
     output = model(x)
     output = output[0] if isinstance(output, tuple) else output
-    wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
+    wanted = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
     return [output.detach(), *torch.autograd.grad(output.square().sum(), wanted)]
 
 

@@ -58,7 +58,7 @@ class Trajectory(TrainerCallback):
         self.logs.append(dict(logs))
 
     def column(self, key: str) -> list[float]:
-        return [each[key] for each in self.logs if key in each]
+        return [log[key] for log in self.logs if key in log]
 
 
 def forward_one_at_a_time(trainer: Any) -> None:

@@ -148,7 +148,7 @@ def edited(source: Path, out: Path, edit: Callable[[str, torch.Tensor], torch.Te
 
 @pytest.mark.parametrize("running", RUNNING, ids=str)
 @pytest.mark.parametrize(
-    "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.sweep) for each in KINDS]
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.sweep) for kind in KINDS]
 )
 def test_right_merges_pass_and_a_scaling_off_by_a_twentieth_does_not(
     kind: str, running: torch.dtype, bases: Callable[[str], Path], tmp_path: Path

@@ -92,7 +92,7 @@ def plain(inputs: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
 def contents(directory: Path) -> dict[str, str]:
     """sha256 of every file, by name; of the manifest, without its time of day."""
     found = {}
-    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         data = path.read_bytes()
         if path.name == "cogumi-merge.json":
             data = re.sub(rb'"created": "[^"]*"', b"", data)

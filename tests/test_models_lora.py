@@ -130,7 +130,7 @@ def saved_step(model: Any) -> tuple[dict[str, torch.Tensor], int]:
         out = model(input_ids=ids, labels=ids)
     out.loss.backward()
     grads = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-    return grads | {"logits": out.logits.detach()}, sum(each.nbytes() for each in kept.values())
+    return grads | {"logits": out.logits.detach()}, sum(value.nbytes() for value in kept.values())
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,6 @@ def test_in_a_real_kernel_there_is_a_widget_and_text_for_who_has_none(tmp_path: 
     page, _ = HTMLExporter().from_notebook_node(without_widgets(notebook))
     assert "running (train), step 4" in page  # as a page on the web shows it
     state = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
-    buttons = [each["state"]["description"] for each in state.values() if each["model_name"] == "ButtonModel"]
+    buttons = [widget["state"]["description"] for widget in state.values() if widget["model_name"] == "ButtonModel"]
     assert sorted(buttons) == ["Checkpoint now", "Pause", "Stop"]
-    assert any("<svg" in json.dumps(each) for each in state.values())
+    assert any("<svg" in json.dumps(value) for value in state.values())

@@ -106,7 +106,7 @@ def check_self_contained(page: Page) -> None:
     assert len(ids) == len(set(ids))
     targets = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
     assert targets
-    assert {str(each)[1:] for each in targets} <= set(ids)
+    assert {str(target)[1:] for target in targets} <= set(ids)
 
 
 def test_a_finished_run_is_all_there(run: Path) -> None:
@@ -174,10 +174,10 @@ def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
     assert set(levels) <= {1, 2, 4}
     plots = [attributes for tag, attributes in page.tags if tag == "svg"]
     assert len(plots) == len(RunSnapshot(run).look().curves.plots()) > 3
-    assert all(each["role"] == "img" and len(each["aria-label"] or "") > 30 for each in plots)
+    assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 30 for plot in plots)
     images = [attributes for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 3  # lengths; change by layer, of attention and the rest
-    assert all(len(each["alt"] or "") > 30 for each in images)
+    assert all(len(image["alt"] or "") > 30 for image in images)
     assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
     text = path.read_text()
     assert "prefers-color-scheme: dark" in text

@@ -56,8 +56,8 @@ def test_all_name_the_kernel_cogumi_and_say_so_alike_where_it_is_another() -> No
     found = [nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.kernelspec.name for source in SOURCES]
     assert found == ["cogumi"] * len(SOURCES)
     firsts = [re.findall(r"^try: import cogumi\n.*\n", code_of(source)[0].source, re.MULTILINE) for source in SOURCES]
-    assert all(len(each) == 1 for each in firsts)
-    assert len({each[0] for each in firsts}) == 1
+    assert all(len(first) == 1 for first in firsts)
+    assert len({first[0] for first in firsts}) == 1
     assert "sh requirements/install.sh" in firsts[0][0]
 
 
@@ -67,7 +67,7 @@ def names_bound(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound.add(node.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound |= {(each.asname or each.name).partition(".")[0] for each in node.names}
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             bound.add(node.name)
         elif isinstance(node, ast.arg):
@@ -108,7 +108,9 @@ def calls_of_modules(source: Path) -> Iterator[tuple[str, Any, ast.Call]]:
     modules: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules |= {each.name: importlib.import_module(each.name) for each in node.names if each.name == "cogumi"}
+            modules |= {
+                alias.name: importlib.import_module(alias.name) for alias in node.names if alias.name == "cogumi"
+            }
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("cogumi"):
             module = importlib.import_module(node.module)
             for each in node.names:
@@ -134,7 +136,7 @@ def test_what_it_calls_is_there_and_takes_what_it_is_given(source: Path) -> None
     found = list(calls_of_modules(source))
     assert found
     for name, function, call in found:
-        given = {each.arg: None for each in call.keywords if each.arg}
+        given = {keyword.arg: None for keyword in call.keywords if keyword.arg}
         try:
             inspect.signature(function).bind(*call.args, **given)
         except TypeError as error:

@@ -60,10 +60,10 @@ def foreign_names(tree: ast.AST, own: set[str], strings: set[str]) -> Iterator[s
         match node:
             case ast.Attribute(attr=name) if is_private(name) and name not in own:
                 yield ast.unparse(node)
-            case ast.Import(names=names) if any(is_private(part) for each in names for part in each.name.split(".")):
+            case ast.Import(names=names) if any(is_private(part) for name in names for part in name.name.split(".")):
                 yield ast.unparse(node)
             case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] != "cogumi":
-                if any(map(is_private, [*module.split("."), *(each.name for each in names)])):
+                if any(map(is_private, [*module.split("."), *(alias.name for alias in names)])):
                     yield ast.unparse(node)
             case ast.Constant(value=str(text)) if is_private(text) and text in strings:
                 yield repr(text)

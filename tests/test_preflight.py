@@ -114,7 +114,7 @@ OTHERS = ["gspo", "qwen3-4b-sft", "llama-3.1-8b-sft", "qwen2.5-coder-7b-gspo-fim
         "sft",
         "llama-3.1-8b-dpo",
         pytest.param("gpt-oss-20b-gspo-fim", marks=pytest.mark.slow("a rollout and a step of experts, fourteen times")),
-        *(pytest.param(each, marks=pytest.mark.sweep) for each in OTHERS),
+        *(pytest.param(other, marks=pytest.mark.sweep) for other in OTHERS),
     ],
 )
 def test_the_small_configs_fit_this_machine(name: str, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_first_rollouts_correct_what_was_forecast_of_them(
         r"\$([\d,.]+), ends at about step (\d+) of 100000 \(\$2000.\d\d of cogumi.max_cost 2000\)\n", said,
     )  # fmt: skip
     assert found is not None, said
-    measured, forecast, factor, cost = (float(each.replace(",", "")) for each in found.groups()[:4])
+    measured, forecast, factor, cost = (float(group.replace(",", "")) for group in found.groups()[:4])
     assert forecast == pytest.approx(time["rollout"], rel=0.01)
     assert factor == pytest.approx(measured / forecast, rel=0.02)
     elapsed, left = at_step_2

@@ -123,7 +123,7 @@ def test_examples_that_teach_to_answer_without_a_thought_are_counted(tmp_path: P
     """Of those that a run with thinking trains on; an earlier turn does not count, and one too long is no example."""
     tokenizer = chat_tokenizer("qwen3")
     answers = [*THOUGHTLESS, THOUGHT, THOUGHT, "word " * 400]
-    talks = [[QUESTION, {"role": "assistant", "content": each}] for each in answers]
+    talks = [[QUESTION, {"role": "assistant", "content": answer}] for answer in answers]
     talks.append([QUESTION, {"role": "assistant", "content": "", "reasoning_content": "hm"} | {"content": "5."}])
     (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
     home = tmp_path / "model"

@@ -72,7 +72,7 @@ def test_a_lane_is_what_its_source_asks_for(name: str) -> None:
     for package, asked in wanted(SOURCES[name]["source"]).items():
         versions = [pins[package] for pins in pinned if package in pins]
         assert versions, f"{package} is not pinned"
-        assert all(asked.specifier.contains(each, prereleases=True) for each in versions), (asked, versions)
+        assert all(asked.specifier.contains(version, prereleases=True) for version in versions), (asked, versions)
 
 
 def test_the_lane_for_older_drivers_has_the_pins_of_the_stable_one() -> None:

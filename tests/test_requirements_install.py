@@ -314,7 +314,7 @@ def host(stubs: Path) -> Iterator[str]:
 def resolved(report: Path) -> dict[str, str]:
     """Version by name of what pip would install."""
     entries = json.loads(report.read_text())["install"]
-    return {canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"] for each in entries}
+    return {canonicalize_name(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in entries}
 
 
 @pytest.mark.slow("pip resolves 215 packages: 15 s")

@@ -112,7 +112,7 @@ def test_columns_stand_in_the_line_and_torch_stays_away(config: Path, tmp_path: 
     report, _, loaded = done.stdout.rpartition("}")
     assert loaded.strip() == "False"
     found = json.loads(report + "}")
-    assert [each["mean"] for each in found["rewards"]] == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    assert [reward["mean"] for reward in found["rewards"]] == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
     assert found["groups"] == {"several": 0, "equal": 0}
 
 

@@ -97,7 +97,7 @@ def test_in_a_run_the_whole_is_priced_and_the_visible_part_is_graded(flag: bool 
         [{"name": "thought_price", "price": 0.5}, "format_match", "edit_similarity", "overlong"], thinking=flag
     )
     rewards = graded_as_seen(run, rewards_of(run.cogumi.rewards, {"max_completion_length": 4}), tokenizer)
-    assert [each.__name__ for each in rewards] == ["thought_price", "format_match", "edit_similarity", "overlong"]
+    assert [reward.__name__ for reward in rewards] == ["thought_price", "format_match", "edit_similarity", "overlong"]
     ids = [tokenizer(reply, add_special_tokens=False)["input_ids"] for reply in REPLIES]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     completions = [[{"role": "assistant", "content": text}] for text in texts]

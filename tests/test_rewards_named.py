@@ -113,15 +113,15 @@ TEXT = {"prompt": "6 * 7 = ", "answer": "42"}
 
 
 def of_text(completions: list[str], **_: Any) -> list[float]:
-    return [float("42" in each.strip()) for each in completions]
+    return [float("42" in completion.strip()) for completion in completions]
 
 
 def of_messages(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    return [float("42" in each[-1]["content"]) for each in completions]
+    return [float("42" in completion[-1]["content"]) for completion in completions]
 
 
 def of_typings_text(prompts: typing.List[str], completions: typing.Sequence[str], **_: Any) -> list[float]:  # noqa: UP006
-    assert all(each.endswith("6 * 7?") for each in prompts)
+    assert all(prompt.endswith("6 * 7?") for prompt in prompts)
     return of_text(list(completions))
 
 
@@ -139,11 +139,11 @@ def of_either(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 
 def text_unsaid(completions, **_):  # type: ignore[no-untyped-def]  # as most are written
-    return [float(each.strip() == "42") for each in completions]
+    return [float(completion.strip() == "42") for completion in completions]
 
 
 def messages_unsaid(completions, **_):  # type: ignore[no-untyped-def]
-    return [float(each[0]["content"] == "42") for each in completions]
+    return [float(completion[0]["content"] == "42") for completion in completions]
 
 
 SAID = [{"role": "assistant", "content": " 42\n"}]
@@ -180,7 +180,7 @@ def test_a_reward_that_fails_on_the_shape_says_so_in_one_line(reward: Any, row: 
 
 def test_a_reward_that_fails_otherwise_is_said_and_not_refused() -> None:
     def strict(completions: list[str], **_: Any) -> list[float]:
-        return [float(each.split("<answer>")[1]) for each in completions]
+        return [float(completion.split("<answer>")[1]) for completion in completions]
 
     refused, said = try_reward(strict, TEXT, 4)  # type: ignore[misc]
     assert not refused

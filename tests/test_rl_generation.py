@@ -116,7 +116,7 @@ def counted_rows(model: nn.Module) -> Iterator[list[int]]:
 
 def needed_rows(ids: list[list[int]], prompts: int = len(PROMPTS)) -> list[int]:
     """Rows of each forward pass where none is computed in vain: `prompts`, and then the completions that have not ended."""
-    return [prompts, *(sum(len(each) > step for each in ids) for step in range(1, max(map(len, ids))))]
+    return [prompts, *(sum(len(token_ids) > step for token_ids in ids) for step in range(1, max(map(len, ids))))]
 
 
 def both(trainer: Any, prompts: list[str] | None = None) -> tuple[Any, Any]:

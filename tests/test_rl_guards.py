@@ -230,7 +230,9 @@ def test_trls_kl_correction_is_said_where_it_does_not_reach(make_trainer: Callab
     assert "train.beta 0.04" in warning
     assert "set train.use_bias_correction_kl: false" in warning
     assert messages(make_trainer(**GOOD, beta=0.04, use_bias_correction_kl=False)) == []
-    assert not [each for each in messages(make_trainer("grpo", **GOOD, beta=0.04)) if "use_bias_correction_kl" in each]
+    assert not [
+        message for message in messages(make_trainer("grpo", **GOOD, beta=0.04)) if "use_bias_correction_kl" in message
+    ]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def stage(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
     def score(generation: Any, texts: list[list[int]]) -> list[list[float]]:
         logps = score_by_trainer(engine, texts)
         logps = logps + stage.noise * torch.randn(logps.shape, generator=noise, dtype=logps.dtype)
-        return [part.tolist() for part in logps.split([len(each) - 1 for each in texts])]
+        return [part.tolist() for part in logps.split([len(text) - 1 for text in texts])]
 
     def train(size: float) -> None:
         trainer.state.global_step += 1
@@ -139,9 +139,9 @@ def test_what_the_trainer_scores_is_the_log_softmax_in_float64(
     trainer = make_trainer()
     exact = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     expected = []
-    for each in TEXTS:
-        logits = exact(input_ids=torch.tensor([each])).logits[0].detach()
-        expected += [float(logits[i].log_softmax(-1)[token]) for i, token in enumerate(each[1:])]
+    for text in TEXTS:
+        logits = exact(input_ids=torch.tensor([text])).logits[0].detach()
+        expected += [float(logits[i].log_softmax(-1)[token]) for i, token in enumerate(text[1:])]
     assert torch.allclose(
         score_by_trainer(trainer.model, TEXTS), torch.tensor(expected, dtype=torch.float64), atol=1e-5
     )

@@ -19,7 +19,7 @@ def rollout(trainer: Any) -> tuple[list[list[int]], list[str]]:
     torch.manual_seed(0)
     trainer.model.train()
     ids = trainer._generate(prompts)[1]
-    return ids, [trainer.processing_class.decode(each) for each in ids]
+    return ids, [trainer.processing_class.decode(token_ids) for token_ids in ids]
 
 
 def test_a_completion_ends_at_the_first_stop_string(make_trainer: MakeTrainer) -> None:
@@ -31,7 +31,7 @@ def test_a_completion_ends_at_the_first_stop_string(make_trainer: MakeTrainer) -
     assert len(ended) > 4  # of eight: it is a common letter
     for each in ids:  # nothing after the token that holds it
         assert not any(stop in trainer.processing_class.decode(each[:-1]) for stop in ("e", "\n\n"))
-    assert not any(pad in each[:-1] for each in ids)
+    assert not any(pad in token_ids[:-1] for token_ids in ids)
     logged = trainer._metrics["train"]
     cut_off = [each for each, text in zip(ids, texts, strict=True) if text not in ended and each[-1] != pad]
     assert logged["completions/clipped_ratio"][-1] == pytest.approx(len(cut_off) / 8)
@@ -53,8 +53,8 @@ def test_a_token_of_the_vocabulary_ends_the_sequence_for_trl(make_trainer: MakeT
     assert trainer.generation_config.stop_strings is None
     trainer.generation_config.sequence_bias = [[[expected], 4.0]]
     ids, _ = rollout(trainer)
-    assert any(each[-1] == expected for each in ids)
-    assert not any(expected in each[:-1] for each in ids)
+    assert any(token_ids[-1] == expected for token_ids in ids)
+    assert not any(expected in token_ids[:-1] for token_ids in ids)
 
 
 def test_training_with_stops_learns_only_up_to_them(make_trainer: MakeTrainer) -> None:

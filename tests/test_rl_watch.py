@@ -312,7 +312,7 @@ def test_an_auxiliary_loss_is_named_accepted_and_said(
     assert "relative_difference" not in record
     assert record["function"].endswith("Auxiliary._compute_loss")
     assert record["source"]["file"] == __file__
-    (said,) = [each.getMessage() for each in caplog.records if "own-objective" in each.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "own-objective" in record.getMessage()]
     assert "compared with no formula" in said
     assert "Auxiliary._compute_loss" in said
     cogumi.patch()  # as every cell that needs it calls it: what was accepted stays so

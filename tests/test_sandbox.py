@@ -49,7 +49,7 @@ def open_sandbox(level: str, workers: int = 2) -> Sandbox:
 
 
 FURTHER = pytest.mark.slow("the same attacks at a stronger level than the one that holds everywhere")
-PARAMETERS = [pytest.param(each, marks=[] if each == "limits" else [FURTHER]) for each in LEVELS]
+PARAMETERS = [pytest.param(level, marks=[] if level == "limits" else [FURTHER]) for level in LEVELS]
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
@@ -96,7 +96,7 @@ class Outside:
 
     def untouched(self) -> list[str]:
         """What is no longer as it was."""
-        changed = [each.name for each in self.folder.iterdir() if each.name not in ("private", "public")]
+        changed = [path.name for path in self.folder.iterdir() if path.name not in ("private", "public")]
         for name, mode in (("private", 0o600), ("public", 0o666)):
             found = self.folder / name
             if not found.exists() or found.read_text() != SECRET or found.stat().st_mode & 0o777 != mode:
@@ -315,7 +315,7 @@ def test_a_worker_that_is_lost_costs_one_result(sandbox: Sandbox):
     time.sleep(0.2)
     os.killpg(working[0], signal.SIGKILL)
     thread.join()
-    assert [each.status for each in results] == ["crashed"]
+    assert [result.status for result in results] == ["crashed"]
     assert [each.output for each in sandbox.run_all(["print(1)"] * 4)] == ["1\n"] * 4
 
 
@@ -328,11 +328,11 @@ def test_a_worker_that_dies_while_it_waits_costs_nothing(sandbox: Sandbox):
 
 def started(sandbox: Sandbox) -> list[int]:
     """The workers of this process by PID."""
-    return [each.pid for each in psutil.Process().children() if MARK in " ".join(each.cmdline())]
+    return [child.pid for child in psutil.Process().children() if MARK in " ".join(child.cmdline())]
 
 
 def idle(sandbox: Sandbox) -> list[int]:
-    return [each.process.pid for each in sandbox._workers.values()]
+    return [worker.process.pid for worker in sandbox._workers.values()]
 
 
 def test_programs_side_by_side_do_not_meet(sandbox: Sandbox):
@@ -341,7 +341,7 @@ def test_programs_side_by_side_do_not_meet(sandbox: Sandbox):
     ends = ("", "\nos._exit(3)", "\nos.kill(os.getpid(), 9)", "\nos.fork() or os.setsid()", "\nos.abort()")
     programs = [program + ends[n % len(ends)] for n in range(100)]
     results = sandbox.run_all(programs, [{"n": str(n)} for n in range(100)], keep=["n"])
-    assert [each.files["n"] for each in results] == [f"{n}!" for n in range(100)]
+    assert [result.files["n"] for result in results] == [f"{n}!" for n in range(100)]
     assert all(each.output in ("", f"{n} ['n']\n") for n, each in enumerate(results) if n % len(ends) in (1, 2, 4))
     assert {each.status for each in results[2::5] + results[4::5]} == {"crashed"}
 

@@ -46,12 +46,12 @@ def examine(environment: Environment, **variables: str) -> tuple[dict[str, Any],
 
 def of(report: dict[str, Any], what: str, state: str) -> dict[str, Any]:
     """The one finding of a kind."""
-    (found,) = (each for each in report["findings"] if (each["what"], each["state"]) == (what, state))
+    (found,) = (finding for finding in report["findings"] if (finding["what"], finding["state"]) == (what, state))
     return found
 
 
 def names(report: dict[str, Any]) -> list[str]:
-    return [each["what"] for each in report["findings"]]
+    return [finding["what"] for finding in report["findings"]]
 
 
 # -------------------------------------------------------------------------------------------------------- the whole of it
@@ -91,13 +91,13 @@ def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Envir
         "compiler",
     ]
     assert [name for name in dict.fromkeys(names(report)) if name in order] == order
-    assert not [each for each in report["findings"] if each["state"] == "fatal"]
+    assert not [finding for finding in report["findings"] if finding["state"] == "fatal"]
     assert "TORCHDYNAMO_DISABLE=1: torch compiles nothing" in of(report, "torch.compile", "warning")["figure"]
     assert "nothing is compiled, because of TORCHDYNAMO_DISABLE=1" in of(report, "compiler", "warning")["figure"]
     assert not report["passed"]
-    for each in report["findings"]:
-        assert f"{each['state']:8} {each['what']}" in said["text"]
-        assert each["fix"] in said["text"]
+    for finding in report["findings"]:
+        assert f"{finding['state']:8} {finding['what']}" in said["text"]
+        assert finding["fix"] in said["text"]
     assert not list(scratch.iterdir())
     assert [path for path in environment.home.rglob("*") if path.is_file()] == []
     assert left_running(environment) == []
@@ -108,7 +108,7 @@ def test_a_good_environment_is_found_good_in_time(environment: Environment) -> N
     began = os.times()
     report, status = examine(environment)
     ended = os.times()
-    wrong = [each for each in report["findings"] if each["state"] in ("warning", "fatal")]
+    wrong = [finding for finding in report["findings"] if finding["state"] in ("warning", "fatal")]
     assert (wrong, status, report["passed"]) == ([], 0, True)
     assert of(report, "compiler", "ok")
     assert of(report, "4-bit layers", "ok")["figure"].startswith("branchless: ")
@@ -209,7 +209,7 @@ def test_a_broken_environment(
     finding = of(report, what, state)
     for part, pattern in zip(("figure", "cause", "fix"), words, strict=True):
         assert re.search(pattern, finding[part]), (part, finding[part])
-    fatal = [each for each in report["findings"] if each["state"] == "fatal"]
+    fatal = [finding for finding in report["findings"] if finding["state"] == "fatal"]
     assert ("not checked" in names(report)) == bool(fatal)
     shown = in_words(section(heading))
     said = [*(finding[part] for part in ("figure", "cause", "fix")), f"{state} {what}"]
@@ -277,7 +277,7 @@ def test_a_hanging_import_is_ended_with_all_that_it_started(environment: Environ
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     # Of the two chains, one comes to the import first and ends the other.
-    (fatal,) = (each for each in report["findings"] if each["state"] == "fatal")
+    (fatal,) = (finding for finding in report["findings"] if finding["state"] == "fatal")
     assert re.fullmatch(r"it was ended after 2\.\d s without an answer", fatal["figure"])
     assert left_running(environment) == []
 
@@ -367,7 +367,7 @@ def test_metadata_that_is_gone(environment: Environment, gone: str) -> None:
     (environment.packages / "peft-0.21.2.dist-info" / gone).unlink()
     report, status = examine(environment)
     assert status == 1
-    fatal = [each for each in report["findings"] if each["state"] == "fatal"]
+    fatal = [finding for finding in report["findings"] if finding["state"] == "fatal"]
     assert fatal[0]["figure"] == f"peft: without {gone}"
     assert "peft-0.21.2.dist-info, then sh requirements/install.sh" in fatal[0]["fix"]
 
@@ -377,7 +377,9 @@ def test_torch_without_metadata(environment: Environment) -> None:
     (environment.packages / "torch-2.13.0.dist-info" / "METADATA").unlink()
     report, status = examine(environment)
     assert status == 1
-    assert "torch: without METADATA" in [each["figure"] for each in report["findings"] if each["state"] == "fatal"]
+    assert "torch: without METADATA" in [
+        finding["figure"] for finding in report["findings"] if finding["state"] == "fatal"
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------- drivers

@@ -316,7 +316,7 @@ def repeats(parsed: Any) -> list[tuple[int, int, Any]]:
         elif operation is opcodes.SUBPATTERN:
             found += repeats(argument[3])
         elif operation is opcodes.BRANCH:
-            found += [each for branch in argument[1] for each in repeats(branch)]
+            found += [repeat for branch in argument[1] for repeat in repeats(branch)]
         elif operation in (opcodes.ASSERT, opcodes.ASSERT_NOT):
             found += repeats(argument[1])
     return found
@@ -350,7 +350,7 @@ def test_slow_patterns_are_told_from_others(pattern: str) -> None:
 
 
 def test_what_may_stand_between_words_can_be_read_in_one_way_only() -> None:
-    ((_, most, loop),) = [each for each in repeats(parser.parse(module.GAP)) if each[1] == 200]
+    ((_, most, loop),) = [repeat for repeat in repeats(parser.parse(module.GAP)) if repeat[1] == 200]
     # Its alternatives begin with different characters, so that a run of them has one reading.
     ((operation, (_, branches)),) = loop[0][1][3] if loop[0][0] is opcodes.SUBPATTERN else loop
     assert operation is opcodes.BRANCH

@@ -45,7 +45,7 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     for path in sorted((run_dir / "tensorboard").glob("*tfevents*")):
         events = EventAccumulator(str(path)).Reload()
         for tag in events.Tags()["scalars"]:
-            found.setdefault(tag, []).extend((each.step, each.value) for each in events.Scalars(tag))
+            found.setdefault(tag, []).extend((scalar.step, scalar.value) for scalar in events.Scalars(tag))
     return found
 
 
@@ -421,19 +421,19 @@ def test_the_lengths_of_documents_in_each_kind_of_batch() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
     ids = torch.zeros(2, 4, dtype=torch.long)
     padded = {"input_ids": ids, "attention_mask": mask}
-    assert [int(each) for each in document_lengths(padded)] == [9 + 1, 4]
+    assert [int(length) for length in document_lengths(padded)] == [9 + 1, 4]
     packed = {"input_ids": torch.zeros(1, 7), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]])}
-    assert [int(each) for each in document_lengths(packed)] == [9 + 4 + 4, 7]
+    assert [int(length) for length in document_lengths(packed)] == [9 + 4 + 4, 7]
     beside = {"input_ids": torch.zeros(2, 5), "position_ids": torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]])}
-    assert [int(each) for each in document_lengths(beside)] == [9 + 4 + 4, 7]
+    assert [int(length) for length in document_lengths(beside)] == [9 + 4 + 4, 7]
     rollout = {
         "prompt_ids": ids,
         "prompt_mask": mask.flip(-1),
         "completion_ids": ids[:, :2],
         "completion_mask": mask[:, :2],
     }
-    assert [int(each) for each in document_lengths(rollout)] == [25 + 4, 7]
-    assert [int(each) for each in document_lengths({"input_ids": ids})] == [32, 8]
+    assert [int(length) for length in document_lengths(rollout)] == [25 + 4, 7]
+    assert [int(length) for length in document_lengths({"input_ids": ids})] == [32, 8]
 
 
 def test_packed_rows_have_documents(sft: Config) -> None:

@@ -186,7 +186,7 @@ def test_a_screen_that_breaks_ends_no_training_of_protect(
     monkeypatch.undo()
     assert trainer.state.global_step == 4
     assert last_good_checkpoint(tmp_path / "trainer") is not None
-    assert {each.message.split()[0] for each in caplog.records if "switched off" in each.message} == {
+    assert {record.message.split()[0] for record in caplog.records if "switched off" in record.message} == {
         "sys.stdout",
         "sys.stderr",
     }

@@ -86,8 +86,10 @@ def test_tools_are_called_and_the_environment_pays(played: tuple[Any, Path]) -> 
     assert all(row["tools/call_frequency"] > 0.3 for row in rollouts)  # 1.5 when it was written
     assert max(row["reward"] for row in rollouts) > 0
     # What TRL was paid is what each environment says of its own rollout.
-    assert list(trainer._logs["rewards"]["Boxes"])[-16:] == [each.get_reward() for each in trainer.environments]
-    assert {each.prize for each in trainer.environments} == {4}
+    assert list(trainer._logs["rewards"]["Boxes"])[-16:] == [
+        environment.get_reward() for environment in trainer.environments
+    ]
+    assert {environment.prize for environment in trainer.environments} == {4}
 
 
 def test_what_a_tool_says_is_outside_of_the_loss(played: tuple[Any, Path]) -> None:
@@ -167,7 +169,7 @@ def test_what_a_budget_cuts_is_counted(played: tuple[Any, Path], tmp_path: Path,
     trainer.train()
     row = next(row for row in trainer.state.log_history if "episodes/without_end" in row)
     assert row[f"episodes/cut_by_{budget}"] > 0
-    assert row["episodes/without_end"] == pytest.approx(sum(row[f"episodes/cut_by_{each}"] for each in BUDGETS))
+    assert row["episodes/without_end"] == pytest.approx(sum(row[f"episodes/cut_by_{budget}"] for budget in BUDGETS))
     if budget == "seconds":  # every call is refused, which the model reads
         assert row["tools/failure_frequency"] == 1
         assert row["reward"] == 0
@@ -184,7 +186,7 @@ def opened(box: int) -> str:
 
 
 def found(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
-    return [float(any(each.get("content") == "prize" for each in messages)) for messages in completions]
+    return [float(any(message.get("content") == "prize" for message in messages)) for messages in completions]
 
 
 def trainer_in(

@@ -136,7 +136,7 @@ def test_answers_of_several_kinds_are_given_as_they_are(gspo: Config, tmp_path: 
     assert "6 of the first 6 make one" in str(cogumi.preflight(config))
     result = cogumi.train(config, train__max_steps=1)
     samples = read_jsonl(result.run_dir / "samples.jsonl")
-    assert all(each["answer"] == answers[int(each["prompt"])] and "record" not in each for each in samples)
+    assert all(sample["answer"] == answers[int(sample["prompt"])] and "record" not in sample for sample in samples)
 
 
 def test_what_a_model_was_made_for_counts_the_scaling_of_its_positions() -> None:

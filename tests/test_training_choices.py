@@ -172,7 +172,7 @@ def test_the_chosen_micro_batch_trains_the_same_step(
     free = asked.weights + 8 * asked.trained + int(one / auto_settings.MARGIN) + 1000
     monkeypatch.setattr(Machine, "here", classmethod(lambda *_: Machine("T4", (7, 5), free)))
     parts = cogumi.train(config, cogumi__run_dir=str(tmp_path / "parts"))
-    settings = {each["key"]: each["value"] for each in read_json(parts.run_dir / "decisions.json")["settings"]}
+    settings = {setting["key"]: setting["value"] for setting in read_json(parts.run_dir / "decisions.json")["settings"]}
     assert settings == {MICRO_BATCH: 1, CHECKPOINTING: False}
     assert f"chosen: {MICRO_BATCH}: 1 (the step of 4 x 2 examples" in (parts.run_dir / "run.log").read_text()
     for name in ("loss", "grad_norm"):
@@ -241,7 +241,9 @@ def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str,
 def test_a_run_says_what_was_chosen_and_why(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     result = cogumi.train(config_of(tiny_model, code_parquet, tmp_path / "run"))
     (choice,) = (
-        each for each in read_json(result.run_dir / "decisions.json")["settings"] if "checkpointing" in each["key"]
+        setting
+        for setting in read_json(result.run_dir / "decisions.json")["settings"]
+        if "checkpointing" in setting["key"]
     )
     assert choice["value"] is False
     assert f"chosen: {choice['key']}: False ({choice['reason']})" in (result.run_dir / "run.log").read_text()
@@ -373,7 +375,7 @@ def test_a_rollout_of_vllm_for_several_steps_is_corrected_by_tis(train: dict[str
     key = "cogumi.sampler_correction"
     run = run_of("gspo", **{"use_vllm": True, **train})
     choices = choose(run, CPU, load(element=4))
-    assert {each.key: each.value for each in choices}.get(key) == expected
+    assert {choice.key: choice.value for choice in choices}.get(key) == expected
     if expected is not None:
         assert gspo.arguments(with_values(run, choices))["vllm_importance_sampling_mode"] == "token_truncate"
     run.cogumi.sampler_correction = "mis"

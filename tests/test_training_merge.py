@@ -67,7 +67,7 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, ca
     "place",
     [
         "loading",
-        *(pytest.param(each, marks=pytest.mark.slow("a training each")) for each in PLACES if each != "loading"),
+        *(pytest.param(place, marks=pytest.mark.slow("a training each")) for place in PLACES if place != "loading"),
     ],
 )
 def test_a_check_without_memory_ends_with_a_verdict(

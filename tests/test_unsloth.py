@@ -405,11 +405,11 @@ def losses(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def test_loss_and_gradient_equal_stock_trls(
     losses: tuple[dict[str, Any], dict[str, Any]], loss_type: str
 ) -> None:  # reference 14
-    ours, theirs = (each[loss_type] for each in losses)
+    ours, theirs = (loss[loss_type] for loss in losses)
     assert theirs["function"] == "UnslothEfficientGRPO"
     torch.testing.assert_close(theirs["loss"], ours["loss"], atol=1e-6, rtol=0)
     assert set(theirs["gradient"]) == set(ours["gradient"])
-    assert max(float(each.abs().max()) for each in ours["gradient"].values()) > 1e-2
+    assert max(float(gradient.abs().max()) for gradient in ours["gradient"].values()) > 1e-2
     for name, gradient in ours["gradient"].items():
         torch.testing.assert_close(theirs["gradient"][name], gradient, atol=1e-6, rtol=0)
 
@@ -417,7 +417,7 @@ def test_loss_and_gradient_equal_stock_trls(
 @with_unsloth
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_what_is_overheard_equals_what_trl_logs(losses: tuple[dict[str, Any], dict[str, Any]], loss_type: str) -> None:
-    ours, theirs = (each[loss_type] for each in losses)
+    ours, theirs = (loss[loss_type] for loss in losses)
     for name in ("new", "old"):
         assert len(ours["tokens"][name]) == 9 + 5 + 1 + 6
         torch.testing.assert_close(theirs["tokens"][name], ours["tokens"][name], atol=2e-6, rtol=0)
@@ -490,7 +490,7 @@ def test_one_batch_of_a_run_is_that_of_the_trl_backend(sections: dict[str, Any],
     assert ours["four_bit"] == theirs["four_bit"]
     assert (ours["four_bit"] > 0) == (sections == FOUR_BIT)
     assert ours["names"] == theirs["names"]
-    assert max(float(each.abs().max()) for each in ours["gradient"].values()) > 1e-3
+    assert max(float(gradient.abs().max()) for gradient in ours["gradient"].values()) > 1e-3
     torch.testing.assert_close(theirs["logits"], ours["logits"], atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(theirs["loss"], ours["loss"], atol=1e-5, rtol=1e-5)
     assert theirs["gradient"].keys() == ours["gradient"].keys()
@@ -529,7 +529,7 @@ def test_a_run_resumes_merges_and_is_started_from(sections: dict[str, Any], tmp_
     assert all(torch.equal(resumed[name], other[name]) for name in other)
     verdict = json.loads((tmp_path / "run/verdict.json").read_text())
     beside = "(it was trained on nf4)" if sections else "from the live adapter's"
-    (logits,) = (each for each in verdict["checks"] if each["name"] == "merged logits")
+    (logits,) = (check for check in verdict["checks"] if check["name"] == "merged logits")
     assert logits["passed"]
     assert beside in logits["figure"]
     said = (tmp_path / "run/run.log").read_text()
@@ -918,7 +918,7 @@ def test_unsloth_that_is_not_installed_is_refused_with_the_fix(sft: dict[str, An
 @without_unsloth
 def test_a_preflight_says_what_will_train_here_and_on_another_card(sft: dict[str, Any]) -> None:
     def line(**more: Any) -> str:
-        (found,) = (each for each in cogumi.preflight(sft, **more).lines if each.stage == "backend")
+        (found,) = (line for line in cogumi.preflight(sft, **more).lines if line.stage == "backend")
         assert found.state == "green"
         return found.figure
 
@@ -1100,7 +1100,8 @@ IMPORTS_TORCH = pytest.mark.slow("imports torch in a process of its own; preflig
 
 
 @pytest.mark.parametrize(
-    "command", ["preflight", *(pytest.param(each, marks=IMPORTS_TORCH) for each in COMMANDS if each != "preflight")]
+    "command",
+    ["preflight", *(pytest.param(command, marks=IMPORTS_TORCH) for command in COMMANDS if command != "preflight")],
 )
 def test_a_command_imports_nothing_that_unsloth_has_to_come_before(command: str, tmp_path: Path) -> None:
     """With a package of that name the order is looked at, also where unsloth itself is not installed."""

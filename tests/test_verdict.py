@@ -313,12 +313,12 @@ def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None
     sft["data"]["fim"]["middle_chars"] = [1, 2]
     del sft["data"]["max_rows"]
     result = cogumi.train(sft, train__max_steps=12)
-    (flag,) = (each for each in result.verdict.flags if each.name == "held-out completions")
+    (flag,) = (flag for flag in result.verdict.flags if flag.name == "held-out completions")
     now = read_samples(result.run_dir)[-1]
     assert (now.step, now.empty) == (12, 4)
     assert flag.level == "yellow"  # and not red, as its base was never trained
     assert "one learned token in 2 is the end token" in flag.cause
-    assert "held-out completions" in [each["name"] for each in read_json(result.run_dir / "flags.json")["flags"]]
+    assert "held-out completions" in [flag["name"] for flag in read_json(result.run_dir / "flags.json")["flags"]]
     log = (result.run_dir / "run.log").read_text()
     assert "yellow: held-out completions: the model ends at once" in log
 

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 def config(tmp_path: Path, name: str = "run", **train: Any) -> dict[str, Any]:
     rows = tmp_path / "prompts.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": each, "completion": "    return b\n"}) + "\n" for each in PROMPTS))
+    rows.write_text(
+        "".join(json.dumps({"prompt": prompt, "completion": "    return b\n"}) + "\n" for prompt in PROMPTS)
+    )
     return {
         "model": {"name": str(BASE), "dtype": "bfloat16"},
         "data": {"source": str(rows), "format": "prompt_completion", "eval_rows": 2},

@@ -48,7 +48,7 @@ def play(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[..., 
 
     def played(engine: str, role: str, model: Path = base, cwd: Path = home) -> Seen:
         # vLLM's engine is started once in a process; of transformers' roles one process plays all with the same model.
-        roles = [role] if engine == "vllm" or role == "tools" else [each for each in scenarios.ROLES if each != "tools"]
+        roles = [role] if engine == "vllm" or role == "tools" else [role for role in scenarios.ROLES if role != "tools"]
         file = home / f"sampled-{engine}-{roles[0]}.json"
         with FileLock(f"{file}.lock"):
             if not file.exists():

@@ -112,7 +112,7 @@ def pad_with_the_end(trainer: Any) -> None:
     words.pad_token = words.eos_token
     theirs = DataCollatorForLanguageModeling(words, mlm=False)
     trainer.processing_class = words
-    trainer.data_collator = lambda rows: theirs([{"input_ids": each["input_ids"]} for each in rows])
+    trainer.data_collator = lambda rows: theirs([{"input_ids": row["input_ids"]} for row in rows])
 
 
 def nan_in_the_base() -> Any:

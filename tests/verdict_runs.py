@@ -233,7 +233,9 @@ def make_bases(out: Path) -> None:
     words = train_tokenizer(sources())
     words.save_pretrained(out)
     model = untrained(words)
-    ids = torch.tensor([token for each in words(sources())["input_ids"] for token in (*each, words.eos_token_id)])
+    ids = torch.tensor(
+        [token for token_ids in words(sources())["input_ids"] for token in (*token_ids, words.eos_token_id)]
+    )
     blocks = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     train(model, ((batch, batch) for batch in blocks[torch.randperm(len(blocks))[: 16 * 400]].split(16)))
     model.save_pretrained(out / "base")

@@ -21,7 +21,7 @@ def main(directory: str, settings: dict[str, object]) -> None:
 
     def count_first(model, *args, **words):  # type: ignore[no-untyped-def]
         nonlocal weights
-        weights = sum(each.numel() * each.element_size() for each in model.parameters())
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         return original(model, *args, **words)
 
     loader.process_weights_after_loading = count_first

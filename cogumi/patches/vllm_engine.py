@@ -303,19 +303,22 @@ def score(generation: Any, sequences: Sequence[Sequence[int]]) -> list[list[floa
     """Return the engine's log-probability of every token but the first of each sequence, in nats, at temperature 1."""
     if generation.mode != "colocate":
         scored = generation.vllm_client.get_sequence_logprobs([*sequences], [1] * len(sequences), top_logprobs=1)
-        return [[place[0] for place in each] for each in scored["actual_logprobs"]]
+        return [[place[0] for place in logprob] for logprob in scored["actual_logprobs"]]
     from vllm import LLM, SamplingParams
 
     if serves_adapter(generation) and on_cpu():
         return score_prefixes(generation, sequences)
-    prompts = [{"prompt_token_ids": list(each)} for each in sequences]
+    prompts = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
     # Greedy, so that what follows is sampled from the same random numbers as without.
     settings = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     adapter = getattr(generation, "cogumi_adapter", None)
     outputs = LLM.generate(generation.llm, prompts, settings, use_tqdm=False, lora_request=adapter)
     return [
-        [place[token].logprob for token, place in zip(each.prompt_token_ids[1:], each.prompt_logprobs[1:], strict=True)]
-        for each in outputs
+        [
+            place[token].logprob
+            for token, place in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+        for output in outputs
     ]
 
 
@@ -323,9 +326,9 @@ def score_prefixes(generation: Any, sequences: Sequence[Sequence[int]]) -> list[
     """`score`, a request for each token: on a CPU, vLLM's LoRA kernels cannot give log-probabilities of a prompt."""
     from vllm import LLM, SamplingParams
 
-    places = [(each[:end], each[end]) for each in sequences for end in range(1, len(each))]
+    places = [(sequence[:end], sequence[end]) for sequence in sequences for end in range(1, len(sequence))]
     prompts = [{"prompt_token_ids": list(before)} for before, _ in places]
     settings = [SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[token]) for _, token in places]
     outputs = LLM.generate(generation.llm, prompts, settings, use_tqdm=False, lora_request=generation.cogumi_adapter)
     logps = iter([out.outputs[0].logprobs[0][token].logprob for out, (_, token) in zip(outputs, places, strict=True)])
-    return [[next(logps) for _ in each[1:]] for each in sequences]
+    return [[next(logps) for _ in sequence[1:]] for sequence in sequences]

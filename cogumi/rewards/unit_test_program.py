@@ -46,7 +46,7 @@ def remember() -> Callable[[], None]:
     """
     real = [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]  # typing.io is a class
     modules = [(vars(module), dict(vars(module))) for module in (builtins, *real)]
-    classes = [(each, dict(vars(each))) for each in vars(unittest).values() if isinstance(each, type)]
+    classes = [(cls, dict(vars(cls))) for cls in vars(unittest).values() if isinstance(cls, type)]
     known = dict(sys.modules)
     held = (value for of in (vars(unittest), globals(), *(each for _, each in classes)) for value in of.values())
     functions = [(each, each.__code__, each.__defaults__) for each in held if isinstance(each, types.FunctionType)]

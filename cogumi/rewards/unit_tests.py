@@ -35,12 +35,12 @@ def unit_tests(
     `unit_tests/crashed` are the shares that took too long, and that a signal, their memory or their files ended.
     """
     size = len(completions)
-    joined = [each if isinstance(each, str | None) else "\n".join(each) for each in tests]
+    joined = [test_case if isinstance(test_case, str | None) else "\n".join(test_case) for test_case in tests]
     columns = zip(completions, joined, prefix or [None] * size, suffix or [None] * size, strict=True)
     sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
                for done, each, before, after in columns]  # fmt: skip
     numbers = [number for number, each in enumerate(sources) if each is not None]
-    results = run_tests([each for each in sources if each is not None])
+    results = run_tests([source for source in sources if source is not None])
     scores: list[float | None] = [None] * size
     for number, (score, _) in zip(numbers, results, strict=True):
         scores[number] = score
