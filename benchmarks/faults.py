@@ -264,14 +264,14 @@ def read_only(bench: Bench, count: int, disk: Path, how: str) -> Iterator[Outcom
 
 def kind_rows(kind: str, wanted: int, work: Callable[..., Iterator[Outcome]], *arguments: Any) -> Iterator[Row]:
     """Yield cogumi's figures beside plain Trainer's for one kind of fault. wanted: how many must have had an effect."""
-    found = {how: list(work(*arguments, how)) for how in HOWS}
+    collected = {how: list(work(*arguments, how)) for how in HOWS}
     figures = {
         "disturbed": "met", "finished or resumed": "finished", "losses identical": "identical",
         "good checkpoints lost": "lost", "silent divergences": "silent",
     }  # fmt: skip
     for metric, name in figures.items():
         is_bad = name in ("lost", "silent")
-        for how, outcomes in found.items():
+        for how, outcomes in collected.items():
             bad = (outcome.note for outcome in outcomes if bool(getattr(outcome, name)) == is_bad and name != "met")
             target = "<= 0" if is_bad else f">= {wanted if name == 'met' else len(outcomes)}"
             target = target if how == "cogumi" else ""

@@ -75,9 +75,9 @@ def row(
 
 
 def _meets(value: float, target: str) -> bool | None:
-    found = re.match(r"(<=|>=|<|>)\s*([0-9.eE+-]+)", target)
+    match = re.match(r"(<=|>=|<|>)\s*([0-9.eE+-]+)", target)
     compare = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-    return None if found is None else compare[found[1]](value, float(found[2]))
+    return None if match is None else compare[match[1]](value, float(match[2]))
 
 
 def missing(benchmark: str, case: str, what: str) -> Row:
@@ -283,9 +283,9 @@ def machine() -> dict[str, Any]:
     gpu: list[str | None] = [None, None, None]
     if tool is not None:
         query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30)
-        if said.returncode == 0 and said.stdout.strip():
-            gpu = [part.strip() for part in said.stdout.splitlines()[0].split(",")]
+        output = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        if output.returncode == 0 and output.stdout.strip():
+            gpu = [part.strip() for part in output.stdout.splitlines()[0].split(",")]
     return {
         "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

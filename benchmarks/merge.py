@@ -209,11 +209,11 @@ def sampled_violations(inputs: Inputs, out: Path, rows: int = 8) -> tuple[int, i
 
 def tensor_files(directory: Path) -> dict[str, Path]:
     """File by tensor name."""
-    found: dict[str, Path] = {}
+    collected: dict[str, Path] = {}
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path)
-    return found
+            collected |= dict.fromkeys(file.keys(), path)
+    return collected
 
 
 def run(quick: bool = False) -> Iterator[Row]:

@@ -49,10 +49,10 @@ print(json.dumps(figures | {"checks": [str(each) for each in checks]}))
 def run(quick: bool = False) -> Iterator[Row]:
     """Peak bytes for each parameter, and beyond the model in its dtype."""
     shape = QUICK if quick else LLAMA_1B
-    found = measure_stage(shape)
-    compared = found["passed"] and "not compared" not in str(found["checks"])
-    note = "" if compared else f"failed: {found['checks']}"
-    share, beyond = found["bytes"] / found["parameters"], found["bytes"] - 2 * found["parameters"]
+    result = measure_stage(shape)
+    compared = result["passed"] and "not compared" not in str(result["checks"])
+    note = "" if compared else f"failed: {result['checks']}"
+    share, beyond = result["bytes"] / result["parameters"], result["bytes"] - 2 * result["parameters"]
     yield row("merge_check", shape.name, "peak resident memory a parameter", share, "B", target="<= 3.0", note=note)
     yield row("merge_check", shape.name, "peak beyond the model in bfloat16", beyond / 2**30, "GiB", target="<= 1.0")
     yield row("merge_check", shape.name, "checks", int(compared), "", target=">= 1", note=note)

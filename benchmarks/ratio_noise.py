@@ -68,14 +68,14 @@ def load(directory: Path, length: int) -> tuple[Any, Tensor]:
 @torch.no_grad()
 def score(model: Any, ids: Tensor, length: int, padding: int = 0) -> Tensor:
     """(ROWS, length) log-probabilities of the completions, four rows at a time."""
-    found = []
+    collected = []
     for part in ids.split(4):
         padded = torch.nn.functional.pad(part, (padding, 0))
         mask = torch.nn.functional.pad(torch.ones_like(part), (padding, 0))
         logits = model(input_ids=padded, attention_mask=mask, logits_to_keep=length + 1).logits[:, :-1]
         chosen = part[:, -length:, None]
-        found.append(torch.log_softmax(logits.float(), -1).gather(-1, chosen)[..., 0].double())
-    return torch.cat(found)
+        collected.append(torch.log_softmax(logits.float(), -1).gather(-1, chosen)[..., 0].double())
+    return torch.cat(collected)
 
 
 def rows(name: str, dtype: torch.dtype, cause: str, difference: Tensor, lengths: tuple[int, ...]) -> Iterator[Row]:

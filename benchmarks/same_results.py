@@ -55,14 +55,14 @@ MERGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def record() -> dict[str, Any]:
     """Compute everything that is compared, in the current directory with the package that can be imported."""
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     for name, keywords in TRAININGS.items():
-        found |= training(name, **keywords)
+        collected |= training(name, **keywords)
         print(f"  {name}", file=sys.stderr, flush=True)
     for name, (family, lora, options) in MERGES.items():
-        found[f"merge: {name}"] = merge(family, lora, **options)
+        collected[f"merge: {name}"] = merge(family, lora, **options)
         print(f"  merge: {name}", file=sys.stderr, flush=True)
-    return found
+    return collected
 
 
 def training(name: str, config: str, **overrides: Any) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def recorded_with(package: Path, folder: Path) -> dict[str, Any]:
     folder.mkdir()
     environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__, "--record"], cwd=folder, env=environment, stdout=sys.stderr, check=True)
-    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return found
+    parsed: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return parsed
 
 
 def main(words: list[str]) -> int:

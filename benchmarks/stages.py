@@ -31,15 +31,15 @@ def run(quick: bool = False) -> Iterator[Row]:
             start = {"model__name": str(sft.merged), "cogumi__run_dir": Path(folder, "gspo")}
             gspo = train("smoke/chat-gspo", train__seed=seed, **start, **steps["gspo"])
             models = {"base": "cogumi:small-base", "SFT": str(sft.merged), "GSPO": str(gspo.merged)}
-            found = compare_models(models, "smoke/chat-gspo", ROWS)
+            result = compare_models(models, "smoke/chat-gspo", ROWS)
         for name in models:
-            exact[name].append(found.exact(name))
-        right.append(sum(found.written["GSPO"][each].strip() == found.answers[each] for each in found.shown(5)))
+            exact[name].append(result.exact(name))
+        right.append(sum(result.written["GSPO"][each].strip() == result.answers[each] for each in result.shown(5)))
     for name, shares in exact.items():
         yield mean_row("stages", name, "exactly right", shares)
-    for (before, after), wanted in GAINS.items():
+    for (before, after), expected in GAINS.items():
         gains = [b - a for a, b in zip(exact[before], exact[after], strict=True)]
-        target = "" if quick else f">= {wanted}"
+        target = "" if quick else f">= {expected}"
         yield mean_row("stages", f"{after} - {before}", "exactly right", gains, target=target)
         yield row("stages", f"{after} - {before}", "seeds in which it rose", sum(gain > 0 for gain in gains))
     yield mean_row("stages", "GSPO", "of the five prompts shown, exactly right", right)

@@ -127,16 +127,16 @@ def forecast(config: Any, kind: str) -> tuple[str, str]:
         }
         if kind == "load_in_4bit":
             run["model"]["quantization_config"] = {"load_in_4bit": True}
-        found, said = {}, ""
+        collected, message = {}, ""
         for card in CARDS:
             report = forecast_run(run, card, None, {}, apart=False)
-            found = {line.stage: line for line in report.lines}
+            collected = {line.stage: line for line in report.lines}
             peak = report.figures["memory"]["peak"] / 2**30
             weights = report.figures["memory"]["breakdown"]["weights"] / 2**30
-            said = f"{card}: {peak:.1f} GiB"
-            if found["memory"].state == "green":
-                return f"{weights:.1f} GiB", said
-    return f"{weights:.1f} GiB", f"none; {said}"
+            message = f"{card}: {peak:.1f} GiB"
+            if collected["memory"].state == "green":
+                return f"{weights:.1f} GiB", message
+    return f"{weights:.1f} GiB", f"none; {message}"
 
 
 def main() -> None:

@@ -115,10 +115,10 @@ def distances(base: Path, adapter: Path, merged: Path) -> tuple[float, float]:
 
 
 def all_tensors(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    collected: dict[str, torch.Tensor] = {}
     for shard in sorted(path.glob("*.safetensors")):
-        found |= load_file(shard)
-    return found
+        collected |= load_file(shard)
+    return collected
 
 
 def check_merge(base: Path, adapter: Path, out: Path) -> Any:
@@ -143,11 +143,11 @@ def check_loads(out: Path) -> None:
     assert not info["mismatched_keys"]
     if (out / "model.safetensors.index.json").is_file():
         index = json.loads((out / "model.safetensors.index.json").read_text())
-        found = {}
+        collected = {}
         for shard in out.glob("*.safetensors"):
             with safe_open(shard, framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), shard.name)
-        assert index["weight_map"] == found
+                collected |= dict.fromkeys(file.keys(), shard.name)
+        assert index["weight_map"] == collected
         size = sum(tensor.numel() * tensor.itemsize for tensor in all_tensors(out).values())
         assert index["metadata"]["total_size"] == size
 

@@ -136,8 +136,8 @@ def command_line(
         monkeypatch.setattr(sys, "argv", ["cogumi", *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
             main()
-        said = capsys.readouterr()
-        return int(stopped.value.code or 0), said.out, said.err
+        output = capsys.readouterr()
+        return int(stopped.value.code or 0), output.out, output.err
 
     return run
 

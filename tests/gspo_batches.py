@@ -36,12 +36,12 @@ def gradient_of_logps(trainer: Any, batch: dict[str, Any]) -> tuple[torch.Tensor
         seen.append(result[0])
         return result
 
-    given = {name: value for name, value in batch.items() if name != "old_per_token_logps"}
-    given["advantages"] = torch.ones_like(batch["advantages"])
+    options = {name: value for name, value in batch.items() if name != "old_per_token_logps"}
+    options["advantages"] = torch.ones_like(batch["advantages"])
     trainer.model.train()
     trainer._get_per_token_logps_and_entropies = noted
     try:
-        trainer._compute_loss(trainer.model, given).backward()
+        trainer._compute_loss(trainer.model, options).backward()
     finally:
         del trainer._get_per_token_logps_and_entropies
         trainer.model.zero_grad()

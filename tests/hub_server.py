@@ -175,15 +175,15 @@ class Answering(BaseHTTPRequestHandler):
             return
         if self.writes(path, body):
             return
-        found = re.fullmatch(rf"/api/(model|dataset)s/{NAME}(?:/{ASKED}(?:/(.*))?)?", path)
-        if found is not None:
-            kind, name, what, rest = found.groups()
+        match = re.fullmatch(rf"/api/(model|dataset)s/{NAME}(?:/{ASKED}(?:/(.*))?)?", path)
+        if match is not None:
+            kind, name, what, rest = match.groups()
             if self.is_there(kind, name):
                 self.about(kind, name, what or "revision", rest or "main", query, body)
             return
-        found = re.fullmatch(rf"/(datasets/)?{NAME}/resolve/([^/]+)/(.+)", path)
-        if found is not None:
-            kind, name, revision, file = ("dataset" if found[1] else "model"), found[2], found[3], found[4]
+        match = re.fullmatch(rf"/(datasets/)?{NAME}/resolve/([^/]+)/(.+)", path)
+        if match is not None:
+            kind, name, revision, file = ("dataset" if match[1] else "model"), match[2], match[3], match[4]
             if self.is_there(kind, name):
                 self.resolve(kind, name, unquote(revision), file, cut=fault == "cut")
             return
@@ -198,9 +198,9 @@ class Answering(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":  # of a model card
             self.reply(200, {"errors": [], "warnings": []})
             return True
-        found = re.fullmatch(rf"/api/models/{NAME}/(preupload|commit)/([^/]+)", path)
+        match = re.fullmatch(rf"/api/models/{NAME}/(preupload|commit)/([^/]+)", path)
         batch = re.fullmatch(rf"/{NAME}\.git/info/lfs/objects/batch", path)
-        if path != "/api/repos/create" and found is None and batch is None and not path.startswith("/lfs/"):
+        if path != "/api/repos/create" and match is None and batch is None and not path.startswith("/lfs/"):
             return False
         if path.startswith("/lfs/"):
             if self.command == "PUT":
@@ -225,7 +225,7 @@ class Answering(BaseHTTPRequestHandler):
                 for each in json.loads(body)["objects"]
             ]
             self.reply(200, {"transfer": "basic", "objects": objects})
-        elif found is not None and found[2] == "preupload":
+        elif match is not None and match[2] == "preupload":
             modes = [
                 {
                     "path": file["path"],
@@ -235,8 +235,8 @@ class Answering(BaseHTTPRequestHandler):
                 for file in json.loads(body)["files"]
             ]
             self.reply(200, {"files": modes})
-        elif found is not None:
-            self.commit(found[1], [json.loads(line) for line in body.splitlines()])
+        elif match is not None:
+            self.commit(match[1], [json.loads(line) for line in body.splitlines()])
         return True
 
     def commit(self, name: str, lines: list[dict[str, Any]]) -> None:
@@ -315,12 +315,12 @@ class Answering(BaseHTTPRequestHandler):
         if what == "revision":
             self.reply(200, self.info(kind, name, commit, blobs="blobs" in query))
         elif what == "paths-info":
-            wanted = (
+            expected = (
                 json.loads(body)["paths"]
                 if self.headers.get("Content-Type", "").startswith("application/json")
                 else parse_qs(body.decode())["paths"]
             )
-            there = [home / path.strip("/") for path in wanted if (home / path.strip("/")).exists()]
+            there = [home / path.strip("/") for path in expected if (home / path.strip("/")).exists()]
             self.reply(200, [self.entry(home, path) for path in there])
         else:
             below = home / inside

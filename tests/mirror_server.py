@@ -251,8 +251,8 @@ class Answering(BaseHTTPRequestHandler):
 
     def about_a_repository(self, hub: Hub, path: str, body: bytes) -> None:
         inside = r"([^/]+/[^/]+?)(?:\.git)?(?:/(auth-check/write|info/lfs|[^/]+)/?(.*))?"
-        found = re.fullmatch(f"(?:/api/models)?/(?!api/models/){inside}", path)
-        name, what, rest = found.groups() if found is not None else ("", "", "")
+        match = re.fullmatch(f"(?:/api/models)?/(?!api/models/){inside}", path)
+        name, what, rest = match.groups() if match is not None else ("", "", "")
         if name not in hub.repositories:
             self.reply(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
             return
@@ -281,11 +281,11 @@ class Answering(BaseHTTPRequestHandler):
             status = 200 if entries or not inside else 404
             self.reply(status, entries if status == 200 else {"error": "no"}, {"X-Error-Code": "EntryNotFound"})
         elif what == "paths-info":
-            wanted = parse_qs(body.decode())["paths"]
+            expected = parse_qs(body.decode())["paths"]
             files = commits[-1 if rest == "main" else int(rest, 16)]
-            folders = [each for each in wanted if any(file.startswith(f"{each}/") for file in files)]
+            folders = [each for each in expected if any(file.startswith(f"{each}/") for file in files)]
             entries = [{"type": "directory", "path": folder, "oid": blob_id(b"")} for folder in folders]
-            self.reply(200, [*entries, *(described(file, files[file]) for file in wanted if file in files)])
+            self.reply(200, [*entries, *(described(file, files[file]) for file in expected if file in files)])
         elif what == "resolve":
             revision, _, file = rest.partition("/")
             self.resolve(commits, revision, file)

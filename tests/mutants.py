@@ -72,13 +72,13 @@ def chosen(count: int, seed: int) -> list[Mutant]:
         relative = path.relative_to(REPOSITORY)
         folders.setdefault(relative.parent, []).extend(mutants_of(relative))
     draw = random.Random(seed)
-    found: list[Mutant] = []
+    collected: list[Mutant] = []
     for each in folders.values():
         draw.shuffle(each)
     turns = [folder for folder in folders.values() if folder]
-    while len(found) < count:
-        found += [turn.pop() for turn in turns if turn]
-    return found[:count]
+    while len(collected) < count:
+        collected += [turn.pop() for turn in turns if turn]
+    return collected[:count]
 
 
 def not_copied(folder: str, names: list[str]) -> set[str]:

@@ -146,36 +146,36 @@ def serve(address: str) -> NoReturn:
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     print("ready", flush=True)
-    asked: dict[int, socket.socket] = {}
+    requests: dict[int, socket.socket] = {}
     heard = select.poll()
     for number in (doors.fileno(), awake, 0):
         heard.register(number, select.POLLIN)
     while True:
         ready = {number for number, _ in heard.poll()}
         if 0 in ready:
-            for pid in asked:
+            for pid in requests:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        for pid, connection in asked.items():
+        for pid, connection in requests.items():
             if connection.fileno() in ready:  # nothing but its end is heard
                 heard.unregister(connection)
                 os.kill(pid, signal.SIGKILL)
         if awake in ready:
             os.read(awake, 4096)
-            tell_those_that_ended(asked, heard)
+            tell_those_that_ended(requests, heard)
         if doors.fileno() in ready:
             connection, _ = doors.accept()
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                for other in (doors, *asked.values()):
+                for other in (doors, *requests.values()):
                     other.close()
                 os.close(awake)
                 os.close(wake)
                 become(connection)
             with suppress(OSError):
                 connection.sendall(pid.to_bytes(8, "big"))
-            asked[pid] = connection
+            requests[pid] = connection
             heard.register(connection, 0)
 
 

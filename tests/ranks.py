@@ -78,8 +78,8 @@ def said(directory: Path, rank: int) -> str:
 
 def losses(directory: Path, rank: int = 0) -> dict[int, float]:
     """The logged loss of each step, by the newest training in the directory."""
-    found = json.loads((directory / f"losses-{rank}.json").read_text())
-    return {int(step): loss for step, loss in found.items()}
+    parsed = json.loads((directory / f"losses-{rank}.json").read_text())
+    return {int(step): loss for step, loss in parsed.items()}
 
 
 # Of the steps of a method's trainer on one process; two have half as many examples each.
@@ -138,12 +138,12 @@ def trl_trainer(
 
     def complete(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
         seen: Counter[int] = Counter()  # of one prompt the completions differ
-        found = []
+        collected = []
         for ids in prompt_ids:
             draw = random.Random(1000 * sum(ids) + seen[sum(ids)])
             seen[sum(ids)] += 1
-            found.append([draw.randrange(3, size) for _ in range(draw.randrange(3, 8))])
-        return found, None
+            collected.append([draw.randrange(3, size) for _ in range(draw.randrange(3, 8))])
+        return collected, None
 
     setattr(trainer, GENERATE_TURN, complete)
     return trainer

@@ -179,10 +179,10 @@ def rollout(trainer: Any, prompts: list[Any]) -> dict[str, Any]:
     trainer.model.train()
     trainer._metrics["train"].clear()
     batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in prompts])
-    found = read(batch)
+    result = read(batch)
     names = ("clipped_ratio", "mean_terminated_length", "max_terminated_length")
     logged = trainer._metrics["train"]
-    return found | {"logged": {name: logged[f"completions/{name}"][-1] for name in names}, "all": dict(logged)}
+    return result | {"logged": {name: logged[f"completions/{name}"][-1] for name in names}, "all": dict(logged)}
 
 
 def read(batch: dict[str, Any]) -> dict[str, Any]:
@@ -395,7 +395,7 @@ def play_tools(engine: str, caller: str) -> dict[str, Any]:
     if engine == "transformers":
         del train["vllm_max_model_length"]
     _, trainer = build(engine, caller, train=train, rewards=[], environment="boxes.py:Boxes")
-    exact, found = Exact(trainer), {}
+    exact, collected = Exact(trainer), {}
     rows = list(trainer.train_dataset)
     for name, settings in {"greedy": {"top_k": 1}, "free": {}, "tokens": {"max_completion_length": 40}}.items():
         with changed(trainer, **settings):
@@ -412,8 +412,8 @@ def play_tools(engine: str, caller: str) -> dict[str, Any]:
         ]
         rolled["heard"] = trainer.processing_class.batch_decode(outside)
         rolled["difference"] = exact.difference(rolled, temperature=1.0)
-        found[name] = rolled
-    return found
+        collected[name] = rolled
+    return collected
 
 
 ROLES: dict[str, Callable[[str, str], dict[str, Any]]] = {
@@ -427,8 +427,8 @@ ROLES: dict[str, Callable[[str, str], dict[str, Any]]] = {
 
 
 def main(engine: str, base: str, file: str, *roles: str) -> None:
-    found = {role: ROLES[role](engine, base) for role in roles}
-    Path(file).write_text(json.dumps(found))
+    collected = {role: ROLES[role](engine, base) for role in roles}
+    Path(file).write_text(json.dumps(collected))
 
 
 if __name__ == "__main__":

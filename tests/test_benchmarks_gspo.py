@@ -188,8 +188,8 @@ def test_both_methods_really_train_from_one_sft_model(
     monkeypatch.setenv("COGUMI_DATA__COLUMN", "source")
     monkeypatch.setenv("COGUMI_MODEL__NAME", str(tiny_model))
     monkeypatch.setattr(gspo_learning, "QUICK", {"sft": 2, "rl": 4})
-    found = gspo_learning.trained(tmp_path, (3,), quick=True, train__max_completion_length=4)
-    gspo, grpo = found.values()
+    actual = gspo_learning.trained(tmp_path, (3,), quick=True, train__max_completion_length=4)
+    gspo, grpo = actual.values()
     for each in (gspo, grpo):
         assert {metric: len(values["3"]) for metric, values in each.items()} == dict.fromkeys(each, 2)
     assert gspo["reward"]["3"][0] == grpo["reward"]["3"][0]

@@ -129,10 +129,10 @@ def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
 
 def test_parts_are_processor_time_over_the_bytes_of_the_base(inputs: Inputs) -> None:
     size = inputs.base_bytes / 1e9
-    found = [
+    collected = [
         {"imports": 1.0, "writing": 2 * size, "two hashes": size, "all": 1 + (3 + more) * size} for more in (1, 2, 0)
     ]
-    rows = {row["metric"]: row for row in merge.part_rows("case", found, inputs, judged=True)}
+    rows = {row["metric"]: row for row in merge.part_rows("case", collected, inputs, judged=True)}
     assert rows["processor time, writing"]["value"] == pytest.approx(2)
     assert rows["processor time, the rest"]["spread"] == pytest.approx([0, 2], abs=1e-6)
     whole = rows["processor time, all but the imports"]

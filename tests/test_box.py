@@ -129,12 +129,12 @@ def test_make_lab_opens_as_root_and_prints_the_address(box: Box) -> None:
     patience = threading.Timer(300, os.killpg, (server.pid, signal.SIGKILL))
     patience.start()
     try:
-        said, found = "", None
+        message, found = "", None
         assert server.stdout is not None
         while not found and (line := server.stdout.readline()):
-            said += line
+            message += line
             found = re.match(r"\s+(http://(?:localhost|127\.0\.0\.1):\d+)(/lab/tree/\S+)\?token=(\w+)$", line)
-        assert found, said
+        assert found, message
         address, page, token = found.groups()
         assert page == "/lab/tree/notebooks/00_quickstart.ipynb"
         headers = {"Authorization": f"token {token}"}

@@ -44,8 +44,8 @@ def config(tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: py
 
 
 def step_shown(shown: Any) -> int:
-    found = re.search(r"step (\d+)/", shown.locator(".cogumi-panel").inner_text())
-    return int(found[1]) if found else 0
+    match = re.search(r"step (\d+)/", shown.locator(".cogumi-panel").inner_text())
+    return int(match[1]) if match else 0
 
 
 def wait_for_step(shown: Any, step: int) -> None:
@@ -248,13 +248,13 @@ def test_saved_outputs_read_alike_where_the_notebook_is_not_trusted(
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "nobody"))  # whose notebooks are trusted is kept there
     shares = Shares("rows", 9, 8, {"too long": 1}, 0, 0, 90, 30)
     pieces = (("context", "def f():"), ("learned", "return 1"), ("rejected", "return 2"))
-    found = Preview(shares, None, (), ((0, 4, 3), (5, 9, 5)), (pieces,), 12)
-    outputs = [nbformat.v4.new_output("display_data", data={"text/html": html_components.render_html(found)})]
+    actual = Preview(shares, None, (), ((0, 4, 3), (5, 9, 5)), (pieces,), 12)
+    outputs = [nbformat.v4.new_output("display_data", data={"text/html": html_components.render_html(actual)})]
     write_notebook(tmp_path / "saved.ipynb", ["found"])
     saved = nbformat.read(tmp_path / "saved.ipynb", as_version=4)
     saved.cells[0].outputs = outputs
     nbformat.write(saved, tmp_path / "saved.ipynb")
-    assert "<img" in html_components.preview(found)
+    assert "<img" in html_components.preview(actual)
     with lab(tmp_path) as address, page() as (shown, wrong):
         open_notebook(shown, address, "saved.ipynb")
         shown.locator(".cogumi-piece .learned").first.wait_for()

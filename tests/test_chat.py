@@ -105,17 +105,17 @@ def test_base_adapter_and_merged_answer_what_transformers_generates(
     finished_chat: FinishedRun, command_line: CommandLine
 ) -> None:
     home, only = finished_chat.home, [word for column in reversed(COLUMNS) for word in ("--only", column)]
-    status, said, beside = command_line(
+    status, output, beside = command_line(
         "chat", home, "--prompt", f"{QUESTION}\\n", "--json", "--max-new-tokens", 12, *only
     )
     assert status == 0, beside
-    found = json.loads(said)
-    assert (found["mode"], found["prompt"], list(found["answers"])) == ("chat", f"{QUESTION}\n", list(COLUMNS))
-    texts = {column: answer["text"] for column, answer in found["answers"].items()}
+    parsed = json.loads(output)
+    assert (parsed["mode"], parsed["prompt"], list(parsed["answers"])) == ("chat", f"{QUESTION}\n", list(COLUMNS))
+    texts = {column: answer["text"] for column, answer in parsed["answers"].items()}
     tokenizer = AutoTokenizer.from_pretrained(home / "adapter")
-    asked = [{"role": "user", "content": f"{QUESTION}\n"}]
-    assert texts["merged"] == generated(home / "merged", tokenizer, asked, 12)
-    assert texts["base"] == generated(Path(finished_chat.result.base), tokenizer, asked, 12)
+    messages = [{"role": "user", "content": f"{QUESTION}\n"}]
+    assert texts["merged"] == generated(home / "merged", tokenizer, messages, 12)
+    assert texts["base"] == generated(Path(finished_chat.result.base), tokenizer, messages, 12)
     assert texts["adapter"] == texts["merged"] != texts["base"]
     first = beside.splitlines()[0]
     for word in (str(home), "chat", "/base) and adapter and merged", "greedy", "12 tokens", "'; done'"):
@@ -125,14 +125,14 @@ def test_base_adapter_and_merged_answer_what_transformers_generates(
 def test_a_prompt_is_answered_by_base_and_merged_each_under_its_name(
     finished_chat: FinishedRun, command_line: CommandLine
 ) -> None:
-    status, said, _ = command_line("chat", finished_chat.home, "--prompt", QUESTION, "--max-new-tokens", 8)
+    status, output, _ = command_line("chat", finished_chat.home, "--prompt", QUESTION, "--max-new-tokens", 8)
     assert status == 0
-    assert [line for line in said.splitlines() if line in ("base:", "merged:", "adapter:")] == ["base:", "merged:"]
+    assert [line for line in output.splitlines() if line in ("base:", "merged:", "adapter:")] == ["base:", "merged:"]
     status, alone, _ = command_line(
         "chat", finished_chat.home, "--prompt", QUESTION, "--max-new-tokens", 8, "--only", "merged"
     )
     assert status == 0
-    assert said.endswith("merged:\n" + alone) or alone.strip() in said.partition("merged:\n")[2]
+    assert output.endswith("merged:\n" + alone) or alone.strip() in output.partition("merged:\n")[2]
     assert "merged:" not in alone  # one answer needs no name
 
 
@@ -163,12 +163,12 @@ def test_thinking_and_the_date_are_those_of_the_run(chat_of: Callable[..., Chat]
     setup, qwen = replace(chat_of().setup, format="chat", thinking=False), chat_tokenizer("qwen3")
     template = template_of(setup, qwen)
     assert template is not None
-    asked = [{"role": "user", "content": "a"}]
-    with_flag = qwen.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    assert template.prompt(asked) == with_flag
+    messages = [{"role": "user", "content": "a"}]
+    with_flag = qwen.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert template.prompt(messages) == with_flag
     dated = template_of(replace(setup, thinking=None, today="2031-02-03"), chat_tokenizer("gptoss"))
     assert dated is not None
-    assert "2031-02-03" in dated.prompt(asked)
+    assert "2031-02-03" in dated.prompt(messages)
 
 
 # -------------------------------------------------------------------------------------------------------------- streaming
@@ -229,11 +229,11 @@ def test_lines_are_answered_until_exit_or_the_end(
     finished_chat: FinishedRun, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     typed(monkeypatch, f"add a to u\n\nadd b \\\nto v\n/reset\n{last}")
-    status, said, wrong = command_line("chat", finished_chat.home, "--max-new-tokens", 4)
+    status, output, wrong = command_line("chat", finished_chat.home, "--max-new-tokens", 4)
     assert status == 0, wrong
-    assert said.splitlines()[0].startswith(f"{finished_chat.home}: chat")
-    assert said.count("base:\n") == said.count("merged:\n") == 2
-    assert said.count("forgotten") == 1
+    assert output.splitlines()[0].startswith(f"{finished_chat.home}: chat")
+    assert output.count("base:\n") == output.count("merged:\n") == 2
+    assert output.count("forgotten") == 1
 
 
 class Interrupting(io.StringIO):
@@ -299,8 +299,8 @@ def test_a_gspo_run_samples_as_its_rollouts_did(finished_gspo: FinishedRun) -> N
     setup = read_setup(finished_gspo.home)
     assert setup.columns == ("base", "merged")
     assert setup.max_new_tokens == 8
-    wanted = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    assert wanted.items() <= setup.sampling.items()
+    expected = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    assert expected.items() <= setup.sampling.items()
     chat = open_chat(setup)
     torch.manual_seed(0)
     texts = {chat.answer("merged", "def f(x):", lambda _: None).text for _ in range(4)}
@@ -315,9 +315,9 @@ def test_generation_kwargs_of_a_gspo_run_are_followed(finished_gspo: FinishedRun
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["train"] |= {"top_p": 0.9, "generation_kwargs": {"top_p": 0.5, "eos_token_id": [1]}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    found = read_setup(run).sampling
-    assert found["top_p"] == 0.5
-    assert "eos_token_id" not in found  # of the run's own tokenizer
+    actual = read_setup(run).sampling
+    assert actual["top_p"] == 0.5
+    assert "eos_token_id" not in actual  # of the run's own tokenizer
 
 
 def test_a_run_without_its_end_answers_from_its_last_good_checkpoint(
@@ -410,8 +410,8 @@ def test_what_cannot_be_talked_to_is_one_line(
         "json": [finished_chat.home, "--json"],
         "blank": [finished_chat.home, "--prompt", " "],
     }[what]
-    status, said, wrong = command_line("chat", *words)
-    assert (status, said, wrong.count("\n")) == (2, "", 1)
+    status, output, wrong = command_line("chat", *words)
+    assert (status, output, wrong.count("\n")) == (2, "", 1)
     golden("chat", wrong.replace(str(finished_chat.home.parent), "<runs>"))
 
 
@@ -430,11 +430,11 @@ def test_a_wrong_directory_is_refused_before_torch_is_loaded(tmp_path: Path) -> 
 
 def test_a_run_answers_a_message_side_by_side_and_keeps_its_models(finished_chat: FinishedRun) -> None:
     run = cogumi.attach(finished_chat.home)
-    found = run.chat("<b>add</b>", max_new_tokens=6)
-    assert found is not None
-    assert list(found.texts) == ["base", "merged"]
-    assert str(found).startswith("base:\n")
-    shown = found._repr_html_()
+    actual = run.chat("<b>add</b>", max_new_tokens=6)
+    assert actual is not None
+    assert list(actual.texts) == ["base", "merged"]
+    assert str(actual).startswith("base:\n")
+    shown = actual._repr_html_()
     assert "&lt;b&gt;add" in shown
     assert "<b>add" not in shown
     kept = chats.last_models[0].models["base"]

@@ -103,14 +103,14 @@ class Bucket:
 
     def files(self) -> dict[str, set[str]]:
         """The names of the files in each checkpoint of the mirror."""
-        found: dict[str, set[str]] = {}
+        collected: dict[str, set[str]] = {}
         for info in self.direct.get_file_info(
             FileSelector(f"{self.name}/runs/mine", recursive=True, allow_not_found=True)
         ):
             place, _, file = info.path.removeprefix(f"{self.name}/runs/mine/").partition("/")
             if info.is_file:
-                found.setdefault(place, set()).add(file)
-        return found
+                collected.setdefault(place, set()).add(file)
+        return collected
 
     def put(self, name: str, data: bytes) -> None:
         with self.direct.open_output_stream(f"{self.name}/runs/mine/{name}") as stream:
@@ -595,11 +595,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def names_in(hub: Hub, repository: str = "jane/runs") -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    collected: dict[str, set[str]] = {}
     for path in hub.files(repository):
         checkpoint, _, file = path.rpartition("/")
-        found.setdefault(checkpoint, set()).add(file)
-    return found
+        collected.setdefault(checkpoint, set()).add(file)
+    return collected
 
 
 @pytest.mark.parametrize("folder", ["", "mine/first"])

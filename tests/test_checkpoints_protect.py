@@ -161,9 +161,9 @@ def test_a_fresh_start_takes_no_earlier_run_for_its_own(tmp_path: Path, referenc
     trainer, losses = make(tmp_path)
     protect(trainer, resume="never").train()
     assert losses.seen == reference
-    found = names(tmp_path)
+    actual = names(tmp_path)
     assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-8"]
-    assert sum(name.startswith("aside-checkpoint-") for name in found) == 2
+    assert sum(name.startswith("aside-checkpoint-") for name in actual) == 2
 
 
 def test_a_finished_training_is_taken_up_without_another_step(tmp_path: Path, reference: dict[int, float]) -> None:

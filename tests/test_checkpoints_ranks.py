@@ -33,9 +33,9 @@ def run(count: int, directory: Path, **how: Any) -> list[int]:
 
 def checkpoints(directory: Path) -> list[Path]:
     """Those of the run, oldest first, each of which verifies."""
-    found = sorted((directory / "run").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-    assert [inspect(each).state for each in found] == ["verified"] * len(found)
-    return found
+    result = sorted((directory / "run").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    assert [inspect(each).state for each in result] == ["verified"] * len(result)
+    return result
 
 
 @pytest.fixture(scope="module")

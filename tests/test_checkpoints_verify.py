@@ -447,11 +447,11 @@ def test_when_none_is_good_the_answer_is_none_and_that_is_said(copy: Copy, caplo
 def test_the_order_is_that_of_the_steps_and_older_ones_are_not_read_before_they_are_asked_for(copy: Copy) -> None:
     home = copy("full", manifest=True)
     shutil.copytree(home / "checkpoint-4", home / "checkpoint-10")
-    found = inspect_all(home)
-    assert next(found).step == 10
+    actual = inspect_all(home)
+    assert next(actual).step == 10
     shutil.rmtree(home / "checkpoint-4")  # pruned meanwhile
     # The one that is gone is left out: it was not read before it was asked for.
-    assert [(finding.step, finding.state) for finding in found] == [(2, "verified")]
+    assert [(finding.step, finding.state) for finding in actual] == [(2, "verified")]
 
 
 def test_odd_names_links_and_files_are_left_alone(copy: Copy) -> None:

@@ -125,9 +125,9 @@ def test_a_hang_in_python_is_written_with_its_stacks(
     assert re.search(rf"no sign of life after step {hang.hung_after} for more than [\d.]+ s; its stacks:\n", text)
     assert "in waits_for_an_event" in text
     assert "in _inner_training_loop" in text
-    (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == module.__name__]
-    assert f"after step {hang.hung_after}" in said
-    assert str(run_log) in said
+    (message,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == module.__name__]
+    assert f"after step {hang.hung_after}" in message
+    assert str(run_log) in message
 
 
 def test_a_call_of_the_system_that_waits_is_named(run_log: Path, tmp_path: Path) -> None:

@@ -186,25 +186,27 @@ def test_merge_hands_every_option_on(
         ),
         "dtype": (["--dtype", "float32"], given.adapter, {"dtype": "float32"}),
     }
-    found = []
+    collected = []
     for name, (words, adapters, options) in cases.items():
         out = tmp_path / name
-        status, said, error = command_line("merge", given.adapter, out, "--base", given.base, "--workers", "1", *words)
+        status, output, error = command_line(
+            "merge", given.adapter, out, "--base", given.base, "--workers", "1", *words
+        )
         assert (status, error) == (0, begins(given.adapter, out)), error
-        assert said.startswith(f"{out}: {given.base} with 4 tensors merged")
+        assert output.startswith(f"{out}: {given.base} with 4 tensors merged")
         merge_adapter(adapters, tmp_path / f"{name} again", base=given.base, progress=False, **options)
-        found.append(shards_of(out))
-        assert found[-1] == shards_of(tmp_path / f"{name} again") != {}
-    assert all(found[one] != found[two] for one in range(len(found)) for two in range(one))
+        collected.append(shards_of(out))
+        assert collected[-1] == shards_of(tmp_path / f"{name} again") != {}
+    assert all(collected[one] != collected[two] for one in range(len(collected)) for two in range(one))
 
 
 def test_merge_reports_as_json(
     merge_inputs: MergeInputs, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
     given = merge_inputs
-    status, said, error = command_line("merge", given.adapter, tmp_path / "a", "--verify", "logits", "--json")
+    status, output, error = command_line("merge", given.adapter, tmp_path / "a", "--verify", "logits", "--json")
     assert status == 0, error
-    report = json.loads(said)
+    report = json.loads(output)
     assert report["out"] == str(tmp_path / "a")
     assert report["tensors_merged"] == 4
     assert report["bytes"] == sum(len(data) for data in shards_of(tmp_path / "a").values())
@@ -233,9 +235,9 @@ def test_each_mistake_of_a_merge_is_one_line_and_status_2(
         (adapter, out, "--add", f"{tmp_path}/x=0.5"): f"{tmp_path}/x",
     }
     for words, says in mistakes.items():
-        status, said, error = command_line("merge", *words)
+        status, output, error = command_line("merge", *words)
         error = error.removeprefix(begins(*words[:2])) if len(words) > 1 else error
-        assert (status, said) == (2, ""), (words, error)
+        assert (status, output) == (2, ""), (words, error)
         assert error.startswith("cogumi: "), (words, error)
         assert error.count("\n") == 1, (words, error)
         assert says in error, (words, error)
@@ -255,9 +257,9 @@ def test_a_merge_that_is_not_exact_is_one_line_and_status_1(
     tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = 1e5  # fits bfloat16, not float16
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     out = tmp_path / "merged"
-    status, said, error = command_line("merge", merge_inputs.adapter, out, "--base", base, "--dtype", "float16")
+    status, output, error = command_line("merge", merge_inputs.adapter, out, "--base", base, "--dtype", "float16")
     error = error.removeprefix(begins(merge_inputs.adapter, out))
-    assert (status, said) == (1, "")
+    assert (status, output) == (1, "")
     assert error.startswith("cogumi: model.layers.1.self_attn.q_proj.weight: element (0, 0) becomes ")
     assert error.count("\n") == 1
     assert not list(tmp_path.glob("merged*"))

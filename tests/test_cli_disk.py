@@ -82,8 +82,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         monkeypatch.setattr("sys.argv", ["cogumi", "disk", *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
             main()
-        said = capsys.readouterr()
-        return int(stopped.value.code or 0), said.out, said.err
+        output = capsys.readouterr()
+        return int(stopped.value.code or 0), output.out, output.err
 
     return call
 
@@ -118,19 +118,19 @@ def test_status_says_what_is_full_and_who_uses_it(checkpoints: Path, tmp_path: P
     (staged / "model.safetensors").write_bytes(bytes(100_000))
     (tmp_path / "caches/HF_HOME/hub").mkdir(parents=True)
     (tmp_path / "caches/HF_HOME/hub/blob").write_bytes(bytes(2_000_000))
-    status, said, error = run("status", tmp_path / "run")
+    status, output, error = run("status", tmp_path / "run")
     rows = json.loads(run("status", tmp_path / "run", "--json")[1])
     assert (status, error) == (0, "")
-    assert max(map(len, said.splitlines())) <= 80
+    assert max(map(len, output.splitlines())) <= 80
     for title in ("filesystems", "who uses the space", "left by cogumi"):
-        assert title in said
-    assert re.search(r"run directory.* \d+ % ", said)
+        assert title in output
+    assert re.search(r"run directory.* \d+ % ", output)
     inodes_are_known = space_of(tmp_path).inodes_share is not None
-    assert bool(re.search(r"run directory.* \d+ % .* \d+ % *$", said, re.MULTILINE)) is inodes_are_known
-    assert re.search(r"HF hub cache .* 2\.0 MB", said)
-    assert re.search(r"checkpoints +here +\d+ kB ", said)
-    assert re.search(r"unfinished save +checkpoints/\.cogumi-saving +1\d\d kB ", said)
-    assert re.search(r"changed \d+ s ago", whole(said))
+    assert bool(re.search(r"run directory.* \d+ % .* \d+ % *$", output, re.MULTILINE)) is inodes_are_known
+    assert re.search(r"HF hub cache .* 2\.0 MB", output)
+    assert re.search(r"checkpoints +here +\d+ kB ", output)
+    assert re.search(r"unfinished save +checkpoints/\.cogumi-saving +1\d\d kB ", output)
+    assert re.search(r"changed \d+ s ago", whole(output))
     assert {use["what"] for use in rows["uses"]} >= {"checkpoints", "HF hub cache", "unfinished save"}
     assert rows["leftovers"][0]["path"] == str(checkpoints / ".cogumi-saving")
     assert rows["filesystems"][0]["space"]["total"] > 0
@@ -140,13 +140,13 @@ def test_status_of_a_full_disk_and_of_an_empty_directory(tmp_path: Path, run: Ru
     with mounting(tmp_path) as mount:
         disk = mount()
         fill(disk, 1.0)
-        status, said, error = run("status", disk)
+        status, output, error = run("status", disk)
         assert (status, error) == (0, "")
-        assert re.search(r"run directory +\S+.* 100 % +0 B ", said), said
+        assert re.search(r"run directory +\S+.* 100 % +0 B ", output), output
     (tmp_path / "empty").mkdir()
-    status, said, error = run("status", tmp_path / "empty")
+    status, output, error = run("status", tmp_path / "empty")
     assert (status, error) == (0, "")
-    assert "left by cogumi" not in said
+    assert "left by cogumi" not in output
 
 
 def test_status_piped_and_on_a_terminal(checkpoints: Path, tmp_path: Path) -> None:
@@ -177,21 +177,21 @@ def test_status_piped_and_on_a_terminal(checkpoints: Path, tmp_path: Path) -> No
 
 
 def test_verify_names_what_is_wrong(checkpoints: Path, run: Run) -> None:
-    status, said, error = run("verify", checkpoints)
+    status, output, error = run("verify", checkpoints)
     assert (status, error) == (0, "")
-    assert said.count(" verified ") == 5
-    assert run("verify", checkpoints.parent)[1] == said  # a run's directory
+    assert output.count(" verified ") == 5
+    assert run("verify", checkpoints.parent)[1] == output  # a run's directory
     flip(checkpoints / "checkpoint-5" / "optimizer.pt")
     (checkpoints / "checkpoint-4" / "cogumi-manifest.json").unlink()
-    status, said, error = run("verify", checkpoints)
+    status, output, error = run("verify", checkpoints)
     assert (status, error) == (1, "")
-    assert max(map(len, said.splitlines())) <= 80
-    assert re.search(r"checkpoint-5 +rejected", said)
-    assert re.search(r"checkpoint-4 +unverified", said)
-    assert "optimizer.pt" in said
-    status, said, error = run("verify", checkpoints, "--json")
+    assert max(map(len, output.splitlines())) <= 80
+    assert re.search(r"checkpoint-5 +rejected", output)
+    assert re.search(r"checkpoint-4 +unverified", output)
+    assert "optimizer.pt" in output
+    status, output, error = run("verify", checkpoints, "--json")
     assert (status, error) == (1, "")
-    states = {Path(row["path"]).name: row["state"] for row in json.loads(said)}
+    states = {Path(row["path"]).name: row["state"] for row in json.loads(output)}
     assert states == {f"checkpoint-{n}": "verified" for n in (1, 2, 3)} | {
         "checkpoint-4": "unverified",
         "checkpoint-5": "rejected",
@@ -200,8 +200,8 @@ def test_verify_names_what_is_wrong(checkpoints: Path, run: Run) -> None:
 
 def test_verify_of_one_checkpoint(checkpoints: Path, run: Run) -> None:
     flip(checkpoints / "checkpoint-5" / "optimizer.pt")
-    status, said, error = run("verify", checkpoints / "checkpoint-4", "--json")
-    assert (status, error, [row["state"] for row in json.loads(said)]) == (0, "", ["verified"])
+    status, output, error = run("verify", checkpoints / "checkpoint-4", "--json")
+    assert (status, error, [row["state"] for row in json.loads(output)]) == (0, "", ["verified"])
     assert run("verify", checkpoints / "checkpoint-5")[0] == 1
 
 
@@ -242,9 +242,9 @@ def test_verify_beside_a_process_that_saves_and_prunes(checkpoints: Path, run: R
             process.stdin.write("more\n")
             process.stdin.flush()
             for _ in range(4):
-                status, said, error = run("verify", checkpoints, "--json")
-                assert (status, error) == (0, ""), said
-                assert {row["state"] for row in json.loads(said)} == {"verified"}
+                status, output, error = run("verify", checkpoints, "--json")
+                assert (status, error) == (0, ""), output
+                assert {row["state"] for row in json.loads(output)} == {"verified"}
             assert process.stdout.readline() == "saved\n"
         process.stdin.close()
         assert process.wait() == 0
@@ -261,9 +261,9 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_left_out(
         return original(path)
 
     monkeypatch.setattr(verify, "sha256_file", gone_first)
-    status, said, error = run("verify", checkpoints, "--json")
+    status, output, error = run("verify", checkpoints, "--json")
     assert (status, error) == (0, "")
-    assert [Path(row["path"]).name[-1] for row in json.loads(said)] == ["5", "3", "2", "1"]
+    assert [Path(row["path"]).name[-1] for row in json.loads(output)] == ["5", "3", "2", "1"]
 
 
 def test_what_plain_trainer_is_writing_is_not_called_damaged(
@@ -271,9 +271,9 @@ def test_what_plain_trainer_is_writing_is_not_called_damaged(
 ) -> None:
     for name in ("cogumi-manifest.json", "trainer_state.json"):  # which it writes last
         (checkpoints / "checkpoint-5" / name).unlink()
-    status, said, error = run("verify", checkpoints)
+    status, output, error = run("verify", checkpoints)
     assert (status, error) == (0, "")
-    assert re.search(r"checkpoint-5 unverified \S+ kB it changed \d+ s ago and may still be written", whole(said))
+    assert re.search(r"checkpoint-5 unverified \S+ kB it changed \d+ s ago and may still be written", whole(output))
     assert run("resume-point", checkpoints)[1] == f"{checkpoints / 'checkpoint-4'}\n"
     monkeypatch.setattr(usage, "SETTLED_SECONDS", -1.0)
     assert run("verify", checkpoints)[0] == 1
@@ -283,27 +283,27 @@ def test_resume_point_prints_a_path_alone(checkpoints: Path, run: Run) -> None:
     assert run("resume-point", checkpoints) == (0, f"{checkpoints / 'checkpoint-5'}\n", "")
     flip(checkpoints / "checkpoint-5" / "model.safetensors")
     (checkpoints / "checkpoint-4" / "cogumi-manifest.json").unlink()
-    status, said, error = run("resume-point", checkpoints.parent)
-    assert (status, said) == (0, f"{checkpoints / 'checkpoint-4'}\n")
+    status, output, error = run("resume-point", checkpoints.parent)
+    assert (status, output) == (0, f"{checkpoints / 'checkpoint-4'}\n")
     first, second = error.splitlines()
     assert first.startswith("checkpoint-5 is rejected: model.safetensors")
     assert second.startswith("checkpoint-4 is unverified: ")
-    found = json.loads(run("resume-point", checkpoints, "--json")[1])
-    assert found["resume_point"] == str(checkpoints / "checkpoint-4")
-    assert [row["state"] for row in found["looked_at"]] == ["rejected", "unverified"]
+    parsed = json.loads(run("resume-point", checkpoints, "--json")[1])
+    assert parsed["resume_point"] == str(checkpoints / "checkpoint-4")
+    assert [row["state"] for row in parsed["looked_at"]] == ["rejected", "unverified"]
 
 
 def test_resume_point_where_there_is_none(checkpoints: Path, tmp_path: Path, run: Run) -> None:
     for number in range(1, 6):
         (checkpoints / f"checkpoint-{number}" / "trainer_state.json").unlink()
-    status, said, error = run("resume-point", checkpoints)
-    assert (status, said) == (1, "")
+    status, output, error = run("resume-point", checkpoints)
+    assert (status, output) == (1, "")
     assert len(error.splitlines()) == 7
     assert error.splitlines()[-2] == f"cogumi: {checkpoints}: nothing to resume from: none of 5 checkpoints is good"
     assert json.loads(run("resume-point", checkpoints, "--json")[1])["resume_point"] is None
     (tmp_path / "empty").mkdir()
-    status, said, error = run("resume-point", tmp_path / "empty")
-    assert (status, said) == (1, "")
+    status, output, error = run("resume-point", tmp_path / "empty")
+    assert (status, output) == (1, "")
     assert "there are no checkpoints" in error.splitlines()[0]
     assert "mirror" in error.splitlines()[1]
 
@@ -313,20 +313,20 @@ def test_resume_point_where_there_is_none(checkpoints: Path, tmp_path: Path, run
 
 def test_prune_keeps_the_newest_the_best_and_the_pinned(checkpoints: Path, run: Run, golden: Golden) -> None:
     before = names(checkpoints)
-    status, said, error = run("prune", checkpoints, "--keep", 2, "--dry-run")
+    status, output, error = run("prune", checkpoints, "--keep", 2, "--dry-run")
     assert (status, error, names(checkpoints)) == (0, "", before)
-    assert re.findall(r"^(\w+).* checkpoint-(\d)", said, re.MULTILINE) == [
+    assert re.findall(r"^(\w+).* checkpoint-(\d)", output, re.MULTILINE) == [
         ("stays", "2"),
         ("stays", "4"),
         ("stays", "5"),
         ("would", "1"),
         ("would", "3"),
     ]
-    golden("disk", said)
+    golden("disk", output)
     (checkpoints / "checkpoint-1" / "KEEP").touch()
-    status, said, error = run("prune", checkpoints.parent, "--keep", 2, "--json")
-    found = json.loads(said)
-    assert (status, [Path(row["path"]).name for row in found["removed"]]) == (0, ["checkpoint-3"])
+    status, output, error = run("prune", checkpoints.parent, "--keep", 2, "--json")
+    parsed = json.loads(output)
+    assert (status, [Path(row["path"]).name for row in parsed["removed"]]) == (0, ["checkpoint-3"])
     assert names(checkpoints) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-5"]
     assert run("prune", checkpoints, "--keep", 2)[1].splitlines()[-1] == "nothing to remove"
 
@@ -334,13 +334,13 @@ def test_prune_keeps_the_newest_the_best_and_the_pinned(checkpoints: Path, run: 
 def test_prune_does_not_count_what_is_damaged(checkpoints: Path, run: Run) -> None:
     flip(checkpoints / "checkpoint-5" / "optimizer.pt")
     (checkpoints / "checkpoint-3" / "cogumi-manifest.json").unlink()  # not ours to remove
-    status, said, _ = run("prune", checkpoints, "--keep", 2)
+    status, output, _ = run("prune", checkpoints, "--keep", 2)
     assert status == 0
-    assert "checkpoint-5: is rejected and does not count: optimizer.pt" in said
-    assert said.count("checkpoint-5") == 1
-    assert "checkpoint-3: not written by cogumi" in said
-    assert "gone      checkpoint-1: " in said
-    assert "came back" in said.splitlines()[-1]
+    assert "checkpoint-5: is rejected and does not count: optimizer.pt" in output
+    assert output.count("checkpoint-5") == 1
+    assert "checkpoint-3: not written by cogumi" in output
+    assert "gone      checkpoint-1: " in output
+    assert "came back" in output.splitlines()[-1]
     assert names(checkpoints) == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "checkpoint-5"]
     flip(checkpoints / "checkpoint-4" / "optimizer.pt")
     assert run("prune", checkpoints, "--keep", 2)[1].splitlines()[-1] == "nothing to remove"
@@ -359,12 +359,12 @@ def test_clean_takes_what_was_left_and_nothing_else(checkpoints: Path, run: Run,
         (checkpoints / name).mkdir(parents=True)
         (checkpoints / name / "model.safetensors").write_bytes(bytes(100_000))
     left = names(checkpoints)
-    status, said, error = run("clean", checkpoints, "--dry-run")
+    status, output, error = run("clean", checkpoints, "--dry-run")
     assert (status, error, names(checkpoints)) == (0, "", left)
-    assert said.count("would go: ") == 2
-    status, said, error = run("clean", checkpoints.parent)
+    assert output.count("would go: ") == 2
+    status, output, error = run("clean", checkpoints.parent)
     assert (status, error, names(checkpoints)) == (0, "", before)
-    assert said.count("removed: ") == 2
+    assert output.count("removed: ") == 2
     assert run("clean", checkpoints) == (0, f"{checkpoints}: nothing to clean\n", "")
     assert json.loads(run("clean", checkpoints, "--json")[1]) == {"dry_run": False, "removed": [], "kept": []}
 
@@ -373,9 +373,9 @@ def test_clean_leaves_what_is_in_use(checkpoints: Path, run: Run, monkeypatch: p
     staged = checkpoints / ".cogumi-saving" / "checkpoint-6"
     staged.mkdir(parents=True)
     (staged / "x").touch()
-    status, said, error = run("clean", checkpoints)
+    status, output, error = run("clean", checkpoints)
     assert (status, error) == (0, "")
-    assert re.search(r"kept: .*\.cogumi-saving \(unfinished save, \d+\.\d kB\): changed \d+ s ago", said)
+    assert re.search(r"kept: .*\.cogumi-saving \(unfinished save, \d+\.\d kB\): changed \d+ s ago", output)
     monkeypatch.setattr(usage, "SETTLED_SECONDS", -1.0)
     with lock_directory(checkpoints):
         assert "a training or a merge has it locked" in run("clean", checkpoints)[1]
@@ -387,9 +387,9 @@ def test_clean_leaves_a_save_that_only_its_rename_was_missing(checkpoints: Path,
     staged = checkpoints / ".cogumi-saving" / "checkpoint-5"
     staged.parent.mkdir()
     (checkpoints / "checkpoint-5").rename(staged)
-    said = run("clean", checkpoints)[1]
-    assert said.startswith("kept: ")
-    assert "checkpoint-5 in it is whole and verified; move it to" in said
+    output = run("clean", checkpoints)[1]
+    assert output.startswith("kept: ")
+    assert "checkpoint-5 in it is whole and verified; move it to" in output
     assert json.loads(run("clean", checkpoints, "--json")[1])["kept"][0]["reason"]
     flip(staged / "optimizer.pt")
     assert run("clean", checkpoints)[1].startswith("removed: ")
@@ -404,14 +404,14 @@ def mistakes(tmp_path: Path) -> dict[tuple[Any, ...], str]:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "checkpoint-keep-this").mkdir()
     commands: list[tuple[Any, ...]] = [("verify",), ("resume-point",), ("prune", "--keep", 2), ("clean",), ("status",)]
-    found: dict[tuple[Any, ...], str] = {}
+    collected: dict[tuple[Any, ...], str] = {}
     for command in commands:
-        found[(*command, tmp_path / "gone")] = str(tmp_path / "gone")
-        found[(*command, tmp_path / "file")] = str(tmp_path / "file")
+        collected[(*command, tmp_path / "gone")] = str(tmp_path / "gone")
+        collected[(*command, tmp_path / "file")] = str(tmp_path / "file")
     for command in (("verify",), ("prune", "--keep", 2)):
-        found[(*command, tmp_path / "empty")] = str(tmp_path / "empty")
-    found["prune", tmp_path / "empty", "--keep", 1] = "--keep 1"
-    return found
+        collected[(*command, tmp_path / "empty")] = str(tmp_path / "empty")
+    collected["prune", tmp_path / "empty", "--keep", 1] = "--keep 1"
+    return collected
 
 
 def test_each_mistake_is_one_line_and_status_2(
@@ -419,12 +419,12 @@ def test_each_mistake_is_one_line_and_status_2(
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     for words, names_it in mistakes.items():
-        status, said, error = run(*words)
-        assert (status, said) == (2, ""), (words, error)
+        status, output, error = run(*words)
+        assert (status, output) == (2, ""), (words, error)
         assert error.startswith("cogumi: "), error
         assert error.count("\n") == 1, error
         assert names_it in error, error
-        assert run(*words, "--json") == (status, said, error)
+        assert run(*words, "--json") == (status, output, error)
         golden("disk", f"{words[0]}: {error}")
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -472,24 +472,24 @@ def test_predict_says_what_the_run_then_writes(
 ) -> None:
     import cogumi
 
-    status, said, error = run("predict", config, "--json")
+    status, output, error = run("predict", config, "--json")
     assert (status, error) == (0, "")
     assert not (tmp_path / "out").exists()
-    ahead = json.loads(said)
+    ahead = json.loads(output)
     home = cogumi.train(config).run_dir
     capsys.readouterr()
     newest = home / "checkpoints" / "checkpoint-4"
     assert ahead["checkpoint"] == pytest.approx(bytes_of(newest), rel=0.05)
     (disk,) = ahead["disks"]
-    wanted = {need["what"]: need["end"] for need in disk["needs"]}
-    assert wanted["adapter"] == pytest.approx(bytes_of(home / "adapter"), rel=0.05)
-    assert wanted["merged model"] == pytest.approx(bytes_of(home / "merged"), rel=0.05)
+    expected = {need["what"]: need["end"] for need in disk["needs"]}
+    assert expected["adapter"] == pytest.approx(bytes_of(home / "adapter"), rel=0.05)
+    assert expected["merged model"] == pytest.approx(bytes_of(home / "merged"), rel=0.05)
     assert (ahead["saves"], ahead["held"], ahead["fits"], ahead["notes"]) == (2, 2, True, [])
-    assert disk["wanted"] == 2 * ahead["checkpoint"] + wanted["adapter"] + wanted["merged model"]
-    status, said, error = run("predict", home)
+    assert disk["wanted"] == 2 * ahead["checkpoint"] + expected["adapter"] + expected["merged model"]
+    status, output, error = run("predict", home)
     assert (status, error) == (0, "")
-    assert max(map(len, said.splitlines())) <= 80
-    assert "one checkpoint is" in said
+    assert max(map(len, output.splitlines())) <= 80
+    assert "one checkpoint is" in output
     over = json.loads(run("predict", home, "--json")[1])
     assert (over["saves"], over["disks"][0]["wanted"]) == (0, 0)
 
@@ -498,21 +498,21 @@ def test_predict_says_what_the_run_then_writes(
 def test_predict_where_it_does_not_fit(config: Path, tmp_path: Path, run: Run) -> None:
     with mounting(tmp_path) as mount:
         small = mount(options="size=900k")
-        status, said, error = run("predict", config, f"cogumi.run_dir={small}/run", "train.save_total_limit=3")
+        status, output, error = run("predict", config, f"cogumi.run_dir={small}/run", "train.save_total_limit=3")
         assert (status, error) == (1, "")
-        assert max(map(len, said.splitlines())) <= 80
-        assert "what helps: " in whole(said)
-        assert "save_total_limit: 2 takes " in whole(said)
-        assert "cogumi.merge=false takes " in whole(said)
-        found = json.loads(run("predict", config, f"cogumi.run_dir={small}/run", "--json")[1])
-        assert found["fits"] is False
-        assert found["disks"][0]["refusal"].endswith("B are missing")
-        assert found["disks"][0]["short"] > 0
+        assert max(map(len, output.splitlines())) <= 80
+        assert "what helps: " in whole(output)
+        assert "save_total_limit: 2 takes " in whole(output)
+        assert "cogumi.merge=false takes " in whole(output)
+        parsed = json.loads(run("predict", config, f"cogumi.run_dir={small}/run", "--json")[1])
+        assert parsed["fits"] is False
+        assert parsed["disks"][0]["refusal"].endswith("B are missing")
+        assert parsed["disks"][0]["short"] > 0
         (small / "run").mkdir()
         (small / "run" / "config.yaml").write_text(config.read_text())  # it has begun, and not saved yet
-        status, said, error = run("predict", small / "run")
+        status, output, error = run("predict", small / "run")
         assert (status, error) == (1, "")
-        assert "what helps: " in whole(said)
+        assert "what helps: " in whole(output)
 
 
 def test_predict_takes_the_small_base_and_the_configs_that_come_with_it(
@@ -520,10 +520,10 @@ def test_predict_takes_the_small_base_and_the_configs_that_come_with_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", CACHE)
     smoke = Path(__file__).parents[1] / "configs" / "smoke" / "sft.yaml"
-    found = json.loads(run("predict", smoke, f"cogumi.run_dir={tmp_path}/run", "--json")[1])
-    assert found["fits"] is True
-    assert found["saves"] == 2
-    assert found["checkpoint"] > 1_000_000
+    parsed = json.loads(run("predict", smoke, f"cogumi.run_dir={tmp_path}/run", "--json")[1])
+    assert parsed["fits"] is True
+    assert parsed["saves"] == 2
+    assert parsed["checkpoint"] > 1_000_000
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)
@@ -543,16 +543,16 @@ def test_predict_says_what_it_cannot_know(
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(commit)
     shutil.copy(tiny_model / "config.json", snapshot)
-    status, said, error = run("predict", config, "model.name=some/body")
+    status, output, error = run("predict", config, "model.name=some/body")
     assert (status, error) == (0, "")
-    said = " ".join(said.split())  # which a terminal breaks into lines
-    assert "what the download of some/body takes in" in said
-    assert "is not known" in said
-    assert "some/body has no tokenizer that can be loaded" in said
+    output = " ".join(output.split())  # which a terminal breaks into lines
+    assert "what the download of some/body takes in" in output
+    assert "is not known" in output
+    assert "some/body has no tokenizer that can be loaded" in output
     for path in tiny_model.iterdir():
         shutil.copy(path, snapshot)
-    found = json.loads(run("predict", config, "model.name=some/body", "--json")[1])
-    assert found["notes"] == []
+    parsed = json.loads(run("predict", config, "model.name=some/body", "--json")[1])
+    assert parsed["notes"] == []
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     (snapshot / "model.safetensors").rename(snapshot / "model-1.safetensors")
@@ -574,17 +574,17 @@ def test_the_download_is_what_the_hub_says_and_the_cache_lacks(config: Path, tin
         def predict() -> int:
             words = ["-m", "cogumi", "disk", "predict", str(config), "model.name=some/body", "--json"]
             done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout)
-            assert found["notes"] == []
-            return sum(need["end"] for disk in found["disks"] for need in disk["needs"] if need["what"] == DOWNLOAD)
+            parsed = json.loads(done.stdout)
+            assert parsed["notes"] == []
+            return sum(need["end"] for disk in parsed["disks"] for need in disk["needs"] if need["what"] == DOWNLOAD)
 
-        wanted = predict()
+        expected = predict()
         (snapshot,) = (tmp_path / "cache" / "hub").glob("models--some--body/snapshots/*")
         lacking = [path for path in (tmp_path / "model").iterdir() if not (snapshot / path.name).exists()]
         assert set(shards) <= set(lacking)
-        assert wanted == sum(path.stat().st_size for path in lacking)
+        assert expected == sum(path.stat().st_size for path in lacking)
         shutil.copy(shards[0], snapshot)
-        assert predict() == wanted - shards[0].stat().st_size
+        assert predict() == expected - shards[0].stat().st_size
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)
@@ -601,8 +601,8 @@ def test_a_mistake_in_what_is_to_be_predicted(config: Path, tmp_path: Path, run:
         ((tmp_path / "run", "train.max_steps=5"), "train.max_steps=5"),
     ]  # fmt: skip
     for words, names_it in mistakes:
-        status, said, error = run("predict", *words)
-        assert (status, said) == (2, ""), (words, error)
+        status, output, error = run("predict", *words)
+        assert (status, output) == (2, ""), (words, error)
         assert error.startswith("cogumi: "), error
         assert error.count("\n") == 1, error
         assert names_it in error, error

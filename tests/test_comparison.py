@@ -12,9 +12,9 @@ from cogumi.notebook import completions
 
 
 def test_scores_leave_out_the_white_space_around_a_text() -> None:
-    found = Comparison(["a", "b"], ["x = 1", "y"], {"m": ["x = 1\n", "yes "]})
-    assert found.exact("m") == 0.5
-    assert found.similarity("m") == pytest.approx((1 + 1 / 3) / 2)  # two of three letters are inserted
+    actual = Comparison(["a", "b"], ["x = 1", "y"], {"m": ["x = 1\n", "yes "]})
+    assert actual.exact("m") == 0.5
+    assert actual.similarity("m") == pytest.approx((1 + 1 / 3) / 2)  # two of three letters are inserted
 
 
 def test_the_rows_that_are_shown_are_spread_and_never_chosen_by_what_was_written() -> None:
@@ -27,10 +27,10 @@ def test_the_rows_that_are_shown_are_spread_and_never_chosen_by_what_was_written
 
 
 def test_a_model_completes_greedily_what_its_chat_template_makes_of_a_prompt() -> None:
-    found = compare_models({"base": "cogumi:small-base"}, "smoke/chat-gspo", rows=3)
+    actual = compare_models({"base": "cogumi:small-base"}, "smoke/chat-gspo", rows=3)
     path = resolve_model("cogumi:small-base")
     model, tokenizer = load_model(path), load_tokenizer(path)
-    for asked, written in zip(found.prompts, found.written["base"], strict=True):
+    for asked, written in zip(actual.prompts, actual.written["base"], strict=True):
         message = [{"role": "user", "content": asked}]
         ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         out = model.generate(**ids.to(model.device), do_sample=False, max_new_tokens=24)
@@ -39,8 +39,8 @@ def test_a_model_completes_greedily_what_its_chat_template_makes_of_a_prompt() -
 
 def test_the_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     written = {"SFT": ["b = 1", "a < c"], "GSPO": ["b = 1", "b < c\n"]}
-    found = Comparison(["Rename a to b:", "the second"], ["b = 1", "b < c"], written)
-    monkeypatch.setattr("cogumi.methods.preview.compare_models", lambda *_: found)
+    actual = Comparison(["Rename a to b:", "the second"], ["b = 1", "b < c"], written)
+    monkeypatch.setattr("cogumi.methods.preview.compare_models", lambda *_: actual)
     html = completions.compare(dict.fromkeys(written, "anywhere"), "any")._repr_html_()
     rows = [
         [

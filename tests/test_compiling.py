@@ -183,17 +183,17 @@ def test_uncompiling_and_copying() -> None:
     model = tiny_llama(layers=1)
     compile_layers(model, backend="eager")
     loss = step(model)
-    found = dynamo_counts()["graphs"]
+    actual = dynamo_counts()["graphs"]
     copied = copy.deepcopy(model)
     assert all(part._compiled_call_impl is None for part in parts_of(copied))
     assert step(copied) == loss
     uncompile(model)
     assert all(part._compiled_call_impl is None for part in parts_of(model))
     assert step(model) == loss
-    assert dynamo_counts()["graphs"] == found
+    assert dynamo_counts()["graphs"] == actual
     compile_layers(model, backend="eager")
     assert step(model) == loss
-    assert dynamo_counts()["graphs"] == 2 * found, "what had been compiled was kept"
+    assert dynamo_counts()["graphs"] == 2 * actual, "what had been compiled was kept"
 
 
 @pytest.mark.usefixtures("from_nothing")
@@ -204,9 +204,9 @@ def test_recompiles_are_counted_however_many_compilations_there_are() -> None:
     grown(torch.ones(2))
     grown(torch.ones(3))
     torch._dynamo.utils.clear_compilation_metrics()
-    found = dynamo_counts()
-    assert (found["graphs"] - before["graphs"], found["recompiles"] - before["recompiles"]) == (2, 1)
-    assert found["seconds"] > before["seconds"]
+    actual = dynamo_counts()
+    assert (actual["graphs"] - before["graphs"], actual["recompiles"] - before["recompiles"]) == (2, 1)
+    assert actual["seconds"] > before["seconds"]
 
 
 @pytest.mark.usefixtures("from_nothing")
@@ -258,6 +258,6 @@ def test_a_box_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert graphs_and_breaks() == before
     monkeypatch.setenv(CACHE, str(tmp_path / "empty"))
     with torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "no-such-compiler"))}):
-        found = try_compiler(torch.device("cpu"))
-    assert found
-    assert "\n" not in found
+        actual = try_compiler(torch.device("cpu"))
+    assert actual
+    assert "\n" not in actual

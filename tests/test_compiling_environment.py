@@ -53,14 +53,14 @@ def sources(package: str) -> Iterator[bytes]:
 
 
 def test_each_variable_is_read_where_its_meaning_says() -> None:
-    found: dict[str, set[str]] = {name: set() for name in KNOWN}
+    collected: dict[str, set[str]] = {name: set() for name in KNOWN}
     quoted = {name: (f'"{name}"'.encode(), f"'{name}'".encode()) for name in KNOWN}
     for package in PACKAGES:
         for text in sources(package):
             for name, spellings in quoted.items():
                 if any(spelled in text for spelled in spellings):
-                    found[name].add(package)
-    assert found == READ_BY
+                    collected[name].add(package)
+    assert collected == READ_BY
     for name, (_, meaning) in KNOWN.items():
         assert bool(READ_BY[name]) or "unsloth" in meaning
 

@@ -33,8 +33,8 @@ def test_the_source_has_exactly_the_keys_of_the_signature(name: str) -> None:
     read, real = hints_in_source(name), hints_imported(name)
     assert read.keys() == real.keys()
     for key, hint in read.items():  # the same type, or one that says less, or an enumeration by its values
-        said = str(hint)
-        assert hint == real[key] or "Any" in said or "Literal" in said, key
+        output = str(hint)
+        assert hint == real[key] or "Any" in output or "Literal" in output, key
 
 
 def test_the_hints_of_a_quantization_are_those_of_the_signature() -> None:

@@ -148,8 +148,8 @@ def test_the_wheel_has_them() -> None:
 
     pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     packaged = pyproject["tool"]["setuptools"]["package-data"]["cogumi"]
-    found = {path for pattern in packaged for path in PACKAGE.glob(pattern)}
-    assert found >= {*ALL, *list_templates().values(), PACKAGE / "data" / "tulu.jinja"}
+    collected = {path for pattern in packaged for path in PACKAGE.glob(pattern)}
+    assert collected >= {*ALL, *list_templates().values(), PACKAGE / "data" / "tulu.jinja"}
 
 
 def test_a_config_goes_where_it_is_wanted_and_replaces_nothing(tmp_path: Path) -> None:

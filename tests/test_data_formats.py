@@ -239,9 +239,9 @@ def test_prompts_keep_calls_of_tools_and_what_those_returned() -> None:
         "messages": pl.Series(talks, dtype=pl.Object),
         "tools": pl.Series([[TOOL], "[]", None, None], dtype=pl.Object),
     }
-    found = examples_of(chunk_of(rows, "qwen3", options("gspo", "chat")))
-    assert [each["prompt"] for each in found] == [talks[0][:5], talks[1], [ask], [ask]]
-    assert [each["answer"] for each in found] == ["5.", None, "5.", None]
+    actual = examples_of(chunk_of(rows, "qwen3", options("gspo", "chat")))
+    assert [each["prompt"] for each in actual] == [talks[0][:5], talks[1], [ask], [ask]]
+    assert [each["answer"] for each in actual] == ["5.", None, "5.", None]
     given = examples_of(chunk_of({"prompt": rows["messages"]}, "qwen3", options("gspo", "prompt_completion")))
     assert [each["prompt"] for each in given] == talks
 

@@ -169,17 +169,17 @@ def test_labels_are_those_that_trl_builds() -> None:
 def test_every_example_is_in_one_row_whole() -> None:
     data = examples([5 + 11 * n % 60 for n in range(300)])
     packed = trl.pack_dataset(with_labels(data), 128)
-    found = []
+    collected = []
     for row in packed:
         assert sum(row["seq_lengths"]) == len(row["input_ids"]) <= 128
         start = 0
         for length in row["seq_lengths"]:
-            found.append(
+            collected.append(
                 (tuple(row["input_ids"][start : start + length]), tuple(row["labels"][start : start + length]))
             )
             start += length
     labelled = with_labels(data)
-    assert sorted(found) == sorted((tuple(row["input_ids"]), tuple(row["labels"])) for row in labelled)
+    assert sorted(collected) == sorted((tuple(row["input_ids"]), tuple(row["labels"])) for row in labelled)
     tokens = sum(map(len, data["input_ids"]))
     assert sum(map(len, packed["input_ids"])) == tokens > 0.97 * 128 * len(packed)
 

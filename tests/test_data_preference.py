@@ -99,9 +99,9 @@ def test_overlong_pairs_are_dropped_or_cut_as_trls_collator_cuts_them(tmp_path: 
     cutting = chunk_of(rows, tokenizer, max_length=limit, overlong="truncate")
     assert cutting.truncated > 3
     collator = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0, max_length=limit)
-    kept = [row for row in whole if row["prompt_ids"] in cutting.table["prompt_ids"].to_pylist()]
+    kept_rows = [row for row in whole if row["prompt_ids"] in cutting.table["prompt_ids"].to_pylist()]
     uncut = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0)
-    assert collator(kept)["input_ids"].tolist() == uncut(cutting.table.to_pylist())["input_ids"].tolist()
+    assert collator(kept_rows)["input_ids"].tolist() == uncut(cutting.table.to_pylist())["input_ids"].tolist()
 
 
 def test_pairs_that_say_nothing_are_dropped() -> None:

@@ -90,15 +90,15 @@ def test_a_hundred_records_arrive_in_the_reward_as_their_lines_say(tiny_model: P
     cogumi.train(config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path))
 
     expected = [json.loads(line) for line in lines]
-    found = list(unpickled(tmp_path / "own.pickle"))
-    assert {record["id"] for _, record, _ in found} == set(range(100))
-    assert len(found) >= 200
-    for prompt, record, value in found:
+    results = list(unpickled(tmp_path / "own.pickle"))
+    assert {record["id"] for _, record, _ in results} == set(range(100))
+    assert len(results) >= 200
+    for prompt, record, value in results:
         wanted = expected[record["id"]]
         assert same(record, wanted)
         assert same(value, wanted.get("value"))
         assert prompt == wanted["prompt"]
-    assert any(math.isinf(record["value"]) for _, record, _ in found if isinstance(record.get("value"), float))
+    assert any(math.isinf(record["value"]) for _, record, _ in results if isinstance(record.get("value"), float))
 
 
 def test_messages_with_calls_of_tools_go_through_a_run_as_they_are(tiny_model: Path, tmp_path: Path) -> None:
@@ -109,15 +109,15 @@ def test_messages_with_calls_of_tools_go_through_a_run_as_they_are(tiny_model: P
     arguments = {"a": 2, "b": [0.30000000000000004, 10**20, None], "c": {}}
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     told = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5", "name": "add"}]
-    asked = [[{"role": "user", "content": f"row {n}"}, *(told if n % 2 else [])] for n in range(16)]
-    rows = [{"id": n, "value": n, "prompt": prompt, "tools": [call] * (n % 2)} for n, prompt in enumerate(asked)]
+    messages = [[{"role": "user", "content": f"row {n}"}, *(told if n % 2 else [])] for n in range(16)]
+    rows = [{"id": n, "value": n, "prompt": prompt, "tools": [call] * (n % 2)} for n, prompt in enumerate(messages)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "own.py").write_text(REWARD)
     config = config_of(home, tmp_path / "rows.jsonl", tmp_path, eval_rows=2)
     result = cogumi.train(config, train__per_device_train_batch_size=14)
-    found = list(unpickled(tmp_path / "own.pickle"))
-    assert {record["id"] % 2 for _, record, _ in found} == {0, 1}
-    assert all(same(prompt, rows[record["id"]]["prompt"]) for prompt, record, _ in found)
+    results = list(unpickled(tmp_path / "own.pickle"))
+    assert {record["id"] % 2 for _, record, _ in results} == {0, 1}
+    assert all(same(prompt, rows[record["id"]]["prompt"]) for prompt, record, _ in results)
     samples = (result.run_dir / "samples.jsonl").read_text()
     assert "row" in samples
 
@@ -161,8 +161,8 @@ def test_sources_need_not_have_the_same_columns(tiny_model: Path, tmp_path: Path
            (("a", {}), ("b", {"answer": "gold", "more": "more"}))]  # fmt: skip
     config = config_of(tiny_model, "", tmp_path, mix=mix)
     del config["data"]["source"]
-    found = {row["prompt"]: (row["answer"], row["more"]) for row in examples_of(config).train.dataset}
-    assert found == {"a": ("x", None), "b": ([1], 2)}
+    collected = {row["prompt"]: (row["answer"], row["more"]) for row in examples_of(config).train.dataset}
+    assert collected == {"a": ("x", None), "b": ([1], 2)}
 
 
 def test_a_row_of_a_table_is_its_cells_as_they_were_read(tiny_model: Path, tmp_path: Path) -> None:
@@ -178,10 +178,10 @@ def test_a_row_of_a_table_is_its_cells_as_they_were_read(tiny_model: Path, tmp_p
     assert examples.held_out is not None
     for part in (examples.train, examples.held_out):
         (found,) = part.dataset
-        wanted = row if found["prompt"] == "p" else row | {"prompt": "q", "value": None}
-        assert found["record"] == wanted
-        assert [type(value) for value in found["record"].values()] == [type(value) for value in wanted.values()]
-        assert found["value"] == wanted["value"]
+        expected = row if found["prompt"] == "p" else row | {"prompt": "q", "value": None}
+        assert found["record"] == expected
+        assert [type(value) for value in found["record"].values()] == [type(value) for value in expected.values()]
+        assert found["value"] == expected["value"]
     assert examples.prompts is not None
     json.dumps(examples.prompts[0])
 
@@ -238,9 +238,9 @@ def test_code_that_is_no_text_in_some_rows_is_dropped_and_counted(
     rows: list[Any] = [*sources[:12], 5, ["x"], {"a": 1}, None, sources[12], 1.5, True]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"source": row}) + "\n" for row in rows))
     config = config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path, format="fim", columns={})
-    found = examples_of(config, data__fim__max_length=400).train
-    assert found.dropped["with a field that is no text"] == Dropped(5, 12, "5")
-    assert found.dropped["null"].row == 15
+    actual = examples_of(config, data__fim__max_length=400).train
+    assert actual.dropped["with a field that is no text"] == Dropped(5, 12, "5")
+    assert actual.dropped["null"].row == 15
     (tmp_path / "rows.jsonl").write_text('{"source": 5}\n{"source": [5]}\n')
     with pytest.raises(UsageError, match=r"data\.column: fim needs a column of text, and this one holds no text"):
         examples_of(config)

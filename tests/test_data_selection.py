@@ -85,8 +85,8 @@ def test_any_choice_is_what_sorting_all_rows_gives(monkeypatch, block):
             assert count_states(its)[TRAIN] == len(chosen)
         if len(heights) == 1 and not asked.deduplicate:
             free = len(left)
-            wanted = min(free, max(1, round(free * asked.fraction))) if free else 0
-            assert len(trained) == min(wanted, asked.max_rows or wanted)
+            expected = min(free, max(1, round(free * asked.fraction))) if free else 0
+            assert len(trained) == min(expected, asked.max_rows or expected)
 
 
 def test_more_rows_move_few_others():

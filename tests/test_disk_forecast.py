@@ -92,16 +92,16 @@ def build(kind: str, model: Any, out: Path, lora: dict[str, Any] | None = None, 
         rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 8, "labels": [[1, 2, 3, 4]] * 8})
         return Trainer(model, TrainingArguments(**args), train_dataset=rows)
     tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
-    given = {"model": model, "processing_class": tokenizer, "peft_config": peft_config}
+    options = {"model": model, "processing_class": tokenizer, "peft_config": peft_config}
     if kind == "sft":
         rows = Dataset.from_dict({"text": TEXT * 2})
-        return SFTTrainer(args=SFTConfig(max_length=32, **args), train_dataset=rows, **given)
+        return SFTTrainer(args=SFTConfig(max_length=32, **args), train_dataset=rows, **options)
     if kind == "dpo":
         pairs = {"prompt": TEXT * 2, "chosen": [" # yes"] * 8, "rejected": [" # no"] * 8}
-        return DPOTrainer(args=DPOConfig(max_length=32, **args), train_dataset=Dataset.from_dict(pairs), **given)
+        return DPOTrainer(args=DPOConfig(max_length=32, **args), train_dataset=Dataset.from_dict(pairs), **options)
     rows = Dataset.from_dict({"prompt": TEXT * 2})
     config = GRPOConfig(num_generations=2, max_completion_length=4, **args)
-    return GRPOTrainer(args=config, reward_funcs=letters, train_dataset=rows, **given)
+    return GRPOTrainer(args=config, reward_funcs=letters, train_dataset=rows, **options)
 
 
 def bytes_of(directory: Path) -> int:

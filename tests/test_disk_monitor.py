@@ -60,8 +60,8 @@ def test_levels_change_where_the_thresholds_are(mount: Mount, caplog: pytest.Log
         (disk / "filler").unlink()
         assert monitor.sample().level == "green"
     assert [sample.level for sample in seen] == ["yellow", "red", "yellow", "green"]
-    said = [record.getMessage().split(",")[0] for record in caplog.records]
-    assert said == [
+    messages = [record.getMessage().split(",")[0] for record in caplog.records]
+    assert messages == [
         f"disk {disk} is yellow: 60 % of 8.4 MB used",
         f"disk {disk} is red: 80 % of 8.4 MB used",
         f"disk {disk} is yellow: 70 % of 8.4 MB used",
@@ -172,9 +172,9 @@ def test_a_mistake_in_the_callback_is_said_once_and_the_watch_goes_on(
         wait_for(lambda: monitor.level == "red")
         assert len(watching()) == 1
     assert calls[-1] == "red"
-    said = [record for record in caplog.records if "on_change failed" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].exc_info is not None
+    messages = [record for record in caplog.records if "on_change failed" in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].exc_info is not None
     assert "my mistake" in caplog.text
 
 
@@ -313,12 +313,12 @@ def test_the_callback_in_a_trainer(mount: Mount, caplog: pytest.LogCaptureFixtur
     assert [row["disk/free_gb"] for row in steps] == pytest.approx(
         [0.105, 0.105, 0.031, 0.031, 0.010, 0.010], abs=0.001
     )
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("cogumi")]
-    assert said[0] == (
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("cogumi")]
+    assert messages[0] == (
         f"disk: watching {disk / 'out'} (tmpfs at {disk}: 0 % used, 105 MB free); yellow from 60 %, red from 80 %, "
         "at most every 1e-06 s, between steps"
     )
-    assert [line.split(":")[0] for line in said[1:]] == [
+    assert [line.split(":")[0] for line in messages[1:]] == [
         f"disk {disk / 'out'} is yellow",
         f"disk {disk / 'out'} is red",
     ]

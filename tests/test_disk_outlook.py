@@ -101,11 +101,11 @@ def disk(tmp_path: Path) -> Iterator[Any]:
     ],
 )
 def test_what_the_checkpoints_take(changes: dict[str, Any], held: int, training: int, end: int, tmp_path: Path) -> None:
-    found = planned_run(tmp_path, **changes)
-    (one,) = found.disks
-    assert (found.held, one.training, one.end) == (held, training * SIZE, end * SIZE)
+    actual = planned_run(tmp_path, **changes)
+    (one,) = actual.disks
+    assert (actual.held, one.training, one.end) == (held, training * SIZE, end * SIZE)
     assert one.wanted == max(training, end) * SIZE
-    assert found.fits
+    assert actual.fits
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
     there = bytes_there(tmp_path)
     assert there == pytest.approx(taken, abs=6 * 4096)
     assert committed(tmp_path) == [second, first]
-    found = planned_run(tmp_path)
-    assert found.held == 3
-    assert found.disks[0].training == 3 * SIZE - there
-    assert found.disks[0].end == 0
+    actual = planned_run(tmp_path)
+    assert actual.held == 3
+    assert actual.disks[0].training == 3 * SIZE - there
+    assert actual.disks[0].end == 0
     (tmp_path / ".cogumi-saving").mkdir()
     (tmp_path / ".cogumi-saving" / "half").write_bytes(bytes(SIZE // 2))
     assert planned_run(tmp_path).disks[0].training == pytest.approx(2.5 * SIZE - there, abs=4 * 4096)
@@ -144,11 +144,11 @@ def test_what_is_there_already_is_not_wanted_again(tmp_path: Path) -> None:
 def test_two_paths_on_one_disk_share_its_space(disk: Any, tmp_path: Path) -> None:
     one, other = disk(10), disk(10)
     results = [Need("adapter", one / "adapter", 0, SIZE), Need("merged model", one / "a/b/merged", 0, 7 * SIZE)]
-    found = planned_run(one / "checkpoints", needs=results)
-    assert [each.wanted for each in found.disks] == [10 * SIZE]  # at the end
+    actual = planned_run(one / "checkpoints", needs=results)
+    assert [each.wanted for each in actual.disks] == [10 * SIZE]  # at the end
     apart = [results[0], Need("merged model", other / "merged", 0, 7 * SIZE)]
-    found = planned_run(one / "checkpoints", needs=apart)
-    assert [(each.filesystem.mount, each.wanted) for each in found.disks] == [
+    actual = planned_run(one / "checkpoints", needs=apart)
+    assert [(each.filesystem.mount, each.wanted) for each in actual.disks] == [
         (str(one), 3 * SIZE),
         (str(other), 7 * SIZE),
     ]
@@ -158,32 +158,32 @@ def test_two_paths_on_one_disk_share_its_space(disk: Any, tmp_path: Path) -> Non
 
 def test_a_disk_that_is_too_small_and_what_helps(disk: Any) -> None:
     small = disk(5)
-    found = planned_run(small, keep=4, staying=4, needs=[Need("merged model", small / "merged", 0, 7 * SIZE)])
+    actual = planned_run(small, keep=4, staying=4, needs=[Need("merged model", small / "merged", 0, 7 * SIZE)])
     free = os.statvfs(small).f_bavail * 4096
-    assert not found.fits
-    assert found.disks[0].short == 11 * SIZE - free
-    said = "\n".join(found.lines)
-    assert "wants 11.0 MB more at the end (checkpoints 4.0 MB, merged model 7.0 MB)" in said
-    assert "does not fit: 6.0 MB are missing" in said
-    assert "save_total_limit: 2 takes 2.0 MB less" in said
-    assert "cogumi.merge=false takes 7.0 MB less" in said
-    assert len(found.lines) == 3
+    assert not actual.fits
+    assert actual.disks[0].short == 11 * SIZE - free
+    message = "\n".join(actual.lines)
+    assert "wants 11.0 MB more at the end (checkpoints 4.0 MB, merged model 7.0 MB)" in message
+    assert "does not fit: 6.0 MB are missing" in message
+    assert "save_total_limit: 2 takes 2.0 MB less" in message
+    assert "cogumi.merge=false takes 7.0 MB less" in message
+    assert len(actual.lines) == 3
     assert planned_run(disk(6)).fits
 
 
 def test_a_disk_that_tells_no_size(tmp_path: Path) -> None:
     """Some network volumes do not either. This one cannot be asked for bytes either."""
     with mounting(tmp_path) as mount:
-        found = planned_run(mount("ramfs"), saves=None)
-    assert found.disks[0].filesystem.space.total == 0
-    assert found.fits
+        actual = planned_run(mount("ramfs"), saves=None)
+    assert actual.disks[0].filesystem.space.total == 0
+    assert actual.fits
 
 
 def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
     with mounting(tmp_path) as mount:
         assert mount(options="size=50m,ro").is_dir()
-        found = planned_run(tmp_path / "disk0")
-    assert "does not fit: it is read-only" in str(found.disks[0])
+        actual = planned_run(tmp_path / "disk0")
+    assert "does not fit: it is read-only" in str(actual.disks[0])
     assert planned_run(tmp_path, saves=0).fits
 
 
@@ -214,10 +214,10 @@ def trainer_on(place: Path, **changes: Any) -> Trainer:
 def test_a_disk_of_the_size_that_is_wanted_is_just_enough(
     enough: bool, disk: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = forecast_trainer(trainer_on(tmp_path / "elsewhere"), keep=2).disks[0].wanted
-    assert wanted > 30_000_000
+    expected = forecast_trainer(trainer_on(tmp_path / "elsewhere"), keep=2).disks[0].wanted
+    assert expected > 30_000_000
     # The blocks at the ends of the files come on top; less than half a checkpoint is missing otherwise.
-    small = disk((wanted + 1_000_000 if enough else wanted - 2_000_000) // 1_000_000)
+    small = disk((expected + 1_000_000 if enough else expected - 2_000_000) // 1_000_000)
     trainer = cogumi.protect(trainer_on(small / "checkpoints"), keep=2)
     ahead = forecast_trainer(trainer, keep=2)
     assert ahead.fits == enough
@@ -233,10 +233,10 @@ def test_a_disk_of_the_size_that_is_wanted_is_just_enough(
 
 def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None:
     cogumi.protect(trainer_on(tmp_path, max_steps=4), keep=2).train()
-    found = forecast_trainer(cogumi.protect(trainer_on(tmp_path, max_steps=12)), keep=2)
-    assert (found.saves, found.held) == (4, 4)  # after step 4: the one at 4, two that stay, the one being written
+    actual = forecast_trainer(cogumi.protect(trainer_on(tmp_path, max_steps=12)), keep=2)
+    assert (actual.saves, actual.held) == (4, 4)  # after step 4: the one at 4, two that stay, the one being written
     there = bytes_there(tmp_path)
-    assert found.disks[0].training == 4 * found.checkpoint - there
+    assert actual.disks[0].training == 4 * actual.checkpoint - there
 
 
 @pytest.mark.parametrize(
@@ -252,18 +252,18 @@ def test_a_training_that_goes_on_keeps_what_it_came_from(tmp_path: Path) -> None
     ],
 )
 def test_how_many_saves_are_to_come(changes: dict[str, Any], saves: int | None, held: int, tmp_path: Path) -> None:
-    found = forecast_trainer(trainer_on(tmp_path, **changes), keep=2)
-    assert (found.saves, found.held) == (saves, held)
-    assert ("save_strategy is no" in found.lines[-1]) == (changes.get("save_strategy") == "no")
+    actual = forecast_trainer(trainer_on(tmp_path, **changes), keep=2)
+    assert (actual.saves, actual.held) == (saves, held)
+    assert ("save_strategy is no" in actual.lines[-1]) == (changes.get("save_strategy") == "no")
 
 
 def test_the_merged_model_has_the_dtype_that_the_base_has_on_disk(tiny_model: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)  # as on a CPU
     args = TrainingArguments(output_dir=str(tmp_path), max_steps=2, report_to="none", use_cpu=True)
-    found = forecast_trainer(
+    actual = forecast_trainer(
         Trainer(model, args), keep=2, merged_into=tmp_path / "merged", adapter_into=tmp_path / "adapter"
     )
-    sizes = {need.what: need.end for need in found.disks[0].needs}
+    sizes = {need.what: need.end for need in actual.disks[0].needs}
     on_disk = (tiny_model / "model.safetensors").stat().st_size
     assert sizes["merged model"] == pytest.approx(on_disk, rel=1e-3)
     assert sizes["adapter"] == pytest.approx(2 * on_disk, rel=0.05)  # what is trained, in float32
@@ -341,14 +341,14 @@ def test_eight_billion_parameters_take_no_memory(tmp_path: Path) -> None:
     lora = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     trainer = saving_trainer(config, BF16, args, lora)
-    found = forecast_trainer(trainer, keep=2, merged_into=tmp_path / "run" / "merged")
+    actual = forecast_trainer(trainer, keep=2, merged_into=tmp_path / "run" / "merged")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert not (tmp_path / "run").exists()
     assert grown < 500_000_000
-    assert found.checkpoint == pytest.approx(3 * 4 * adapter, rel=2e-3)  # weights and AdamW's two moments in float32
-    sizes = {need.what: need for need in found.disks[0].needs}
+    assert actual.checkpoint == pytest.approx(3 * 4 * adapter, rel=2e-3)  # weights and AdamW's two moments in float32
+    sizes = {need.what: need for need in actual.disks[0].needs}
     assert sizes["merged model"].end == pytest.approx(2 * base, rel=1e-4)
-    assert sizes[CHECKPOINTS].training == 3 * found.checkpoint
-    assert found.saves == 18
+    assert sizes[CHECKPOINTS].training == 3 * actual.checkpoint
+    assert actual.saves == 18
     whole = checkpoint_bytes(saving_trainer(config, BF16, args))
     assert whole.total == pytest.approx(3 * 2 * base, rel=1e-3)

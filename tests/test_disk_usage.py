@@ -64,10 +64,10 @@ def test_a_filesystem_without_sizes_or_inodes_has_no_shares() -> None:
 
 def test_a_mount_is_found_by_its_place(mount: Mount) -> None:
     disk = mount(name="a disk, of mine", source="some\tdevice")
-    found = filesystem_of(disk / "not" / "made" / "yet", "runs")
-    assert (found.used_for, found.mount, found.kind, found.network) == (("runs",), str(disk), "tmpfs", False)
-    assert found.device == "some\tdevice"
-    assert found.space.total == 8 * MB
+    actual = filesystem_of(disk / "not" / "made" / "yet", "runs")
+    assert (actual.used_for, actual.mount, actual.kind, actual.network) == (("runs",), str(disk), "tmpfs", False)
+    assert actual.device == "some\tdevice"
+    assert actual.space.total == 8 * MB
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "over", str(disk)], check=True)
     try:
         assert filesystem_of(disk).device == "over"
@@ -94,11 +94,11 @@ def test_every_filesystem_of_a_run_once(mount: Mount, tmp_path: Path, monkeypatc
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(run))
-    found = {disk.mount: disk for disk in filesystems(run / "checkpoints")}
-    assert found[str(run)].used_for == ("run directory", "temp")
-    assert found[str(cache)].used_for == ("HF cache", "datasets")
-    assert next(iter(found)) == str(run)
-    shared = [disk for disk in found.values() if "shared memory" in disk.used_for]
+    collected = {disk.mount: disk for disk in filesystems(run / "checkpoints")}
+    assert collected[str(run)].used_for == ("run directory", "temp")
+    assert collected[str(cache)].used_for == ("HF cache", "datasets")
+    assert next(iter(collected)) == str(run)
+    shared = [disk for disk in collected.values() if "shared memory" in disk.used_for]
     assert len(shared) == Path("/dev/shm").is_dir()
 
 
@@ -268,8 +268,8 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
     with (run / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     (run / "link").symlink_to(caches_at)
-    found = {(use.what, use.path): use for use in list_uses(run)}
-    sums = {key: use.bytes for key, use in found.items()}
+    collected = {(use.what, use.path): use for use in list_uses(run)}
+    sums = {key: use.bytes for key, use in collected.items()}
     here, checkpoints = str(run), run / "a/checkpoints"
     assert sums == {
         ("HF hub cache", str(caches_at / "HF_HOME/hub")): du(caches_at / "HF_HOME/hub"),
@@ -295,9 +295,9 @@ def test_who_uses_the_space(caches_at: Path, tmp_path: Path) -> None:
 def test_caches_inside_the_directory_are_counted_once(caches_at: Path) -> None:
     write(caches_at / "HF_HOME/hub/blob", 100_000)
     write(caches_at / "mine", 10_000)
-    found = {use.what: use.bytes for use in list_uses(caches_at)}
-    assert set(found) == {"HF hub cache", "everything else"}
-    assert sum(found.values()) == du(caches_at)
+    collected = {use.what: use.bytes for use in list_uses(caches_at)}
+    assert set(collected) == {"HF hub cache", "everything else"}
+    assert sum(collected.values()) == du(caches_at)
 
 
 def test_another_disk_below_is_not_counted(mount: Mount, caches_at: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_misspelt_key_or_value_or_a_missing_source_is_refused_without_importin
         "`data.source` is missing",
         "data.mix: rows/*.jsonl: no file matches",
     )
-    assert [wanted in line for wanted, line in zip(said * 4, lines[4:16], strict=True)] == [True] * 12, done.stdout
+    assert [expected in line for expected, line in zip(said * 4, lines[4:16], strict=True)] == [True] * 12, done.stdout
     assert [line for line in lines if "did you mean adamw_torch?" in line] == lines[16:], done.stdout + done.stderr
     assert len(lines) == 20
     assert imported == "[]"
@@ -222,9 +222,9 @@ def test_a_run_on_a_machine_with_two_gpus_sees_one_and_says_which(
     words = ("train", "tiny.yaml", "train.max_steps=1", "cogumi.compile=off")
     done = prepared_process.run(words, tmp_path, for_commands)
     assert "steps: 1 (required: 1)" in done.stderr
-    said = (Path(sft["cogumi"]["run_dir"]) / "run.log").read_text()
-    assert f"chosen: CUDA_VISIBLE_DEVICES: {SECOND} " in said.replace(" = ", ": ")
-    assert "GPU 1 (NVIDIA H100 80GB HBM3) has the most free memory" in said
+    log_text = (Path(sft["cogumi"]["run_dir"]) / "run.log").read_text()
+    assert f"chosen: CUDA_VISIBLE_DEVICES: {SECOND} " in log_text.replace(" = ", ": ")
+    assert "GPU 1 (NVIDIA H100 80GB HBM3) has the most free memory" in log_text
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -64,9 +64,9 @@ def sampled_turns(trainer: Any) -> list[list[list[int]]]:
     original = trainer._generate_single_turn
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        turns.append([list(ids) for ids in found[0]])
-        return found
+        result = original(*args, **kwargs)
+        turns.append([list(ids) for ids in result[0]])
+        return result
 
     trainer._generate_single_turn = noted
     return turns

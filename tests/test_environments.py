@@ -292,10 +292,10 @@ def test_a_repository_is_edited_until_its_tests_pass() -> None:
 def test_a_completion_that_could_not_be_scored_is_in_no_baseline(make_trainer: Any) -> None:
     """NaN of one function takes the whole completion out; None leaves the others, as in TRL."""
     trainer = make_trainer(max_steps=1, logging_steps=1)
-    given = [math.inf, None, 1.0, 0.0, 0.5, 0.25, 1.0, 0.0]  # what is infinite is no score either
+    inputs = [math.inf, None, 1.0, 0.0, 0.5, 0.25, 1.0, 0.0]  # what is infinite is no score either
 
     def tests_pass(completions: Any, **_: Any) -> list[Any]:
-        return given
+        return inputs
 
     def length(completions: Any, **_: Any) -> list[float]:
         return [1.0] * len(completions)
@@ -308,9 +308,9 @@ def test_a_completion_that_could_not_be_scored_is_in_no_baseline(make_trainer: A
     assert row["rewards/not_scored"] == 1 / 8
     sums = torch.tensor([1.0, 2.0, 1.0])  # of the first group, without its first completion
     expected = (sums - sums.mean()) / (sums.std() + 1e-4)
-    found = torch.tensor(list(trainer._logs["advantages"])[:4])
-    assert found[0] == 0
-    assert torch.allclose(found[1:], expected, atol=1e-5)
+    actual = torch.tensor(list(trainer._logs["advantages"])[:4])
+    assert actual[0] == 0
+    assert torch.allclose(actual[1:], expected, atol=1e-5)
 
 
 def test_a_score_that_is_no_number_is_an_error_that_names_the_reward() -> None:
@@ -403,8 +403,8 @@ def test_a_run_killed_inside_a_rollout_ends_with_equal_weights(
     weights = []
     for name, kill_at in (("whole", None), ("killed", 20)):
         own = {"method": "gspo", "environment": "echo.py:Echo", "run_dir": f"runs/{name}", "merge": False}
-        given = {"model": {"name": "model"}, "lora": {"r": 4}, "data": {"eval_rows": 0}, "train": train}
-        Path(f"{name}.yaml").write_text(yaml.safe_dump(given | {"cogumi": own}))
+        options = {"model": {"name": "model"}, "lora": {"r": 4}, "data": {"eval_rows": 0}, "train": train}
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(options | {"cogumi": own}))
         environment = for_commands | {"ROLLOUTS": str(here / f"{name}.rollouts")}
         if kill_at:
             cut = prepared_process.run(["train", f"{name}.yaml"], here, environment | {"KILL_AT": str(kill_at)})

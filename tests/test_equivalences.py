@@ -145,16 +145,16 @@ def test_accumulated_batches_are_one_batch(
     method: str, chat_model: Path, data: dict[str, Path], tmp_path: Path
 ) -> None:
     """8 x 1 = 4 x 2 = 1 x 8, though rows are of unlike lengths: the loss is that of a step's tokens, or pairs."""
-    found = {}
+    collected = {}
     for size in (8, 4, 1):
         # A rate and an epsilon at which AdamW does not turn float32's last digit in a small gradient into a step of 1e-5.
         train = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         train |= {"learning_rate": 5e-4, "adam_epsilon": 1e-6}
         result = cogumi.train(config(method, chat_model, data, tmp_path / str(size), **train))
-        found[size] = losses(result.run_dir), result.adapter
+        collected[size] = losses(result.run_dir), result.adapter
     for size in (4, 1):
-        assert found[size][0] == pytest.approx(found[8][0], abs=1e-5)
-        assert apart(found[size][1], found[8][1]) < 1e-5
+        assert collected[size][0] == pytest.approx(collected[8][0], abs=1e-5)
+        assert apart(collected[size][1], collected[8][1]) < 1e-5
 
 
 @pytest.mark.slow("pairs of trainings of 24 steps and more")

@@ -112,8 +112,8 @@ def gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss = model(IDS, labels=IDS).loss
     loss.backward()
-    found = {name: each.grad.double() for name, each in model.named_parameters() if each.grad is not None}
-    return loss.detach(), found
+    collected = {name: each.grad.double() for name, each in model.named_parameters() if each.grad is not None}
+    return loss.detach(), collected
 
 
 # ------------------------------------------------------------------------------------------------------------ loading
@@ -325,11 +325,11 @@ def test_sft_resumes_bit_for_bit_and_merges_into_full_precision(
     whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
     assert whole.passed, str(whole.verdict)
     assert len(expert_states(trainers[0].model)) == 4
-    said = (whole.run_dir / "run.log").read_text()
-    forecast, loaded = (said.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
+    log_text = (whole.run_dir / "run.log").read_text()
+    forecast, loaded = (log_text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
     assert forecast == loaded
     assert "in nf4 4-bit" in loaded
-    assert said.index("weights: ") < said.index("loaded on cpu: ")
+    assert log_text.index("weights: ") < log_text.index("loaded on cpu: ")
     train_until_failure(config, 3)
     resumed = cogumi.train(config)
     assert logged(resumed.run_dir) == logged(whole.run_dir)

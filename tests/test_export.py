@@ -128,8 +128,8 @@ def test_llama_cpp_renders_the_chat_template_as_the_tokenizer(llama: Any, chat_m
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     for turns in CONVERSATIONS:
         messages = [{"role": role, "content": content} for role, content in [*system, *turns]]
-        wanted = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert llama("/apply-template", {"messages": messages})["prompt"] == wanted
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert llama("/apply-template", {"messages": messages})["prompt"] == expected
 
 
 @real
@@ -182,9 +182,9 @@ def test_a_run_is_exported_as_q8_0_by_the_command(
     finished_sft: Any, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
     """The quickstart's way: a tokenizer that was trained here, without a chat template, with tokens for a hole."""
-    code, said, _ = command_line("export", finished_sft.home, tmp_path / "out", "--json")
+    code, output, _ = command_line("export", finished_sft.home, tmp_path / "out", "--json")
     assert code == 0
-    report = json.loads(said)
+    report = json.loads(output)
     assert report["quant"] == "q8_0"
     assert report["check"]["exact"] < report["check"]["tensors"]
     assert 0 < report["check"]["largest_error"] < 0.0235

@@ -94,14 +94,14 @@ def test_plain_trainer_s_losses_are_seen(bench: Bench, disk: Path) -> None:
 
 def test_a_silent_divergence_is_seen(bench: Bench) -> None:
     """Plain Trainer resumes without its optimizer, and says nothing; without the weights it does."""
-    found = {}
+    collected = {}
     for name in ("optimizer.pt", "model.safetensors"):
         job, base = bench.job("plain", False), bench.bases["plain", False]
         shutil.copytree(base.directory, job.directory)
         (job.directory / "checkpoint-6" / name).unlink()
         write_journal(job.journal, base.journal, 6)
-        found[name] = bench.endure(job, damaged=6)
-    silent, loud = found.values()
+        collected[name] = bench.endure(job, damaged=6)
+    silent, loud = collected.values()
     assert (silent.finished, silent.identical, silent.silent) == (True, False, True)
     assert (loud.finished, loud.identical, loud.silent, loud.lost) == (False, False, False, 0)
     assert "Can't find a valid checkpoint" in loud.note

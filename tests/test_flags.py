@@ -143,8 +143,8 @@ def test_a_sanity_check_of_ten_rows_is_judged_by_every_rule() -> None:
         Sentinel.remember(kept, row)  # type: ignore[arg-type]
     run = RunHistory(SFT, kept.first, kept.latest, None)
     assert [row["step"] for row in run.rows] == list(steps)
-    found = levels(run)
-    assert (found["gradient norm"], found["waiting for data"]) == ("red", "red")
+    actual = levels(run)
+    assert (actual["gradient norm"], actual["waiting for data"]) == ("red", "red")
 
 
 def test_too_few_rows_are_no_evidence() -> None:
@@ -333,9 +333,9 @@ def test_too_few_examples_have_no_words() -> None:
 
 def test_shared_words_are_the_closed_form_where_each_example_has_its_own() -> None:
     n = 40
-    found = shared_words([([1, i, i, 100 + i], [1, i]) for i in range(2, n + 2)])  # 1 is in all: log(n / n) = 0
-    assert found is not None
-    assert found.t == 0  # every gain is log(n): no scatter, and no t
+    actual = shared_words([([1, i, i, 100 + i], [1, i]) for i in range(2, n + 2)])  # 1 is in all: log(n / n) = 0
+    assert actual is not None
+    assert actual.t == 0  # every gain is log(n): no scatter, and no t
     half = shared_words([([1, i, i, 100 + i], [1, i if i % 2 else 0]) for i in range(2, n + 2)])
     gains = [math.log(n) * (i % 2) for i in range(n)]
     assert half is not None
@@ -506,10 +506,10 @@ def test_words_shared_by_answers(kind: str, mixed: bool) -> None:
         if kind != "whole" and draw.random() < 0.5:
             both.reverse()
         rows.append((prompt, both[0], both[1]))
-    found = shared_by_answers(rows)
-    assert found is not None
-    assert are_mixed_up(found) is mixed
-    assert (found.t > 3) is (kind == "whole")
+    actual = shared_by_answers(rows)
+    assert actual is not None
+    assert are_mixed_up(actual) is mixed
+    assert (actual.t > 3) is (kind == "whole")
 
 
 # ------------------------------------------------------------------------------------------------------- settling, thresholds
@@ -553,16 +553,16 @@ def test_a_sampler_that_does_not_follow_is_red_and_explains_the_difference() -> 
     assert follows["sampler's weights"] == follows["sampler and trainer"] == "green"
     lags = {"sampling/probe/lag": [0.1] * 11 + [1.0], "sampling/probe/moved": 0.2, "sampling/probe/difference": 0.9}
     stale = run_of([0.1] * 12, GSPO, None, reward=0.5, **lags)
-    found = {flag.name: flag for flag in judge(stale)}
-    assert found["sampler's weights"].level == "red"
-    assert "at step 12 it lacks 100% of the 0.2 nats" in found["sampler's weights"].evidence
-    assert found["sampler and trainer"].cause == "follows from sampler's weights"
+    collected = {flag.name: flag for flag in judge(stale)}
+    assert collected["sampler's weights"].level == "red"
+    assert "at step 12 it lacks 100% of the 0.2 nats" in collected["sampler's weights"].evidence
+    assert collected["sampler and trainer"].cause == "follows from sampler's weights"
     assert sampled(probe__lag=0.03, probe__moved=0.2)["sampler's weights"] == "yellow"
 
 
 def test_a_run_without_another_sampler_has_none_of_its_flags() -> None:
-    found = levels(run_of([0.1] * 12, GSPO, None, reward=0.5))
-    assert not {"sampler's weights", "sampler and trainer"} & found.keys()
+    actual = levels(run_of([0.1] * 12, GSPO, None, reward=0.5))
+    assert not {"sampler's weights", "sampler and trainer"} & actual.keys()
 
 
 def test_the_difference_of_two_engines_has_limits() -> None:

@@ -132,9 +132,9 @@ def test_what_cannot_be_counted_is_said() -> None:
     ],
 )  # fmt: skip
 def test_the_peak_of_a_card_is_dense_bf16(card: str, tera: float) -> None:
-    found = find_card(card)
-    assert found is not None
-    assert found.peak == tera * 1e12
+    actual = find_card(card)
+    assert actual is not None
+    assert actual.peak == tera * 1e12
 
 
 @pytest.mark.parametrize(
@@ -143,5 +143,5 @@ def test_the_peak_of_a_card_is_dense_bf16(card: str, tera: float) -> None:
      "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100", "Tesla V100-SXM2-16GB", "A card of 2030"],
 )  # fmt: skip
 def test_an_unknown_card_has_no_peak(card: str) -> None:
-    found = find_card(card)
-    assert found is None or found.peak is None
+    actual = find_card(card)
+    assert actual is None or actual.peak is None

@@ -109,8 +109,10 @@ def gradients(head: Any, case: Case, trainable: bool, log_prob: float, entropy: 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_output_equals_the_dense_one(case: Case) -> None:  # reference 10
     inputs = tensors(case)
-    for name, ours, wanted in zip(ALL, fused(case, *inputs), dense(case, *inputs), strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    for name, ours, expected in zip(ALL, fused(case, *inputs), dense(case, *inputs), strict=True):
+        torch.testing.assert_close(
+            ours, expected, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("asked", [(), ("log_probs",), *(("log_probs", name) for name in OPTIONAL_OUTPUTS)], ids=str)
@@ -139,9 +141,9 @@ def test_extreme_logits_stay_finite(softcap: float | None) -> None:
     hidden = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
     targets = torch.tensor([36, 36, 0])
     log_probs, entropy, *rest = fused(case, hidden, weight, None, targets)
-    wanted = dense(case, hidden.double(), weight.double(), None, targets)
-    torch.testing.assert_close(log_probs.double(), wanted[0], rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), wanted[1].nan_to_num(), rtol=1e-6, atol=1e-5)
+    expected = dense(case, hidden.double(), weight.double(), None, targets)
+    torch.testing.assert_close(log_probs.double(), expected[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1].nan_to_num(), rtol=1e-6, atol=1e-5)
     (log_probs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None
     assert all(bool(each.isfinite().all()) for each in (hidden.grad, rest[0], rest[1]))
@@ -160,13 +162,13 @@ def test_bf16_inputs_are_summed_in_fp32() -> None:  # reference 12
     hidden.requires_grad_()
     log_probs, *_ = fused(case, hidden, weight, None, targets)
     wide = hidden.detach().float().requires_grad_()
-    wanted = dense(case, wide, weight.float(), None, targets)[0]
+    expected = dense(case, wide, weight.float(), None, targets)[0]
     assert log_probs.dtype == torch.float32
-    assert (log_probs - wanted).abs().max() < 1e-5
+    assert (log_probs - expected).abs().max() < 1e-5
     # The dense way in bf16 is three orders of magnitude away, so the line above does tell them apart.
-    assert (dense(case, hidden, weight, None, targets)[0] - wanted).abs().max() > 1e-2
+    assert (dense(case, hidden, weight, None, targets)[0] - expected).abs().max() > 1e-2
     log_probs.sum().backward()
-    wanted.sum().backward()
+    expected.sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.bfloat16
     assert wide.grad is not None
@@ -195,8 +197,8 @@ def test_autocast_rounds_nothing(trainable: bool) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_equal_the_dense_ones(case: Case, trainable: bool, weights: tuple[float, float]) -> None:
     ours = gradients(fused, case, trainable, *weights)
-    wanted = gradients(lambda *arguments: dense(*arguments)[:2], case, trainable, *weights)
-    for mine, theirs in zip(ours, wanted, strict=True):
+    expected = gradients(lambda *arguments: dense(*arguments)[:2], case, trainable, *weights)
+    for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
@@ -216,14 +218,14 @@ def test_a_trainable_bf16_head_has_gradients_as_exact_as_dense_ones() -> None:
     def off_by(head: Any) -> list[float]:
         leaves = [each.detach().clone().requires_grad_() for each in (hidden, weight)]
         log_probs = head(case, leaves[0], leaves[1], None, targets)[0]
-        found = torch.autograd.grad((torch.linspace(-1, 2, case.tokens) * log_probs.float()).sum(), leaves)
-        assert {each.dtype for each in found} == {torch.bfloat16}
-        pairs = zip(found, wanted, strict=True)
+        result = torch.autograd.grad((torch.linspace(-1, 2, case.tokens) * log_probs.float()).sum(), leaves)
+        assert {each.dtype for each in result} == {torch.bfloat16}
+        pairs = zip(result, expected, strict=True)
         return [((ours.double() - exact).norm() / exact.norm()).item() for ours, exact in pairs]
 
     wide = [each.double().requires_grad_() for each in (hidden, weight)]
     exact = dense(case, wide[0], wide[1], None, targets)[0]
-    wanted = torch.autograd.grad((torch.linspace(-1, 2, case.tokens).double() * exact).sum(), wide)
+    expected = torch.autograd.grad((torch.linspace(-1, 2, case.tokens).double() * exact).sum(), wide)
     ours, theirs = off_by(fused), off_by(dense)
     assert all(mine < 4e-3 for mine in ours), (ours, theirs)  # 2^-8: one rounding of a bf16 result
     assert all(mine <= other for mine, other in zip(ours, theirs, strict=True)), (ours, theirs)
@@ -239,11 +241,11 @@ def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
 def test_only_the_bias_is_trained() -> None:
     case = Case(bias=True)
     hidden, weight, bias, targets = tensors(case)
-    ours, wanted = (
+    ours, expected = (
         torch.autograd.grad(head(case, hidden, weight, bias.requires_grad_(), targets)[0].sum(), bias)[0]
         for head in (fused, dense)
     )
-    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -452,13 +454,13 @@ def test_trls_fused_head_equals_the_models_logits(masked: str) -> None:
     if masked == "all":
         labels[:] = -100
     logits = model(ids).logits[:, :-1] / 0.7
-    wanted = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) * (labels[:, 1:] != -100)
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1) * (labels[:, 1:] != -100)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    wanted_gradients = torch.autograd.grad(wanted.sum(), parameters)
+    wanted_gradients = torch.autograd.grad(expected.sum(), parameters)
 
     trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     output = model(ids, labels=labels, fused_lm_head=True)
-    torch.testing.assert_close(output.log_probs, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.log_probs, expected, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(torch.autograd.grad(output.log_probs.sum(), parameters), wanted_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -509,8 +511,8 @@ def test_grpo_trains_on_a_cpu(entropy_coef: float, tmp_path: Path) -> None:
         model, ids, torch.ones_like(ids), 5, compute_entropy=True
     )
     every = model(ids).logits[:, :-1].log_softmax(-1)
-    wanted = every.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    torch.testing.assert_close(log_probs, wanted[:, -5:], rtol=1e-5, atol=1e-5)
+    expected = every.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(log_probs, expected[:, -5:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies, -(every.exp() * every).sum(-1)[:, -5:], rtol=1e-5, atol=1e-5)
 
 
@@ -519,13 +521,13 @@ def test_a_compiled_model_trains_through_the_head() -> None:
     """`torch_compile=True` compiles the model's forward, in which TRL calls the head."""
     fused_head.apply()
     ids = torch.randint(1, 97, (3, 9), generator=torch.Generator().manual_seed(1))
-    found = []
+    collected = []
     for compiled in (False, True):
         model = llama()
         trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         # The backend does not matter: it was Dynamo, before any backend, that failed at the head.
         forward = torch.compile(model, backend="eager") if compiled else model
         output = forward(ids, labels=ids, fused_lm_head=True)
-        found.append([output.loss, *torch.autograd.grad(output.loss, list(model.parameters()))])
-    for plain, compiled_one in zip(*found, strict=True):
+        collected.append([output.loss, *torch.autograd.grad(output.loss, list(model.parameters()))])
+    for plain, compiled_one in zip(*collected, strict=True):
         torch.testing.assert_close(plain, compiled_one, rtol=1e-6, atol=1e-6)

@@ -78,8 +78,8 @@ def ran(model: Any, number: int) -> list[Tensor]:
     x = hidden_rows(64, 6, number)
     output = model(x)
     output = output[0] if isinstance(output, tuple) else output
-    wanted = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
-    return [output.detach(), *torch.autograd.grad(output.square().sum(), wanted)]
+    expected = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), expected)]
 
 
 def compared(model: Any, fullgraph: bool = False) -> tuple[int, int]:
@@ -301,8 +301,8 @@ def test_a_probe_tells_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         return ORIGINAL_MATMUL(x, *args, **kwargs) * (2 if torch.compiler.is_compiling() else 1)
 
     monkeypatch.setattr(bitsandbytes, "matmul_4bit", wrong_where_compiled)
-    found = probe_linear(CPU)
-    assert found.error == "compiled, and its result or gradient differs from the eager one"
+    actual = probe_linear(CPU)
+    assert actual.error == "compiled, and its result or gradient differs from the eager one"
 
 
 # --------------------------------------------------------------------------------------------------------------- bad input
@@ -453,11 +453,11 @@ def weights_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def value_and_gradients(layer: Linear4bit, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
-    wanted = [x] + ([layer.bias] if layer.bias is not None and layer.bias.requires_grad else [])
+    expected = [x] + ([layer.bias] if layer.bias is not None and layer.bias.requires_grad else [])
     weights = weights_of(y.shape, y.dtype)
     with torch.no_grad():
         inference = layer(x.detach())
-    return [y.detach(), inference, *torch.autograd.grad((y * weights).sum(), wanted)]
+    return [y.detach(), inference, *torch.autograd.grad((y * weights).sum(), expected)]
 
 
 @pytest.mark.parametrize("bias", ["none", "frozen", "trained"])
@@ -476,14 +476,14 @@ def test_it_is_upstreams_bit_for_bit(
     original = Branchless4bit.apply
     monkeypatch.setattr(Branchless4bit, "apply", lambda *args: (ran.append("ours"), original(*args))[1])
     for x, expected in zip(inputs, upstream, strict=True):
-        found = value_and_gradients(layer, x)
+        actual = value_and_gradients(layer, x)
         if (
             bias == "trained" and x.dim() == 3
         ):  # upstream rounds each sequence's sum to the bias's dtype, then adds those
-            ours, theirs = found.pop().double(), expected.pop().double()
+            ours, theirs = actual.pop().double(), expected.pop().double()
             exact = weights_of((*x.shape[:-1], 128), dtype).double().sum((0, 1))
             assert (ours - exact).norm() <= (theirs - exact).norm()
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(actual, expected, strict=True):
             assert ours.dtype == theirs.dtype
             assert ours.shape == theirs.shape
             assert torch.equal(ours, theirs)

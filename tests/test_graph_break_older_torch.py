@@ -34,8 +34,8 @@ def test_a_probe_really_fails_and_the_layer_is_broken_around() -> None:
     x = torch.randn(5, WIDTH)
     expected = value_and_gradient(block, x)
     torch._dynamo.utils.counters.clear()
-    found = value_and_gradient(torch.compile(block, backend="aot_eager"), x)
-    assert all(map(torch.equal, expected, found))
+    actual = value_and_gradient(torch.compile(block, backend="aot_eager"), x)
+    assert all(map(torch.equal, expected, actual))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # relu and sigmoid
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 2
     assert not graph_break.undo().applied

@@ -56,18 +56,18 @@ def by_hand(model: Any, rollout: dict[str, Tensor], padding: int) -> Tensor:
 
 def test_the_noise_is_the_difference_of_two_forward_passes(make_trainer: Callable[..., Any]) -> None:
     trainer = in_bfloat16(make_trainer(max_steps=1, steps_per_generation=4))
-    found = []
+    collected = []
 
     def measured(make: Any, inputs: Any) -> Any:
         rollout = make(inputs)
         difference = by_hand(trainer.model, rollout, PADDING) - by_hand(trainer.model, rollout, 0)
         mask = rollout["completion_mask"]
-        found.extend([(difference * mask).sum(1) / mask.sum(1), measure_log_ratios(trainer, rollout)])
+        collected.extend([(difference * mask).sum(1) / mask.sum(1), measure_log_ratios(trainer, rollout)])
         return rollout
 
     observe_rollouts(trainer, measured)
     trainer.train()
-    expected, log_ratios = found
+    expected, log_ratios = collected
     assert len(log_ratios) == 16
     assert expected.abs().max() > 1e-4  # rounding, far above what the head's float32 leaves
     torch.testing.assert_close(log_ratios, expected, rtol=0, atol=2e-6)

@@ -134,9 +134,9 @@ def differences(one: Trajectory, other: Trajectory) -> dict[str, float]:
     """
     pairs = {key: (one.column(key), other.column(key)) for key in ("reward", "reward_std", "grad_norm")}
     pairs["loss"] = one.losses, other.losses
-    found = {key: max(abs(a - b) for a, b in zip(*pair, strict=True)) for key, pair in pairs.items()}
+    collected = {key: max(abs(a - b) for a, b in zip(*pair, strict=True)) for key, pair in pairs.items()}
     assert one.weights.keys() == other.weights.keys()
-    return found | {"adapter": max((one.weights[k] - other.weights[k]).abs().max().item() for k in one.weights)}
+    return collected | {"adapter": max((one.weights[k] - other.weights[k]).abs().max().item() for k in one.weights)}
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,8 @@ def test_a_cut_or_a_padding_is_the_same_run(
     run = trajectory(tiny_model, tmp_path, name, STEPS, **VARIANTS[variant])
     expected = reference(name)
     assert run.completions == expected.completions
-    found = differences(run, expected)
-    assert max(found.values()) <= TOLERANCE, found
+    actual = differences(run, expected)
+    assert max(actual.values()) <= TOLERANCE, actual
     assert run.column("clip_ratio/region_mean") == pytest.approx(expected.column("clip_ratio/region_mean"))
     if "multiple" in variant:
         multiple = VARIANTS[variant]["pad_to_multiple_of"]

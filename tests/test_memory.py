@@ -231,9 +231,9 @@ def test_attention_of_a_card_keeps_no_scores() -> None:
     assert key.grad.shape == key.shape
     live = StorageCounter()
     with FakeTensorMode(), live, live.in_stage("attention"):
-        given = [torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)]
+        inputs = [torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)]
         before = live.total
-        kept = attention(*given)
+        kept = attention(*inputs)
         scores = 2 * 8 * 512 * 512 * 2
         assert live.total - before < scores / 4
         with live.in_stage("backward"):
@@ -286,7 +286,7 @@ def test_trls_own_head_runs_without_triton_and_is_put_back() -> None:
     with FakeTensorMode():
         hidden = torch.empty(96, 32, requires_grad=True)
         weight, targets = torch.empty(500, 32), torch.empty(96, dtype=torch.long)
-        found = trl_head_without_kernels().apply(hidden, weight, None, targets, 1.0, 128, None, 1.0, ("entropy",))
-        assert found[0].shape == (96,)
-        found[0].sum().backward()
+        actual = trl_head_without_kernels().apply(hidden, weight, None, targets, 1.0, 128, None, 1.0, ("entropy",))
+        assert actual[0].shape == (96,)
+        actual[0].sum().backward()
         assert hidden.grad is not None

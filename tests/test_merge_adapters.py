@@ -76,8 +76,8 @@ def test_an_adapter_that_has_a_name_is_found_below(
     named_adapters(base, tmp_path / "saved", "french")
     assert not (tmp_path / "saved" / "adapter_config.json").exists()
     out = tmp_path / "out"
-    status, _, said = command_line("merge", tmp_path / "saved", out, "--base", base, "--dtype", "float32")
-    assert status == 0, said
+    status, _, output = command_line("merge", tmp_path / "saved", out, "--base", base, "--dtype", "float32")
+    assert status == 0, output
     check_close(*distances(base, tmp_path / "saved" / "french", out))
     assert check_merged(out, progress=False).missing is None
     assert json.loads((out / "cogumi-merge.json").read_text())["adapters"][0]["path"].endswith("saved/french")

@@ -83,8 +83,8 @@ def edit_config(path: Path, **changes: Any) -> Path:
 
 
 def manifest_of(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "cogumi-merge.json").read_text())
-    return found
+    parsed: dict[str, Any] = json.loads((out / "cogumi-merge.json").read_text())
+    return parsed
 
 
 def factors_of(adapter: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -107,13 +107,13 @@ def deltas_of(adapter: Path) -> dict[str, torch.Tensor]:
 
 def seen_in_training(model: Any) -> dict[str, torch.Tensor]:
     """What bitsandbytes itself makes of the weights of a live quantized model: float64 by name."""
-    found = {}
+    collected = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if hasattr(weight, "quant_state"):
-            found[f"{name}.weight"] = functional.dequantize_4bit(weight.data, weight.quant_state).double()
-    assert found
-    return found
+            collected[f"{name}.weight"] = functional.dequantize_4bit(weight.data, weight.quant_state).double()
+    assert collected
+    return collected
 
 
 def rms(values: torch.Tensor) -> float:

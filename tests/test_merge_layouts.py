@@ -116,9 +116,9 @@ def loaded(
     info, _ = convert_and_load_state_dict_in_model(model, tensors, config, None)
     assert not info.conversion_errors
     assert not info.mismatched_keys
-    found = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
-    assert found.keys() == shapes.keys()
-    return found
+    collected = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
+    assert collected.keys() == shapes.keys()
+    return collected
 
 
 def assembled(places: tuple[Place, ...], tensors: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:

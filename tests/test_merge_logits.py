@@ -168,9 +168,9 @@ def test_right_merges_pass_and_a_scaling_off_by_a_twentieth_does_not(
         for name, parameter in merged.named_parameters():
             weight = originals[name].float()
             parameter.copy_(weight + 1.05 * (parameter.float() - weight))
-    found = check_logits(live, merged, INPUT_IDS, torch.bfloat16)
-    assert not found.passed, found
-    assert "DIFFER" in str(found)
+    findings = check_logits(live, merged, INPUT_IDS, torch.bfloat16)
+    assert not findings.passed, findings
+    assert "DIFFER" in str(findings)
 
 
 def without_magnitude(name: str, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -60,9 +60,9 @@ def config_with(quantization: dict[str, Any], **sizes: Any) -> LlamaConfig:
 
 
 def test_the_original_is_found_by_its_name_and_proven(home: Path) -> None:
-    found = original_of(home / "model-bnb-4bit")
-    assert (found.name, found.kind, found.download) == (str(home / "model"), "bnb-4bit", None)
-    prove_original(str(home / "model-bnb-4bit"), None, found)
+    actual = original_of(home / "model-bnb-4bit")
+    assert (actual.name, actual.kind, actual.download) == (str(home / "model"), "bnb-4bit", None)
+    prove_original(str(home / "model-bnb-4bit"), None, actual)
     assert original_of(home / "model") is None
     assert original_of(home / "model-bnb-4bit", mode="dequant") is None
 
@@ -72,9 +72,9 @@ def test_a_sibling_is_no_original(home: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(0.05)
     model.save_pretrained(tmp_path / "sibling")
-    found = original_of(home / "model-bnb-4bit", str(tmp_path / "sibling"))
+    actual = original_of(home / "model-bnb-4bit", str(tmp_path / "sibling"))
     with pytest.raises(UsageError, match="was not quantized from") as caught:
-        prove_original(str(home / "model-bnb-4bit"), None, found)
+        prove_original(str(home / "model-bnb-4bit"), None, actual)
     assert caught.value.key == "cogumi.merge_base"
 
 
@@ -146,12 +146,12 @@ def test_the_forecast_of_another_format_is_what_its_checkpoint_holds(quantizatio
         "num_attention_heads": 4,
         "vocab_size": 64,
     }
-    found = forecast_weights(config_with(quantization, **sizes), torch.bfloat16, None)
+    actual = forecast_weights(config_with(quantization, **sizes), torch.bfloat16, None)
     layers = 2 * (4 * stored_bytes(quantization, 256, 256) + 2 * stored_bytes(quantization, 512, 256))
     layers += 2 * stored_bytes(quantization, 256, 512)
     others = 2 * (2 * 64 * 256 + 5 * 256)  # embedding, head and norms in bfloat16
-    assert found.bytes == layers + others
-    assert found.quantized == pytest.approx(2 * (4 * 65536 + 3 * 131072) / sum(found.elements.values()))
+    assert actual.bytes == layers + others
+    assert actual.quantized == pytest.approx(2 * (4 * 65536 + 3 * 131072) / sum(actual.elements.values()))
 
 
 def test_an_8b_in_four_bits_is_forecast_at_five_gib_and_not_at_fifteen() -> None:
@@ -212,8 +212,8 @@ def test_a_run_merges_into_the_model_that_it_names_or_into_its_own_weights(
     result = cogumi.train(config, train__max_steps=2)
     assert result.passed, str(result.verdict)
     assert check(result, "merged logits").passed
-    said = (result.run_dir / "run.log").read_text()
-    forecast, loaded = (said.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
+    log_text = (result.run_dir / "run.log").read_text()
+    forecast, loaded = (log_text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
     assert forecast == loaded
     manifest = json.loads((result.merged / "cogumi-merge.json").read_text())
     assert manifest["base"]["path"] == str(home / "model")
@@ -324,8 +324,8 @@ def test_on_the_hub_a_missing_original_is_refused_before_the_first_byte_and_one_
             check=False,
         ).stdout
 
-    said = run()
-    assert "REFUSED model.name: someone/model-bnb-4bit is quantized (bnb-4bit)" in said
+    output = run()
+    assert "REFUSED model.name: someone/model-bnb-4bit is quantized (bnb-4bit)" in output
     assert not any(path.endswith(".safetensors") for path in hub.sent)
     assert not (tmp_path / "run").exists()
     hub.publish("someone/model", home / "model")

@@ -59,8 +59,8 @@ def shards_of(path: Path) -> tuple[Shard, ...]:
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / "config.json").read_text())
-    return found
+    parsed: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return parsed
 
 
 def prove(quantized: Path, full: Path) -> BaseProof:
@@ -212,13 +212,13 @@ def test_without_bitsandbytes_one_line_says_so(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("name", FORMATS)
 def test_saved_models_come_back_as_peft_dequantizes_them(name: str, full: Path, quantized: dict[str, Path]) -> None:
     path = quantized[name]
-    found = quantized_tensors(shards_of(path), config_of(path))
+    actual = quantized_tensors(shards_of(path), config_of(path))
     linears = {key for key in tensors_of(full) if "_proj" in key}
-    assert found.keys() == linears - ({"model.layers.1.mlp.down_proj.weight"} if "kept" in name else set())
-    beside = {key for tensor in found.values() for key in tensor.auxiliary}
+    assert actual.keys() == linears - ({"model.layers.1.mlp.down_proj.weight"} if "kept" in name else set())
+    beside = {key for tensor in actual.values() for key in tensor.auxiliary}
     assert tensors_of(path).keys() - beside == tensors_of(full).keys()
     live = AutoModelForCausalLM.from_pretrained(path)
-    for key, tensor in found.items():
+    for key, tensor in actual.items():
         expected = dequantize_module_weight(live.get_submodule(key.removesuffix(".weight"))).data
         assert same_bits(dequantize_rows(tensor, 0, tensor.shape[0]), expected), key
 
@@ -234,8 +234,8 @@ def test_the_right_base_is_proven(name: str, full: Path, quantized: dict[str, Pa
     path = quantized[name]
     packed = quantized_tensors(shards_of(path), config_of(path))
     weights = tensors_of(full)
-    kept = [key for key in weights if key not in packed]
-    assert proof.tensors_equal == len(kept)
+    kept_rows = [key for key in weights if key not in packed]
+    assert proof.tensors_equal == len(kept_rows)
     assert proof.sampled_tensors == len(packed)
     assert proof.codes_differing == 0
     # The layers are small enough to be sampled whole, so the closed form over all of them is the oracle.
@@ -285,11 +285,11 @@ def test_another_model_and_a_sibling_are_refused(
     torch.manual_seed(6)
     # Everything that is stored unquantized is the same: only the quantized weights can tell.
     other = {key: (torch.randn_like(weights[key].float()) * 0.02).bfloat16() for key in linears}
-    found = re.search(
+    match = re.search(
         r"other codes for ([\d.]+)%", refused(quantized[name], copy_with(full, tmp_path / "other", other))
     )
-    assert found
-    assert float(found[1]) > 80
+    assert match
+    assert float(match[1]) > 80
     near = {key: (weights[key].float() + 0.003 * 0.02 * torch.randn(weights[key].shape)).bfloat16() for key in linears}
     assert "a fine-tuned sibling?" in refused(quantized[name], copy_with(full, tmp_path / "near", near))
 

@@ -144,10 +144,10 @@ def test_other_kinds(kind: str, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", config)
     adapter = make_adapter(base, tmp_path / "adapter", **lora)
     report = merge_adapter(adapter, tmp_path / "merged", progress=False, **options)
-    found = check_merged(tmp_path / "merged", workers=2, progress=False)
-    assert found.missing is None
-    assert found.elements
-    assert found.elements == report.elements
+    findings = check_merged(tmp_path / "merged", workers=2, progress=False)
+    assert findings.missing is None
+    assert findings.elements
+    assert findings.elements == report.elements
 
 
 def test_two_weighted_adapters(merged: Merged, tmp_path: Path) -> None:

@@ -91,13 +91,13 @@ def plain(inputs: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
 
 def contents(directory: Path) -> dict[str, str]:
     """sha256 of every file, by name; of the manifest, without its time of day."""
-    found = {}
+    collected = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
         data = path.read_bytes()
         if path.name == "cogumi-merge.json":
             data = re.sub(rb'"created": "[^"]*"', b"", data)
-        found[path.relative_to(directory).as_posix()] = hashlib.sha256(data).hexdigest()
-    return found
+        collected[path.relative_to(directory).as_posix()] = hashlib.sha256(data).hexdigest()
+    return collected
 
 
 def nothing_left(out: Path) -> bool:
@@ -117,18 +117,18 @@ def test_bits_do_not_depend_on_threads(
     """Statistics, checks and model card too: they are added up in one order."""
     base, adapter = inputs(kind)
     before = torch.get_num_threads()
-    found = []
+    collected = []
     try:
         for workers, torch_threads in [(1, 1), (2, 4), (8, 3)]:
             torch.set_num_threads(torch_threads)
             out = tmp_path / f"out{workers}"
             merge_adapter(adapter, out, base=base, dtype=dtype, workers=workers, progress=False)
             assert torch.get_num_threads() == torch_threads
-            found.append(contents(out))
+            collected.append(contents(out))
     finally:
         torch.set_num_threads(before)
-    assert found[0] == found[1] == found[2]
-    assert sum(name.endswith(".safetensors") for name in found[0]) >= 1
+    assert collected[0] == collected[1] == collected[2]
+    assert sum(name.endswith(".safetensors") for name in collected[0]) >= 1
 
 
 @pytest.mark.parametrize("failure", [MergeError, KeyboardInterrupt])
@@ -410,9 +410,9 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 def kilobytes(message: str) -> tuple[int, int, int]:
     """(needed, free, to be freed) in bytes, as a refusal says them."""
-    found = re.search(r"needs ([\d.]+ \w+) and .* has ([\d.]+ \w+) free .*; free ([\d.]+ \w+) or", message)
-    assert found, message
-    needed, free, more = (float(n) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] for n, unit in map(str.split, found.groups()))
+    match = re.search(r"needs ([\d.]+ \w+) and .* has ([\d.]+ \w+) free .*; free ([\d.]+ \w+) or", message)
+    assert match, message
+    needed, free, more = (float(n) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] for n, unit in map(str.split, match.groups()))
     return int(needed), int(free), int(more)
 
 

@@ -89,10 +89,10 @@ def test_the_same_vocabulary_brings_the_bases_other_encodings(base: Path, adapte
         content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
         content["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "direction": "Right", "stride": 0}
         (base / "tokenizer.json").write_text(json.dumps(content))
-    found = owners(side_files(adapter, base), base)
-    assert found["tokenizer.model"] == "base"
-    assert found["tokenizer.json"] == found["tokenizer_config.json"] == found["chat_template.jinja"] == "adapter"
-    assert "special_tokens_map.json" not in found
+    actual = owners(side_files(adapter, base), base)
+    assert actual["tokenizer.model"] == "base"
+    assert actual["tokenizer.json"] == actual["tokenizer_config.json"] == actual["chat_template.jinja"] == "adapter"
+    assert "special_tokens_map.json" not in actual
 
 
 @pytest.mark.parametrize("change", ["id", "merge", "added"])
@@ -108,9 +108,9 @@ def test_one_different_token_or_merge_is_another_vocabulary(base: Path, adapter:
     else:
         content["added_tokens"][-1]["content"] = "<|other|>"
     (adapter / "tokenizer.json").write_text(json.dumps(content))
-    found = side_files(adapter, base)
-    assert "tokenizer.model" not in found
-    assert "chat_template.jinja" not in found
+    actual = side_files(adapter, base)
+    assert "tokenizer.model" not in actual
+    assert "chat_template.jinja" not in actual
 
 
 def test_the_bases_template_serves_a_tokenizer_of_its_vocabulary_that_has_none(
@@ -162,9 +162,9 @@ def test_a_text_tokenizer_at_the_adapter_does_not_lose_the_image_processor(base:
     (base / "preprocessor_config.json").write_text("{}")
     assert owners(side_files(adapter, base), base)["preprocessor_config.json"] == "base"
     (adapter / "processor_config.json").write_text("{}")
-    found = owners(side_files(adapter, base), base)
-    assert found["processor_config.json"] == "adapter"
-    assert "preprocessor_config.json" not in found
+    actual = owners(side_files(adapter, base), base)
+    assert actual["processor_config.json"] == "adapter"
+    assert "preprocessor_config.json" not in actual
 
 
 def test_remote_code_is_the_bases(base: Path, adapter: Path) -> None:

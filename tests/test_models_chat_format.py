@@ -18,8 +18,8 @@ def test_the_tulu_format_learns_the_turns_of_the_assistant_and_their_end(tiny_mo
     use_chat_template(tokenizer, "cogumi:tulu")
     text = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
     assert text == "<|user|>\nhi\n<|assistant|>\nyo<|endoftext|>\n<|user|>\nso?\n<|assistant|>\n"
-    found = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    learned = [i for i, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask]
+    actual = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    learned = [i for i, mask in zip(actual["input_ids"], actual["assistant_masks"], strict=True) if mask]
     assert tokenizer.decode(learned) == "yo<|endoftext|>"
 
 

@@ -274,8 +274,8 @@ def test_a_model_that_could_not_be_loaded_is_refused(hub: HubServer, tmp_path: P
     hub.publish("someone/gguf", {"config.json": b"{}", "model.Q4.gguf": b"x"})
     hub.publish("someone/torn", {path: data for path, data in files.items() if "00002-of" not in path})
     hub.publish("someone/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
-    asked = [(name, revision) for name, revision, _ in REFUSED]
-    code = f"import sys\nfor asked in {asked!r}:\n    sys.argv[1:] = asked\n" + textwrap.indent(FETCH, "    ")
+    requests = [(name, revision) for name, revision, _ in REFUSED]
+    code = f"import sys\nfor asked in {requests!r}:\n    sys.argv[1:] = asked\n" + textwrap.indent(FETCH, "    ")
     said = [line for line in fetched(hub, tmp_path / "cache", code=code).splitlines() if line.startswith("REFUSED ")]
     for line, (_, _, says) in zip(said, REFUSED, strict=True):
         assert line.startswith(f"REFUSED model.name: {says}")

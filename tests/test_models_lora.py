@@ -61,8 +61,8 @@ def test_its_kinds_are_trained_and_merged(
     result = cogumi.train(request.getfixturevalue(method), **overrides)
     assert result.passed, str(result.verdict)
     config = read_json(result.adapter / "adapter_config.json")
-    wanted = load_config(request.getfixturevalue(method), **overrides).lora
-    assert {key: config[key] for key in wanted} == wanted
+    expected = load_config(request.getfixturevalue(method), **overrides).lora
+    assert {key: config[key] for key in expected} == expected
     layers = [module for module in trainers[0].model.modules() if hasattr(module, "lora_A")]
     assert len(layers) == 2 * 7
     assert {layer.scaling["default"] for layer in layers} == {scale}

@@ -106,12 +106,12 @@ def dpo(tiny_model: Path, sources: list[str], tmp_path: Path) -> Callable[..., A
 def trained(model: Any) -> dict[str, torch.Tensor]:
     """The adapter's tensors by the names of its file, read from the parameters and not through PEFT."""
     marks = ("lora_", "modules_to_save.default", "trainable_tokens_delta")
-    found = {}
+    collected = {}
     for name, parameter in model.named_parameters():
         if ".default" in name and any(mark in name for mark in marks):
             name = name.replace("_vector.default.weight", "_vector").replace(".modules_to_save.default", "")
-            found[name.replace(".default", "")] = parameter.detach().clone()
-    return found
+            collected[name.replace(".default", "")] = parameter.detach().clone()
+    return collected
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -171,9 +171,9 @@ def test_grpos_reference_is_the_adapter_too(gspo: Config, monkeypatch: pytest.Mo
     assert kl[0] == 0
     assert kl[1] > 0
     assert set(trainers[0].model.peft_config) == {"default", "ref"}
-    said = (result.run_dir / "run.log").read_text()
-    assert "28 tensors of" in said
-    assert "bit for bit; the reference policy is a frozen copy of it" in said
+    log_text = (result.run_dir / "run.log").read_text()
+    assert "28 tensors of" in log_text
+    assert "bit for bit; the reference policy is a frozen copy of it" in log_text
     assert {path.name for path in result.adapter.iterdir() if path.is_dir()} == set()  # no ref/ in it
     changed = load_file(result.adapter / WEIGHTS)
     before = load_file(Path(gspo["model"]["adapter"]) / WEIGHTS)
@@ -267,8 +267,8 @@ def with_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Alter:
 
 def with_json(file: str, /, **values: Any) -> Alter:
     def alter(adapter: Path) -> None:
-        found = read_json(adapter / file)
-        (adapter / file).write_text(json.dumps(found | values))
+        parsed = read_json(adapter / file)
+        (adapter / file).write_text(json.dumps(parsed | values))
 
     return alter
 
@@ -362,8 +362,8 @@ def test_another_lora_section_is_refused(sft: Config, overrides: dict[str, Any],
 
 def test_a_lora_section_that_agrees_is_taken(adapter: Path) -> None:
     own = adapters.lora_of(adapter, {})
-    given = {"r": 4, "lora_alpha": 8, "target_modules": sorted(own["target_modules"], reverse=True)}
-    assert adapters.lora_of(adapter, given) == own
+    options = {"r": 4, "lora_alpha": 8, "target_modules": sorted(own["target_modules"], reverse=True)}
+    assert adapters.lora_of(adapter, options) == own
     assert own["r"], own["lora_dropout"] == (4, 0.0)
 
 

@@ -96,14 +96,14 @@ def test_the_merge_is_right_and_all_that_no_text_reaches_is_as_it_was(sft: Any, 
 def test_logits_are_the_live_adapters_under_every_class(
     sft: Any, base: Path, kind: str, tmp_path: Path, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
-    status, _, said = command_line("merge", sft.adapter, tmp_path / "out", "--dtype", "float32", "--verify", "logits")
-    assert status == 0, said
-    wanted = logits(live(base, sft.adapter, kind))
+    status, _, output = command_line("merge", sft.adapter, tmp_path / "out", "--dtype", "float32", "--verify", "logits")
+    assert status == 0, output
+    expected = logits(live(base, sft.adapter, kind))
     plain = logits(CLASSES[kind][0].from_pretrained(base, dtype=torch.float32))
     for auto in CLASSES[kind]:
         model, info = auto.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
         assert not info["missing_keys"]
-        check_close(rms(logits(model) - wanted), rms(wanted - plain))
+        check_close(rms(logits(model) - expected), rms(expected - plain))
     both = [check for check in sft.verdict.checks if check.name == "merged logits with the towers"]
     assert len(both) == (kind == "qwen3_5")  # where the run loads another class than the one with the towers
     assert all("Qwen3_5ForConditionalGeneration" in check.figure for check in both)
@@ -133,9 +133,9 @@ def test_all_linear_leaves_the_towers_out_and_says_so(sft: Any, base: Path, kind
 @pytest.mark.parametrize("given", ["down_proj", ["down_proj"], r"model\..*\.down_proj"])
 def test_modules_that_the_user_excludes_stay_excluded(given: Any, tiny_model: Path, tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(save_multimodal("gemma3", tiny_model, tmp_path / "base"))
-    wanted = lora_config({"exclude_modules": given}, model=model)
+    expected = lora_config({"exclude_modules": given}, model=model)
     adapted = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    names = [name for name, _ in get_peft_model(adapted, wanted).named_parameters() if "lora_A" in name]
+    names = [name for name, _ in get_peft_model(adapted, expected).named_parameters() if "lora_A" in name]
     assert names
     assert not [name for name in names if "vision_tower" in name]
     excluded = given != "down_proj"  # as a text it is a pattern for a whole name, as PEFT has it
@@ -207,10 +207,10 @@ def test_a_tied_head_that_is_adapted_alone_gets_a_tensor_that_both_classes_load(
     adapter = train(model, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
     merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
     assert "lm_head.weight" in all_tensors(tmp_path / "out")
-    wanted, plain = (logits(each) for each in (live(base, adapter, "qwen3_5"), load_model(str(base))))
+    expected, plain = (logits(each) for each in (live(base, adapter, "qwen3_5"), load_model(str(base))))
     for auto in CLASSES["qwen3_5"]:
         merged = auto.from_pretrained(tmp_path / "out", dtype=torch.float32)
-        check_close(rms(logits(merged) - wanted), rms(wanted - plain))
+        check_close(rms(logits(merged) - expected), rms(expected - plain))
 
 
 @pytest.mark.slow("bitsandbytes on a CPU takes seconds a step")
@@ -221,8 +221,8 @@ def test_a_base_in_four_bits_trains_and_merges(base: Path, kind: str, code_parqu
     config["model"]["quantization_config"] = {"load_in_4bit": True, "llm_int8_skip_modules": skipped}
     result = cogumi.train(config)
     assert result.passed, str(result.verdict)
-    said = (result.run_dir / "run.log").read_text()
-    forecast, loaded = (said.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
+    log_text = (result.run_dir / "run.log").read_text()
+    forecast, loaded = (log_text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
     assert forecast == loaded
     assert "in nf4 4-bit" in loaded
 
@@ -302,11 +302,11 @@ def test_weights_that_no_merge_reads_are_refused_with_both_ways_out(
     (base / "model.safetensors").rename(base / "pytorch_model.bin")
     with pytest.raises(UsageError) as refused:
         cogumi.train(config_of(base, code_parquet, tmp_path / "run"))
-    said = str(refused.value)
-    assert said.startswith(
+    output = str(refused.value)
+    assert output.startswith(
         f"model.name: base {base} has no model.safetensors and no index of shards in {base}; download"
     )
-    assert said.endswith("nothing else is merged; or set cogumi.merge: false, which trains it without merging")
+    assert output.endswith("nothing else is merged; or set cogumi.merge: false, which trains it without merging")
     assert not (tmp_path / "run").exists()
 
 

@@ -58,8 +58,8 @@ def words_in(svg: str) -> str:
 
 def images(piece: Any) -> dict[str, ElementTree.Element]:
     """What is said of each image of a piece, and its SVG."""
-    found = re.findall(r'<img alt="([^"]*)" src="data:image/svg\+xml;base64,([^"]+)"', piece._repr_html_())
-    return {unescape(alt): ElementTree.fromstring(b64decode(data)) for alt, data in found}
+    matches = re.findall(r'<img alt="([^"]*)" src="data:image/svg\+xml;base64,([^"]+)"', piece._repr_html_())
+    return {unescape(alt): ElementTree.fromstring(b64decode(data)) for alt, data in matches}
 
 
 def heights(image: ElementTree.Element) -> list[list[float]]:
@@ -94,8 +94,8 @@ def test_a_spike_of_one_step_stays_and_means_are_those_of_all_rows(tmp_path: Pat
     assert (first[0], last[-1]) == (1, 20_000)
     for place in (0, 7, len(first) - 1, int(np.argmax(loss.high))):
         of_bin = values[int(first[place]) - 1 : int(last[place])]
-        found = loss.low[place], loss.mean[place], loss.high[place]
-        np.testing.assert_allclose(found, (of_bin.min(), of_bin.mean(), of_bin.max()), rtol=1e-12)
+        actual = loss.low[place], loss.mean[place], loss.high[place]
+        np.testing.assert_allclose(actual, (of_bin.min(), of_bin.mean(), of_bin.max()), rtol=1e-12)
     assert loss.high.max() == 99.0
     assert first[np.argmax(loss.high)] <= 12_346 <= last[np.argmax(loss.high)]
 
@@ -200,10 +200,10 @@ def test_curves_are_what_was_logged(logged: Write) -> None:
     rows: list[dict[str, Any]] = [{"step": 0, "eval_loss": 4.5}]
     rows += [{"step": n, "loss": 5.0 - 0.1 * n, "grad_norm": 1.0, "learning_rate": 1e-4 * n} for n in range(1, 11)]
     drawn = figures.curves(logged(rows))
-    found = images(drawn)
-    assert [words.partition(" by step")[0] for words in found] == ["loss", "learning rate"]
+    actual = images(drawn)
+    assert [words.partition(" by step")[0] for words in actual] == ["loss", "learning rate"]
     assert "the same at every step: gradient norm 1" in str(drawn)
-    loss = found["loss by step; loss from 4.9 to 4, between 4 and 4.9; eval_loss from 4.5 to 4.5, between 4.5 and 4.5"]
+    loss = actual["loss by step; loss from 4.9 to 4, between 4 and 4.9; eval_loss from 4.5 to 4.5, between 4.5 and 4.5"]
     np.testing.assert_allclose(heights(loss)[0], np.linspace(1, 0, 10), atol=0.01)
     assert len(list(loss.iter(f"{SVG}circle"))) == 1  # the one eval_loss
 
@@ -235,8 +235,8 @@ def test_flags_are_lines_at_their_step_with_their_names(logged: Write) -> None:
 
 
 def test_a_run_of_nothing_but_nan_is_drawn(logged: Write) -> None:
-    found = images(figures.curves(logged([{"step": 1, "loss": float("nan")}, {"step": 2, "loss": float("inf")}])))
-    assert list(found) == ["loss by step; loss not finite at 2 steps, the first is 1"]
+    actual = images(figures.curves(logged([{"step": 1, "loss": float("nan")}, {"step": 2, "loss": float("inf")}])))
+    assert list(actual) == ["loss by step; loss not finite at 2 steps, the first is 1"]
 
 
 def test_nothing_logged_is_said(tmp_path: Path) -> None:

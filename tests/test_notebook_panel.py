@@ -179,9 +179,9 @@ def test_a_checkpoint_from_after_numbers_broke_is_told_apart(tmp_path: Path) -> 
     assert "stopped being finite" not in html_of(path)
     red = {"name": "finite numbers", "level": "red", "evidence": "step 20: the loss is not finite", **FLAG}
     write_json(path / "flags.json", {"step": 40, "flags": [red], "was_red": [{"step": 20, **red}]})
-    said = "saved after numbers stopped being finite (step 20): checkpoint-30"
-    assert said in html_of(path)
-    assert said in write_report(path).read_text()
+    message = "saved after numbers stopped being finite (step 20): checkpoint-30"
+    assert message in html_of(path)
+    assert message in write_report(path).read_text()
 
 
 def test_a_directory_that_goes_is_said_in_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -362,8 +362,8 @@ def test_it_is_written_from_a_terminal_and_from_a_run_without_torch(
 ) -> None:
     before = sorted(path.name for path in run.iterdir())
     code = f"import cogumi, sys; print(cogumi.attach({str(run)!r}).report()); assert 'torch' not in sys.modules"
-    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert said.stdout.strip() == str(run / "report.html")
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert output.stdout.strip() == str(run / "report.html")
     assert before == sorted(path.name for path in run.iterdir())  # the run had left one: it is replaced
     status, shown, _ = command_line("report", run)
     assert (status, "report.html: one file" in shown) == (0, True)
@@ -404,11 +404,11 @@ def preview_of(*examples: list[tuple[str, str]]) -> Preview:
 
 
 def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
-    found = preview_of(
+    actual = preview_of(
         [("context", "Say\n\thi  <b>"), ("learned", f"hi {HOSTILE}\n")],
         [("context", "x"), ("learned", "y"), ("rejected", "z")],
     )
-    html = render_html(found)
+    html = render_html(actual)
     page = Page(html)
     assert not page.unbalanced
     assert "Say\n\thi  <b>learnedhi " + HOSTILE in page.text  # whitespace kept, markup escaped
@@ -426,8 +426,8 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
 
 
 def test_a_preview_of_prompts_has_no_histogram() -> None:
-    found = Preview(Shares("p", 1, 1, {}, 0, 0, 0, 0), None, (), (), ((("context", "x"),),))
-    assert "<svg" not in render_html(found)
+    actual = Preview(Shares("p", 1, 1, {}, 0, 0, 0, 0), None, (), (), ((("context", "x"),),))
+    assert "<svg" not in render_html(actual)
 
 
 def test_a_notebook_draws_the_reports_of_public_functions() -> None:
@@ -498,10 +498,10 @@ def test_completions_of_white_space_are_told_in_words(run: Path) -> None:
 
 
 def test_every_row_of_the_data_is_accounted_for_in_decisions_json(finished: Path) -> None:
-    found = read_json(finished / "decisions.json")["data"]
-    assert found["max_length"] == 160
-    for part in (found["train"], found["held_out"]):
+    parsed = read_json(finished / "decisions.json")["data"]
+    assert parsed["max_length"] == 160
+    for part in (parsed["train"], parsed["held_out"]):
         assert part["rows"] == part["examples"] + sum(part["dropped"].values())
         assert sum(count for *_, count in part["lengths"]) == part["examples"]
-    assert found["held_out"]["rows"] == 8
-    assert 0 < found["train"]["learned"] < found["train"]["tokens"]
+    assert parsed["held_out"]["rows"] == 8
+    assert 0 < parsed["train"]["learned"] < parsed["train"]["tokens"]

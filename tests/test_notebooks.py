@@ -53,8 +53,10 @@ def test_it_is_short_and_has_one_cell_of_parameters(source: Path) -> None:
 
 
 def test_all_name_the_kernel_cogumi_and_say_so_alike_where_it_is_another() -> None:
-    found = [nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.kernelspec.name for source in SOURCES]
-    assert found == ["cogumi"] * len(SOURCES)
+    collected = [
+        nbformat.read(source.with_suffix(".ipynb"), as_version=4).metadata.kernelspec.name for source in SOURCES
+    ]
+    assert collected == ["cogumi"] * len(SOURCES)
     firsts = [re.findall(r"^try: import cogumi\n.*\n", code_of(source)[0].source, re.MULTILINE) for source in SOURCES]
     assert all(len(first) == 1 for first in firsts)
     assert len({first[0] for first in firsts}) == 1
@@ -87,19 +89,19 @@ def test_every_cell_can_be_run_alone_after_the_first(source: Path) -> None:
 @of_each
 def test_the_notebook_is_its_source_and_was_run(source: Path) -> None:
     """`make notebooks` makes it again after a change of the source."""
-    wanted, found = generate.notebook_of(source), nbformat.read(source.with_suffix(".ipynb"), as_version=4)
-    nbformat.validate(found)
+    expected, actual = generate.notebook_of(source), nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    nbformat.validate(actual)
 
     def cells(notebook: Any) -> list[tuple[str, str, list[str]]]:
         return [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
 
-    assert cells(found) == cells(wanted)
-    code = [cell for cell in found.cells if cell.cell_type == "code"]
+    assert cells(actual) == cells(expected)
+    code = [cell for cell in actual.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell.outputs]
     assert all(output.output_type != "error" for output in outputs)
-    assert len(text_of(found)) > 500
-    assert not re.search(r"(?<![\w~.])/(tmp|root|home)/", text_of(found))  # a reader's machine is another
+    assert len(text_of(actual)) > 500
+    assert not re.search(r"(?<![\w~.])/(tmp|root|home)/", text_of(actual))  # a reader's machine is another
 
 
 def calls_of_modules(source: Path) -> Iterator[tuple[str, Any, ast.Call]]:
@@ -133,12 +135,12 @@ def calls_of_modules(source: Path) -> Iterator[tuple[str, Any, ast.Call]]:
 
 @of_each
 def test_what_it_calls_is_there_and_takes_what_it_is_given(source: Path) -> None:
-    found = list(calls_of_modules(source))
-    assert found
-    for name, function, call in found:
-        given = {keyword.arg: None for keyword in call.keywords if keyword.arg}
+    results = list(calls_of_modules(source))
+    assert results
+    for name, function, call in results:
+        options = {keyword.arg: None for keyword in call.keywords if keyword.arg}
         try:
-            inspect.signature(function).bind(*call.args, **given)
+            inspect.signature(function).bind(*call.args, **options)
         except TypeError as error:
             pytest.fail(f"{name}: {error}")
 

@@ -74,13 +74,15 @@ def test_no_file_outside_patches_uses_a_private_name_of_another_package() -> Non
     trees = {path: ast.parse(path.read_text()) for path in files}
     own = own_names(list(trees.values()))
     strings = {name for cls in UPSTREAM for name in dir(cls) if is_private(name)} | vars(trl.trainer.utils).keys()
-    found = {
+    collected = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path, tree in trees.items()
         for name in foreign_names(tree, own, strings)
         if name not in ALLOWED
     }
-    assert found == set(), "give it a name in cogumi/patches/trl_internals.py or torch_internals.py, and a test here"
+    assert collected == set(), (
+        "give it a name in cogumi/patches/trl_internals.py or torch_internals.py, and a test here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,9 +270,9 @@ def test_a_loaded_model_says_what_it_is(tiny_model: Path) -> None:
 def test_what_a_class_allows_to_be_missing_is_no_missing_tensor(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model._keys_to_ignore_on_load_missing = {r"allowed\.\d+"}
-    found = SimpleNamespace(missing_keys={"allowed.3", "other.3"}, unexpected_keys={"model.rotary_emb.inv_freq"})
-    trl_internals.drop_ignored_keys(model, found)
-    assert (found.missing_keys, found.unexpected_keys) == ({"other.3"}, set())
+    actual = SimpleNamespace(missing_keys={"allowed.3", "other.3"}, unexpected_keys={"model.rotary_emb.inv_freq"})
+    trl_internals.drop_ignored_keys(model, actual)
+    assert (actual.missing_keys, actual.unexpected_keys) == ({"other.3"}, set())
 
 
 # ---------------------------------------------------------------------------------------------------------------- torch

@@ -66,7 +66,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def each_step_once() -> Iterator[None]:
     """What a step takes does not depend on the price or on how many steps follow: one of the same run is run once."""
-    found: dict[str, MemoryForecast] = {}
+    collected: dict[str, MemoryForecast] = {}
     original = memory_forecast.forecast_step
 
     def step_on(run: RunConfig, config: Any, work: StepShape, target: Target) -> MemoryForecast:
@@ -75,9 +75,9 @@ def each_step_once() -> Iterator[None]:
             for name in names:
                 asked[section].pop(name, None)
         key = repr((asked, config.to_dict(), work, target))
-        if key not in found:
-            found[key] = original(run, config, work, target)
-        return found[key]
+        if key not in collected:
+            collected[key] = original(run, config, work, target)
+        return collected[key]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(memory_forecast, "forecast_step", step_on)
@@ -173,11 +173,11 @@ def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None
     config = config_of(wide, tmp_path, data=data, train={"chat_template_path": "cogumi:tulu", "max_length": 64})
     del config["data"]["fim"]
     run = load_config(config)
-    said = describe_data(sample_data(run, load_run_tokenizer(run, str(wide))), run)
-    assert said.state == "yellow"
-    assert "18 of the first 20 make one" in said.figure
-    assert "left out: 2 " in said.figure
-    assert said.fix == "`cogumi preview` shows the first of each kind"
+    report_line = describe_data(sample_data(run, load_run_tokenizer(run, str(wide))), run)
+    assert report_line.state == "yellow"
+    assert "18 of the first 20 make one" in report_line.figure
+    assert "left out: 2 " in report_line.figure
+    assert report_line.fix == "`cogumi preview` shows the first of each kind"
 
 
 def test_what_does_not_fit_is_red_and_the_fix_fits(wide: Path, tmp_path: Path) -> None:
@@ -231,8 +231,8 @@ def test_the_disk_of_a_run_that_trains_every_weight_holds_every_weight(wide: Pat
 def test_what_is_not_known_is_not_called_fitting() -> None:
     known, unknown = Line("data", "1,000 rows"), Line("memory", "the step cannot be run", "unknown")
     assert str(PreflightReport("CPU", (known,), {})).endswith("nothing is red: it fits")
-    said = str(PreflightReport("CPU", (known, unknown), {}))
-    assert said.endswith("nothing is red: it fits, as far as is known; not known: memory")
+    output = str(PreflightReport("CPU", (known, unknown), {}))
+    assert output.endswith("nothing is red: it fits, as far as is known; not known: memory")
     red = PreflightReport("CPU", (known, unknown, Line("disk", "full", "red")), {})
     assert str(red).endswith("1 of 3 lines are red")
     assert not red.fits
@@ -240,27 +240,27 @@ def test_what_is_not_known_is_not_called_fitting() -> None:
 
 def test_a_budget_that_ends_the_run_is_red() -> None:
     run = load_config(SMOKE / "sft.yaml", cogumi__price_per_hour=2.0, cogumi__max_cost=1.0)
-    said = describe_time(TimeForecast(1000, 10_000, 3600.0, 10), run, find_target(None))
-    assert said.state == "red"
-    assert said.fix == "set train.max_steps: 500, or raise cogumi.max_cost"
-    assert "$2.00 at $2 an hour" in said.figure
-    said = describe_time(TimeForecast(400, 10_000, 1440.0, 10), run, find_target(None))
-    assert said.state == "green"
-    said = describe_time(TimeForecast(8, 200, 16.0, 8), run, find_target(None))
-    assert "by 8 steps made here" in said.figure
-    said = describe_time(TimeForecast(400, 10_000, None), run, find_target(None))
-    assert (said.state, "--probe" in said.fix) == ("unknown", True)
-    assert "nor what cogumi.max_cost allows" in said.figure
-    said = describe_time(TimeForecast(400, 10_000, None), run, find_target("T4"))
-    assert (said.state, said.fix) == ("unknown", "")  # ten steps made here say nothing of it
-    said = describe_time(TimeForecast(1, 10, 2.0, 1), run, find_target(None))
-    assert "less than a cent at $2 an hour (by 1 step made here)" in said.figure
-    said = describe_time(TimeForecast(9, 90, 18.0, 9), run, find_target(None))
-    assert "training, $0.01 at $2 an hour" in said.figure  # one cent is not less than one
-    said = describe_time(TimeForecast(16, 200, 3600.0, 10, whole=1000), run, find_target(None))
-    assert said.fix == "set cogumi.sanity: 8, or raise cogumi.max_cost"  # a check of fewer is refused
-    said = describe_time(TimeForecast(14, 200, 3600.0, 10, whole=1000), run, find_target(None))
-    assert (said.state, said.fix) == ("red", "raise cogumi.max_cost")
+    report_line = describe_time(TimeForecast(1000, 10_000, 3600.0, 10), run, find_target(None))
+    assert report_line.state == "red"
+    assert report_line.fix == "set train.max_steps: 500, or raise cogumi.max_cost"
+    assert "$2.00 at $2 an hour" in report_line.figure
+    report_line = describe_time(TimeForecast(400, 10_000, 1440.0, 10), run, find_target(None))
+    assert report_line.state == "green"
+    report_line = describe_time(TimeForecast(8, 200, 16.0, 8), run, find_target(None))
+    assert "by 8 steps made here" in report_line.figure
+    report_line = describe_time(TimeForecast(400, 10_000, None), run, find_target(None))
+    assert (report_line.state, "--probe" in report_line.fix) == ("unknown", True)
+    assert "nor what cogumi.max_cost allows" in report_line.figure
+    report_line = describe_time(TimeForecast(400, 10_000, None), run, find_target("T4"))
+    assert (report_line.state, report_line.fix) == ("unknown", "")  # ten steps made here say nothing of it
+    report_line = describe_time(TimeForecast(1, 10, 2.0, 1), run, find_target(None))
+    assert "less than a cent at $2 an hour (by 1 step made here)" in report_line.figure
+    report_line = describe_time(TimeForecast(9, 90, 18.0, 9), run, find_target(None))
+    assert "training, $0.01 at $2 an hour" in report_line.figure  # one cent is not less than one
+    report_line = describe_time(TimeForecast(16, 200, 3600.0, 10, whole=1000), run, find_target(None))
+    assert report_line.fix == "set cogumi.sanity: 8, or raise cogumi.max_cost"  # a check of fewer is refused
+    report_line = describe_time(TimeForecast(14, 200, 3600.0, 10, whole=1000), run, find_target(None))
+    assert (report_line.state, report_line.fix) == ("red", "raise cogumi.max_cost")
 
 
 @pytest.mark.slow("several forecasts; another one is in the first tier")
@@ -280,8 +280,8 @@ def test_a_probe_here_is_not_of_another_card() -> None:
 
 def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
-    found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
-    how_long = forecast_time(run, StepShape("sft", 16, 128), found, Pace(2.0, measured=10))
+    sample = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
+    how_long = forecast_time(run, StepShape("sft", 16, 128), sample, Pace(2.0, measured=10))
     assert (how_long.steps, how_long.seconds, how_long.measured) == (100, 200.0, 10)
 
 
@@ -289,10 +289,10 @@ def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe_stack().state == "green", "the test lane is installed as pinned"
     there = lanes.installed_versions()
     monkeypatch.setattr(lanes, "installed_versions", lambda: {**there, "trl": "0.1"})
-    said = describe_stack()
-    assert said.state == "yellow"
-    assert "trl 0.1 (pinned " in said.figure
-    assert said.fix.startswith(pip_command("install"))
+    report_line = describe_stack()
+    assert report_line.state == "yellow"
+    assert "trl 0.1 (pinned " in report_line.figure
+    assert report_line.fix.startswith(pip_command("install"))
 
 
 def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: Path, tmp_path: Path) -> None:
@@ -306,9 +306,9 @@ def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: P
     seconds = [report.figures["time"]["seconds"] for report in (whole, checked)]
     assert seconds[1] == pytest.approx(seconds[0] / 10)
     assert line(whole, "time").figure.startswith("1,000 steps, about ")
-    said = line(checked, "time")
-    assert said.figure.startswith("100 steps of 1,000, after which cogumi.sanity ends the run, about ")
-    assert f"${seconds[1]:,.2f} at $3600 an hour" in said.figure
+    report_line = line(checked, "time")
+    assert report_line.figure.startswith("100 steps of 1,000, after which cogumi.sanity ends the run, about ")
+    assert f"${seconds[1]:,.2f} at $3600 an hour" in report_line.figure
     assert planned(sanity=2000).figures["time"] == whole.figures["time"]  # never more than there are
     red = line(planned(sanity=100, max_cost=seconds[1] / 2), "time")
     assert red.state == "red"
@@ -320,14 +320,14 @@ def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: P
 
 
 def test_a_cost_that_is_not_known_is_said_with_the_key_that_sets_its_price(wide: Path, tmp_path: Path) -> None:
-    said = "cost: not known (set cogumi.price_per_hour)"
+    message = "cost: not known (set cogumi.price_per_hour)"
     config = config_of(wide, tmp_path, train={"max_steps": 20})
-    assert said in line(preflight(config, "H100 SXM"), "time").figure
+    assert message in line(preflight(config, "H100 SXM"), "time").figure
     priced = config | {"cogumi": config["cogumi"] | {"price_per_hour": 2.0}}
-    assert said not in line(preflight(priced, "H100 SXM"), "time").figure
+    assert message not in line(preflight(priced, "H100 SXM"), "time").figure
     for given, expected in ((config, True), (priced, False)):
         forecast_line = describe_time(TimeForecast(20, 1000, None), load_config(given), find_target(None))
-        assert (said in forecast_line.figure) is expected
+        assert (message in forecast_line.figure) is expected
 
 
 @pytest.mark.slow("several forecasts; another one is in the first tier")
@@ -348,8 +348,8 @@ def test_the_time_of_dpo_has_its_reference_in_it(wide: Path, tmp_path: Path) -> 
 
 def test_a_measured_time_has_the_pass_before_the_steps_in_it() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
-    found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
-    assert forecast_time(run, StepShape("sft", 16, 128), found, Pace(2.0, 7.0)).seconds == 207.0
+    sample = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
+    assert forecast_time(run, StepShape("sft", 16, 128), sample, Pace(2.0, 7.0)).seconds == 207.0
 
 
 def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
@@ -359,10 +359,10 @@ def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
     run = load_config(SMOKE / "sft.yaml", cogumi__run_dir=str(tmp_path))
     run.data.max_rows = None
     tokenizer = load_tokenizer(resolve_model(run.model.name))
-    found, whole = sample_data(run, tokenizer), prepare_examples(run, tokenizer).train
-    assert found.trained == pytest.approx(len(whole.dataset), rel=0.1)
-    assert found.longest <= whole.lengths.quantile(1.0)
-    assert found.mean == pytest.approx(whole.lengths.mean, rel=0.25)
+    sample, whole = sample_data(run, tokenizer), prepare_examples(run, tokenizer).train
+    assert sample.trained == pytest.approx(len(whole.dataset), rel=0.1)
+    assert sample.longest <= whole.lengths.quantile(1.0)
+    assert sample.mean == pytest.approx(whole.lengths.mean, rel=0.25)
 
 
 def test_what_makes_no_example_is_not_counted_as_trained(tmp_path: Path) -> None:
@@ -371,9 +371,9 @@ def test_what_makes_no_example_is_not_counted_as_trained(tmp_path: Path) -> None
     pl.DataFrame({"source": texts}).write_parquet(tmp_path / "texts.parquet")
     run = load_config(SMOKE / "sft.yaml", data__source=str(tmp_path / "texts.parquet"), data__eval_rows=100)
     run.data.max_rows = None
-    found = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
-    assert (found.rows, found.looked_at, found.examples) == (2000, 1000, 500)
-    assert found.trained == 950
+    sample = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
+    assert (sample.rows, sample.looked_at, sample.examples) == (2000, 1000, 500)
+    assert sample.trained == 950
 
 
 def test_steps_are_those_of_the_epochs() -> None:
@@ -427,18 +427,18 @@ def test_the_command_prints_json_and_its_status_is_whether_it_fits(
 ) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(wide, tmp_path)))
     monkeypatch.chdir(tmp_path)
-    status, said, error = command_line(
+    status, output, error = command_line(
         "preflight", "run.yaml", "--card", "h100 sxm", "--json", "cogumi.price_per_hour=2"
     )
     assert status == 0, error
-    found = json.loads(said)
-    assert found["fits"] is True
-    assert {each["stage"] for each in found["lines"]} >= {"data", "memory", "time", "disk"}
+    parsed = json.loads(output)
+    assert parsed["fits"] is True
+    assert {each["stage"] for each in parsed["lines"]} >= {"data", "memory", "time", "disk"}
     larger = ("train.per_device_train_batch_size=512", "train.max_length=1024")
-    status, said, _ = command_line("preflight", "run.yaml", "--card", "t4", *larger)
+    status, output, _ = command_line("preflight", "run.yaml", "--card", "t4", *larger)
     assert status == 1
-    assert " RED  memory" in said
-    assert "-> set " in said
+    assert " RED  memory" in output
+    assert "-> set " in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
 
 
@@ -451,9 +451,9 @@ def test_what_no_change_can_mend_is_said(
     config["train"] |= {"use_vllm": True, "vllm_gpu_memory_utilization": 0.99, "num_generations": 2}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
-    status, said, _ = command_line("preflight", "run.yaml", "--card", "t4")
-    assert status == 1, said
-    assert "vLLM 14.9 GiB" in said  # 0.99 of 15, as vLLM rounds it
+    status, output, _ = command_line("preflight", "run.yaml", "--card", "t4")
+    assert status == 1, output
+    assert "vLLM 14.9 GiB" in output  # 0.99 of 15, as vLLM rounds it
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 

@@ -97,19 +97,19 @@ def test_the_first_rollouts_correct_what_was_forecast_of_them(
     cogumi.train(config)
     time = read_section(tmp_path / "run" / "forecast.json", "preflight")["figures"]["time"]
     assert 0 < time["seconds"] < 2000
-    said = (tmp_path / "run" / "run.log").read_text()
-    assert "cogumi.max_cost ends it at about step" not in said
-    found = re.search(
+    log_text = (tmp_path / "run" / "run.log").read_text()
+    assert "cogumi.max_cost ends it at about step" not in log_text
+    match = re.search(
         r"WARNING rollout: (\S+) s measured, (\S+) s forecast \(factor (\S+)\): this run will take about .*, cost "
-        r"\$([\d,.]+), ends at about step (\d+) of 100000 \(\$2000.\d\d of cogumi.max_cost 2000\)\n", said,
+        r"\$([\d,.]+), ends at about step (\d+) of 100000 \(\$2000.\d\d of cogumi.max_cost 2000\)\n", log_text,
     )  # fmt: skip
-    assert found is not None, said
-    measured, forecast, factor, cost = (float(group.replace(",", "")) for group in found.groups()[:4])
+    assert match is not None, log_text
+    measured, forecast, factor, cost = (float(group.replace(",", "")) for group in match.groups()[:4])
     assert forecast == pytest.approx(time["rollout"], rel=0.01)
     assert factor == pytest.approx(measured / forecast, rel=0.02)
     elapsed, left = at_step_2
     assert cost == pytest.approx(elapsed + left, rel=0.01)
-    assert int(found[5]) == pytest.approx(2 + (2000 - elapsed) / left * 99_998, rel=0.01)
+    assert int(match[5]) == pytest.approx(2 + (2000 - elapsed) / left * 99_998, rel=0.01)
     rollout = read_json(tmp_path / "run" / "metrics.json")["rollout"]
     assert rollout["forecast_seconds"] == time["rollout"]
     assert rollout["factor"] == pytest.approx(rollout["measured_seconds"] / time["rollout"])
@@ -189,9 +189,9 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
     data = prepare_examples(run, tokenizer).train
     with caplog.at_level(logging.WARNING, "cogumi"):
         stages.run_preflight(run, base, base_config, data, tokenizer)
-    (said,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
-    assert said.startswith("preflight: the forecast ended with status 1: ")
-    assert said.endswith("; the run continues without it")
+    (message,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
+    assert message.startswith("preflight: the forecast ended with status 1: ")
+    assert message.endswith("; the run continues without it")
     assert not run.run_dir.exists()
 
 
@@ -204,11 +204,11 @@ def test_a_forecast_that_takes_too_long_is_ended(asked: Asked, monkeypatch: pyte
 def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
     run, tokenizer = asked[0], load_tokenizer(asked[1])
     data = prepare_examples(run, tokenizer).train
-    found = data_sample.measure_data(run, data, tokenizer)
+    actual = data_sample.measure_data(run, data, tokenizer)
     lengths = [len(row["input_ids"]) for row in data.dataset]
-    assert (found.longest, found.examples, found.trained) == (max(lengths), len(lengths), len(lengths))
-    assert found.mean == pytest.approx(sum(lengths) / len(lengths))
-    assert found.examples_per_row is None
+    assert (actual.longest, actual.examples, actual.trained) == (max(lengths), len(lengths), len(lengths))
+    assert actual.mean == pytest.approx(sum(lengths) / len(lengths))
+    assert actual.examples_per_row is None
     run.train |= {"packing": True, "max_length": 160}
     assert data_sample.measure_data(run, data, tokenizer).examples_per_row == data_sample.examples_per_row(
         run, data.dataset

@@ -282,9 +282,9 @@ def test_the_false_greens_of_before_are_red(fourteen: dict[str, Any], train: dic
     config = fourteen | {"train": fourteen["train"] | train}
     report = preflight(config)
     assert not report.fits
-    found = line_of(report)
-    assert (found.state, said in found.figure) == ("red", True)
-    assert re.match(r"set (train.vllm_enable_sleep_mode: true and )?train.vllm_gpu_memory_utilization: 0\.", found.fix)
+    actual = line_of(report)
+    assert (actual.state, said in actual.figure) == ("red", True)
+    assert re.match(r"set (train.vllm_enable_sleep_mode: true and )?train.vllm_gpu_memory_utilization: 0\.", actual.fix)
 
 
 def test_settings_of_the_sampler_are_no_fault_of_the_step() -> None:
@@ -295,11 +295,11 @@ def test_settings_of_the_sampler_are_no_fault_of_the_step() -> None:
         "cogumi": {"method": "gspo", "rewards": ["parses"], "merge": False},
         "train": {"use_vllm": True, "max_completion_length": 16},
     }
-    given = {"cogumi__sampler_weights": "adapter", "cogumi__sampler_correction": "tis"}
-    report = cogumi.preflight(config, card="h100 sxm", **given)
+    options = {"cogumi__sampler_weights": "adapter", "cogumi__sampler_correction": "tis"}
+    report = cogumi.preflight(config, card="h100 sxm", **options)
     assert report.fits, str(report)
     with pytest.raises(UsageError, match=r"cogumi\.sampler_weights.*ranks up to 512, not 600"):
-        cogumi.preflight(config, card="h100 sxm", lora__r=600, **given)
+        cogumi.preflight(config, card="h100 sxm", lora__r=600, **options)
 
 
 @pytest.mark.slow("forecasts of six runs of 14 billion weights")
@@ -405,8 +405,8 @@ def test_the_engine_sleeps_only_where_both_do_not_fit_awake() -> None:
 
 
 def test_what_the_user_says_of_vllm_stays() -> None:
-    found = chosen(vllm_gpu_memory_utilization=0.45, vllm_max_model_length=4096, micro_batch=8)
-    assert (SHARE in found, LENGTH in found, found[SLEEP]) == (False, False, True)
+    actual = chosen(vllm_gpu_memory_utilization=0.45, vllm_max_model_length=4096, micro_batch=8)
+    assert (SHARE in actual, LENGTH in actual, actual[SLEEP]) == (False, False, True)
     assert SLEEP not in chosen(vllm_gpu_memory_utilization=0.45, vllm_enable_sleep_mode=True)
     assert chosen(vllm_gpu_memory_utilization=0.1)[SLEEP] is False  # asleep it would not start either
 

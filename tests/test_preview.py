@@ -57,9 +57,9 @@ def test_every_row_is_accounted_for(chat: Config) -> None:
     assert train.duplicated == 1
     assert train.truncated > 0
     assert 0 < train.learned < train.tokens
-    found = cogumi.preview(chat, examples=0)
-    assert sum(count for *_, count in found.lengths) == train.examples
-    assert all("the first is row 4" in line for line in found.reports)
+    actual = cogumi.preview(chat, examples=0)
+    assert sum(count for *_, count in actual.lengths) == train.examples
+    assert all("the first is row 4" in line for line in actual.reports)
 
 
 def test_a_bad_row_can_be_refused(chat: Config) -> None:

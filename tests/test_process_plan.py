@@ -55,9 +55,9 @@ def test_settings_of_eight_processes_are_taken_by_trl_and_accelerate(
     )
     args = trl_arguments(own)
     assert isinstance(args, trl.SFTConfig)
-    asked = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-    asked["ddp_timeout"] = 7 * 24 * 3600
-    assert {key: getattr(args, key) for key in asked} == asked
+    requests = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    requests["ddp_timeout"] = 7 * 24 * 3600
+    assert {key: getattr(args, key) for key in requests} == requests
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
         monkeypatch.delenv(name)
     for name, value in read_accelerate("fsdp2").items():

@@ -173,8 +173,8 @@ def test_what_vllm_cannot_do_is_said_before_it_is_started(
     params = SimpleNamespace(SamplingParams=SimpleNamespace(__struct_fields__=("top_p", "logit_bias")))
     monkeypatch.setitem(sys.modules, "vllm", params)
     sections = {"model": {"name": "m"}, "data": {"source": "d", "format": "prompt_completion"}}
-    given = {"method": "gspo", **cogumi}
-    run = load_config(sections | {"cogumi": given, "train": {"use_vllm": True, "use_cpu": True, **train}})
+    options = {"method": "gspo", **cogumi}
+    run = load_config(sections | {"cogumi": options, "train": {"use_vllm": True, "use_cpu": True, **train}})
     assert_said(run, words)
 
 

@@ -27,12 +27,12 @@ WRITTEN = json.loads((ROOT / "cogumi" / "stack" / "lanes.json").read_text())
 
 def pins(lane: Path) -> dict[str, list[tuple[Requirement, int]]]:
     """Requirement and number of hashes by package name (a name may be pinned once per Python)."""
-    found: dict[str, list[tuple[Requirement, int]]] = {}
+    collected: dict[str, list[tuple[Requirement, int]]] = {}
     text = re.sub(r"(?m)^(#.*|--only-binary.*)$", "", lane.read_text()).replace("\\\n", " ")
     for line in filter(None, map(str.strip, text.splitlines())):
         requirement = Requirement(line.split(" --hash")[0])
-        found.setdefault(requirement.name, []).append((requirement, line.count("--hash=sha256:")))
-    return found
+        collected.setdefault(requirement.name, []).append((requirement, line.count("--hash=sha256:")))
+    return collected
 
 
 @pytest.mark.parametrize("lane", LANES, ids=lambda lane: lane.name)
@@ -55,14 +55,14 @@ def test_no_platform_is_skipped_silently(lane: Path) -> None:
 
 def wanted(source: str) -> dict[str, Requirement]:
     """What a source of a lane asks for, and the sources that it includes."""
-    found: dict[str, Requirement] = {}
+    collected: dict[str, Requirement] = {}
     for line in (ROOT / "requirements" / source).read_text().splitlines():
         if line.startswith("-r "):
-            found |= wanted(line.removeprefix("-r "))
+            collected |= wanted(line.removeprefix("-r "))
         elif line and not line.startswith("#"):
             requirement = Requirement(line)
-            found[requirement.name] = requirement
-    return found
+            collected[requirement.name] = requirement
+    return collected
 
 
 @pytest.mark.parametrize("name", [name for name, lane in WRITTEN.items() if lane["state"] != "unresolved"])
@@ -212,12 +212,12 @@ ELF = json.loads((ROOT / "requirements" / "elf.json").read_text())
 def cuda_majors(lane: str) -> dict[str, set[int]]:
     """CUDA majors that the lane's wheels need, by wheel. A library with a CUDA in its name is one of several, of which the
     package loads the one for torch's: those of other CUDAs do not count."""
-    found = {}
+    collected = {}
     for wheel in ELF["lanes"][lane]["wheels"]:
         needs = ELF["wheels"][wheel].get("needs", {})
         names = [name for library in needs if not re.search(r"cuda\d\d|cu1\d", library) for name in needs[library]]
-        found[wheel] = {major for name in names if (major := cuda_major(name))}
-    return found
+        collected[wheel] = {major for name in names if (major := cuda_major(name))}
+    return collected
 
 
 LINKED = [name for name, lane in WRITTEN.items() if lane["cuda"] and lane["state"] != "unresolved"]

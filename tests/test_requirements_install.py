@@ -345,9 +345,9 @@ def test_the_installer_leaves_xformers_out_where_its_host_does_not_answer(
     assert "unsloth uses torch's attention" in done.stdout
     without = pins(text, f"linux {sys.version_info.major}.{sys.version_info.minor}")
     del without["xformers"]
-    found = resolved(tmp_path / "report.json")
-    assert found.items() >= without.items()
-    assert "xformers" not in found
+    actual = resolved(tmp_path / "report.json")
+    assert actual.items() >= without.items()
+    assert "xformers" not in actual
 
 
 # ------------------------------------------------------------------------------------------- a Python that is too old

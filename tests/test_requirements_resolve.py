@@ -84,8 +84,8 @@ def test_an_open_vllm_is_silently_an_old_one_where_glibc_is_old(tmp_path: Path) 
 def test_every_pin_has_a_wheel_for_the_lanes_glibc(name: str, python: str, tmp_path: Path) -> None:
     lane = package_file.table()[0][name]
     text = (ROOT / lane["file"]).read_text()
-    wanted = [pin.split(" \\")[0] for pin in package_file.requirements_of(text) if " @ " not in pin]
-    done = resolve(tmp_path, *wanted, glibc=lane["glibc"], python=python, dependencies=False)
+    expected = [pin.split(" \\")[0] for pin in package_file.requirements_of(text) if " @ " not in pin]
+    done = resolve(tmp_path, *expected, glibc=lane["glibc"], python=python, dependencies=False)
     assert done.returncode == 0, done.stderr
 
 

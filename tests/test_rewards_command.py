@@ -48,10 +48,10 @@ def write(file: Path, rows: list[Any]) -> Path:
 
 
 def test_a_distribution_is_that_of_what_was_scored() -> None:
-    found = describe_rewards("r", 1.0, [0.0, 0.0, 1.0, 3.0, NONE])
-    assert (found.completions, found.not_scored, found.mean, found.zeros) == (5, 1, 1.0, 0.5)
-    assert (found.minimum, found.quartiles, found.maximum) == (0.0, (0.0, 0.5, 1.5), 3.0)
-    assert found.deviation == pytest.approx(math.sqrt(6 / 4))
+    actual = describe_rewards("r", 1.0, [0.0, 0.0, 1.0, 3.0, NONE])
+    assert (actual.completions, actual.not_scored, actual.mean, actual.zeros) == (5, 1, 1.0, 0.5)
+    assert (actual.minimum, actual.quartiles, actual.maximum) == (0.0, (0.0, 0.5, 1.5), 3.0)
+    assert actual.deviation == pytest.approx(math.sqrt(6 / 4))
     nothing = describe_rewards("r", 1.0, [NONE])
     assert math.isnan(nothing.mean)
     assert "1 (100.0%) not scored" in str(nothing)
@@ -111,9 +111,9 @@ def test_columns_stand_in_the_line_and_torch_stays_away(config: Path, tmp_path: 
     assert done.returncode == 0, done.stderr
     report, _, loaded = done.stdout.rpartition("}")
     assert loaded.strip() == "False"
-    found = json.loads(report + "}")
-    assert [reward["mean"] for reward in found["rewards"]] == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
-    assert found["groups"] == {"several": 0, "equal": 0}
+    parsed = json.loads(report + "}")
+    assert [reward["mean"] for reward in parsed["rewards"]] == [pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    assert parsed["groups"] == {"several": 0, "equal": 0}
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def test_in_a_run_the_whole_is_priced_and_the_visible_part_is_graded(flag: bool 
     ids = [tokenizer(reply, add_special_tokens=False)["input_ids"] for reply in REPLIES]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     completions = [[{"role": "assistant", "content": text}] for text in texts]
-    given = {"prompts": ["p"] * 3, "completions": completions, "completion_ids": ids, "middle": ["5."] * 3}
-    price, form, similarity, length = (reward(**given) for reward in rewards)
+    options = {"prompts": ["p"] * 3, "completions": completions, "completion_ids": ids, "middle": ["5."] * 3}
+    price, form, similarity, length = (reward(**options) for reward in rewards)
     inside = [
         len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("\nabcd\n", "\nabcd and more of it")
     ]

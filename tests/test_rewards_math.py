@@ -46,21 +46,23 @@ def test_an_answer_is_an_expression(completion: str, answer: Any, right: float |
 def test_what_takes_too_long_is_not_scored_and_the_next_one_is() -> None:
     """Outside the main thread, where math-verify's own time-outs raise."""
     logged: dict[str, float] = {}
-    found: list[Any] = []
+    collected: list[Any] = []
     math_answer(["1"], answer=["1"])  # the process is there
 
     def score() -> None:
-        given = [r"\boxed{9^{9^{9}}}", r"\boxed{3}", "4", "5"]
+        inputs = [r"\boxed{9^{9^{9}}}", r"\boxed{3}", "4", "5"]
         answers = ["3", "3", None, "6"]
-        found.extend(math_answer(given, answer=answers, seconds=0.5, log_metric=lambda *pair: logged.update([pair])))
+        collected.extend(
+            math_answer(inputs, answer=answers, seconds=0.5, log_metric=lambda *pair: logged.update([pair]))
+        )
 
     began = time.monotonic()
     thread = threading.Thread(target=score)
     thread.start()
     thread.join()
     assert time.monotonic() - began < 30
-    assert math.isnan(found[0])
-    assert found[1:] == [1.0, None, 0.0]
+    assert math.isnan(collected[0])
+    assert collected[1:] == [1.0, None, 0.0]
     assert logged == {"math_answer/late": 0.25, "math_answer/unreadable": 0.25}
 
 

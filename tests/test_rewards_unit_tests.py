@@ -74,10 +74,12 @@ def test_the_code_of_an_answer():
 
 def test_a_program_that_was_ended_is_not_scored_and_is_counted():
     logged: dict[str, float] = {}
-    found = scores([GOOD, "while True: pass", "import os; os.kill(os.getpid(), 9)", BAD], log_metric=logged.__setitem__)
-    assert found[0] == 1
-    assert found[3] == 0
-    assert all(math.isnan(each) for each in found[1:3])
+    actual = scores(
+        [GOOD, "while True: pass", "import os; os.kill(os.getpid(), 9)", BAD], log_metric=logged.__setitem__
+    )
+    assert actual[0] == 1
+    assert actual[3] == 0
+    assert all(math.isnan(each) for each in actual[1:3])
     assert logged == {"unit_tests/timed_out": 0.25, "unit_tests/crashed": 0.25}
 
 
@@ -119,8 +121,8 @@ TRICKS = {
 
 @pytest.mark.parametrize("tests", [CLASS, FUNCTIONS], ids=["classes", "functions"])
 def test_a_trick_earns_nothing(tests: str):
-    found = dict(zip(TRICKS, scores(list(TRICKS.values()), tests), strict=True))
-    assert {name: score for name, score in found.items() if score != 0} == {}
+    actual = dict(zip(TRICKS, scores(list(TRICKS.values()), tests), strict=True))
+    assert {name: score for name, score in actual.items() if score != 0} == {}
 
 
 def test_what_cannot_be_prevented_earns_a_point():

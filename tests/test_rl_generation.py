@@ -95,11 +95,11 @@ def build(tiny_model: Path, tmp_path: Path) -> MakeTrainer:
 def rollout(trainer: Any, prompts: list[str] | None = None) -> tuple[Any, Any, list[int], torch.Tensor]:
     """(ids, log-probabilities, rows of each forward pass, state of the generator behind it) of a turn from one seed."""
     prompts = prompts or [prompt for prompt in PROMPTS for _ in range(COPIES)]
-    given = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    inputs = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     torch.manual_seed(3)
     with counted_rows(model) as rows:
-        ids, logps = trainer._generate_single_turn(given, None, {}, COPIES)
+        ids, logps = trainer._generate_single_turn(inputs, None, {}, COPIES)
     return ids, logps, rows, torch.get_rng_state()
 
 
@@ -201,10 +201,10 @@ def test_a_processor_may_fill_a_cache_of_its_own(build: MakeTrainer) -> None:
 
     def look_again(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         mask = torch.ones_like(ids)
-        found = trainer.model(
+        result = trainer.model(
             input_ids=ids, attention_mask=mask, past_key_values=DynamicCache(config=trainer.model.config)
         )
-        computed.append(found.logits)
+        computed.append(result.logits)
         return scores
 
     trainer.model.generate = lambda **kwargs: generate(logits_processor=LogitsProcessorList([look_again]), **kwargs)

@@ -20,9 +20,9 @@ GOOD = {"steps_per_generation": 4}
 
 
 def messages(trainer: Any, refused: bool | None = None, backend: Any = "trl", **kwargs: Any) -> list[str]:
-    found = find_problems(trainer, backend=backend, **kwargs)
-    assert all("\n" not in finding.message for finding in found)
-    return [finding.message for finding in found if refused in (None, finding.refused)]
+    result = find_problems(trainer, backend=backend, **kwargs)
+    assert all("\n" not in finding.message for finding in result)
+    return [finding.message for finding in result if refused in (None, finding.refused)]
 
 
 def refusal(trainer: Any, **kwargs: Any) -> str:
@@ -57,10 +57,10 @@ def test_a_script_is_told_what_the_sections_are_and_how_to_accept(make_trainer: 
     trainer.cogumi_run = True
     with pytest.raises(UsageError) as refused:
         guard_trainer(trainer, backend="trl")
-    said = str(refused.value)
-    assert "GRPOConfig" not in said
-    assert "accept" not in said
-    assert "train.epsilon 0.2" in said
+    output = str(refused.value)
+    assert "GRPOConfig" not in output
+    assert "accept" not in output
+    assert "train.epsilon 0.2" in output
 
 
 def test_what_is_refused_about_a_sampler_names_its_key(make_trainer: Callable[..., Any]) -> None:
@@ -245,10 +245,10 @@ def test_a_ratio_that_is_always_one_is_said(
     """The guard speaks exactly where TRL hands the loss no old log-probabilities."""
     config = {"gradient_accumulation_steps": accumulation, "steps_per_generation": steps, "num_iterations": iterations}
     trainer = make_trainer(**config, max_steps=1)
-    found = messages(trainer, False)
+    actual = messages(trainer, False)
     trainer.train()
     always_one = "old_per_token_logps" not in trainer._buffered_inputs[0]
-    assert [f"train.steps_per_generation: {4 * accumulation}" in message for message in found] == [True] * always_one
+    assert [f"train.steps_per_generation: {4 * accumulation}" in message for message in actual] == [True] * always_one
     assert messages(trainer, rollout_logps=True) == []
     assert not [m for m in messages(make_trainer("dapo", **config)) if "exactly 1" in m]
 
@@ -375,10 +375,10 @@ def test_a_reward_that_takes_strings_of_chat_data_is_refused_before_the_first_ro
     trainer._generate = lambda *_: pytest.fail("a rollout was made")
     with pytest.raises(UsageError) as refused:
         trainer.train()
-    said = str(refused.value)
-    assert "\n" not in said
+    output = str(refused.value)
+    assert "\n" not in output
     assert all(
-        word in said for word in ("reward brief", "AttributeError", "`completions: list[str]`", "accept=['reward']")
+        word in output for word in ("reward brief", "AttributeError", "`completions: list[str]`", "accept=['reward']")
     )
 
 
@@ -404,8 +404,8 @@ def test_a_scaled_rope_counts_with_its_scale(make_trainer: Callable[..., Any]) -
 def test_numbers_that_undo_the_loss_are_refused(
     config: dict[str, float], said: str | None, make_trainer: Callable[..., Any]
 ) -> None:
-    found = messages(make_trainer(**GOOD, **config), True)
-    assert found == [] if said is None else said in found[0]
+    actual = messages(make_trainer(**GOOD, **config), True)
+    assert actual == [] if said is None else said in actual[0]
 
 
 @pytest.mark.parametrize(
@@ -420,8 +420,8 @@ def test_numbers_that_undo_the_loss_are_refused(
 def test_a_sequence_losss_epsilon_on_token_ratios_is_said(
     loss: str, config: dict[str, float], said: str | None, make_trainer: Callable[..., Any]
 ) -> None:
-    found = messages(make_trainer(loss, **GOOD, **config))
-    assert found == [] if said is None else said in found[0]
+    actual = messages(make_trainer(loss, **GOOD, **config))
+    assert actual == [] if said is None else said in actual[0]
 
 
 def test_two_temperatures_are_refused(make_trainer: Callable[..., Any]) -> None:

@@ -83,13 +83,13 @@ def measured(calls: list[LossInputs], staleness: list[float] | None = None) -> d
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_a_step_of_two_micro_batches_equals_the_plain_loop(level: str) -> None:
     calls = [some_call(level), some_call(level, seed=1)]
-    found, expected = measured(calls), plain_loop(calls)
-    assert found.pop("staleness") == 0
-    assert found.keys() == expected.keys()
+    actual, expected = measured(calls), plain_loop(calls)
+    assert actual.pop("staleness") == 0
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         # The log-probabilities are float32; R - log R - 1 of a ratio near 1 loses half of its digits.
         tolerance = 1e-3 if name == "kl_new_old" else 1e-6
-        assert found[name] == pytest.approx(value, rel=tolerance), name
+        assert actual[name] == pytest.approx(value, rel=tolerance), name
 
 
 def test_a_step_does_not_depend_on_how_it_is_cut_up() -> None:
@@ -108,17 +108,17 @@ def test_a_step_does_not_depend_on_how_it_is_cut_up() -> None:
 
 
 def test_staleness_is_the_mean_over_documents() -> None:
-    found = measured([some_call("sequence"), some_call("sequence", rows=2)], staleness=[0.0, 21.0])
-    assert found["staleness"] == pytest.approx(21.0 * 2 / 7)  # of five documents and of two
+    actual = measured([some_call("sequence"), some_call("sequence", rows=2)], staleness=[0.0, 21.0])
+    assert actual["staleness"] == pytest.approx(21.0 * 2 / 7)  # of five documents and of two
 
 
 def test_nothing_but_masked_rows_is_zero_and_not_an_error() -> None:
     call = some_call("sequence")
     call.mask = torch.zeros_like(call.mask)
-    found = measured([call])
-    assert found["num_segments"] == found["num_tokens"] == found["ratio_new_old"] == 0
-    assert math.isnan(found["effective_sample_size"])
-    assert "max_ratio" not in found
+    actual = measured([call])
+    assert actual["num_segments"] == actual["num_tokens"] == actual["ratio_new_old"] == 0
+    assert math.isnan(actual["effective_sample_size"])
+    assert "max_ratio" not in actual
 
 
 def test_processes_are_added_up() -> None:

@@ -40,12 +40,12 @@ def plan(
     refuse_uneven(documents, prompts_per_step, num_generations, mini_batches_per_rollout, per_device_train_batch_size)
     defaults = {"shape": SHAPE, "longest_prompt": 512, "max_completion_length": 512, "free_bytes": int(free)}
     defaults |= {"bytes_per_element": 2, "gradient_checkpointing": False}
-    given = {
+    options = {
         "num_generations": num_generations,
         "mini_batches_per_rollout": mini_batches_per_rollout,
         "per_device_train_batch_size": per_device_train_batch_size,
     }
-    return plan_batch(documents, **defaults | given | kwargs)
+    return plan_batch(documents, **defaults | options | kwargs)
 
 
 def documents_of(batch: dict[str, int]) -> int:
@@ -96,13 +96,13 @@ def test_every_plan_is_exact_and_trl_takes_it() -> None:
 
     planned = 0
     for documents, group, rollouts in itertools.product((6, 8, 12, 30, 64), (2, 4, 6, 8), (1, 3, 4)):
-        wanted = {"documents_per_step": documents, "num_generations": group, "mini_batches_per_rollout": rollouts}
+        expected = {"documents_per_step": documents, "num_generations": group, "mini_batches_per_rollout": rollouts}
         if documents * rollouts % group:
             with pytest.raises(UsageError, match="take "):
-                plan(**wanted)
+                plan(**expected)
             continue
         planned += 1
-        found, _ = plan(**wanted)
+        found, _ = plan(**expected)
         config = trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none", **found)
         assert config.per_device_train_batch_size * config.gradient_accumulation_steps == documents
         assert config.generation_batch_size == documents * rollouts
@@ -263,16 +263,16 @@ def test_a_layer_keeps_no_more_than_is_estimated(kv_heads: int, casts: bool) -> 
         if not casts:
             drop_casts(model)
         weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
-        found: dict[int, torch.UntypedStorage] = {}
+        collected: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            collected[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16):
             _ = model(input_ids=torch.zeros(2, 128, dtype=torch.long), use_cache=False)
-            return sum(storage.nbytes() for place, storage in found.items() if place not in weights)
+            return sum(storage.nbytes() for place, storage in collected.items() if place not in weights)
 
     measured, counted = (kept(3) - kept(2)) / 256, (16 * 256 + 4 * 896) * 2
     print(f"{kv_heads} key-value heads, casts {casts}: {measured:,.0f} of {counted:,} bytes a token and layer")

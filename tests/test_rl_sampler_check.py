@@ -68,10 +68,10 @@ def test_a_sampler_that_follows_has_no_lag(stage: Any) -> None:
     for _ in range(4):
         stage.train(0.05)
         stage.sync()
-        found = stage.rollout()
-        assert found["moved"] > 1e-3
-        assert found["lag"] < 1e-3
-        assert found["difference"] < 1e-6
+        actual = stage.rollout()
+        assert actual["moved"] > 1e-3
+        assert actual["lag"] < 1e-3
+        assert actual["difference"] < 1e-6
 
 
 def test_weights_of_an_earlier_step_are_told_at_once_and_until_they_are_replaced(stage: Any) -> None:
@@ -113,12 +113,12 @@ def test_other_arithmetic_is_no_lag(stage: Any) -> None:
 def test_a_stale_sampler_under_noise_is_told_once_the_trainer_is_far_enough(stage: Any) -> None:
     stage.noise = 0.005  # the engine never gives the same values twice, as kernels on a GPU may not
     stage.rollout()
-    found = []
+    collected = []
     for _ in range(12):
         stage.train(0.2)
-        found.append(stage.rollout().get("lag"))
-    assert found[-1] is not None
-    assert found[-1] > 0.5
+        collected.append(stage.rollout().get("lag"))
+    assert collected[-1] is not None
+    assert collected[-1] > 0.5
 
 
 def test_a_warm_start_under_autocast_is_not_called_stale_for_its_arithmetic(stage: Any) -> None:
@@ -169,11 +169,11 @@ def test_the_share_that_a_correction_changes(
         vllm_importance_sampling_clip_max=high,
     )
     batch = {"importance_sampling_ratio": torch.tensor(weights), "completion_mask": torch.tensor([[1, 1, 0]])}
-    found = weigh_correction(args, batch)
+    actual = weigh_correction(args, batch)
     counted = [row[0] for row in weights] if len(weights[0]) == 1 else weights[0][:2]  # the third token is padding
     squares = sum(value**2 for value in counted)
-    assert found["corrected_share"] == share
-    assert found["effective_share"] == pytest.approx(sum(counted) ** 2 / (len(counted) * squares))  # Kish 1965
+    assert actual["corrected_share"] == share
+    assert actual["effective_share"] == pytest.approx(sum(counted) ** 2 / (len(counted) * squares))  # Kish 1965
     assert weigh_correction(args, {}) == {}
 
 
@@ -181,19 +181,19 @@ def test_the_share_that_a_correction_changes(
 
 
 def run_of(**sections: Any) -> RunConfig:
-    given = {
+    options = {
         "model": {"name": "m"},
         "data": {"source": "d", "format": "prompt_completion"},
         "cogumi": {"method": "gspo"},
     }
     for name, values in sections.items():
-        given[name] = given.get(name, {}) | values
-    return RunConfig.model_validate(given)
+        options[name] = options.get(name, {}) | values
+    return RunConfig.model_validate(options)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_correction_is_trls_own_settings(name: str) -> None:
-    found = gspo.arguments(run_of(cogumi={"sampler_correction": name}, train={"use_vllm": True}))
+    actual = gspo.arguments(run_of(cogumi={"sampler_correction": name}, train={"use_vllm": True}))
     expected = {
         "tis": (True, "token_truncate", None, 2.0),
         "icepop": (True, "token_mask", 0.5, 5.0),
@@ -201,9 +201,9 @@ def test_a_correction_is_trls_own_settings(name: str) -> None:
     }
     prefix = "vllm_importance_sampling_"
     if name == "none":
-        assert found[prefix + "correction"] is False
+        assert actual[prefix + "correction"] is False
         return
-    assert tuple(found[prefix + key] for key in ("correction", "mode", "clip_min", "clip_max")) == expected[name]
+    assert tuple(actual[prefix + key] for key in ("correction", "mode", "clip_min", "clip_max")) == expected[name]
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_a_cut_distribution_beside_a_correction_is_refused(make_trainer: Callabl
 
     def messages(rollout_logps: bool = False, **settings: Any) -> list[str]:
         trainer.args.__dict__.update(settings)
-        found = find_problems(trainer, backend="trl", rollout_logps=rollout_logps)
-        return [each.message for each in found if each.name == "cut-distribution" and each.refused]
+        result = find_problems(trainer, backend="trl", rollout_logps=rollout_logps)
+        return [each.message for each in result if each.name == "cut-distribution" and each.refused]
 
     assert messages(top_p=0.8) == []  # transformers' sampler: the trainer's own log-probabilities are the old ones
     (said,) = messages(use_vllm=True, vllm_importance_sampling_correction=True)

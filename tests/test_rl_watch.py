@@ -312,9 +312,9 @@ def test_an_auxiliary_loss_is_named_accepted_and_said(
     assert "relative_difference" not in record
     assert record["function"].endswith("Auxiliary._compute_loss")
     assert record["source"]["file"] == __file__
-    (said,) = [record.getMessage() for record in caplog.records if "own-objective" in record.getMessage()]
-    assert "compared with no formula" in said
-    assert "Auxiliary._compute_loss" in said
+    (message,) = [record.getMessage() for record in caplog.records if "own-objective" in record.getMessage()]
+    assert "compared with no formula" in message
+    assert "Auxiliary._compute_loss" in message
     cogumi.patch()  # as every cell that needs it calls it: what was accepted stays so
     assert accepted_by(trainer) == {"own-objective"}
 

@@ -74,8 +74,8 @@ def test_a_mixture_in_4_bits_dequantizes_all_experts_for_each_token() -> None:
     assert experts == 25_165_824
     moved = experts * (0.5 + 2 + 2 + (1 + 4 + 4) / 64)
     work = replace(WORK, prompt=4, completion=2, rollout=1)
-    found = seconds(config, work, ALL_BYTES, attention="eager", load_in_4bit=True)
-    assert found == pytest.approx(2 * moved, rel=0.06)
+    actual = seconds(config, work, ALL_BYTES, attention="eager", load_in_4bit=True)
+    assert actual == pytest.approx(2 * moved, rel=0.06)
 
 
 def test_a_linear_layer_in_4_bits_is_dequantized_for_more_than_16_rows() -> None:

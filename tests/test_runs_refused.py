@@ -40,11 +40,11 @@ def test_mistakes_are_told_and_leave_nothing(sft: Config, tmp_path: Path) -> Non
         "Invalid epsilon": {"train__adam_epsilon": -1.0},  # which only torch knows, once there is a model
     }
     with ThreadPoolExecutor() as pool:
-        asked = {
+        requests = {
             says: pool.submit(cogumi.start, sft, cogumi__run_dir=str(tmp_path / f"run-{number}"), **words)
             for number, (says, words) in enumerate(mistakes.items())
         }
-    for says, start in asked.items():
+    for says, start in requests.items():
         error = start.exception()
         assert isinstance(error, UsageError), repr(error)
         assert says in str(error)
@@ -57,8 +57,8 @@ def test_a_model_that_can_only_be_a_path_is_refused_before_torch_with_the_near_n
     asked = f"import cogumi\ntry: cogumi.preview('smoke/chat-sft', model__name='{tmp_path}/sft/mergd')\n"
     asked += "except cogumi.UsageError as error: print(error)\nimport sys\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    said = f"no model at '{tmp_path}/sft/mergd': there is no such directory; there is {tmp_path}/sft/merged; give a directory"
-    assert said in done.stdout
+    message = f"no model at '{tmp_path}/sft/mergd': there is no such directory; there is {tmp_path}/sft/merged; give a directory"
+    assert message in done.stdout
 
 
 def test_a_file_is_not_taken_for_a_directory_of_a_run(sft: Config, tmp_path: Path) -> None:

@@ -127,11 +127,11 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside]:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_is_contained(sandbox: Sandbox, outside: Outside, name: str):
     attack, before = ATTACKS[name], workers_alive()
-    given = {"given.json": json.dumps(outside.given())}
+    files = {"given.json": json.dumps(outside.given())}
     beside: list[SandboxResult] = []
     thread = threading.Thread(target=lambda: beside.append(sandbox.run("print(6 * 7)")))
     thread.start()
-    attacked = sandbox.run(attack.program, given, limits=replace(LIMITS, seconds=attack.seconds))
+    attacked = sandbox.run(attack.program, files, limits=replace(LIMITS, seconds=attack.seconds))
     thread.join()
     assert attack.contained(attacked), attacked
     assert [(each.status, each.output) for each in beside] == [("finished", "42\n")]
@@ -207,12 +207,12 @@ def test_an_ordinary_user_is_as_safe(outside: Outside):
 
 
 def attacks_that_succeed(level: str, outside: Outside) -> list[str]:
-    given = {"given.json": json.dumps(outside.given() | {"private": private_file()})}
+    files = {"given.json": json.dumps(outside.given() | {"private": private_file()})}
     with Sandbox(2, LIMITS, level) as sandbox:
         if level == "limits":
             assert sandbox.reaches == []
         with ThreadPoolExecutor(2) as threads:
-            ask = lambda each: sandbox.run(each.program, given, limits=replace(LIMITS, seconds=each.seconds))  # noqa: E731
+            ask = lambda each: sandbox.run(each.program, files, limits=replace(LIMITS, seconds=each.seconds))  # noqa: E731
             results = list(threads.map(ask, ATTACKS.values()))
         unharmed = sandbox.run("print(42)").output == "42\n"
     failed = [

@@ -44,8 +44,8 @@ def test_a_name_is_the_same_tokens_wherever_it_stands() -> None:
     tokenizer = load_tokenizer(str(PATH))
     name = tokenizer("wobble")["input_ids"]
     for before, after in (("x = ", ""), ("(", ")"), ("a.", "[0]"), ("\n    ", " += 1")):
-        found = tokenizer(before + "wobble" + after)["input_ids"]
-        assert any(found[at : at + len(name)] == name for at in range(len(found)))
+        actual = tokenizer(before + "wobble" + after)["input_ids"]
+        assert any(actual[at : at + len(name)] == name for at in range(len(actual)))
     assert isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel)  # GPT-2's, for other engines
 
 

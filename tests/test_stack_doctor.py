@@ -121,14 +121,14 @@ def test_a_good_environment_is_found_good_in_time(environment: Environment) -> N
 def left_running(environment: Environment) -> list[str]:
     """Commands of processes that were started by the doctor in this environment, or by what it imported."""
     home = f"HOME={environment.home}".encode()
-    found = []
+    collected = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if home in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                collected.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    return found
+    return collected
 
 
 # ------------------------------------------------------------------------------------------------------ broken packages
@@ -258,9 +258,9 @@ def test_a_release_that_does_not_fit(
 
 def section(heading: str) -> str:
     """The printed block below a heading of the doc."""
-    found = re.search(rf"^### {re.escape(heading)}\n.*?^```\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.DOTALL)
-    assert found, f"docs/doctor.md has no section {heading!r} with a block"
-    return found[1]
+    match = re.search(rf"^### {re.escape(heading)}\n.*?^```\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.DOTALL)
+    assert match, f"docs/doctor.md has no section {heading!r} with a block"
+    return match[1]
 
 
 def in_words(text: str) -> str:
@@ -342,8 +342,8 @@ def test_everything_cogumi_imports_is_asked_for() -> None:
 
     from cogumi.stack.lanes import NEEDED
 
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert sorted(NEEDED) == sorted(re.split(r"[<>=]", each)[0] for each in wanted)
+    expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(NEEDED) == sorted(re.split(r"[<>=]", each)[0] for each in expected)
 
 
 def test_an_installation_that_was_cut_short(environment: Environment) -> None:
@@ -396,9 +396,9 @@ def test_a_driver_that_refuses(
     said: str, what: str, state: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", said, 18)["PATH"])
-    (found,) = check_driver("13.0", 60)
-    assert (found.what, found.state) == (what, state)
-    assert cause in found.cause
+    (finding,) = check_driver("13.0", 60)
+    assert (finding.what, finding.state) == (what, state)
+    assert cause in finding.cause
 
 
 H100 = "580.95.05, 81559, NVIDIA H100 80GB HBM3"
@@ -433,8 +433,8 @@ def test_a_driver_too_old_for_torch(environment: Environment, tmp_path: Path) ->
 def test_no_gpu_at_all_is_a_note() -> None:
     if find_gpu_sign() or shutil.which("nvidia-smi"):
         pytest.skip("this machine has a GPU, or its tools")
-    (found,) = check_driver(None, 60)
-    assert (found.state, found.figure) == ("note", "no NVIDIA GPU; everything runs on the CPU")
+    (finding,) = check_driver(None, 60)
+    assert (finding.state, finding.figure) == ("note", "no NVIDIA GPU; everything runs on the CPU")
 
 
 def test_a_gpu_that_the_kernel_shows(tmp_path: Path) -> None:
@@ -475,8 +475,8 @@ def test_no_disk_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
 
     monkeypatch.setattr(tempfile, "gettempdir", none)
-    found = check_temporary_files()
-    assert (found.state, found.fix.startswith("free space")) == ("fatal", True)
+    findings = check_temporary_files()
+    assert (findings.state, findings.fix.startswith("free space")) == ("fatal", True)
 
 
 # ------------------------------------------------------------------------------------------------------------- command line
@@ -499,20 +499,20 @@ KNOWN = "ImportError: libcudart.so.13: cannot open shared object file: No such f
 def test_a_pasted_traceback_is_explained(tmp_path: Path, doctor: Callable[..., Any]) -> None:
     path = tmp_path / "log.txt"
     path.write_text(KNOWN)
-    status, said, wrong = doctor("--explain", path)
+    status, output, wrong = doctor("--explain", path)
     assert (status, wrong) == (0, "")
-    assert doctor("--explain", "-", stdin=KNOWN) == (0, said, "")
-    assert "libcudart.so.13" in said
+    assert doctor("--explain", "-", stdin=KNOWN) == (0, output, "")
+    assert "libcudart.so.13" in output
     as_json = json.loads(doctor("--explain", "-", "--json", stdin=KNOWN)[1])
     assert as_json["known"]
-    assert as_json["diagnoses"][0]["fix"] in said
+    assert as_json["diagnoses"][0]["fix"] in output
 
 
 def test_an_unknown_text_says_so(doctor: Callable[..., Any]) -> None:
-    status, said, wrong = doctor("--explain", "-", stdin="Traceback (most recent call last):\nKeyError: 'mine'\n")
+    status, output, wrong = doctor("--explain", "-", stdin="Traceback (most recent call last):\nKeyError: 'mine'\n")
     assert (status, wrong) == (1, "")
-    assert said.startswith("unknown: none of the ")
-    assert "KeyError: 'mine'" in said
+    assert output.startswith("unknown: none of the ")
+    assert "KeyError: 'mine'" in output
 
 
 @pytest.mark.parametrize(

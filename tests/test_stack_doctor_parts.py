@@ -34,14 +34,14 @@ def test_another_python_is_fatal_and_the_installer_gets_one(
     release: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "version_info", Release(release))
-    found = checkup.check_python()
-    assert (found.state, found.fix.split(":")[0]) == ("fatal", "sh requirements/install.sh")
+    findings = checkup.check_python()
+    assert (findings.state, findings.fix.split(":")[0]) == ("fatal", "sh requirements/install.sh")
 
 
 def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
-    found = checkup.check_python()
-    assert (found.state, found.fix) == ("warning", f"run {tmp_path}/bin/python -m cogumi doctor")
+    findings = checkup.check_python()
+    assert (findings.state, findings.fix) == ("warning", f"run {tmp_path}/bin/python -m cogumi doctor")
 
 
 # ------------------------------------------------------------------------------------------------------------------ boxes
@@ -50,16 +50,16 @@ def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
     with mounting(tmp_path) as mount:
         disk = mount()
-        found = host.check_directory(disk)
-    assert found.state == "warning"
-    assert found.cause == f"{disk} is in memory: files here are lost when the box stops"
+        findings = host.check_directory(disk)
+    assert findings.state == "warning"
+    assert findings.cause == f"{disk} is in memory: files here are lost when the box stops"
 
 
 def test_the_disk_of_a_container_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = replace(filesystem_of(tmp_path), kind="overlay")
     monkeypatch.setattr(host, "filesystem_of", lambda path: overlay)
-    found = host.check_directory(tmp_path)
-    assert (found.state, "the container's own disk" in found.figure) == ("note", True)
+    findings = host.check_directory(tmp_path)
+    assert (findings.state, "the container's own disk" in findings.figure) == ("note", True)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_the_disk_of_a_container_is_a_note(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
     with mounting(tmp_path) as mount:
-        found = host.check_directory(mount(options=option))
-    assert (found.state, said in found.cause) == ("warning", True)
+        findings = host.check_directory(mount(options=option))
+    assert (findings.state, said in findings.cause) == ("warning", True)
 
 
 def test_the_hub_cache_on_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +79,10 @@ def test_the_hub_cache_on_a_small_disk(tmp_path: Path, monkeypatch: pytest.Monke
         for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HF_HOME", str(small / "hf"))
-        found = host.check_hub_cache(tmp_path)
+        findings = host.check_hub_cache(tmp_path)
     place = Path(filesystem_of(tmp_path).mount) / ".cache"
-    assert (found.state, found.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
-    assert "8B model" in found.cause
+    assert (findings.state, findings.fix) == ("warning", f"export HF_HOME={place / 'hf'}")
+    assert "8B model" in findings.cause
 
 
 def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +93,9 @@ def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pyt
         fill(disk, 0.5)
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", str(disk))
-        found = host.check_temporary_files()
+        findings = host.check_temporary_files()
     monkeypatch.setattr(tempfile, "tempdir", None)
-    assert (found.state, "200 MB" in found.cause) == ("warning", True)
+    assert (findings.state, "200 MB" in findings.cause) == ("warning", True)
 
 
 # -------------------------------------------------------------------------------------------------------------- variables
@@ -143,9 +143,9 @@ def test_a_file_of_the_work_directory_that_hides_a_package(tmp_path: Path) -> No
 
 
 def test_what_is_installed_here_is_whole() -> None:
-    found = lanes.installed_versions()
-    assert {"torch", "numpy", "pyarrow"} <= found.keys()
-    assert found["numpy"] == importlib.metadata.version("numpy")
+    actual = lanes.installed_versions()
+    assert {"torch", "numpy", "pyarrow"} <= actual.keys()
+    assert actual["numpy"] == importlib.metadata.version("numpy")
     assert list(lanes.check_files()) == []
 
 
@@ -163,10 +163,10 @@ def test_what_is_installed_here_is_whole() -> None:
 )
 def test_which_driver_runs_which_torch(version: str, torch: str | None, state: str) -> None:
     """Any driver of a major runs every release of that major."""
-    found = host.check_driver_version(version, torch)
-    if found.state == "warning":
+    findings = host.check_driver_version(version, torch)
+    if findings.state == "warning":
         pytest.skip("this machine has cuda-compat")
-    assert found.state == state
+    assert findings.state == state
 
 
 def test_a_driver_older_than_every_lane() -> None:

@@ -48,9 +48,9 @@ def put(site: Path, wanted: Lane, **versions: str) -> None:
 @pytest.mark.parametrize("name", list(lanes()))
 def test_a_lane_that_is_installed_is_recognised_and_has_not_drifted(name: str, site: Path) -> None:
     put(site, lanes()[name])
-    found = installed_lane()
-    assert found is not None
-    assert (found.name, drift(found)) == (name, [])
+    actual = installed_lane()
+    assert actual is not None
+    assert (actual.name, drift(actual)) == (name, [])
 
 
 def test_the_cpu_build_of_torch_is_the_cpu_lanes_and_no_drift(site: Path) -> None:
@@ -68,12 +68,12 @@ def test_a_build_for_another_cuda_is_drift(site: Path) -> None:
 
 
 def test_what_is_missing_and_what_is_another_version_is_named(site: Path) -> None:
-    wanted = lanes()["stable"]
-    put(site, wanted, trl="1.16.0")
-    (site / f"xformers-{wanted.pins['xformers']}.dist-info" / "METADATA").unlink()  # a broken uninstallation
+    expected = lanes()["stable"]
+    put(site, expected, trl="1.16.0")
+    (site / f"xformers-{expected.pins['xformers']}.dist-info" / "METADATA").unlink()  # a broken uninstallation
     install(site, "flash_attn", "2.8.1")  # not in the lane: nothing to compare with
-    assert drift(wanted) == [("trl", "1.15.0", "1.16.0"), ("xformers", "0.0.35", None)]
-    assert installed_lane() == wanted
+    assert drift(expected) == [("trl", "1.15.0", "1.16.0"), ("xformers", "0.0.35", None)]
+    assert installed_lane() == expected
 
 
 def test_names_are_compared_normalized(site: Path) -> None:
@@ -133,5 +133,5 @@ def test_the_table_is_in_the_wheel_and_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_every_installed_version_is_the_one_importlib_reports() -> None:
-    found = stack_lanes.installed_versions()
-    assert {name: importlib.metadata.version(name) for name in found} == found
+    actual = stack_lanes.installed_versions()
+    assert {name: importlib.metadata.version(name) for name in actual} == actual

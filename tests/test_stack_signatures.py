@@ -112,8 +112,8 @@ def test_importing_and_explaining_loads_no_torch() -> None:
         "import sys; from cogumi.diagnostics.signatures import explain_text; print(explain_text('CUDA error: out of memory')); "
         "print([name for name in ('torch', 'numpy', 'transformers', 'pydantic') if name in sys.modules])"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert said.stdout.splitlines()[-1] == "[]"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert output.stdout.splitlines()[-1] == "[]"
 
 
 # The same failures in other words, for the patterns that no fixture is for.
@@ -309,17 +309,17 @@ def test_a_missing_package_of_the_stack_is_known(package: str) -> None:
 
 def repeats(parsed: Any) -> list[tuple[int, int, Any]]:
     """(least, most, what) of every repetition in a parsed pattern, those within others too."""
-    found = []
+    collected = []
     for operation, argument in parsed:
         if operation in (opcodes.MAX_REPEAT, opcodes.MIN_REPEAT, opcodes.POSSESSIVE_REPEAT):
-            found += [argument, *repeats(argument[2])]
+            collected += [argument, *repeats(argument[2])]
         elif operation is opcodes.SUBPATTERN:
-            found += repeats(argument[3])
+            collected += repeats(argument[3])
         elif operation is opcodes.BRANCH:
-            found += [repeat for branch in argument[1] for repeat in repeats(branch)]
+            collected += [repeat for branch in argument[1] for repeat in repeats(branch)]
         elif operation in (opcodes.ASSERT, opcodes.ASSERT_NOT):
-            found += repeats(argument[1])
-    return found
+            collected += repeats(argument[1])
+    return collected
 
 
 def slow(pattern: str) -> str | None:
@@ -327,10 +327,10 @@ def slow(pattern: str) -> str | None:
     parsed = list(parser.parse(pattern))
     if [operation for operation, _ in parsed[:3]] != [opcodes.LITERAL] * 3:
         return "does not begin with three plain letters"
-    found = repeats(parsed)
-    if any(most is opcodes.MAXREPEAT for _, most, _ in found):
+    result = repeats(parsed)
+    if any(most is opcodes.MAXREPEAT for _, most, _ in result):
         return "repeats without a bound"
-    if prod(int(most) - int(least) + 1 for least, most, _ in found) > 2000:
+    if prod(int(most) - int(least) + 1 for least, most, _ in result) > 2000:
         return "can be matched at one place in too many ways"
     # A space becomes module.GAP, which takes up to 200 characters of white space: beside it nothing else may take them.
     if re.search(r" (?:\.|\\S|\\D|\\W|\[\^)[^ ]*?\{\d*,\d{2,}\}|(?:\.|\\D|\\W|\[\^[^]]*\])\{\d*,\d{2,}\} ", pattern):

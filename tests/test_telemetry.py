@@ -41,12 +41,12 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard reads out of a run's directory: tag -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found: dict[str, list[tuple[int, float]]] = {}
+    collected: dict[str, list[tuple[int, float]]] = {}
     for path in sorted((run_dir / "tensorboard").glob("*tfevents*")):
         events = EventAccumulator(str(path)).Reload()
         for tag in events.Tags()["scalars"]:
-            found.setdefault(tag, []).extend((scalar.step, scalar.value) for scalar in events.Scalars(tag))
-    return found
+            collected.setdefault(tag, []).extend((scalar.step, scalar.value) for scalar in events.Scalars(tag))
+    return collected
 
 
 def after_step(patch: pytest.MonkeyPatch, act: Callable[[Any, Any, Any], None]) -> None:
@@ -88,24 +88,24 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
     sft["data"]["max_rows"] = 48  # six whole steps
     sft["train"] |= {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": 2}
     result = cogumi.train(sft, cogumi__price_per_hour=7200.0)
-    found = read_json(result.run_dir / "metrics.json")
+    parsed = read_json(result.run_dir / "metrics.json")
     assert len(counted) == 12
-    assert found["tokens"] == sum(counted) == result.series("num_tokens")[-1]
-    assert found["tokens"] / found["tokens_per_second"] == pytest.approx(found["step_seconds"], abs=6e-4)
-    assert list(found["seconds"]) == ["data", "load", "samples", "train", "eval"]
-    assert sum(found["seconds"].values()) == pytest.approx(found["elapsed_seconds"], abs=0.1)
-    assert found["step_seconds"] <= found["seconds"]["train"]
-    assert found["cost"] == pytest.approx(2 * found["elapsed_seconds"], abs=0.1)
-    assert found["mfu"] is None
-    assert found["final"]["loss"] == result.series("loss")[-1]
-    assert found["final"]["eval_loss"] == result.series("eval_loss")[-1]
-    assert found["memory"]["peak_rss"] > 1e8
+    assert parsed["tokens"] == sum(counted) == result.series("num_tokens")[-1]
+    assert parsed["tokens"] / parsed["tokens_per_second"] == pytest.approx(parsed["step_seconds"], abs=6e-4)
+    assert list(parsed["seconds"]) == ["data", "load", "samples", "train", "eval"]
+    assert sum(parsed["seconds"].values()) == pytest.approx(parsed["elapsed_seconds"], abs=0.1)
+    assert parsed["step_seconds"] <= parsed["seconds"]["train"]
+    assert parsed["cost"] == pytest.approx(2 * parsed["elapsed_seconds"], abs=0.1)
+    assert parsed["mfu"] is None
+    assert parsed["final"]["loss"] == result.series("loss")[-1]
+    assert parsed["final"]["eval_loss"] == result.series("eval_loss")[-1]
+    assert parsed["memory"]["peak_rss"] > 1e8
     costs, speeds = result.series("perf/cost"), result.series("perf/tokens_per_second")
     assert costs == sorted(costs)
     assert len(speeds) == len(result.series("loss")) == 6
-    said = (result.run_dir / "run.log").read_text()
-    assert f"step 6/6, loss {result.series('loss')[-1]:.3g}, grad " in said
-    assert "no MFU: no GPU" in said
+    log_text = (result.run_dir / "run.log").read_text()
+    assert f"step 6/6, loss {result.series('loss')[-1]:.3g}, grad " in log_text
+    assert "no MFU: no GPU" in log_text
     read_back = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(sft["model"]["name"], dtype=torch.float32), result.adapter
     )
@@ -129,18 +129,18 @@ def test_what_is_logged_reaches_tensorboard_in_the_run_directory_and_nowhere_els
 
 def test_a_gspo_run_says_what_rollouts_and_updates_took(finished_gspo: FinishedRun) -> None:
     result = finished_gspo.result
-    found = read_json(result.run_dir / "metrics.json")
-    assert 0 < found["seconds"]["rollout"] < found["step_seconds"]
-    assert found["rollout"]["measured_seconds"] == pytest.approx(found["seconds"]["rollout"] / 2, abs=0.01)
-    assert found["rollout"]["factor"] is None
+    parsed = read_json(result.run_dir / "metrics.json")
+    assert 0 < parsed["seconds"]["rollout"] < parsed["step_seconds"]
+    assert parsed["rollout"]["measured_seconds"] == pytest.approx(parsed["seconds"]["rollout"] / 2, abs=0.01)
+    assert parsed["rollout"]["factor"] is None
     said = re.findall(
         r"rollout: [\d.]+ s measured, not forecast: this run will take about .*",
         (result.run_dir / "run.log").read_text(),
     )
     assert len(said) == 1
     assert "ends at about" not in said[0]  # no budget ends it
-    assert found["final"]["reward"] == result.series("reward")[-1]
-    assert found["tokens"] == sum(result.series("policy/num_tokens")) + prompts_of(result)
+    assert parsed["final"]["reward"] == result.series("reward")[-1]
+    assert parsed["tokens"] == sum(result.series("policy/num_tokens")) + prompts_of(result)
     shown = scalars(result.run_dir)
     assert len(shown["train/policy/ratio_new_old"]) == 4
     assert len(shown["train/perf/tokens_per_second"]) == 4
@@ -231,15 +231,15 @@ def test_random_states_and_modes_are_put_back(tiny_model: Path) -> None:
     model.model.layers[1].eval()
     before = {name: module.training for name, module in model.named_modules()}
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    wanted = torch.rand(3), random.random(), np.random.rand()
+    expected = torch.rand(3), random.random(), np.random.rand()
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     with preserve_rng_and_mode(model):
         model.eval()
         torch.rand(7), random.random(), np.random.rand()
     assert {name: module.training for name, module in model.named_modules()} == before
     got = torch.rand(3), random.random(), np.random.rand()
-    assert got[0].equal(wanted[0])
-    assert got[1:] == wanted[1:]
+    assert got[0].equal(expected[0])
+    assert got[1:] == expected[1:]
 
 
 # ------------------------------------------------------------------------------------------------------------ heartbeat
@@ -438,8 +438,8 @@ def test_the_lengths_of_documents_in_each_kind_of_batch() -> None:
 
 def test_packed_rows_have_documents(sft: Config) -> None:
     result = cogumi.train(sft, train__packing=True, train__max_length=256, data__fim__max_length=160)
-    found = read_json(result.run_dir / "metrics.json")
-    assert found["tokens"] == result.series("num_tokens")[-1]
+    parsed = read_json(result.run_dir / "metrics.json")
+    assert parsed["tokens"] == result.series("num_tokens")[-1]
 
 
 # -------------------------------------------------------------------------------------------------------------- trackers

@@ -91,14 +91,14 @@ class Terminal:
 
 @contextmanager
 def terminal(command: Sequence[str], directory: Path) -> Iterator[Terminal]:
-    found = Terminal(command, directory)
+    result = Terminal(command, directory)
     try:
-        yield found
+        yield result
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(found.process.pid, signal.SIGKILL)
-        found.process.kill()
-        found.process.wait()
+            os.killpg(result.process.pid, signal.SIGKILL)
+        result.process.kill()
+        result.process.wait()
 
 
 def by_a_shell(command: str) -> list[str]:
@@ -331,10 +331,10 @@ def test_escapes_in_what_others_wrote_are_shown_and_not_obeyed(evil: Path, words
 
 def test_a_preview_on_a_terminal_obeys_nothing_in_the_data() -> None:
     shares = Shares(EVIL, 1, 1, {EVIL: 1}, 0, 0, 1, 1)
-    found = Preview(shares, None, (EVIL,), (), ((("learned", EVIL), ("context", EVIL + "\\")),))
-    assert "\x1b[31m" not in str(found)
-    assert not re.search("[\x07\x9b\r]|\x1b\\]", str(found))
-    assert str(found).count(SHOWN) == 5
+    actual = Preview(shares, None, (EVIL,), (), ((("learned", EVIL), ("context", EVIL + "\\")),))
+    assert "\x1b[31m" not in str(actual)
+    assert not re.search("[\x07\x9b\r]|\x1b\\]", str(actual))
+    assert str(actual).count(SHOWN) == 5
 
 
 def test_escapes_in_a_line_of_log_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,9 +90,9 @@ def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config) -> No
     del sft["data"]["max_rows"]
     sft["data"]["fim"]["max_length"] = 900
     longer = cogumi.train(sft, train__max_steps=1, cogumi__merge=False, train__per_device_train_batch_size=1)
-    said = (longer.run_dir / "run.log").read_text()
-    assert "the model was made for 512 (max_position_embeddings)" in said
-    assert "data.fim.max_length=512 takes no longer ones" in said
+    log_text = (longer.run_dir / "run.log").read_text()
+    assert "the model was made for 512 (max_position_embeddings)" in log_text
+    assert "data.fim.max_length=512 takes no longer ones" in log_text
     asked = load_config(sft, data__fim__max_length=512)
     examples = prepare_examples(asked, load_tokenizer(asked.model.name))
     assert not describe_overlong(asked, examples, AutoConfig.from_pretrained(asked.model.name))
@@ -418,10 +418,10 @@ def test_a_reward_of_another_shape_is_refused_before_the_model_is_loaded(
     file.write_text("def short(completions, **_):\n    return [1 / len(c[-1]['content']) for c in completions]\n")
     with pytest.raises(UsageError) as caught:
         cogumi.train(gspo, cogumi__rewards=[f"{file}:short"])
-    said = str(caught.value)
-    assert "\n" not in said
+    output = str(caught.value)
+    assert "\n" not in output
     assert all(
-        word in said for word in ("cogumi.rewards: reward short raised TypeError", "mine.py:2", "list[list[dict]]")
+        word in output for word in ("cogumi.rewards: reward short raised TypeError", "mine.py:2", "list[list[dict]]")
     )
     assert not Path(gspo["cogumi"]["run_dir"]).exists()
     with pytest.raises(UsageError, match="final_number takes `answer`"):  # and a column that is missing

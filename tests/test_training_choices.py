@@ -331,12 +331,12 @@ def test_flash_attention_is_tried_and_its_metadata_is_not_asked(
     found, why = flash_attention(device="cpu")
     assert found == chosen
     assert because in why
-    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert len(kept) == (because.startswith("flash-attn"))  # a failed import or gradient may be repaired
-    if kept:
+    kept_rows = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert len(kept_rows) == (because.startswith("flash-attn"))  # a failed import or gradient may be repaired
+    if kept_rows:
         monkeypatch.setattr("cogumi.stack.probes.run_probe", lambda *_: pytest.fail("the answer is on the disk"))
         flash_attention.cache_clear()
-        assert flash_attention(device="cpu") == (chosen, f"{why}; as an earlier run found ({kept[0]})")
+        assert flash_attention(device="cpu") == (chosen, f"{why}; as an earlier run found ({kept_rows[0]})")
         (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.9\n")
         flash_attention.cache_clear()
         with pytest.raises(pytest.fail.Exception):

@@ -33,9 +33,9 @@ def a_run(**train: Any) -> RunConfig:
 def test_a_step_keeps_its_examples(count: int, batch: int, accumulated: int, own: tuple[int, int]) -> None:
     run = a_run(per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated)
     shared = split_step(run, count)
-    found = shared.train["per_device_train_batch_size"], shared.train["gradient_accumulation_steps"]
-    assert found == own
-    assert found[0] * found[1] * count == batch * accumulated
+    actual = shared.train["per_device_train_batch_size"], shared.train["gradient_accumulation_steps"]
+    assert actual == own
+    assert actual[0] * actual[1] * count == batch * accumulated
     assert run.train["per_device_train_batch_size"] == batch  # the config that is kept is the asked one
     assert str(batch * accumulated) in describe_split(run, shared, count)
 

@@ -144,10 +144,10 @@ def test_stop_ends_a_run_with_a_checkpoint(sft: Config) -> None:
     assert flags["flags"][0]["level"] == "red"
     goes_on = cogumi.train(sft, cogumi__on_red="warn", lora__lora_alpha=0)
     assert len(goes_on.series("loss")) == 14
-    said = (home / "run.log").read_text()
-    assert f" step {stopped}: red: adapter moves: " in said
-    assert said.count(" INFO red: adapter moves: ") == 2  # each part ends with what is red
-    assert "was red at step" not in said  # it still is
+    log_text = (home / "run.log").read_text()
+    assert f" step {stopped}: red: adapter moves: " in log_text
+    assert log_text.count(" INFO red: adapter moves: ") == 2  # each part ends with what is red
+    assert "was red at step" not in log_text  # it still is
 
 
 def test_warn_says_it_once_and_trains_on(red: Any) -> None:

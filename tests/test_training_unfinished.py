@@ -111,9 +111,9 @@ def test_a_failed_run_goes_on(
     assert result.passed, str(result.verdict)
     assert logged(run_dir) == logged(whole.run_dir)
     assert the_same(run_dir, whole.run_dir)
-    said = (run_dir / "run.log").read_text()
-    assert ("resuming from" in said) == (fails_at > 1)
-    assert "resumes where it stopped" in said
+    log_text = (run_dir / "run.log").read_text()
+    assert ("resuming from" in log_text) == (fails_at > 1)
+    assert "resumes where it stopped" in log_text
 
 
 def test_a_checkpoint_inside_a_rollout_is_taken_and_resumed_from(
@@ -271,8 +271,8 @@ def test_a_report_that_finds_no_room_takes_nothing_from_the_run(
         assert result.passed, str(result.verdict)
         assert "report.html: cannot be written: No space left on device; name another file (--out)" in caplog.text
         elsewhere = tmp_path / "home.html"
-        said = CliRunner().invoke(app, ["report", str(disk / "run"), "--out", str(elsewhere)])
-        assert said.exit_code == 0, said.output
+        output = CliRunner().invoke(app, ["report", str(disk / "run"), "--out", str(elsewhere)])
+        assert output.exit_code == 0, output.output
         assert elsewhere.read_text().startswith("<!doctype html>")
 
 
@@ -327,9 +327,9 @@ def test_gspo_that_goes_on_inside_a_rollout_raises_no_false_alarm(
         with pytest.raises(KeyboardInterrupt):
             cogumi.train(gspo)
     result = cogumi.train(gspo)
-    said = (result.run_dir / "run.log").read_text()
-    assert "resuming from" in said
-    assert "before anything was learned" not in said
+    log_text = (result.run_dir / "run.log").read_text()
+    assert "resuming from" in log_text
+    assert "before anything was learned" not in log_text
     assert result.series("policy/staleness") == whole.series("policy/staleness")
     assert the_same(result.run_dir, whole.run_dir)
 

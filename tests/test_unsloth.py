@@ -437,10 +437,10 @@ def test_ratios_are_exactly_one_until_the_first_update(
     precision: dict[str, str], tiny_model: Path, tmp_path: Path
 ) -> None:
     in_a_process(str(HERE), "training", str(tiny_model), "run.pt", cwd=tmp_path, **precision)
-    wanted = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4}
+    expected = {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4}
     for beta, run in torch.load(tmp_path / "run.pt", weights_only=False).items():
         assert len(run["seen"]) == 4
-        assert all(call.items() >= wanted.items() for call in run["seen"])
+        assert all(call.items() >= expected.items() for call in run["seen"])
         assert [call["tokens"] for call in run["seen"][:2]] == [0, 0]
         assert all(call["sequences"] > 1e-5 for call in run["seen"][2:])
         assert run["moved"] > 0
@@ -520,8 +520,8 @@ def test_a_run_resumes_merges_and_is_started_from(sections: dict[str, Any], tmp_
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "sanity checked"
     warm = sft_config(tmp_path / "warm", **sections)
     warm["model"]["adapter"] = str(tmp_path / "run/adapter")
-    given = [json.dumps(each) for each in (whole, at_once, warm)]
-    in_a_process("-c", TRAIN, *given, cwd=tmp_path, UNSLOTH_ON_CPU="0", **NO_AUTOCAST)
+    inputs = [json.dumps(each) for each in (whole, at_once, warm)]
+    in_a_process("-c", TRAIN, *inputs, cwd=tmp_path, UNSLOTH_ON_CPU="0", **NO_AUTOCAST)
     resumed, other = (
         load_file(each / "run/adapter/adapter_model.safetensors") for each in (tmp_path, tmp_path / "at-once")
     )
@@ -532,9 +532,9 @@ def test_a_run_resumes_merges_and_is_started_from(sections: dict[str, Any], tmp_
     (logits,) = (check for check in verdict["checks"] if check["name"] == "merged logits")
     assert logits["passed"]
     assert beside in logits["figure"]
-    said = (tmp_path / "run/run.log").read_text()
-    assert "backend: unsloth (cogumi.backend is unsloth)" in said
-    assert "unsloth: " not in said.replace("patched unsloth: ", ""), "nothing was changed"
+    log_text = (tmp_path / "run/run.log").read_text()
+    assert "backend: unsloth (cogumi.backend is unsloth)" in log_text
+    assert "unsloth: " not in log_text.replace("patched unsloth: ", ""), "nothing was changed"
     started = (tmp_path / "warm/run/run.log").read_text()
     assert f"{len(resumed)} tensors of {tmp_path / 'run/adapter'}" in started
     assert "are in the model bit for bit" in started
@@ -550,14 +550,14 @@ def test_what_unsloth_changes_is_said(tmp_path: Path) -> None:
         cogumi={"merge": False},
     )
     in_a_process("-c", TRAIN, json.dumps(config), cwd=tmp_path, UNSLOTH_ON_CPU="0", **NO_AUTOCAST)
-    said = (tmp_path / "run/run.log").read_text()
+    log_text = (tmp_path / "run/run.log").read_text()
     for line in (
         "model.quantization_config.bnb_4bit_quant_type is nf4, and fp4 was asked for",
         "lora.modules_to_save is ['embed_tokens'], and None was asked for",
         "the adapter is on 12 modules, and 13 were asked for; model.embed_tokens is one that differs",
         "train.packing is False, and True was asked for",
     ):
-        assert f"unsloth: {line}" in said
+        assert f"unsloth: {line}" in log_text
     compiling = json.loads((tmp_path / "run/decisions.json").read_text())["compile"]
     assert compiling["strategy"] == "none"
     assert compiling["probes"][0].startswith("a 4-bit layer: one graph")
@@ -577,10 +577,10 @@ def test_a_run_has_trls_defaults_and_not_those_of_unsloths_classes(tmp_path: Pat
     from cogumi.patches import gspo_loss
 
     gspo_loss.apply()
-    found = json.loads((tmp_path / "found.json").read_text())
-    theirs = found.pop("unsloths own")["dpo"]
+    parsed = json.loads((tmp_path / "found.json").read_text())
+    theirs = parsed.pop("unsloths own")["dpo"]
     assert (theirs["seed"], theirs["gradient_accumulation_steps"], theirs["warmup_steps"]) == (3407, 2, 0.1)
-    for method, made in found.items():
+    for method, made in parsed.items():
         run = {"model": {"name": "cogumi:small-base"}, "data": {"source": "x"}, "cogumi": {"method": method}}
         of_trl = json.loads(json.dumps(trl_arguments(load_config(run)).to_dict(), default=str))
         apart = {key for key in of_trl if of_trl[key] != made[key]}
@@ -591,18 +591,18 @@ def test_a_run_has_trls_defaults_and_not_those_of_unsloths_classes(tmp_path: Pat
 def test_4_bit_layers_compile_beside_unsloths_with_the_patch(tmp_path: Path) -> None:
     tests = f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"
     in_a_process(str(HERE), "compiled", "found.json", cwd=tmp_path, PYTHONPATH=tests)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert any(each.startswith("Linear4bit.forward is unsloth_zoo") for each in found["foreign"])
+    parsed = json.loads((tmp_path / "found.json").read_text())
+    assert any(each.startswith("Linear4bit.forward is unsloth_zoo") for each in parsed["foreign"])
     as_it_is, patched = {"strategy": "", "failed": {}}, {"strategy": "branchless", "failed": {}}
     wanted = {
         "llama off": as_it_is, "llama auto": as_it_is | {"strategy": "none"},
         "gpt-oss off": {"strategy": ""}, "gpt-oss auto": patched,
     }  # fmt: skip
     for name, expected in wanted.items():
-        assert found[name]["apart"] == 0
-        assert found[name]["breaks"] == {}
-        assert found[name].items() >= expected.items()
-    (why,) = found["gpt-oss off"]["failed"].values()  # the experts run uncompiled, and no counter of Dynamo says so
+        assert parsed[name]["apart"] == 0
+        assert parsed[name]["breaks"] == {}
+        assert parsed[name].items() >= expected.items()
+    (why,) = parsed["gpt-oss off"]["failed"].values()  # the experts run uncompiled, and no counter of Dynamo says so
     assert "graph break" in why
 
 
@@ -613,14 +613,14 @@ def test_a_plain_model_runs_beside_unsloths(tiny_model: Path, tmp_path: Path) ->
 
 @with_unsloth
 def test_trl_is_refused_once_unsloth_is_in_place(tmp_path: Path) -> None:
-    said = in_a_process(
+    output = in_a_process(
         "-c",
         "import cogumi\ncogumi.patch(backend='unsloth')\n" + TRY.format("cogumi.patch(backend='trl')"),
         cwd=tmp_path,
     )
-    assert "UsageError cogumi.backend: TRL is to train" in said
-    assert "unsloth is in this process already" in said
-    assert "restart the kernel" in said
+    assert "UsageError cogumi.backend: TRL is to train" in output
+    assert "unsloth is in this process already" in output
+    assert "restart the kernel" in output
 
 
 RUN = "import cogumi\nassert cogumi.patch().patches[0].applied, cogumi.patch()\n" + TRAIN
@@ -644,7 +644,7 @@ def test_a_whole_run_goes_through_unsloth(tiny_model: Path, code_parquet: Path, 
     }  # fmt: skip
     resumed = config | {"cogumi": {"method": "gspo", "run_dir": str(tmp_path / "resumed")}}
     stopped = resumed | {"cogumi": resumed["cogumi"] | {"sanity": 3}}
-    said = in_a_process("-c", RUN, *map(json.dumps, (config, stopped, resumed)), cwd=tmp_path, **NO_AUTOCAST)
+    output = in_a_process("-c", RUN, *map(json.dumps, (config, stopped, resumed)), cwd=tmp_path, **NO_AUTOCAST)
     whole, other = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("run", "resumed"))
     assert all(torch.equal(other[name], whole[name]) for name in whole)
     ran = json.loads((tmp_path / "run" / "loss.json").read_text())
@@ -655,7 +655,7 @@ def test_a_whole_run_goes_through_unsloth(tiny_model: Path, code_parquet: Path, 
     assert decided["backend"] == {"name": "unsloth", "reason": "unsloth is installed, and has kernels for llama"}
     assert "UnslothGRPOTrainer.accumulate_chunk" in decided["compile"]["compiled"]
     assert decided["compile"]["failed"] == {}
-    assert "Unsloth (CPU): LlamaForCausalLM" in said  # which FastLanguageModel prints
+    assert "Unsloth (CPU): LlamaForCausalLM" in output  # which FastLanguageModel prints
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "policy/ratio_new_old" in row]
     assert [row["policy/staleness"] for row in steps] == [0, 8, 0, 8]
@@ -703,10 +703,10 @@ def test_in_time_it_is_applied_once_and_for_good(tmp_path: Path) -> None:
         "print(unsloth_rl.apply().applied, trl.GRPOTrainer is trainer, trainer.__name__)\n"
         + TRY.format("unsloth_rl.undo()")
     )
-    said = in_a_process("early.py", cwd=tmp_path)
-    assert "False True\n" in said
-    assert "True True UnslothGRPOTrainer\n" in said
-    assert "RuntimeError unsloth: unsloth's changes to TRL, transformers and torch cannot be undone" in said
+    output = in_a_process("early.py", cwd=tmp_path)
+    assert "False True\n" in output
+    assert "True True UnslothGRPOTrainer\n" in output
+    assert "RuntimeError unsloth: unsloth's changes to TRL, transformers and torch cannot be undone" in output
 
 
 @with_unsloth
@@ -719,8 +719,8 @@ def test_the_recorded_signatures_are_the_installed_ones() -> None:
         spec = importlib.util.find_spec(package)
         assert spec is not None
         assert spec.submodule_search_locations is not None
-        found = unsloth_rl.parameters_by_function((Path(spec.submodule_search_locations[0]) / inside).read_text())
-        assert {name: found[name] for name in functions} == {
+        actual = unsloth_rl.parameters_by_function((Path(spec.submodule_search_locations[0]) / inside).read_text())
+        assert {name: actual[name] for name in functions} == {
             n: recorded(version("unsloth"), file, n) for n in functions
         }
 
@@ -745,8 +745,8 @@ def test_without_a_gpu_or_unsloth_trl_trains_and_the_reason_is_said(monkeypatch:
 def test_both_releases_have_what_is_relied_upon(release: str) -> None:
     assert {*unsloth_rl.UPSTREAM, *unsloth_rl.NAMED} == {*RECORDED[release]}
     for file in RECORDED[release]:
-        found = {name: recorded(release, file, name) for name in RECORDED[release][file]}
-        assert unsloth_rl.differences(found, file) == []
+        collected = {name: recorded(release, file, name) for name in RECORDED[release][file]}
+        assert unsloth_rl.differences(collected, file) == []
 
 
 @pytest.mark.parametrize(
@@ -759,12 +759,12 @@ def test_both_releases_have_what_is_relied_upon(release: str) -> None:
     ],
 )
 def test_a_changed_upstream_is_named(file: str, name: str, now: str | None, said: str) -> None:
-    found = {name: recorded("2026.10.7", file, name) for name in RECORDED["2026.10.7"][file]}
+    collected = {name: recorded("2026.10.7", file, name) for name in RECORDED["2026.10.7"][file]}
     if now is None:
-        del found[name]
+        del collected[name]
     else:
-        found[name] = now.split()
-    (problem,) = unsloth_rl.differences(found, file)
+        collected[name] = now.split()
+    (problem,) = unsloth_rl.differences(collected, file)
     assert said in problem
 
 
@@ -879,8 +879,8 @@ def test_what_unsloth_raises_when_it_is_imported_is_told_with_the_fix(
     monkeypatch.delenv("UNSLOTH_DISABLE_STATISTICS", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(unsloth_rl, "version", lambda _: "2026.10.7")
-    said = rf"unsloth 2026.10.7 is installed and does not import here \({error}: the function is not decorated\)"
-    with pytest.raises(UsageError, match=said):
+    message = rf"unsloth 2026.10.7 is installed and does not import here \({error}: the function is not decorated\)"
+    with pytest.raises(UsageError, match=message):
         unsloth_rl.import_unsloth()
 
 
@@ -961,21 +961,21 @@ def test_an_adapter_is_compared_with_what_was_asked_for(
     modules = {name for name, module in base.named_modules() if is_wanted(name, module, expected, base)}
     before = [name for name, _ in base.named_parameters()]
     model = peft.get_peft_model(base, lora_config({"r": 4, "target_modules": ["q_proj", "v_proj"], **changed}))
-    found = list(compare_adapter(model, expected, modules, before))
-    assert [each.partition(";")[0] for each in found] == said
+    results = list(compare_adapter(model, expected, modules, before))
+    assert [each.partition(";")[0] for each in results] == said
 
 
 def test_a_base_is_compared_with_what_was_asked_for(tiny_model: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     base_config = AutoConfig.from_pretrained(tiny_model)
-    wanted = ModelSection(name=str(tiny_model), attn_implementation="eager")
+    expected = ModelSection(name=str(tiny_model), attn_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
-    assert list(compare_model(model, base_config, torch.float32, wanted)) == []
+    assert list(compare_model(model, base_config, torch.float32, expected)) == []
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.resize_token_embeddings(base_config.vocab_size + 8)
     model.extra = torch.nn.Linear(2, 2, bias=False)
-    assert list(compare_model(model, base_config, torch.float32, wanted)) == [
+    assert list(compare_model(model, base_config, torch.float32, expected)) == [
         "dtype is bfloat16, and float32 was asked for",
         "model.attn_implementation is sdpa, and eager was asked for",
         f"rows of embeddings is {base_config.vocab_size + 8}, and {base_config.vocab_size} was asked for",
@@ -1036,8 +1036,8 @@ def test_the_offending_cell_is_named(tmp_path: Path) -> None:
         f"for cell in ('x = 1', '%time y = 2\\nfrom trl import __version__', {check!r}):\n"
         "    shell.run_cell(cell, store_history=True)\n"
     )
-    said = in_a_process("notebook.py", cwd=tmp_path)
-    assert "(trl at cell In[2], line 2)" in said
+    output = in_a_process("notebook.py", cwd=tmp_path)
+    assert "(trl at cell In[2], line 2)" in output
 
 
 def test_in_order_nothing_is_refused_and_then_the_offending_import_is_named(tmp_path: Path) -> None:
@@ -1047,8 +1047,8 @@ def test_in_order_nothing_is_refused_and_then_the_offending_import_is_named(tmp_
         "unsloth_rl.validate_import_order(); print('fine')\n"
         "import trl\n" + TRY.format("unsloth_rl.validate_import_order()")
     )
-    said = in_a_process(str(script), cwd=tmp_path)
-    assert said.startswith(f"fine\nUsageError trl was imported before unsloth (trl at {script}:5)")
+    output = in_a_process(str(script), cwd=tmp_path)
+    assert output.startswith(f"fine\nUsageError trl was imported before unsloth (trl at {script}:5)")
 
 
 # -------------------------------------------------------------------------------------------------------------- the seam

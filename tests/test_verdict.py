@@ -181,11 +181,11 @@ def test_held_out_completions_that_are_none_are_a_flag_with_its_cause(
     before: list[str], after: list[str], level: str, evidence: str, cause: str, tmp_path: Path
 ) -> None:
     run = run_of(noisy(2.5, 1.9, 100, 0.02), every=2)
-    found = flag_of(replace(run, written=written(tmp_path, (0, before), (200, after))), "held-out completions")
-    assert found.level == level
-    assert evidence in found.evidence
-    assert cause in found.cause
-    assert bool(found.knob) is (level != "green")
+    actual = flag_of(replace(run, written=written(tmp_path, (0, before), (200, after))), "held-out completions")
+    assert actual.level == level
+    assert evidence in actual.evidence
+    assert cause in actual.cause
+    assert bool(actual.knob) is (level != "green")
 
 
 def test_completions_of_the_first_half_have_time_to_come_and_those_of_the_base_are_no_flag(tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ def test_a_loss_that_falls_from_6_to_below_1_raises_neither_noise_nor_prompts() 
 
 def test_a_flag_says_one_thing_in_one_sentence() -> None:
     flag = Flag("loss trend", "red", "2.5 at step 1, 6.1 by step 18", "the rate is too high", "train.learning_rate")
-    said = str(flag)
-    assert said == "red: loss trend: the rate is too high: 2.5 at step 1, 6.1 by step 18; change train.learning_rate"
+    output = str(flag)
+    assert output == "red: loss trend: the rate is too high: 2.5 at step 1, 6.1 by step 18; change train.learning_rate"
     run = run_of([0.0] * 60, GSPO)
     for each in (*judge(run), *judge(rollouts(8, 0.7)), *judge(run_of([2.5] * 120)), *judge(run_of([2.5, 9.0] * 40))):
         if each.level != "green":

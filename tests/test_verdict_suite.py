@@ -19,31 +19,31 @@ def cases(all_of_them: tuple[Case, ...]) -> list[object]:
 
 @pytest.mark.parametrize("case", cases((*BROKEN, *(case for case in HELD_OUT if case.broken))))
 def test_a_broken_run_is_stopped_for_its_own_cause(case: Case, tmp_path: Path) -> None:
-    found = judged(case, tmp_path, "stop")
-    assert found.reds, f"{case.name}: nothing was red, yellow was {found.was_yellow}"
-    step, flag = found.reds[0]
+    actual = judged(case, tmp_path, "stop")
+    assert actual.reds, f"{case.name}: nothing was red, yellow was {actual.was_yellow}"
+    step, flag = actual.reds[0]
     assert case.explained_by(flag), str(flag)
     assert flag.knob
-    assert step <= found.steps <= 100
-    assert found.safe.startswith("no: "), found.safe
+    assert step <= actual.steps <= 100
+    assert actual.safe.startswith("no: "), actual.safe
 
 
 @pytest.mark.parametrize("case", cases((*WHOLE, *(case for case in HELD_OUT if not case.broken))))
 def test_a_whole_run_is_not_stopped(case: Case, tmp_path: Path) -> None:
-    found = judged(case, tmp_path, "warn")
-    assert not found.alarms, "; ".join(map(str, found.alarms))
-    assert found.steps == 100
+    actual = judged(case, tmp_path, "warn")
+    assert not actual.alarms, "; ".join(map(str, actual.alarms))
+    assert actual.steps == 100
     if case.name == "sft":
-        assert found.safe.startswith("yes: the loss fell"), found.safe
+        assert actual.safe.startswith("yes: the loss fell"), actual.safe
 
 
 @pytest.mark.parametrize("case", cases(OWN))
 def test_a_whole_run_on_ones_own_data_raises_no_flag(case: Case, tmp_path: Path) -> None:
-    found = judged(case, tmp_path, "warn")
-    assert found.right, "; ".join([*map(str, found.alarms), *found.was_yellow.values()])
-    assert found.steps == 100
+    actual = judged(case, tmp_path, "warn")
+    assert actual.right, "; ".join([*map(str, actual.alarms), *actual.was_yellow.values()])
+    assert actual.steps == 100
     if case.method != "gspo":
-        assert found.safe.startswith("yes: the loss fell"), found.safe
+        assert actual.safe.startswith("yes: the loss fell"), actual.safe
 
 
 def test_a_case_without_a_flags_name_is_held_to_its_cause_and_key() -> None:

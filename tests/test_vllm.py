@@ -56,9 +56,9 @@ def in_a_process(config: dict[str, Any], **options: Any) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-    assert "refused" not in found, found
-    return found
+    parsed: dict[str, Any] = json.loads(line.removeprefix(RESULT))
+    assert "refused" not in parsed, parsed
+    return parsed
 
 
 def levels(found: dict[str, Any]) -> dict[str, str]:
@@ -96,11 +96,11 @@ def test_twenty_steps_agree_after_every_sync_and_resume_to_the_bit(way: str, tmp
     asked["cogumi"]["fp32_lm_head"] = True
     for section, values in WAYS[way].items():
         asked[section] = asked[section] | values if values else {}
-    found = in_a_process(asked)
-    assert_engines_agree(found, syncs=20, apart=2e-2)
+    actual = in_a_process(asked)
+    assert_engines_agree(actual, syncs=20, apart=2e-2)
     # Not told in full fine-tuning: at its small rate the log-probabilities move by less than bfloat16's rounding.
-    assert levels(found).get("sampler's weights") == (None if way == "full" else "green")
-    assert levels(found)["sampler and trainer"] == "green"
+    assert levels(actual).get("sampler's weights") == (None if way == "full" else "green")
+    assert levels(actual)["sampler and trainer"] == "green"
 
     asked["cogumi"] |= {"run_dir": str(tmp_path / "parts"), "sanity": 10}
     assert len(in_a_process(asked)["said"]) == 10
@@ -144,8 +144,8 @@ def test_names_of_vllms_own_sampling_settings_are_known() -> None:
 def test_a_skipped_sync_is_red_within_two_rollouts(dtype: str, tmp_path: Path) -> None:
     asked = config(tmp_path, max_steps=5, learning_rate=1e-4)
     asked["model"]["dtype"] = dtype
-    found = in_a_process(asked, break_after=3)  # the rollouts of steps 4 and 5 are of step 3's weights
-    assert levels(found)["sampler's weights"] == "red"
+    actual = in_a_process(asked, break_after=3)  # the rollouts of steps 4 and 5 are of step 3's weights
+    assert levels(actual)["sampler's weights"] == "red"
 
 
 def test_a_head_that_stays_old_is_seen(tmp_path: Path) -> None:
@@ -153,9 +153,9 @@ def test_a_head_that_stays_old_is_seen(tmp_path: Path) -> None:
     asked = config(tmp_path, max_steps=8)
     asked["model"]["dtype"] = "float32"
     asked["cogumi"]["tuning"], asked["lora"] = "full", {}
-    found = in_a_process(asked, tied_head=False)
-    assert found["said"][-1]["apart"] > 0.01
-    assert levels(found)["sampler's weights"] == "red"
+    actual = in_a_process(asked, tied_head=False)
+    assert actual["said"][-1]["apart"] > 0.01
+    assert levels(actual)["sampler's weights"] == "red"
 
 
 @pytest.fixture
@@ -191,8 +191,8 @@ def test_a_server_is_given_the_weights_and_agrees(server: int, tmp_path: Path) -
         tmp_path, max_steps=6, learning_rate=1e-4, vllm_mode="server", vllm_server_port=server, vllm_server_timeout=60
     )
     asked["model"]["dtype"] = "float32"
-    found = in_a_process(asked)
-    assert levels(found)["sampler's weights"] == "green"
+    actual = in_a_process(asked)
+    assert levels(actual)["sampler's weights"] == "green"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     lags = [row["sampling/probe/lag"] for row in rows if "sampling/probe/lag" in row]
     assert len(lags) == 5

@@ -119,10 +119,10 @@ def test_a_completion_ends_at_a_stop_token(ends: Seen, case: str) -> None:
     ended = [ids[-1] in (MARK, *ENDS) for ids in seen["ids"]]
     assert not all(ended)
     check_lengths(seen, ended)
-    kept = [
+    kept_rows = [
         end or case == "token" for end in ended
     ]  # train.mask_truncated_completions leaves the others out of the loss
-    assert [set(learned) for learned in seen["learned"]] == [{int(each)} for each in kept]
+    assert [set(learned) for learned in seen["learned"]] == [{int(each)} for each in kept_rows]
 
 
 def check_lengths(seen: Seen, ended: list[bool]) -> None:
@@ -213,8 +213,8 @@ def test_no_token_is_sampled_outside_of_the_cut(cuts: Seen, engine: str, name: s
     if engine == "transformers":  # whose log-probabilities are of the whole distribution
         assert not any(seen["refused"].values())
         return
-    said = f"train.{name} "
-    assert seen["refused"]["True"].startswith(said)
+    message = f"train.{name} "
+    assert seen["refused"]["True"].startswith(message)
     assert seen["refused"]["True"].endswith("set train.vllm_importance_sampling_correction: false")
     assert seen["refused"]["rollout"].endswith("set cogumi.behaviour_logps: trainer")
     assert seen["refused"]["False"] == ""

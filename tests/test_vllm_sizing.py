@@ -47,8 +47,8 @@ def ask_engine(directory: Path | str, **settings: Any) -> dict[str, Any]:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix(RESULT))
-    return found
+    parsed: dict[str, Any] = json.loads(lines[0].removeprefix(RESULT))
+    return parsed
 
 
 def compare(directory: Path | str, **settings: Any) -> None:

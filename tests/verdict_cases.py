@@ -238,12 +238,12 @@ def own_code(rows: int = 600) -> list[str]:
     draw = random.Random(SEED)
     nouns = ["width", "price", "count", "total", "weight", "depth"]
     verbs = ["scale", "check", "update", "format", "load"]
-    found = []
+    collected = []
     for i in range(rows):
         noun, verb, other = draw.choice(nouns), draw.choice(verbs), draw.choice(nouns)
-        found.append(f"def {verb}_{noun}_{i}({noun}, {other}_limit):\n    result = {noun} * {i % 7}\n"
+        collected.append(f"def {verb}_{noun}_{i}({noun}, {other}_limit):\n    result = {noun} * {i % 7}\n"
                      f"    if result > {other}_limit:\n        return {other}_limit\n    return result\n")  # fmt: skip
-    return found
+    return collected
 
 
 def own_middles() -> Any:

@@ -192,8 +192,10 @@ def prompts(rows: int = 64) -> Any:
 
 def pairs(rows: int = 1024, mixed: bool = False) -> Any:
     """Preference pairs: the true middle, and the middle of another row. mixed: in an order drawn row by row."""
-    found = prompts(rows)
-    return preferences(((each["prompt"], each["middle"]) for each in found), [each["middle"] for each in found], mixed)
+    result = prompts(rows)
+    return preferences(
+        ((each["prompt"], each["middle"]) for each in result), [each["middle"] for each in result], mixed
+    )
 
 
 def preferences(

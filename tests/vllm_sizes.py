@@ -56,18 +56,18 @@ def rows() -> Iterator[str]:
             for card in CARDS:
                 with tempfile.TemporaryDirectory() as folder:
                     report = forecast_run(config_of(qwen(size, folder), **sections), card, None, {}, apart=False)
-                found = {line.stage: line for line in report.lines}
+                collected = {line.stage: line for line in report.lines}
                 print(f"{size} {way} {card}\n{report}\n", file=sys.stderr)
                 memory, engine = report.figures.get("memory"), report.figures.get("vllm")
                 if memory is None or engine is None:  # not one document fits
-                    why = found["vllm"].figure if found["vllm"].state == "red" else "not one document fits"
+                    why = collected["vllm"].figure if collected["vllm"].state == "red" else "not one document fits"
                     why = why.partition(" (")[0].rpartition("the card is ")[2]
                     yield f"| {' | '.join((size, way, card, *[''] * 6, f'red: {why}'))} |"
                     continue
                 mode = "asleep" if engine["sleeps"] else "awake"
                 gib = [f"{each / 2**30:.1f}" for each in (engine["weights"], memory["peak"], engine["rollout"])]
                 red = [line.stage for line in report.lines if line.state == "red"]
-                verdict = f"red: {found['vllm'].fix or found['memory'].fix}" if red else "fits"
+                verdict = f"red: {collected['vllm'].fix or collected['memory'].fix}" if red else "fits"
                 chosen = f"{engine['share']:g}, {mode}" if not red else ""
                 shares = f"{engine['smallest_share']:g} / {engine['useful_share']:g}"
                 cells = (size, way, card, gib[0], shares, chosen, gib[1], gib[2], str(engine["at_once"]), verdict)
