@@ -203,8 +203,8 @@ def read_run_name(directory: Path) -> str | None:
         raise UsageError(f"{identity_file} is damaged ({error})", fix="remove that file to resume from it") from error
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Up to three settings in which two trainings differ, in words; "" where they are the same."""
-    keys = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
-    text = ", ".join(f"{key}: {there.get(key)} there, {here.get(key)} here" for key in keys[:3])
+    keys = [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
+    text = ", ".join(f"{key}: {saved.get(key)} there, {here.get(key)} here" for key in keys[:3])
     return f"{text} and {len(keys) - 3} more" if len(keys) > 3 else text

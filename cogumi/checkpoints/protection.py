@@ -307,11 +307,11 @@ class Protection:
             if several and not self.trainer.is_fsdp_enabled:  # whose shards are of all adapters
                 model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
 
-    def load_named(self, method: str, what: str) -> Callable[[str | None], None]:
+    def load_named(self, method: str, content: str) -> Callable[[str | None], None]:
         """Wrap a method of the trainer that loads a part of a checkpoint."""
 
         def load(checkpoint: str | None) -> None:
-            with loading(checkpoint, what), as_checkpoint_error(self.trainer):
+            with loading(checkpoint, content), as_checkpoint_error(self.trainer):
                 self.original[method](checkpoint)
 
         return load
@@ -339,7 +339,7 @@ def count_ranks(checkpoint: Path) -> int | None:
 
 
 @contextmanager
-def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
+def loading(checkpoint: str | Path | None, content: str) -> Iterator[None]:
     """Turn a library's error about a part of a checkpoint into a UsageError that names the part."""
     try:
         yield
@@ -347,4 +347,4 @@ def loading(checkpoint: str | Path | None, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # whatever torch, transformers or safetensors make of damaged bytes
         fix = "move that directory away to resume from the one before it, or restore the shapes of model and adapter"
-        raise UsageError(f"{what} cannot be loaded ({first_line(error)})", place=str(checkpoint), fix=fix) from error
+        raise UsageError(f"{content} cannot be loaded ({first_line(error)})", place=str(checkpoint), fix=fix) from error

@@ -98,8 +98,8 @@ def bytes_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def check_listed(manifest: Manifest, files: dict[str, Path], step: int, whole: bool) -> None:
-    """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes, then hashes if `whole`."""
+def check_listed(manifest: Manifest, files: dict[str, Path], step: int, compare_hashes: bool) -> None:
+    """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes, then hashes if `compare_hashes`."""
     check_step(MANIFEST_NAME, manifest.step, step)
     require(manifest.files.keys() - files.keys())
     for name, entry in manifest.files.items():
@@ -109,15 +109,15 @@ def check_listed(manifest: Manifest, files: dict[str, Path], step: int, whole: b
     for name in files.keys() - manifest.files.keys():
         if name.endswith(LOADED_SUFFIXES):
             raise CheckpointDamaged(f"{name} was added after the checkpoint was saved, and a resume might load it")
-    for name, entry in manifest.files.items() if whole else ():
+    for name, entry in manifest.files.items() if compare_hashes else ():
         if sha256_file(files[name]) != entry.sha256:
             raise CheckpointDamaged(f"{name} has other bytes than were saved (its sha256 differs)")
 
 
-def check_step(name: str, found: object, step: int) -> None:
-    if found != step:
+def check_step(name: str, recorded: object, step: int) -> None:
+    if recorded != step:
         raise CheckpointDamaged(
-            f"{name} is of step {found}, not {step}: the directory was renamed, or parts of two mixed"
+            f"{name} is of step {recorded}, not {step}: the directory was renamed, or parts of two mixed"
         )
 
 

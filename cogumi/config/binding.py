@@ -172,7 +172,7 @@ def config_class(name: str) -> Any:
     return getattr(importlib.import_module(owner_of(name)), name)
 
 
-def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
+def hints_imported(name: str, keys: Iterable[str] = ()) -> Hints:
     """Return the type of each key of a library's config class."""
     if name == "BitsAndBytesConfig":
         return QUANTIZATION
@@ -184,10 +184,10 @@ def hints_imported(name: str, asked: Iterable[str] = ()) -> Hints:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
-def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints:
+def hints_in_source(name: str, keys: Iterable[str] = ()) -> Hints:
     """Read the type of each key from the library's source; `Any` if only the library can tell.
 
-    asked: keys of the config, which unsloth may have added to TRL's.
+    keys: those of the config, which unsloth may have added to TRL's.
     """
     if name == "BitsAndBytesConfig":
         return QUANTIZATION
@@ -198,7 +198,7 @@ def hints_in_source(name: str, asked: Iterable[str] = ()) -> Hints:
     fields = dict(fields_of_class(module, definition))
     if owner_of(name) == "trl" and (unsloth := file_of(UNSLOTH_CONFIG_MODULE)) is not None:
         text = unsloth.read_text(encoding="utf-8")
-        fields |= {key: Any for key in asked if key not in fields and key in text}
+        fields |= {key: Any for key in keys if key not in fields and key in text}
     return fields
 
 

@@ -57,9 +57,9 @@ def format_memory(count: float) -> str:
     return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
 
 
-def format_share(count: int, whole: int) -> str:
+def format_share(count: int, total: int) -> str:
     """In percent; what is there is never 0.0%."""
-    return "< 0.1%" if 0 < count < whole / 1000 else f"{count / max(1, whole):.1%}"
+    return "< 0.1%" if 0 < count < total / 1000 else f"{count / max(1, total):.1%}"
 
 
 def flag_sentence(flag: Mapping[str, Any]) -> str:

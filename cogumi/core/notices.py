@@ -1,4 +1,4 @@
-"""What a notebook or a terminal shows while a function works."""
+"""Progress lines for notebooks and terminals while a function works."""
 
 import sys
 import threading
@@ -10,25 +10,25 @@ showing = threading.Lock()  # a function called by one that shows its line shows
 
 
 @contextmanager
-def show_seconds(what: str) -> Iterator[None]:
-    """Show `what` in the cell's output at once, and how long the block or decorated function took at its end."""
+def show_seconds(activity: str) -> Iterator[None]:
+    """Show `activity` in the cell's output at once, and how long the block or decorated function took at its end."""
     if not is_notebook() or not showing.acquire(blocking=False):
         yield
         return
     from IPython.display import display
 
-    began, line = time.monotonic(), display({"text/plain": f"{what} ..."}, raw=True, display_id=True)
+    began, line = time.monotonic(), display({"text/plain": f"{activity} ..."}, raw=True, display_id=True)
     try:
         yield
     finally:
-        line.update({"text/plain": f"{what}: {time.monotonic() - began:.0f} s"}, raw=True)
+        line.update({"text/plain": f"{activity}: {time.monotonic() - began:.0f} s"}, raw=True)
         showing.release()
 
 
-def show_stage(wanted: bool, what: str) -> None:
-    """Print on standard error, if it is a terminal, what begins now; a notebook has its line of `show_seconds`."""
-    if wanted and sys.stderr.isatty():
-        print(f"{what} ...", file=sys.stderr, flush=True)
+def show_stage(is_shown: bool, activity: str) -> None:
+    """Print an activity to standard error, if that is a terminal; a notebook has its line of `show_seconds`."""
+    if is_shown and sys.stderr.isatty():
+        print(f"{activity} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager

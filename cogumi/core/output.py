@@ -58,10 +58,10 @@ def failures_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def show_waiting(what: str) -> Iterator[None]:
+def show_waiting(activity: str) -> Iterator[None]:
     """Print what the block does to standard error, if that is a terminal."""
     if sys.stderr.isatty():
-        print_text(f"{what} ...", to_error=True)
+        print_text(f"{activity} ...", to_error=True)
     yield
 
 

@@ -116,19 +116,19 @@ class Controls:
     by_words: bool
     """Whether `encode_by_words` may be used."""
 
-    def spm_rate(self, asked: float) -> float:
-        """Return the share of examples in SPM order: `asked` if the family was trained on both orders."""
+    def spm_rate(self, requested: float) -> float:
+        """Return the share of examples in SPM order: `requested` if the family was trained on both orders."""
         if self.tokens is None or self.tokens.spm is None:
             return 0.0
-        return asked if self.tokens.psm is not None else 1.0
+        return requested if self.tokens.psm is not None else 1.0
 
-    def order_note(self, asked: float) -> str:
-        """Explain why the orders are not those asked for; empty if they are."""
+    def order_note(self, requested: float) -> str:
+        """Explain why the orders are not the requested ones; empty if they are."""
         if self.tokens is None:
             return "no FIM tokens in this tokenizer: instruction prompts"
         order = "PSM" if self.tokens.psm else "SPM"
         only = f"{self.tokens.family} was trained on {order} only: spm_rate not used"
-        return "" if self.spm_rate(asked) == asked else only
+        return "" if self.spm_rate(requested) == requested else only
 
 
 def read_controls(tokenizer: Any) -> Controls:

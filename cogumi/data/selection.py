@@ -45,9 +45,9 @@ class Selection:
     seed: int = 0
 
 
-def held_out_rows(rows: int, asked: int | None) -> int:
+def held_out_rows(rows: int, requested: int | None) -> int:
     """Return the number of held-out rows: as asked, or one in ROWS_PER_HELD_OUT, at most MOST_HELD_OUT."""
-    return min(MOST_HELD_OUT, rows // ROWS_PER_HELD_OUT) if asked is None else asked
+    return min(MOST_HELD_OUT, rows // ROWS_PER_HELD_OUT) if requested is None else requested
 
 
 def row_hashes(rows: pl.DataFrame, seed: int) -> Hashes:

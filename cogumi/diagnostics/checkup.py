@@ -248,10 +248,10 @@ def check_compiler(seen: CheckupState) -> Iterator[Finding]:
             yield Finding("compiler", "ok", f"torch compiles here (the smallest function in {seconds:.1f} s)")
 
 
-def describe_failure(what: str, step: Step, state: State) -> Finding:
+def describe_failure(title: str, step: Step, state: State) -> Finding:
     """Report a failed step, with cause and fix if its output has a known failure."""
     fix = "cogumi doctor --explain FILE, with all that the import printed"
-    plain = Finding(what, state, step.error, "not one of the known failures", fix)
+    plain = Finding(title, state, step.error, "not one of the known failures", fix)
     return with_explanation(plain, f"{step.output}\n{step.error}")
 
 

@@ -136,11 +136,11 @@ class DiskMonitor:
         except OSError as error:  # the disk that is watched may be the one it is on
             self._say_once(f"cannot write {self.log_path}: {error.strerror}")
 
-    def _say_once(self, what: str, failure: Any = None) -> None:
-        if what not in self._said:
+    def _say_once(self, message: str, failure: Any = None) -> None:
+        if message not in self._said:
             log.log(logging.ERROR if failure else logging.WARNING, "disk %s: %s; the watch continues, and this is said once",
-                    self.path, what, exc_info=failure)  # fmt: skip
-        self._said.add(what)
+                    self.path, message, exc_info=failure)  # fmt: skip
+        self._said.add(message)
 
     def start(self) -> Self:
         """Look now, and then every `interval` seconds in a thread of its own. Raises RuntimeError if that runs already."""

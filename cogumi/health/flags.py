@@ -214,8 +214,8 @@ def level_above(value: float, yellow: float, red: float) -> Level:
     return "red" if value > red else "yellow" if value > yellow else "green"
 
 
-def share(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def share(part: float, total: float) -> float:
+    return part / total if total else math.nan
 
 
 def number(row: Row, key: str) -> float | None:

@@ -67,8 +67,8 @@ class Adapter:
     def weights(self) -> Path:
         return self.path / ADAPTER_WEIGHTS
 
-    def refused(self, what: str, fix: str = WITH_PEFT) -> UsageError:
-        return UsageError(f"adapter {self.path}: {what}", fix=fix)
+    def refused(self, problem: str, fix: str = WITH_PEFT) -> UsageError:
+        return UsageError(f"adapter {self.path}: {problem}", fix=fix)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -103,31 +103,31 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
     return compare_with_recorded(model, record, recorded, trained_at)
 
 
-def compare_with_recorded(found: Base, record: BaseRecord | None, recorded: str | None, revision: str | None) -> Base:
+def compare_with_recorded(base: Base, record: BaseRecord | None, recorded: str | None, revision: str | None) -> Base:
     """Add to a full-precision base what is known of the one that the adapter was trained on."""
-    trained_on = found
-    if recorded and recorded != found.name:
+    trained_on = base
+    if recorded and recorded != base.name:
         try:
             trained_on = read_model(recorded, None if Path(recorded).is_dir() else revision)
         except UsageError as error:  # the base was passed because of that, maybe
-            log.warning("not proven that %s fits the adapter, which was trained on another: %s", found.name, error)
-            return found
+            log.warning("not proven that %s fits the adapter, which was trained on another: %s", base.name, error)
+            return base
     if kind := quantization(trained_on.config):
         try:
-            return replace(found, trained_on=trained_on.name, proof=compare_models(trained_on, found))
+            return replace(base, trained_on=trained_on.name, proof=compare_models(trained_on, base))
         except Mismatch as mismatch:
-            message = f"base {found.name} is not what {trained_on.name} ({kind}) was quantized from: {mismatch}"
+            message = f"base {base.name} is not what {trained_on.name} ({kind}) was quantized from: {mismatch}"
             fix = f"pass base=<the full-precision model that it was>{dequant_hint(kind)}"
             raise UsageError(message, fix=fix) from mismatch
-    if trained_on.path.resolve() != found.path.resolve():
-        log.warning("the adapter was trained on %s: not proven that %s is the same model", recorded, found.name)
+    if trained_on.path.resolve() != base.path.resolve():
+        log.warning("the adapter was trained on %s: not proven that %s is the same model", recorded, base.name)
     in_memory = record and record.quantization
-    return replace(found, trained_on=str(in_memory)) if in_memory else found
+    return replace(base, trained_on=str(in_memory)) if in_memory else base
 
 
-def find_full_precision(found: Base, kind: str) -> Base:
+def find_full_precision(base: Base, kind: str) -> Base:
     """Return the first model on the disk that a quantized base's name leads to and that is proven to be its original."""
-    names = full_precision_names(found.name, kind)
+    names = full_precision_names(base.name, kind)
     refused = []
     for name in filter(is_local, names):
         try:
@@ -136,16 +136,16 @@ def find_full_precision(found: Base, kind: str) -> Base:
             refused.append(f"{name} is not whole: {error}")
             continue
         try:
-            proof = compare_models(found, candidate)
+            proof = compare_models(base, candidate)
         except Mismatch as mismatch:
             refused.append(f"{name} is not the one: {mismatch}")
             continue
-        log.info("base %s is quantized (%s); merging into %s", found.name, kind, name)
-        return replace(candidate, trained_on=found.name, proof=proof)
+        log.info("base %s is quantized (%s); merging into %s", base.name, kind, name)
+        return replace(candidate, trained_on=base.name, proof=proof)
     why = f" ({'; '.join(refused)})" if refused else ""
     hub = next((name for name in names if is_hub_id(name) and not is_local(name)), None)
     fetch = f"run: hf download {hub}; or " if hub else ""
-    message = f"base {found.name} is quantized ({kind}), and merging into it would lose nearly all of the update"
+    message = f"base {base.name} is quantized ({kind}), and merging into it would lose nearly all of the update"
     fix = f"{fetch}pass base=<the full-precision model>{dequant_hint(kind)}"
     raise UsageError(f"{message}; its full-precision model is not here{why}", fix=fix)
 
@@ -154,14 +154,14 @@ def dequant_hint(kind: str) -> str:
     return " or base_mode='dequant'" if kind == BNB_4BIT else ""
 
 
-def dequantized_base(found: Base) -> Base:
+def dequantized_base(base: Base) -> Base:
     """Have a 4-bit bitsandbytes checkpoint read as floats. Raises UsageError for any other."""
-    kind = quantization(found.config)
+    kind = quantization(base.config)
     if kind != BNB_4BIT:
-        message = f"base {found.name} is {f'quantized ({kind})' if kind else 'not quantized on disk'}"
+        message = f"base {base.name} is {f'quantized ({kind})' if kind else 'not quantized on disk'}"
         fix = "leave out base_mode, or pass base=<a bitsandbytes 4-bit checkpoint>"
         raise UsageError(f"{message}, and base_mode='dequant' reads only bitsandbytes' 4 bits", fix=fix)
-    return replace(found, quantized=quantized_tensors(found.shards, found.config))
+    return replace(base, quantized=quantized_tensors(base.shards, base.config))
 
 
 def read_model(name: str, revision: str | None) -> Base:

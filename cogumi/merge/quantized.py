@@ -126,9 +126,9 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
     name, _, kind = state_name.partition(QUANT_STATE)
     auxiliary = [state_name]
 
-    def refused(what: str) -> UsageError:
+    def refused(problem: str) -> UsageError:
         fix = "download the quantized base again, or pass base=<the full-precision model>"
-        return UsageError(what, place=state_span.path, fix=fix)
+        return UsageError(problem, place=state_span.path, fix=fix)
 
     def part(suffix: str, dtype: str, elements: int) -> Span:
         span = spans.get(f"{name}.{suffix}")

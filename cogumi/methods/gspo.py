@@ -405,7 +405,7 @@ def begin_episodes(run: RunConfig, tokenizer: PreTrainedTokenizerBase, context: 
     return Episodes(task, run.cogumi.episode_seconds, record_of) if task else None
 
 
-def make_trainer(episodes: Episodes | None, rewards: list[Any], args: Any, **given: Any) -> Any:
+def make_trainer(episodes: Episodes | None, rewards: list[Any], args: Any, **options: Any) -> Any:
     """Build a `trl.GRPOTrainer` with these rewards, followed by the environment's own at weight 1."""
     import trl  # looked up here: unsloth puts its own trainer on the module
 
@@ -419,4 +419,4 @@ def make_trainer(episodes: Episodes | None, rewards: list[Any], args: Any, **giv
         raise UsageError(message, key=ENVIRONMENT, fix="set cogumi.backend: trl")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using 'environment_factory'")
-        return trl.GRPOTrainer(reward_funcs=rewards, args=args, **given, **more)
+        return trl.GRPOTrainer(reward_funcs=rewards, args=args, **options, **more)

@@ -87,9 +87,9 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
         raise UsageError(message, key="cogumi.processes", fix=f"let {keys} be {near}")
 
 
-def describe_split(run: RunConfig, own: RunConfig, count: int) -> str:
+def describe_split(run: RunConfig, rank_run: RunConfig, count: int) -> str:
     if is_planned(run):
         return f"{count} processes share each step"
-    (before, accumulated), (batch, own_accumulated) = batch_of(run), batch_of(own)
+    (before, accumulated), (batch, own_accumulated) = batch_of(run), batch_of(rank_run)
     step = before * accumulated
     return f"{count} processes share each step of {step} examples: {count} x {batch} x {own_accumulated} accumulated"

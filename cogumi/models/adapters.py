@@ -169,10 +169,10 @@ def differing_tensors(model: Any, adapter: Path) -> list[str]:
 # reference policy is a frozen copy of the same adapter, proven in the same way.
 
 
-def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
+def lora_of(adapter: Path, requested: dict[str, Any]) -> dict[str, Any]:
     """Return the `lora:` section of a run that starts from an adapter: the adapter's own, complete.
 
-    given: what the configuration says. Raises UsageError where a key of it does not agree, and for a directory that
+    requested: `lora:` of the configuration. Raises UsageError where a key of it does not agree, and for a directory that
     holds no LoRA that a run can start from.
     """
     inside = adapter / "adapter"
@@ -186,8 +186,8 @@ def lora_of(adapter: Path, given: dict[str, Any]) -> dict[str, Any]:
         message = f"{adapter} was trained with bias={config['bias']!r}, which changes the base's own biases"
         raise UsageError(message, key="model.adapter", fix=MERGE_FIRST)
     saved = {key: value for key, value in config.items() if key not in NOT_OF_THE_LORA}
-    theirs, ours, plain = lora_config(saved), lora_config(given), LoraConfig()
-    for key in given:
+    theirs, ours, plain = lora_config(saved), lora_config(requested), LoraConfig()
+    for key in requested:
         mine, trained = getattr(ours, key), getattr(theirs, key)
         if mine != trained:
             message = f"it is {mine!r}, and model.adapter {adapter} was trained with {trained!r}"
@@ -203,8 +203,8 @@ def check_base(adapter: Path, config: Any, revision: str | None) -> str:
     The base is known by name and commit, or, outside the hub's cache, by directory and a sample of its weights.
     """
 
-    def refused(what: str, fix: str) -> UsageError:
-        return UsageError(f"{adapter} {what}", key="model.adapter", fix=fix)
+    def refused(problem: str, fix: str) -> UsageError:
+        return UsageError(f"{adapter} {problem}", key="model.adapter", fix=fix)
 
     name, commit = config.name_or_path, commit_of(config)
     record = read_base_record(adapter)

@@ -104,7 +104,7 @@ def read_model_type(name: str, revision: str | None) -> str:
 
 
 def load_fast_model(
-    base: str, wanted: ModelSection, dtype: str, length: int, checkpointing: bool, full: bool = False
+    base: str, section: ModelSection, dtype: str, length: int, checkpointing: bool, full: bool = False
 ) -> Any:
     """Load the base by unsloth. length: the longest sequence of the run, in tokens. full: every weight is trained.
 
@@ -122,26 +122,26 @@ def load_fast_model(
         refuse_wrong_layers,
     )
 
-    base_config = AutoConfig.from_pretrained(base, revision=wanted.revision)
+    base_config = AutoConfig.from_pretrained(base, revision=section.revision)
     options: dict[str, Any] = {}
     settings: BitsAndBytesConfig | None = None
-    if wanted.quantization_config is not None:
+    if section.quantization_config is not None:
         refuse_quantized_already(base, base_config)
-        settings = quantization_settings(wanted.quantization_config, resolve_dtype(dtype))
+        settings = quantization_settings(section.quantization_config, resolve_dtype(dtype))
         options = {"load_in_4bit": settings.load_in_4bit, "load_in_8bit": settings.load_in_8bit}
-        if {**QLORA, **wanted.quantization_config} != {"load_in_4bit": True, **QLORA}:
+        if {**QLORA, **section.quantization_config} != {"load_in_4bit": True, **QLORA}:
             options["quantization_config"] = (
                 settings  # else unsloth's own 4-bit loading, which is the same and takes experts too
             )
-    if wanted.attn_implementation is not None:
-        options["attn_implementation"] = wanted.attn_implementation
+    if section.attn_implementation is not None:
+        options["attn_implementation"] = section.attn_implementation
     longest = min(length, getattr(base_config.get_text_config(), "max_position_embeddings", None) or length)
     try:
         model, tokenizer = loader().from_pretrained(
             model_name=base,
             max_seq_length=longest,  # a longer one would have unsloth stretch the positions
             dtype=resolve_dtype(dtype),
-            revision=wanted.revision,
+            revision=section.revision,
             full_finetuning=full,
             device_map={"": 0} if torch.cuda.is_available() else None,
             use_gradient_checkpointing="unsloth" if checkpointing else False,
@@ -158,8 +158,8 @@ def load_fast_model(
         refuse_misread(model)
         keep_4bit_unpacked(model)
     for difference in (
-        *compare_model(model, base_config, resolve_dtype(dtype), wanted, settings),
-        *compare_tokenizer(tokenizer, load_tokenizer(base, wanted.revision)),
+        *compare_model(model, base_config, resolve_dtype(dtype), section, settings),
+        *compare_tokenizer(tokenizer, load_tokenizer(base, section.revision)),
     ):
         log.warning("unsloth: %s", difference)
     return model
@@ -205,7 +205,7 @@ def loader() -> Any:
 
 
 def compare_model(
-    model: Any, base_config: Any, dtype: torch.dtype, wanted: ModelSection, settings: Any = None
+    model: Any, base_config: Any, dtype: torch.dtype, section: ModelSection, settings: Any = None
 ) -> Iterator[str]:
     """Yield differences of the loaded base from the request. settings: of its quantization, None without."""
     from cogumi.merge.parameter_map import meta_model
@@ -213,10 +213,10 @@ def compare_model(
     from cogumi.patches.trl_internals import attention_of, commit_of
 
     commit = commit_of(model.config)
-    if commit and wanted.revision and len(wanted.revision) == len(commit) and commit != wanted.revision:
-        message = f"unsloth loaded commit {commit} of {wanted.name}, and not {wanted.revision}"
+    if commit and section.revision and len(section.revision) == len(commit) and commit != section.revision:
+        message = f"unsloth loaded commit {commit} of {section.name}, and not {section.revision}"
         raise UsageError(message, key="cogumi.backend", fix="set cogumi.backend: trl")
-    attention = wanted.attn_implementation
+    attention = section.attn_implementation
     pairs = {
         "dtype": (dtype, model.dtype),
         "model.attn_implementation": (attention, attention and attention_of(model.config)),
@@ -228,7 +228,7 @@ def compare_model(
     if settings is not None:
         loaded_config = model.config.quantization_config
         got: Mapping[str, Any] = loaded_config if isinstance(loaded_config, dict) else loaded_config.to_dict()
-        keys = {*QLORA, "bnb_4bit_compute_dtype", *(wanted.quantization_config or ())}
+        keys = {*QLORA, "bnb_4bit_compute_dtype", *(section.quantization_config or ())}
         of_config = settings.to_dict()
         pairs |= {f"model.quantization_config.{key}": (of_config.get(key), got.get(key)) for key in sorted(keys)}
     for key, (ours, theirs) in pairs.items():
@@ -248,9 +248,9 @@ def compare_tokenizer(theirs: Any, ours: Any) -> Iterator[str]:
         yield f"its tokenizer has {len(theirs)} tokens; the run keeps the base's, with {len(ours)}"
 
 
-def compare_arguments(asked: Mapping[str, Any], args: Any) -> Iterator[str]:
+def compare_arguments(requested: Mapping[str, Any], args: Any) -> Iterator[str]:
     """Yield differences of the trainer's arguments from `train:`; unsloth changes some on construction."""
-    for key, value in asked.items():
+    for key, value in requested.items():
         actual = getattr(args, key, value)
         if isinstance(value, bool | int | float | str) and actual != value and plain(actual) != plain(value):
             yield f"train.{key} is {plain(actual)}, and {plain(value)} was asked for"

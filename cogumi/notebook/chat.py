@@ -528,9 +528,9 @@ class ChatPanel:
         self.state.value = render_message(note)
 
 
-def render_talk(columns: Sequence[str], said: Iterable[tuple[str, dict[str, str]]]) -> str:
+def render_talk(columns: Sequence[str], turns: Iterable[tuple[str, dict[str, str]]]) -> str:
     """Render a table: each message, and beside it what every column answered."""
     rows = [
-        [html.verbatim(message), *(render_completion(texts[column]) for column in columns)] for message, texts in said
+        [html.verbatim(message), *(render_completion(texts[column]) for column in columns)] for message, texts in turns
     ]
     return html.table(["message", *columns], rows, kind="wide even")

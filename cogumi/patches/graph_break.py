@@ -296,9 +296,9 @@ def restore() -> None:
             setattr(replacement.owner, replacement.name, replacement.original)
 
 
-def is_configuration(each: Replacement) -> bool:
+def is_configuration(replacement: Replacement) -> bool:
     """Return whether it belongs to Dynamo's configuration, which is per thread and per cell of a notebook."""
-    return each.owner is DYNAMO
+    return replacement.owner is DYNAMO
 
 
 def foreign_patches() -> list[str]:

@@ -203,6 +203,6 @@ def swaps_features(layer: Any) -> bool:
     return bool(layer._did_swap_in_out_features)
 
 
-def drop_ignored_keys(model: Any, found: Any) -> None:
+def drop_ignored_keys(model: Any, loading_info: Any) -> None:
     """Take out of what transformers' loader found missing or unexpected what the model's class allows to be so."""
-    model._adjust_missing_and_unexpected_keys(found)
+    model._adjust_missing_and_unexpected_keys(loading_info)

@@ -214,17 +214,21 @@ def check_upstream() -> None:
             raise RuntimeError(f"{NAME}: {installed} is not {WRITTEN_FOR}: {file}: {'; '.join(problems)}")
 
 
-def differences(found: dict[str, list[str]], file: str) -> list[str]:
+def differences(installed: dict[str, list[str]], file: str) -> list[str]:
     """List functions of UPSTREAM (by name and position) and NAMED (by name) whose parameters differ from those found."""
     wrong = [
         name
         for name, parameters in UPSTREAM.get(file, {}).items()
-        if found.get(name, [])[: len(parameters.split())] != parameters.split()
+        if installed.get(name, [])[: len(parameters.split())] != parameters.split()
     ]
     wrong += [
-        name for name, parameters in NAMED.get(file, {}).items() if not {*parameters.split()} <= {*found.get(name, [])}
+        name
+        for name, parameters in NAMED.get(file, {}).items()
+        if not {*parameters.split()} <= {*installed.get(name, [])}
     ]
-    return [f"{name} takes ({', '.join(found[name])})" if name in found else f"{name} is missing" for name in wrong]
+    return [
+        f"{name} takes ({', '.join(installed[name])})" if name in installed else f"{name} is missing" for name in wrong
+    ]
 
 
 def parameters_by_function(source: str) -> dict[str, list[str]]:

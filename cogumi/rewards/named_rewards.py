@@ -109,15 +109,15 @@ def _read_entry(entry: Mapping[str, Any]) -> Entry:
     return Entry(name, weight, {key: value for key, value in entry.items() if key not in ("name", "weight")})
 
 
-def weights_of(rewards: Sequence[str | Mapping[str, Any]], given: Sequence[float] | None) -> list[float] | None:
-    """Return TRL's `reward_weights` from the entries or from `train:` (`given`); None if neither has any.
+def weights_of(rewards: Sequence[str | Mapping[str, Any]], requested: Sequence[float] | None) -> list[float] | None:
+    """Return TRL's `reward_weights` from the entries or from `train:` (`requested`); None if neither has any.
 
     Raises UsageError if both have.
     """
     entries = read_entries(rewards)
     if all(entry.weight is None for entry in entries):
-        return None if given is None else list(given)
-    if given is not None:
+        return None if requested is None else list(requested)
+    if requested is not None:
         message = "train.reward_weights and a `weight` in cogumi.rewards say the same"
         raise UsageError(message, key="train.reward_weights", fix="drop one")
     return [1.0 if entry.weight is None else entry.weight for entry in entries]

@@ -111,12 +111,12 @@ def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
 # ------------------------------------------------------------------------------------------------------------- the disks
 
 
-def judge(what: str, figure: str, *rules: tuple[object, str, str]) -> Finding:
+def judge(title: str, figure: str, *rules: tuple[object, str, str]) -> Finding:
     """Return a warning for the first broken rule (broken, cause, fix), or a good finding."""
     for broken, cause, fix in rules:
         if broken:
-            return Finding(what, "warning", figure, cause, fix)
-    return Finding(what, "ok", figure)
+            return Finding(title, "warning", figure, cause, fix)
+    return Finding(title, "ok", figure)
 
 
 def check_temporary_files() -> Finding:

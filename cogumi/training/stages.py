@@ -239,7 +239,7 @@ def judge_saved(model: Any, saved: Path) -> Check:
     return Check("saved model", figure, "0, bit for bit", not other, "load the last checkpoint instead of merged/")
 
 
-def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *given: Any) -> Result:
+def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *arguments: Any) -> Result:
     """Do what writes a result.
 
     On a full disk it waits for space where `cogumi.on_full` is "pause"; otherwise DiskFull. Where the disk's own
@@ -247,7 +247,7 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *giv
     """
     while True:
         try:
-            return act(*given)
+            return act(*arguments)
         except DiskFull as full:
             if run.cogumi.on_full != "pause":
                 raise
