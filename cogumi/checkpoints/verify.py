@@ -99,7 +99,7 @@ def bytes_of(directory: Path) -> int:
 
 
 def check_listed(manifest: Manifest, files: dict[str, Path], step: int, compare_hashes: bool) -> None:
-    """Raise CheckpointDamaged unless every file is the one that was saved: names, step and sizes, then hashes if `compare_hashes`."""
+    """Raise CheckpointDamaged unless names, step and sizes are those saved, and the hashes if `compare_hashes`."""
     check_step(MANIFEST_NAME, manifest.step, step)
     require(manifest.files.keys() - files.keys())
     for name, entry in manifest.files.items():
