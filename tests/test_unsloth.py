@@ -148,7 +148,7 @@ def by_token(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | 
 
 
 def run_losses(whose: str, model_path: str, results: str, old_from: str = "") -> None:
-    """Every loss once on the same batch; loss, gradient and what was overheard, saved to `results`."""
+    """Every loss once on the same batch; loss, gradient and the captured log-probabilities, saved to `results`."""
     import cogumi
     from cogumi.rl.loss_check import capture_loss_inputs
 
@@ -416,7 +416,7 @@ def test_loss_and_gradient_equal_stock_trls(
 
 @with_unsloth
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_what_is_overheard_equals_what_trl_logs(losses: tuple[dict[str, Any], dict[str, Any]], loss_type: str) -> None:
+def test_captured_logprobs_equal_what_trl_logs(losses: tuple[dict[str, Any], dict[str, Any]], loss_type: str) -> None:
     ours, theirs = (loss[loss_type] for loss in losses)
     for name in ("new", "old"):
         assert len(ours["tokens"][name]) == 9 + 5 + 1 + 6
@@ -427,7 +427,7 @@ def test_what_is_overheard_equals_what_trl_logs(losses: tuple[dict[str, Any], di
 
 
 @with_unsloth
-def test_overhearing_changes_no_bit(losses: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_capturing_logprobs_changes_no_bit(losses: tuple[dict[str, Any], dict[str, Any]]) -> None:
     assert losses[1]["unheard_is_equal"] == dict.fromkeys(LOSSES, True)
 
 
