@@ -111,12 +111,8 @@ def train(model: Path, seed: int, rate: float, arm: str, sizes: dict[str, int]) 
     rewards = [row[REWARD] for row in logged if REWARD in row]
     position = settings["train__steps_per_generation"]
     shares = [statistics.fmean(row[CLIPPED] for row in logged[start::position]) for start in range(position)]
-    return {
-        "seed": seed,
-        "rate": rate,
-        "arm": arm,
-        "seconds": time.monotonic() - begin,
-        "rewards": rewards,
+    run = {"seed": seed, "rate": rate, "arm": arm, "seconds": time.monotonic() - begin, "rewards": rewards}
+    return run | {
         "first": quarters(rewards)[0],
         "last": quarters(rewards)[1],
         "held_out": [row[HELD_OUT_REWARD] for row in result.metrics if HELD_OUT_REWARD in row][-1],
