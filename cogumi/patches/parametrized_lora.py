@@ -84,6 +84,16 @@ def activate_lora(wrapper: Any, original: Any, active_adapters: list[str]) -> It
         del parametrizations[-1]
 
 
+def wrap_method(original: Any, around: Any) -> Any:
+    """Return a method that calls `around(self, original, ...)`. Dynamo traces into functools.partialmethod differently."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, original, *args, **kwargs)
+
+    return method
+
+
 def apply() -> PatchStatus:
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTuner
@@ -93,7 +103,7 @@ def apply() -> PatchStatus:
     for name, (owner, around) in ours.items():
         if name not in _originals:
             _originals[name] = owner, getattr(owner, name)
-            setattr(owner, name, functools.partialmethod(around, getattr(owner, name)))
+            setattr(owner, name, wrap_method(getattr(owner, name), around))
     return status()
 
 
