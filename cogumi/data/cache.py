@@ -78,7 +78,7 @@ class Source:
     """Everything that decides the result of `tokenize` for a row, as JSON: the format and its settings."""
     weight: float = 1.0
     keeps_records: bool = False
-    """Whether `tokenize` also gets each original row, in the column `record`."""
+    """True: `tokenize` also gets each original row, in the column `record`."""
 
     def batches(self, files: Sequence[Path] | None = None, records: bool = False) -> Iterator[pl.DataFrame]:
         """Iterate over the rows of all files, or of `files`, by field; `records` adds original rows if they are kept."""

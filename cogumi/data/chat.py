@@ -355,7 +355,7 @@ FINAL = re.compile(
 
 @dataclass(frozen=True)
 class Thinking:
-    """How a chat template writes thoughts, under a run's flag."""
+    """Style in which a chat template writes thoughts, under a run's flag."""
 
     flag: bool | None
     style: Literal["tags", "harmony", "none"]

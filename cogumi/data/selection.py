@@ -34,7 +34,7 @@ ROWS_PER_HELD_OUT, MOST_HELD_OUT = 50, 64  # defaults
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows are used, and which of them are held out."""
+    """Selection of the rows to use and to hold out."""
 
     eval_rows: int | None = 0
     """None: the default of `held_out_rows`."""

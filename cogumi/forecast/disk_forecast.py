@@ -158,7 +158,7 @@ def merged_bytes(config: Any) -> int:
 
 @dataclass(frozen=True)
 class DiskForecast:
-    """What a run needs of its disks, by filesystem: two paths on one share its space.
+    """Disk space that a run needs, by filesystem: two paths on one share its space.
 
     checkpoint: bytes of one. keep: how many stay. held: the most there are at once, with the one being written. saves: how
     many are to come, None where that is not known. notes: what is not known, or not counted.

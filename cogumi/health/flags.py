@@ -125,7 +125,7 @@ class AnswerOverlap:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What the collator makes of some examples before the first step.
+    """Counts of some examples as the collator makes them, before the first step.
 
     masked: examples without a learned token. pads_learned: labelled places outside the attention mask. ends: learned end
     tokens. entropy: of the learned tokens' frequencies, nats. pairs_now: measured again, with the model as it is now.

@@ -49,7 +49,7 @@ Q8_0_LIMIT, LIMIT = 0.0235, 0.5
 
 @dataclass(frozen=True)
 class GgufCheck:
-    """What was compared.
+    """Result of comparing a GGUF file with the merged model.
 
     exact: tensors that are equal bit for bit. changed: names of those that the converter stores in another form.
     largest_error: of a tensor, the Frobenius |stored - tensor| / |tensor|. template: whether there is a chat template.

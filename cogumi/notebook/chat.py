@@ -59,7 +59,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ChatSetup:
-    """What is talked to, and how.
+    """Models that answer in a chat, and the settings of their answers.
 
     columns: those of BASE, ADAPTER, MERGED and MODEL that answer. tokenizer: a directory or hub id. format: `data.format` of
     the run, None without a run. sample: a prompt of the run. sampling: arguments of `generate`; {} is greedy.

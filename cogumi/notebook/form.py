@@ -96,7 +96,7 @@ class Form:
 
     @property
     def problem(self) -> str:
-        """What a run would refuse, in one line that names the key; "" if nothing."""
+        """Error that a run would raise, in one line that names the key; "" if none."""
         try:
             self.config  # noqa: B018
         except UsageError as error:

@@ -226,7 +226,7 @@ class LossCheck:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to be shown, or nothing can be."""
+        """True once everything is shown that can be."""
         clips = self.record.get("arguments", {}).get("loss_type") in CLIPPED
         seen = self.record["clip_seen_at_step"] is not None if clips else self.has_moved
         return bool(self.step and (self.unproven or (self.record["asserted"] and seen) or self.step >= LAST_STEP))

@@ -81,7 +81,7 @@ print(json.dumps(succeeded))
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use, all of its processes together unless stated otherwise."""
+    """Limits of one program, for all of its processes together unless stated otherwise."""
 
     seconds: float = 10.0  # wall-clock time
     cpu_seconds: int = 5  # of each process
@@ -95,7 +95,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended: by itself ("finished"), out of time ("timeout"), by a signal or another limit ("crashed")."""
+    """Outcome of a program: "finished" by itself, "timeout", or "crashed" by a signal or another limit."""
 
     status: Literal["finished", "timeout", "crashed"]
     exit_code: int | None  # None unless it finished

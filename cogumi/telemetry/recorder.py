@@ -1,4 +1,4 @@
-"""What a training writes: metrics.jsonl, a progress bar and lines in run.log, rollouts and samples, log and status."""
+"""Record a training: metrics.jsonl, a progress bar and lines in run.log, rollouts and samples, log and status."""
 
 import logging
 import math
