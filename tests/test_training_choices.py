@@ -294,7 +294,7 @@ HUB = "from types import SimpleNamespace\nfrom flash_of_the_hub import flash_att
     ("flash_attn", "of_the_hub", "chosen", "because"),
     [
         pytest.param(
-            COMPUTES, None, "flash_attention_2", "flash-attn 2.8.3 computes what torch does",
+            COMPUTES, None, "flash_attention_2", "flash-attn 2.8.3 agrees with torch",
             marks=pytest.mark.slow("a process that imports torch; what the hub has is tried in the same way"),
         ),
         (
