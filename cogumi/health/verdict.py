@@ -22,7 +22,7 @@ from cogumi.health.flags import (
 from cogumi.health.rules import FEW_LOSS_ROWS, RULES, TREND_Z, UNSETTLED_STEPS, rollouts
 from cogumi.rl.watch import RECORD
 
-COSTS_TIME = {"waiting for data"}  # flags that say nothing of what is learned
+COSTS_TIME = {"waiting for data", "clip fraction"}  # flags that say nothing of what is learned
 
 
 class Scale(StrEnum):
