@@ -17,6 +17,7 @@ from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
 from cogumi.merge.adapter_files import find_adapter, resolve_adapter
 from cogumi.merge.bases import resolve_base
+from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.logits import LogitCheck, check_directory, check_logits
 from cogumi.merge.merge_manifest import (
     CheckReport,
@@ -94,6 +95,7 @@ def merge_adapter(
     dtype: str = "keep",
     verify: str = "elements",
     *,
+    expert_layout: str | None = None,
     workers: int | None = None,
     progress: bool = True,
 ) -> MergeReport:
@@ -114,6 +116,8 @@ def merge_adapter(
             model by name and proves that it is the original. "dequant" merges into the dequantized weights.
         dtype: "keep", "bfloat16", "float16" or "float32".
         verify: "elements", or "logits", which also runs base + adapter and the merged model, one at a time.
+        expert_layout: How lora_A and lora_B of expert stacks are read ("axis1", "axis2", "axis1-grouped", "axis2-grouped"),
+            where the adapter's versions and shapes leave several ways.
         workers: Threads that compute, by default one, or with DoRA one for each core.
         progress: Show a bar in a terminal.
 
@@ -139,6 +143,7 @@ def merge_adapter(
     pairs = weighted(adapter)
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
     source_base = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
+    adapters = [(as_installed(part, source_base, expert_layout), weight) for part, weight in adapters]
     plan = build_plan(adapters, source_base, dtype)
     remove_stale(target)
     with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
@@ -148,7 +153,8 @@ def merge_adapter(
         figures, logits = totals(plan, outcome), None
         if verify == "logits":
             show_stage(progress, "running base + adapter and the merged model")
-            logits = check_directory(pairs, partial, source_base.path, kept=figures["delta_retained"])
+            loaded = [(part.directory, weight) for part, weight in adapters]
+            logits = check_directory(loaded, partial, source_base.path, kept=figures["delta_retained"])
             if not logits.passed:
                 raise MergeError(f"{logits}; nothing was committed")
         write_manifest(partial, build_manifest(plan, outcome, options, logits))

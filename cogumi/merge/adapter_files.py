@@ -7,13 +7,16 @@ import hashlib
 import json
 import logging
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
@@ -44,28 +47,46 @@ KNOWN_ENTRIES = frozenset([
     "lora_alpha", "lora_bias", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "target_parameters", "task_type",
     "trainable_token_indices", "use_dora", "use_rslora",
+    # Of unsloth and its Studio, about the training or, the last two, about the order of factors (expert_layout reads them).
+    "unsloth_training_method", "unsloth_load_in_4bit", "nvfp4_merge_aware", "lora_B_layout", "unsloth_fused_expert_lora",
 ])
 # fmt: on
-# What wraps a model puts these into the names of its modules.
-WRAPPERS = {
-    "_orig_mod": "torch.compile",
-    "_fsdp_wrapped_module": "FSDP",
-    "_checkpoint_wrapped_module": "activation checkpointing",
-    "module": "DistributedDataParallel or FSDP",
-}
+# A factor's name with the adapter's name left in it, or without `.weight`, as state_dict() and some exporters have it.
+FACTOR_NAME = re.compile(r"(?P<factor>.*\.lora_(?:[AB]|embedding_[AB]|magnitude_vector))(?:\.(?P<rest>.*))?")
+# torch.compile, FSDP and activation checkpointing put these before the names of the modules that they wrap.
+WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\.")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT LoRA adapter whose configuration is of a kind that can be merged; `spans` are its tensors on disk."""
+    """A PEFT LoRA adapter whose configuration is of a kind that can be merged.
+
+    path: as the user has it. config: its adapter_config.json. directory: where PEFT reads it: `path`, or a temporary copy
+    that has other names or another order of factors than the file, and that lives as long as `copy`. spans: the tensors in
+    there. reading: how the factors of expert stacks are read, and why; "" without such.
+    """
 
     path: Path
     config: dict[str, Any]
     spans: tuple[Span, ...]
+    directory: Path
+    copy: TemporaryDirectory[str] | None = None
+    reading: str = ""
 
     @property
     def weights(self) -> Path:
-        return self.path / ADAPTER_WEIGHTS
+        return self.directory / ADAPTER_WEIGHTS
+
+    def rewritten(self, tensors: dict[str, torch.Tensor], config: dict[str, Any], reading: str = "") -> "Adapter":
+        """Return the same adapter with these tensors and this configuration for PEFT, in a temporary directory."""
+        copy = TemporaryDirectory(prefix="cogumi-adapter-")
+        directory = Path(copy.name)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_WEIGHTS)
+        write_json(directory / "adapter_config.json", config)
+        spans = read_shard(directory / ADAPTER_WEIGHTS).spans
+        return replace(
+            self, config=config, spans=spans, directory=directory, copy=copy, reading=reading or self.reading
+        )
 
     def refused(self, problem: str, fix: str = WITH_PEFT) -> UsageError:
         return UsageError(f"adapter {self.path}: {problem}", fix=fix)
@@ -113,10 +134,41 @@ def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
         raise UsageError(f"adapter {path} {problem}", fix=fix)
     config = read_json(path / "adapter_config.json")
     refuse_unsupported(path, config)
+    files = weight_files(path)
+    standard = {span.name: standard_name(span.name) for file in files for span in read_shard(file).spans}
+    adapter = Adapter(path, config, (), directory=path)
+    if len(files) > 1 or any(name != other for name, other in standard.items()):
+        tensors = {standard[name]: tensor for file in files for name, tensor in load_file(file).items()}
+        adapter = adapter.rewritten(tensors, config)
+    return replace(adapter, spans=read_trained(adapter, factors_alone))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files of an adapter: one, or those of its index. Raises UsageError where one is missing."""
+    index = path / f"{ADAPTER_WEIGHTS}.index.json"
+    if not (path / ADAPTER_WEIGHTS).is_file() and index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        if missing := [name for name in names if not (path / name).is_file()]:
+            raise UsageError(f"adapter {path} has no {missing[0]}, which its index names", fix="download it again")
+        if names:
+            return [path / name for name in names]
     if not (path / ADAPTER_WEIGHTS).is_file():
         fix = "save it again with save_pretrained (safetensors)"
         raise UsageError(f"adapter {path} has no {ADAPTER_WEIGHTS}", fix=fix)
-    return Adapter(path, config, read_trained(path, factors_alone))
+    return [path / ADAPTER_WEIGHTS]
+
+
+def standard_name(name: str) -> str:
+    """Return the name under which PEFT's save_pretrained stores a tensor of an adapter that has another form of it."""
+    name = WRAPPERS.sub("", name).replace(".modules_to_save.default.", ".")
+    match = FACTOR_NAME.fullmatch(name)
+    if match is None:
+        return name
+    factor, last = match["factor"], (match["rest"] or "").rpartition(".")[2]
+    factor = factor if factor.startswith(PREFIX) else PREFIX + factor
+    if last == "bias":
+        return f"{factor}.bias"
+    return f"{factor}.weight" if factor.endswith(("lora_A", "lora_B")) else factor
 
 
 def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
@@ -134,21 +186,16 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=WITH_PEFT)
 
 
-def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
+def read_trained(adapter: Adapter, factors_alone: bool) -> tuple[Span, ...]:
     """Read the tensors of an adapter's file. Raises UsageError for one that PEFT does not write, or an unchanged model.
 
     A single zero module is allowed: a layer that never receives gradient keeps its B at zero.
     """
-    spans = read_shard(path / ADAPTER_WEIGHTS).spans
+    path, spans = adapter.path, read_shard(adapter.weights).spans
     names = {span.name for span in spans}
     pairs, zero = set(), set()
-    with safe_open(path / ADAPTER_WEIGHTS, framework="pt") as weights:
+    with safe_open(adapter.weights, framework="pt") as weights:
         for name in sorted(names):
-            if wrapper := wrapper_of(name):
-                problem = f"{name} has the prefix {wrapper}. of {WRAPPERS[wrapper]}, which wrapped the model when it was saved"
-                unwrap = "save the model inside it (accelerator.unwrap_model(model).save_pretrained(DIR))"
-                fix = f"{unwrap}, or take {wrapper}. out of the names in the file"
-                raise UsageError(f"adapter {path}: {problem}", fix=fix)
             if not name.startswith(PREFIX):
                 fix = "save it with save_pretrained"
                 raise UsageError(f"adapter {path}: {name} is not a name that PEFT writes", fix=fix)
@@ -169,14 +216,6 @@ def read_trained(path: Path, factors_alone: bool) -> tuple[Span, ...]:
         problem = zero_ones if pairs else "it holds no lora_A and lora_B"
         raise UsageError(f"adapter {path} changes nothing: {problem}", fix="was this adapter saved before training?")
     return spans
-
-
-def wrapper_of(name: str) -> str | None:
-    """Return the part that a wrapper put into the name of an adapter's tensor, such as `_orig_mod`; None without one."""
-    parts = name.removeprefix("module.").removeprefix(PREFIX).split(".")
-    if name.startswith("module.") or parts[0] == "module":  # elsewhere it may be a model's own
-        return "module"
-    return next((part for part in parts if part in WRAPPERS and part != "module"), None)
 
 
 BASE_RECORD_NAME = "cogumi-base.json"
@@ -204,7 +243,8 @@ class Quantization:
 class BaseRecord:
     """The base as it was loaded: a directory, or a hub id with its commit and the requested revision.
 
-    dtype: of the weights that were not quantized. weights: `weights_sample` of a directory without a commit.
+    dtype: of the weights that were not quantized. weights: `weights_sample` of a directory without a commit. transformers:
+    the version that trained the adapter.
     """
 
     name: Text
@@ -213,6 +253,7 @@ class BaseRecord:
     quantization: Quantization | None
     dtype: Text
     weights: str | None = None
+    transformers: str | None = None
     format: Literal[1] = 1
 
 
@@ -224,7 +265,7 @@ def write_base_record(adapter: Path, model: Any, revision: str | None = None) ->
     dtype = str(config.dtype or model.dtype).removeprefix("torch.")
     name, commit = config.name_or_path, commit_of(config)
     weights = weights_sample(name) if commit is None else None
-    record = BaseRecord(name, commit, revision, quantization_of(config), dtype, weights)
+    record = BaseRecord(name, commit, revision, quantization_of(config), dtype, weights, version("transformers"))
     write_json(adapter / BASE_RECORD_NAME, asdict(record))
     return record
 

@@ -24,7 +24,7 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
     model = meta_model(*trained_class(base, adapter))  # PEFT changes it, so each adapter gets its own
     spans = {span.name: span for span in adapter.spans}
     changes = Changes(vocabulary=resize_vocabulary(model, spans))
-    config = copy.deepcopy(lora) or LoraConfig.from_pretrained(str(adapter.path))
+    config = copy.deepcopy(lora) or LoraConfig.from_pretrained(str(adapter.directory))
     config.init_lora_weights = True  # how A and B began no longer matters
     config.base_model_name_or_path = None  # PEFT would warn of every base that is not at the recorded place
     try:

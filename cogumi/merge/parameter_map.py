@@ -187,11 +187,17 @@ def adapted_class(config: Any, keys: Iterable[str], task: str | None = None) -> 
     task: the adapter's task_type.
     """
     modules = {OWN_PART.sub("", key.removeprefix(PREFIX)) for key in keys}
-    known, loaded = named_class(config), auto_class(config)
-    for kind in (known, loaded, *head_classes(config, task)):
-        if kind is not None and modules <= {name for name, _ in meta_model(config, kind).named_modules()}:
+    candidates = candidate_classes(config, task)
+    for kind in candidates:
+        if modules <= {name for name, _ in meta_model(config, kind).named_modules()}:
             return kind
-    return known or loaded
+    return candidates[0]
+
+
+def candidate_classes(config: Any, task: str | None = None) -> list[Any]:
+    """Return the classes that an adapter on a config may have been trained on: named_class, auto_class, those with a head."""
+    kinds = [named_class(config), auto_class(config), *head_classes(config, task)]
+    return [kind for kind in dict.fromkeys(kinds) if kind is not None]
 
 
 def meta_model(config: Any, kind: Any = None) -> Any:

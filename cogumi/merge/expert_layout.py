@@ -1,0 +1,194 @@
+"""How the factors of an adapter on stacks of experts are read: by the version that wrote it, and by their shapes.
+
+An update of a stack [experts, first, last] is stored as lora_A [experts * r, in] and lora_B [out, r * experts]. Which axis
+is `in` changed between versions of PEFT, and unsloth packed the columns of lora_B in another order until 2026.9.5. The file
+does not say which, so that the same bytes mean different updates. Sources: `ParamWrapper` of PEFT 0.17.1 to 0.21.2,
+`moe_utils.py` of unsloth_zoo 2026.6.1 to 2026.10.9; tests/expert_truths has an adapter and the trained update of each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from cogumi.core.errors import UsageError
+
+Shape = tuple[int, ...]
+# Both orders of lora_B's columns, by unsloth's names: r * experts as PEFT has it, and experts * r.
+ORDERS = {"rank_major": False, "grouped_by_expert": True}
+# Model types on which unsloth 2026.2 to 2026.9.5 trained experts by its own forward, which has the experts' columns grouped.
+# fmt: off
+UNSLOTH_GROUPED = frozenset([
+    "deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "lfm2_moe", "mixtral",
+    "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
+])
+# fmt: on
+EXPERT_LAYOUTS = ("axis1", "axis2", "axis1-grouped", "axis2-grouped")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of experts that an adapter changes.
+
+    shape: [experts, first, last] of the parameter. factors: the shapes of lora_A and lora_B. stored_in_out: transformers 5
+    marks the class as one whose matrices are [in, out] (`is_transposed`).
+    """
+
+    parameter: str
+    shape: Shape
+    factors: tuple[Shape, Shape]
+    stored_in_out: bool
+
+    def fits(self, axis: int) -> bool:
+        a, b = self.factors
+        return (a[1], b[0]) == (self.shape[axis], self.shape[3 - axis])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one stack's factors are read. axis: of the parameter, which lora_A reads. grouped: lora_B's columns are experts * r."""
+
+    axis: int
+    grouped: bool
+
+    def __str__(self) -> str:
+        return f"axis{self.axis}" + ("-grouped" if self.grouped else "")
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The reading of each stack, and why: the version that wrote the adapter and what its shapes leave."""
+
+    readings: dict[str, Reading]
+    evidence: str
+
+    def __str__(self) -> str:
+        names = " and ".join(sorted({str(reading) for reading in self.readings.values()}))
+        return f"experts read as {names}: {self.evidence}"
+
+
+def peft_axis(version: Version, stored_in_out: bool) -> int:
+    """Return the axis of [experts, first, last] that lora_A reads for a version of PEFT.
+
+    Up to 0.18 always the first of the two. 0.19.0 swaps them where the class is marked as [in, out], which was the wrong way
+    round; 0.19.1 and later swap where it is not marked.
+    """
+    if version < Version("0.19.0"):
+        return 1
+    return 2 if (version == Version("0.19.0")) == stored_in_out else 1
+
+
+def peft_version(config: Mapping[str, Any]) -> Version:
+    """Return the version of PEFT that wrote a configuration; up to 0.17 it wrote none."""
+    text = str(config.get("peft_version") or "0.17").partition("@")[0]
+    try:
+        return Version(Version(text).base_version)
+    except InvalidVersion as error:
+        raise UsageError(f"adapter_config.json has peft_version {text!r}, which is no version") from error
+
+
+def declared_orders(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return parameter -> order of lora_B's columns where unsloth recorded it; "" stands for every parameter."""
+    mapping = config.get("auto_mapping")
+    for source in (config, mapping if isinstance(mapping, dict) else {}):
+        detail = source.get("unsloth_fused_expert_lora")
+        if isinstance(detail, dict) and isinstance(detail.get("parameters"), dict):
+            return {name: str(entry.get("lora_B_layout")) for name, entry in detail["parameters"].items()}
+        if source.get("lora_B_layout"):
+            return {"": str(source["lora_B_layout"])}
+    return {}
+
+
+def column_order(config: Mapping[str, Any], stack: Stack, model_type: str) -> tuple[bool, str]:
+    """Return whether the columns of lora_B are grouped by expert, and the evidence. Raises UsageError for an unknown order."""
+    orders, mapping = declared_orders(config), config.get("auto_mapping")
+    order = orders.get(stack.parameter.rpartition(".")[2], orders.get(""))
+    if order is not None:
+        if order not in ORDERS:
+            raise UsageError(f"lora_B_layout {order!r} of {stack.parameter} is not one of {', '.join(ORDERS)}")
+        return ORDERS[order], f"lora_B_layout is {order}"
+    if isinstance(mapping, dict) and mapping.get("unsloth_fixed"):
+        if model_type in UNSLOTH_GROUPED:
+            return True, "unsloth up to 2026.9.5, which groups lora_B by expert"
+        return False, "unsloth, which left this model type to PEFT"
+    return False, ""
+
+
+def read_layout(
+    config: Mapping[str, Any],
+    stacks: list[Stack],
+    model_type: str,
+    chosen: str | None = None,
+    transformers: str | None = None,
+) -> ExpertLayout:
+    """Find the one reading of an adapter's expert stacks that its version and all of its shapes allow.
+
+    Transformers 4 marks no class as [in, out], so an adapter may have been trained with the mark or without it; which of the
+    two shows in the shapes of stacks that are not square, and holds for all of one adapter.
+
+    Args:
+        config: adapter_config.json.
+        stacks: Every stack of experts that the adapter changes.
+        model_type: The base's.
+        chosen: One of EXPERT_LAYOUTS, which the user names where several readings are left.
+        transformers: The version that trained the adapter, where it is recorded.
+
+    Raises:
+        UsageError: No reading fits, or several do and none was chosen.
+    """
+    orders = {stack.parameter: column_order(config, stack, model_type) for stack in stacks}
+    if chosen is not None:
+        axis, grouped = int(chosen[4]), chosen.endswith("-grouped")
+        if unfit := next((stack for stack in stacks if not stack.fits(axis)), None):
+            raise UsageError(no_fit(unfit), key="--expert-layout", fix=f"{chosen} does not fit; leave it out")
+        return ExpertLayout({stack.parameter: Reading(axis, grouped) for stack in stacks}, f"--expert-layout {chosen}")
+    version = peft_version(config)
+    candidates: dict[int, dict[str, Reading]] = {}
+    for major in (5, 4) if transformers is None else (Version(transformers).major,):
+        readings = {
+            stack.parameter: Reading(peft_axis(version, stack.stored_in_out and major > 4), orders[stack.parameter][0])
+            for stack in stacks
+        }
+        if readings not in candidates.values() and all(stack.fits(readings[stack.parameter].axis) for stack in stacks):
+            candidates[major] = readings
+    writer = f"PEFT {version}" if config.get("peft_version") else "PEFT up to 0.17"
+    if not candidates:
+        raise UsageError(
+            f"{no_fit(stacks[0])}, as {writer} reads them", fix="is this the base the adapter was trained on?"
+        )
+    if len(candidates) > 1:
+        first = stacks[0].parameter
+        message = f"{first} is square, so {writer} under transformers 4 or 5 may have written its factors"
+        axes = [f"{readings[first]} (transformers {major})" for major, readings in candidates.items()]
+        fix = f"pass --expert-layout {' or '.join(axes)}"
+        raise UsageError(message, fix=fix)
+    evidence = "; ".join(dict.fromkeys([f"written by {writer}", *(reason for _, reason in orders.values() if reason)]))
+    return ExpertLayout(next(iter(candidates.values())), evidence)
+
+
+def no_fit(stack: Stack) -> str:
+    (a_rows, a_columns), (b_rows, b_columns) = stack.factors
+    return f"lora_A [{a_rows}, {a_columns}] and lora_B [{b_rows}, {b_columns}] do not fit {stack.parameter} {list(stack.shape)}"
+
+
+def expert_factors(
+    a: torch.Tensor, b: torch.Tensor, experts: int, reading: Reading
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the factors by expert: A [experts, r, in], B [experts, out, r]."""
+    rank = a.shape[0] // experts
+    b = b.view(-1, experts, rank).transpose(1, 2) if reading.grouped else b.view(-1, rank, experts)
+    return a.view(experts, rank, -1), b.permute(2, 0, 1)
+
+
+def as_reading(
+    a: torch.Tensor, b: torch.Tensor, experts: int, reading: Reading, other: Reading
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewrite factors so that another reading gives the same update: a permutation, without arithmetic."""
+    left, right = expert_factors(a, b, experts, reading)
+    if reading.axis != other.axis:  # (B @ A).T is A.T @ B.T
+        left, right = right.transpose(1, 2), left.transpose(1, 2)
+    rank = left.shape[1]
+    columns = right.permute(1, 0, 2) if other.grouped else right.permute(1, 2, 0)
+    return left.reshape(experts * rank, -1).contiguous(), columns.reshape(-1, experts * rank).contiguous()

@@ -1,0 +1,172 @@
+"""Adapters of old PEFT and transformers merge to what those versions trained: expert_truths/make.py wrote both."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from expert_truths.make import config_of
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from cogumi.core.errors import UsageError
+from cogumi.merge import merge_adapter
+from cogumi.merge.expert_layout import Reading, Stack, as_reading, expert_factors, read_layout
+
+TRUTHS = Path(__file__).parent / "expert_truths"
+FILES = sorted(path.name for path in TRUTHS.glob("*.safetensors"))
+EXPERT = re.compile(r"(?P<root>.*experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\.weight")
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One adapter as its version saved it, and what that version added to each parameter."""
+
+    name: str
+    kind: str
+    inner: int
+    config: dict[str, Any]
+    adapter: dict[str, torch.Tensor]
+    delta: dict[str, torch.Tensor]
+
+    def save(self, path: Path) -> Path:
+        path.mkdir(parents=True)
+        save_file(self.adapter, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(json.dumps(self.config))
+        return path
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Return whether the one stack is square, and transformers 4 and 5 mean different axes by it."""
+        version = tuple(map(int, (self.config.get("peft_version") or "0.17").split(".")[:2]))
+        return self.name == "gpt_oss-8-8-down" and version >= (0, 19)
+
+
+def truths(file: str) -> Iterator[Truth]:
+    with safe_open(TRUTHS / file, framework="pt") as stored:
+        parts: dict[str, dict[str, dict[str, torch.Tensor]]] = defaultdict(lambda: {"adapter": {}, "delta": {}})
+        for key in stored.keys():  # noqa: SIM118
+            case, part, name = key.split("|")
+            parts[case][part][name] = stored.get_tensor(key)
+        for case, text in stored.metadata().items():
+            about = json.loads(text)
+            yield Truth(case, about["model_type"], about["intermediate_size"], about["adapter"], **parts[case])
+
+
+@cache
+def base_of(kind: str, inner: int, root: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    path = root / f"{kind}-{inner}"
+    transformers.AutoModelForCausalLM.from_config(config_of(kind, inner)).float().save_pretrained(path)
+    return path, transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+
+
+def as_stacks(delta: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an update by the parameters of this transformers, which stacks the experts."""
+    found = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    for name, change in delta.items():
+        expert = EXPERT.fullmatch(name)
+        if expert is None:
+            found[name] += change
+            continue
+        root = expert["root"].replace("block_sparse_moe", "mlp")
+        is_down, is_up = expert["part"] in ("down_proj", "w2"), expert["part"] in ("up_proj", "w3")
+        stack = found[f"{root}.{'down_proj' if is_down else 'gate_up_proj'}"][int(expert["number"])]
+        stack[len(change) if is_up else 0 :][: len(change)] += change
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+def largest_error(truth: Truth, root: Path, tmp_path: Path, **options: Any) -> float:
+    path, before = base_of(truth.kind, truth.inner, root)
+    out = tmp_path / f"{truth.name}-out"
+    merge_adapter(truth.save(tmp_path / truth.name), out, base=path, progress=False, **options)
+    after = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+    expected = as_stacks(truth.delta, before)
+    return max(float((after[name] - before[name] - change).abs().max()) for name, change in expected.items())
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[] if "0.18.1-transformers-5" in file else pytest.mark.slow("thirty merges")) for file in FILES]
+)
+def test_a_merge_is_what_its_version_trained(file: str, root: Path, tmp_path: Path) -> None:
+    for truth in truths(file):
+        if truth.is_ambiguous:
+            with pytest.raises(UsageError, match="--expert-layout axis"):
+                largest_error(truth, root, tmp_path / "refused")
+            options = {"expert_layout": "axis1" if ("peft-0.19.0" in file) != ("transformers-5" in file) else "axis2"}
+        else:
+            options = {}
+        assert largest_error(truth, root, tmp_path, **options) < 2e-5, truth.name
+
+
+def test_verify_logits_loads_the_adapter_as_it_was_trained(root: Path, tmp_path: Path) -> None:
+    """PEFT of today would read the factors otherwise, or not find the experts at all."""
+    wanted = {"qwen3_moe-8-8-stacked", "mixtral-8-12-modules"}
+    for truth in truths("peft-0.18.1-transformers-5.17.0.safetensors"), truths(FILES[0]):
+        for case in (case for case in truth if case.name in wanted):
+            assert largest_error(case, root, tmp_path, verify="logits") < 2e-5
+
+
+@pytest.mark.parametrize("other", [Reading(1, False), Reading(2, False), Reading(1, True), Reading(2, True)])
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_another_order_is_the_same_update(axis: int, grouped: bool, other: Reading) -> None:
+    def update(a: torch.Tensor, b: torch.Tensor, reading: Reading) -> torch.Tensor:
+        left, right = expert_factors(a, b, 3, reading)
+        return (right @ left).transpose(1, 2) if reading.axis == 1 else right @ left
+
+    a, b = torch.randn(6, 5), torch.randn(7, 6)
+    reading = Reading(axis, grouped)
+    assert torch.equal(update(*as_reading(a, b, 3, reading, other), other), update(a, b, reading))
+
+
+def unsloth_stack() -> Stack:
+    return Stack("model.layers.0.mlp.experts.gate_up_proj", (4, 16, 8), ((8, 8), (16, 8)), False)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "reading"),
+    [
+        ({"auto_mapping": {"unsloth_fixed": True}}, "qwen3_moe", "axis2-grouped"),
+        ({"auto_mapping": {"unsloth_fixed": True}}, "olmoe", "axis2"),
+        ({"lora_B_layout": "rank_major", "auto_mapping": {"unsloth_fixed": True}}, "qwen3_moe", "axis2"),
+        ({"auto_mapping": {"unsloth_fixed": True, "lora_B_layout": "rank_major"}}, "qwen3_moe", "axis2"),
+        ({"lora_B_layout": "grouped_by_expert"}, "olmoe", "axis2-grouped"),
+        (
+            {"unsloth_fused_expert_lora": {"parameters": {"gate_up_proj": {"lora_B_layout": "grouped_by_expert"}}}},
+            "qwen3_moe",
+            "axis2-grouped",
+        ),
+        ({}, "qwen3_moe", "axis2"),
+    ],
+)
+def test_unsloths_markers_say_the_order_of_columns(config: dict[str, Any], kind: str, reading: str) -> None:
+    layout = read_layout({"peft_version": "0.21.2", **config}, [unsloth_stack()], kind)
+    assert str(layout.readings[unsloth_stack().parameter]) == reading
+
+
+def test_a_layout_that_fits_nothing_names_the_version() -> None:
+    stack = Stack("experts.gate_up_proj", (4, 16, 8), ((8, 9), (16, 8)), False)
+    with pytest.raises(UsageError, match=r"experts.gate_up_proj.*PEFT 0.18.1"):
+        read_layout({"peft_version": "0.18.1"}, [stack], "qwen3_moe")
+    with pytest.raises(UsageError, match="axis1 does not fit"):
+        read_layout({}, [unsloth_stack()], "qwen3_moe", chosen="axis1")
+
+
+def test_the_recorded_transformers_decides_a_square_stack() -> None:
+    stack = Stack("experts.down_proj", (4, 8, 8), ((8, 8), (8, 8)), True)
+    for recorded, axis in (("4.57.6", 2), ("5.17.0", 1)):
+        layout = read_layout({"peft_version": "0.21.2"}, [stack], "gpt_oss", transformers=recorded)
+        assert layout.readings["experts.down_proj"].axis == axis
