@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +34,9 @@ def test_a_directory_has_no_commit(tiny_model: Path, tmp_path: Path) -> None:
     model = trained(tiny_model, dtype=torch.bfloat16)
     model.save_pretrained(str(tmp_path))
     record = write_base_record(tmp_path, model)
-    assert record == BaseRecord(str(tiny_model), None, None, None, "bfloat16", weights_sample(str(tiny_model)))
+    assert record == BaseRecord(
+        str(tiny_model), None, None, None, "bfloat16", weights_sample(str(tiny_model)), transformers.__version__
+    )
     assert read_base_record(tmp_path) == record
 
 
@@ -46,7 +49,8 @@ def test_a_hub_model_has_the_commit_that_was_loaded(
     (repository / "refs" / "v2").write_text(COMMIT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     model = trained("someone/tiny", revision="v2", cache_dir=str(tmp_path / "cache"))
-    assert write_base_record(tmp_path, model, "v2") == BaseRecord("someone/tiny", COMMIT, "v2", None, "bfloat16")
+    expected = BaseRecord("someone/tiny", COMMIT, "v2", None, "bfloat16", transformers=transformers.__version__)
+    assert write_base_record(tmp_path, model, "v2") == expected
     assert json.loads((tmp_path / "cogumi-base.json").read_text()) == {
         "format": 1,
         "name": "someone/tiny",
@@ -55,6 +59,7 @@ def test_a_hub_model_has_the_commit_that_was_loaded(
         "quantization": None,
         "dtype": "bfloat16",
         "weights": None,
+        "transformers": transformers.__version__,
     }
 
 

@@ -11,6 +11,7 @@ import peft
 import polars as pl
 import pytest
 import torch
+import transformers
 import yaml
 from finished_runs import FinishedRun, hashes
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -158,7 +159,7 @@ def test_the_adapter_says_what_it_was_trained_on(method: str, request: pytest.Fi
     result = request.getfixturevalue(f"finished_{method}").result
     dtype = "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
     assert read_base_record(result.adapter) == BaseRecord(
-        result.base, None, None, None, dtype, weights_sample(result.base)
+        result.base, None, None, None, dtype, weights_sample(result.base), transformers.__version__
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from qlora_runs import (
     Config,
@@ -55,7 +56,7 @@ def test_sft_trains_an_adapter_on_four_bits(optim: str, sft: Config, tiny_model:
     assert "loaded on cpu: " in (result.run_dir / "run.log").read_text()
     nf4 = Quantization("bitsandbytes", 4, "nf4", True)
     assert read_base_record(result.adapter) == BaseRecord(
-        str(tiny_model), None, None, nf4, "float32", weights_sample(str(tiny_model))
+        str(tiny_model), None, None, nf4, "float32", weights_sample(str(tiny_model)), transformers.__version__
     )
 
     (trainer,) = trainers

@@ -134,6 +134,10 @@ def merge(
     add: Annotated[
         list[str] | None, Option(help="Another adapter to add, as DIRECTORY=WEIGHT. May be repeated.")
     ] = None,
+    expert_layout: Annotated[
+        Literal["axis1", "axis2", "axis1-grouped", "axis2-grouped"] | None,
+        Option(help="How factors of stacked experts are read, where versions and shapes leave several ways."),
+    ] = None,
     workers: Annotated[
         int | None, Option(min=1, help="Threads that compute; by default one, or with DoRA one for each core.")
     ] = None,
@@ -160,7 +164,9 @@ def merge(
             with show_waiting("loading the libraries"):
                 from cogumi.merge import merge_adapter
 
-            report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify, workers=workers)
+            report = merge_adapter(
+                adapters, out, base, revision, base_mode, dtype, verify, expert_layout=expert_layout, workers=workers
+            )
         print_json(asdict(report)) if as_json else print_text(report)
 
 

@@ -17,6 +17,7 @@ from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
 from cogumi.merge.adapter_files import find_adapter, resolve_adapter
 from cogumi.merge.bases import resolve_base
+from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.logits import LogitCheck, check_directory, check_logits
 from cogumi.merge.merge_manifest import (
@@ -130,7 +131,9 @@ def merge_adapter(
     After any error or interruption, `out` is complete or absent.
     """
     started = time.monotonic()
-    options = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
+    options: dict[str, str | None] = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
+    if expert_layout not in (None, *EXPERT_LAYOUTS):
+        raise UsageError(f"expert_layout={expert_layout!r} is not one of {', '.join(EXPERT_LAYOUTS)}")
     for name, choices in CHOICES.items():
         if options[name] not in choices:
             raise UsageError(f"{name}={options[name]!r} is not one of {', '.join(choices)}")
@@ -157,7 +160,7 @@ def merge_adapter(
             logits = check_directory(loaded, partial, source_base.path, kept=figures["delta_retained"])
             if not logits.passed:
                 raise MergeError(f"{logits}; nothing was committed")
-        write_manifest(partial, build_manifest(plan, outcome, options, logits))
+        write_manifest(partial, build_manifest(plan, outcome, options | {"expert_layout": expert_layout}, logits))
         commit_output(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])

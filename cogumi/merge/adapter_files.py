@@ -54,7 +54,9 @@ KNOWN_ENTRIES = frozenset([
 # A factor's name with the adapter's name left in it, or without `.weight`, as state_dict() and some exporters have it.
 FACTOR_NAME = re.compile(r"(?P<factor>.*\.lora_(?:[AB]|embedding_[AB]|magnitude_vector))(?:\.(?P<rest>.*))?")
 # torch.compile, FSDP and activation checkpointing put these before the names of the modules that they wrap.
-WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\.")
+WRAPPERS = re.compile(
+    r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\.|(?<=^base_model\.model\.)module\."
+)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
         adapter = with_model_names(adapter, base, model, renamed, experts)
     if not adapter.config.get("target_parameters") or experts:
         return adapter
-    return with_installed_order(adapter, model, expert_layout)
+    return with_installed_order(adapter, base, model, expert_layout)
 
 
 def locate_modules(modules: set[str], config: Any, stored: set[str]) -> tuple[dict[str, str], list[Expert], Any]:
@@ -141,13 +141,13 @@ def with_model_names(
     if stacks:
         config["target_parameters"] = sorted(stacks)
     config |= {"rank_pattern": ranks, "alpha_pattern": alphas}
-    for key, wrapper in expert_wrappers(model, config).items():
+    for key, wrapper in expert_wrappers(adapter, base, model, config).items():
         a, b = factors[wrapper.parameter]
         count, rank = a.shape[:2]
-        whole = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
-        # `whole` reads the inputs, which are the last axis of a stack [experts, out, in] and the first of one [in, out].
+        flat_a, flat_b = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
+        # lora_A reads the inputs, which are the last axis of a stack [experts, out, in] and the first of one [in, out].
         axis = 1 if wrapper.stored_in_out else 2
-        a, b = as_reading(*whole, count, Reading(axis, grouped=False), wrapper.reading)
+        a, b = as_reading(flat_a, flat_b, count, Reading(axis, grouped=False), wrapper.reading)
         out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = a, b
     reading = f"{len(experts)} modules of single experts, which this transformers stacks" if experts else ""
     return adapter.rewritten(out, config, reading)
@@ -178,9 +178,10 @@ def scaling_of(config: Mapping[str, Any], module: str) -> float:
     """Return alpha / rank of a module, by PEFT's patterns: of several that match, the first."""
     from peft.utils.other import get_pattern_key
 
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    rank = ranks.get(get_pattern_key(ranks.keys(), module), config["r"])
-    alpha = alphas.get(get_pattern_key(alphas.keys(), module), config["lora_alpha"])
+    ranks: dict[str, int] = config.get("rank_pattern") or {}
+    alphas: dict[str, float] = config.get("alpha_pattern") or {}
+    rank = ranks.get(get_pattern_key(list(ranks), module), int(config["r"]))
+    alpha = alphas.get(get_pattern_key(list(alphas), module), float(config["lora_alpha"]))
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
@@ -231,7 +232,7 @@ class ExpertWrapper:
     reading: Reading
 
 
-def expert_wrappers(model: Any, config: Mapping[str, Any]) -> dict[str, ExpertWrapper]:
+def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[str, Any]) -> dict[str, ExpertWrapper]:
     """Return key of the factors -> the stack that PEFT puts them on, for every stack that a configuration targets."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora.layer import ParamWrapper
@@ -241,7 +242,7 @@ def expert_wrappers(model: Any, config: Mapping[str, Any]) -> dict[str, ExpertWr
     try:
         layers = get_peft_model(copy.deepcopy(model), lora, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:  # no target found, which the plan reports
-        raise UsageError(f"the adapter does not fit the base: {error}", fix=OTHER_BASE) from error
+        raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
     wrappers = {}
     for name, module in layers.get_base_model().named_modules():
         if isinstance(module, ParamWrapper) and len(module.get_param().shape) == 3:
@@ -252,9 +253,9 @@ def expert_wrappers(model: Any, config: Mapping[str, Any]) -> dict[str, ExpertWr
     return wrappers
 
 
-def with_installed_order(adapter: Adapter, model: Any, expert_layout: str | None) -> Adapter:
+def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout: str | None) -> Adapter:
     """Rewrite the factors of expert stacks from the order of the version that wrote them to the installed PEFT's."""
-    wrappers = expert_wrappers(model, adapter.config)
+    wrappers = expert_wrappers(adapter, base, model, adapter.config)
     spans: dict[str, Span] = {span.name: span for span in adapter.spans}
     stacks = {}
     for key, wrapper in wrappers.items():
@@ -273,8 +274,8 @@ def with_installed_order(adapter: Adapter, model: Any, expert_layout: str | None
         if reading != installed:
             changed = True
             names = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
-            factors = as_reading(*(tensors[name] for name in names), stack.shape[0], reading, installed)
-            tensors |= dict(zip(names, factors, strict=True))
+            factors = as_reading(tensors[names[0]], tensors[names[1]], stack.shape[0], reading, installed)
+            tensors |= {names[0]: factors[0], names[1]: factors[1]}
     if not changed:
         return replace(adapter, reading=str(layout))
     return adapter.rewritten(tensors, adapter.config, str(layout))

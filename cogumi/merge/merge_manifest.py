@@ -14,9 +14,10 @@ from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memor
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
-from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, resolve_adapter
+from cogumi.merge.adapter_files import resolve_adapter, weight_files
 from cogumi.merge.arithmetic import DeltaStats
 from cogumi.merge.bases import dequantized_base, read_model
+from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.logits import LogitCheck
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.stream import Outcome, available_cores, progress_bar, thread_pool, verify_shards
@@ -58,9 +59,9 @@ def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:
 
 
 def build_manifest(
-    plan: MergePlan, outcome: Outcome, options: dict[str, str], logits: LogitCheck | None
+    plan: MergePlan, outcome: Outcome, options: dict[str, str | None], logits: LogitCheck | None
 ) -> dict[str, Any]:
-    """Return the manifest as plain JSON values. options: dtype, base_mode and verify of the call."""
+    """Return the manifest as plain JSON values. options: dtype, base_mode, verify and expert_layout of the call."""
     base = plan.base
     # The hub's cache links each shard to a file that is named after its sha256.
     blobs = {shard.path.name: shard.path.resolve() for shard in base.shards}
@@ -82,7 +83,11 @@ def build_manifest(
             {
                 "path": str(adapter.path.resolve()),
                 "weight": weight,
-                "blake3": {name: blake3_file(adapter.path / name) for name in ("adapter_config.json", ADAPTER_WEIGHTS)},
+                "reading": adapter.reading,
+                "blake3": {
+                    path.name: blake3_file(path)
+                    for path in (adapter.path / "adapter_config.json", *weight_files(adapter.path))
+                },
             }
             for adapter, weight in plan.adapters
         ],
@@ -195,7 +200,9 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         return replace(report, missing=missing)
     show_stage(progress, "reading the adapter and its base")
     base = read_model(name, None) if is_full else dequantized_base(read_model(name, None))
-    plan = build_plan([(resolve_adapter(adapter), weight) for adapter, weight in adapters], base, dtype)
+    layout = manifest.get("expert_layout")
+    parts = [(as_installed(resolve_adapter(path), base, layout), weight) for path, weight in adapters]
+    plan = build_plan(parts, base, dtype)
     is_sum = is_full and all(tensor.summed for tensor in plan.tensors)
     if manifest["format"] == FLOAT32_FORMAT and not is_sum:
         return replace(report, missing="an earlier version merged it, in float32; merge again to compare")

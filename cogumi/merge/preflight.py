@@ -109,7 +109,7 @@ def plan_adapter(lora: Any, base_config: Any, base: Base) -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         adapted = get_peft_model(meta_model(base_config), copy.deepcopy(lora), low_cpu_mem_usage=True)
         tensors = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"))
+        adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"), directory=Path("lora"))
         checkpoint = read_checkpoint(base, adapter)
         check_base(base, checkpoint, [])
         changes = adapter_changes(adapter, base, checkpoint, lora)

@@ -179,7 +179,11 @@ def lora_of(adapter: Path, requested: dict[str, Any]) -> dict[str, Any]:
     if not (adapter / "adapter_config.json").is_file() and (inside / "adapter_config.json").is_file():
         raise UsageError(f"{adapter} holds no adapter_config.json", key="model.adapter", fix=f"did you mean {inside}?")
     try:
-        config = resolve_adapter(adapter, factors_alone=True).config
+        resolved = resolve_adapter(adapter, factors_alone=True)
+        if resolved.copy is not None:
+            problem = f"{adapter} has names or shards that PEFT's save_pretrained does not write"
+            raise UsageError(problem, key="model.adapter", fix=MERGE_FIRST)
+        config = resolved.config
     except UsageError as error:
         raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error
     if config.get("bias", "none") != "none":
