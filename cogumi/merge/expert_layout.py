@@ -6,12 +6,12 @@ does not say which, so that the same bytes mean different updates. Sources: `Par
 `moe_utils.py` of unsloth_zoo 2026.6.1 to 2026.10.9; tests/expert_truths has an adapter and the trained update of each.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from packaging.version import InvalidVersion, Version
 
 from cogumi.core.errors import UsageError
 
@@ -69,24 +69,23 @@ class ExpertLayout:
         return f"experts read as {names}: {self.evidence}"
 
 
-def peft_axis(version: Version, stored_in_out: bool) -> int:
+def peft_axis(version: tuple[int, ...], stored_in_out: bool) -> int:
     """Return the axis of [experts, first, last] that lora_A reads for a version of PEFT.
 
     Up to 0.18 always the first of the two. 0.19.0 swaps them where the class is marked as [in, out], which was the wrong way
     round; 0.19.1 and later swap where it is not marked.
     """
-    if version < Version("0.19.0"):
+    if version < (0, 19):
         return 1
-    return 2 if (version == Version("0.19.0")) == stored_in_out else 1
+    return 2 if (version == (0, 19, 0)) == stored_in_out else 1
 
 
-def peft_version(config: Mapping[str, Any]) -> Version:
-    """Return the version of PEFT that wrote a configuration; up to 0.17 it wrote none."""
-    text = str(config.get("peft_version") or "0.17").partition("@")[0]
-    try:
-        return Version(Version(text).base_version)
-    except InvalidVersion as error:
-        raise UsageError(f"adapter_config.json has peft_version {text!r}, which is no version") from error
+def version_numbers(text: str) -> tuple[int, ...]:
+    """Return the three numbers of a version such as 0.19.1 or 0.19.2.dev0@abc. Raises UsageError for anything else."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    if match is None:
+        raise UsageError(f"{text!r} is no version of PEFT or transformers", fix="save the adapter again")
+    return tuple(int(number or 0) for number in match.groups())
 
 
 def declared_orders(config: Mapping[str, Any]) -> dict[str, str]:
@@ -144,16 +143,17 @@ def read_layout(
         if unfit := next((stack for stack in stacks if not stack.fits(axis)), None):
             raise UsageError(no_fit(unfit), key="--expert-layout", fix=f"{chosen} does not fit; leave it out")
         return ExpertLayout({stack.parameter: Reading(axis, grouped) for stack in stacks}, f"--expert-layout {chosen}")
-    version = peft_version(config)
+    text = config.get("peft_version")  # written from 0.18 on
+    version = version_numbers(str(text or "0.17"))
     candidates: dict[int, dict[str, Reading]] = {}
-    for major in (5, 4) if transformers is None else (Version(transformers).major,):
+    for major in (5, 4) if transformers is None else (version_numbers(transformers)[0],):
         readings = {
             stack.parameter: Reading(peft_axis(version, stack.stored_in_out and major > 4), orders[stack.parameter][0])
             for stack in stacks
         }
         if readings not in candidates.values() and all(stack.fits(readings[stack.parameter].axis) for stack in stacks):
             candidates[major] = readings
-    writer = f"PEFT {version}" if config.get("peft_version") else "PEFT up to 0.17"
+    writer = f"PEFT {text}" if text else "PEFT up to 0.17"
     if not candidates:
         raise UsageError(
             f"{no_fit(stacks[0])}, as {writer} reads them", fix="is this the base the adapter was trained on?"
