@@ -98,7 +98,11 @@ def largest_error(truth: Truth, root: Path, tmp_path: Path, **options: Any) -> f
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=[] if "0.18.1-transformers-5" in file else pytest.mark.slow("thirty merges")) for file in FILES]
+    "file",
+    [
+        pytest.param(file, marks=[] if "0.18.1-transformers-5" in file else pytest.mark.slow("thirty merges"))
+        for file in FILES
+    ],
 )
 def test_a_merge_is_what_its_version_trained(file: str, root: Path, tmp_path: Path) -> None:
     for truth in truths(file):

@@ -18,7 +18,13 @@ from safetensors.torch import load_file, save_file
 
 EXPERTS, RANK, ALPHA = 4, 2, 3
 SHAPES = ((8, 12), (8, 4), (8, 8))  # hidden and intermediate size: none square, gate_up square, down square
-COMMON = {"vocab_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
+COMMON = {
+    "vocab_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 8,
+}
 STACKED = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -28,11 +34,15 @@ def config_of(kind: str, inner: int) -> transformers.PretrainedConfig:
         own = {"moe_intermediate_size": inner, "intermediate_size": 8, "num_experts": EXPERTS, "head_dim": 4}
         return transformers.Qwen3MoeConfig(**COMMON, **few, **own)
     if kind == "mixtral":
-        return transformers.MixtralConfig(**COMMON, **few, intermediate_size=inner, num_local_experts=EXPERTS, head_dim=4)
+        return transformers.MixtralConfig(
+            **COMMON, **few, intermediate_size=inner, num_local_experts=EXPERTS, head_dim=4
+        )
     if kind == "olmoe":
         return transformers.OlmoeConfig(**COMMON, **few, intermediate_size=inner, num_experts=EXPERTS)
     if kind == "gpt_oss":
-        return transformers.GptOssConfig(**COMMON, **few, intermediate_size=inner, num_local_experts=EXPERTS, head_dim=4)
+        return transformers.GptOssConfig(
+            **COMMON, **few, intermediate_size=inner, num_local_experts=EXPERTS, head_dim=4
+        )
     if kind == "llama4_text":
         own = {"intermediate_size_mlp": inner, "interleave_moe_layer_step": 1, "pad_token_id": 0, "head_dim": 4}
         one = {"num_experts_per_tok": 1}
@@ -57,7 +67,11 @@ def cases() -> dict[str, tuple[str, int, dict]]:
         found[f"{kind}-8-12-modules-rslora"] = kind, 12, whole | {"use_rslora": True}
         found[f"{kind}-8-12-modules-layer0"] = kind, 12, whole | {"layers_to_transform": [0]}
         found[f"{kind}-8-12-modules-two"] = kind, 12, {"target_modules": rf".*experts\.[02]\.({'|'.join(targets)})"}
-        found[f"{kind}-8-12-modules-ranks"] = kind, 12, whole | {"rank_pattern": {targets[0]: 4}, "alpha_pattern": {targets[0]: 5}}
+        found[f"{kind}-8-12-modules-ranks"] = (
+            kind,
+            12,
+            whole | {"rank_pattern": {targets[0]: 4}, "alpha_pattern": {targets[0]: 5}},
+        )
     return found
 
 
