@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import check_merged, merge_adapter
+from cogumi.merge.adapter_files import standard_name
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,24 @@ def same_weights(one: Path, other: Path) -> bool:
     names = sorted(path.name for path in one.glob("*.safetensors"))
     assert names, "a merge writes weights"
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "standard"),
+    [
+        ("lora_A.weight", "lora_A.weight"),
+        ("lora_B.default.bias", "lora_B.bias"),
+        ("lora_B.bias", "lora_B.bias"),
+        ("lora_embedding_A", "lora_embedding_A"),
+        ("lora_embedding_B.default", "lora_embedding_B"),
+        ("lora_magnitude_vector.default.weight", "lora_magnitude_vector"),
+        ("modules_to_save.default.weight", "weight"),
+        ("weight", "weight"),
+    ],
+)
+def test_each_kind_of_tensor_has_one_name(name: str, standard: str) -> None:
+    module = "base_model.model.model.layers.0.q_proj"
+    assert standard_name(f"{module}.{name}") == f"{module}.{standard}"
 
 
 def spelled(form: str, factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -57,7 +57,7 @@ class MergeReport:
     another dtype, without an update. bytes: of all output shards. max_delta: the largest change of an element before
     rounding. max_delta_ratio: the largest Frobenius |delta| / |W| of a tensor, on a sample. delta_retained: the share of
     all updates that rounding kept, on a sample; None where all updates are zero. elements: how many were computed, each
-    the nearest value to W + delta, and read back.
+    the nearest value to W + delta, and read back. readings: how factors of stacked experts were read, and why, by adapter.
     """
 
     out: Path
@@ -72,6 +72,7 @@ class MergeReport:
     delta_retained: float | None
     elements: int
     logits: LogitCheck | None
+    readings: tuple[str, ...]
     seconds: float
 
     def __str__(self) -> str:
@@ -82,7 +83,7 @@ class MergeReport:
             f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
             f"{self.elements:,} computed elements read back and checked, each the nearest value; "
             f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
-            + (f"\n{self.logits}" if self.logits else "")
+            + "".join(f"\n{line}" for line in (*self.readings, self.logits) if line)
         )
 
 
@@ -147,6 +148,8 @@ def merge_adapter(
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
     source_base = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
     adapters = [(as_installed(part, source_base, expert_layout), weight) for part, weight in adapters]
+    if expert_layout is not None and not any(part.reading for part, _ in adapters):
+        raise UsageError("no adapter changes stacked experts", key="--expert-layout", fix="leave it out")
     plan = build_plan(adapters, source_base, dtype)
     remove_stale(target)
     with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
@@ -168,7 +171,15 @@ def merge_adapter(
     if unchanged:
         message = "%d of %d updates are zero (never trained?), the first is %s"
         log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
-    return MergeReport(out=target, base=source_base.name, logits=logits, seconds=time.monotonic() - started, **figures)
+    readings = tuple(part.reading for part, _ in adapters if part.reading)
+    return MergeReport(
+        out=target,
+        base=source_base.name,
+        logits=logits,
+        readings=readings,
+        seconds=time.monotonic() - started,
+        **figures,
+    )
 
 
 def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list[tuple[Path, float]]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -137,7 +138,11 @@ def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
     config = read_json(path / "adapter_config.json")
     refuse_unsupported(path, config)
     files = weight_files(path)
-    standard = {span.name: standard_name(span.name) for file in files for span in read_shard(file).spans}
+    names = [span.name for file in files for span in read_shard(file).spans]
+    standard = {name: standard_name(name) for name in names}
+    if twice := [name for name, count in Counter(standard[name] for name in names).items() if count > 1]:
+        problem = f"adapter {path} holds several tensors that are {twice[0]}"
+        raise UsageError(problem, fix="save one adapter in a directory of its own")
     adapter = Adapter(path, config, (), directory=path)
     if len(files) > 1 or any(name != other for name, other in standard.items()):
         tensors = {standard[name]: tensor for file in files for name, tensor in load_file(file).items()}

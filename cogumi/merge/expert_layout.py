@@ -1,4 +1,4 @@
-"""How the factors of an adapter on stacks of experts are read: by the version that wrote it, and by their shapes.
+"""Read the factors of stacked experts as the version that wrote the adapter did, which its shapes confirm.
 
 An update of a stack [experts, first, last] is stored as lora_A [experts * r, in] and lora_B [out, r * experts]. Which axis
 is `in` changed between versions of PEFT, and unsloth packed the columns of lora_B in another order until 2026.9.5. The file
@@ -18,7 +18,7 @@ from cogumi.core.errors import UsageError
 Shape = tuple[int, ...]
 # Both orders of lora_B's columns, by unsloth's names: r * experts as PEFT has it, and experts * r.
 ORDERS = {"rank_major": False, "grouped_by_expert": True}
-# Model types on which unsloth 2026.2 to 2026.9.5 trained experts by its own forward, which has the experts' columns grouped.
+# Families whose experts unsloth 2026.2 to 2026.9.5 trained by its own forward, which has the experts' columns grouped.
 # fmt: off
 UNSLOTH_GROUPED = frozenset([
     "deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "lfm2_moe", "mixtral",
@@ -33,13 +33,14 @@ class Stack:
     """A stack of experts that an adapter changes.
 
     shape: [experts, first, last] of the parameter. factors: the shapes of lora_A and lora_B. stored_in_out: transformers 5
-    marks the class as one whose matrices are [in, out] (`is_transposed`).
+    marks the class as one whose matrices are [in, out] (`is_transposed`). family: transformers' folder of the class.
     """
 
     parameter: str
     shape: Shape
     factors: tuple[Shape, Shape]
     stored_in_out: bool
+    family: str
 
     def fits(self, axis: int) -> bool:
         a, b = self.factors
@@ -48,7 +49,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Reading:
-    """How one stack's factors are read. axis: of the parameter, which lora_A reads. grouped: lora_B's columns are experts * r."""
+    """Order of one stack's factors.
+
+    axis: of the parameter [experts, first, last], which lora_A reads. grouped: lora_B's columns are experts * r, not r * experts.
+    """
 
     axis: int
     grouped: bool
@@ -59,7 +63,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The reading of each stack, and why: the version that wrote the adapter and what its shapes leave."""
+    """Reading of each stack by parameter, with the evidence for it."""
 
     readings: dict[str, Reading]
     evidence: str
@@ -100,7 +104,7 @@ def declared_orders(config: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def column_order(config: Mapping[str, Any], stack: Stack, model_type: str) -> tuple[bool, str]:
+def column_order(config: Mapping[str, Any], stack: Stack) -> tuple[bool, str]:
     """Return whether the columns of lora_B are grouped by expert, and the evidence. Raises UsageError for an unknown order."""
     orders, mapping = declared_orders(config), config.get("auto_mapping")
     order = orders.get(stack.parameter.rpartition(".")[2], orders.get(""))
@@ -108,17 +112,16 @@ def column_order(config: Mapping[str, Any], stack: Stack, model_type: str) -> tu
         if order not in ORDERS:
             raise UsageError(f"lora_B_layout {order!r} of {stack.parameter} is not one of {', '.join(ORDERS)}")
         return ORDERS[order], f"lora_B_layout is {order}"
-    if isinstance(mapping, dict) and mapping.get("unsloth_fixed"):
-        if model_type in UNSLOTH_GROUPED:
-            return True, "unsloth up to 2026.9.5, which groups lora_B by expert"
-        return False, "unsloth, which left this model type to PEFT"
-    return False, ""
+    if orders or not (isinstance(mapping, dict) and mapping.get("unsloth_fixed")):
+        return False, ""
+    if stack.family in UNSLOTH_GROUPED:
+        return True, "unsloth up to 2026.9.5, which groups lora_B by expert"
+    return False, "unsloth, which left this family to PEFT"
 
 
 def read_layout(
     config: Mapping[str, Any],
     stacks: list[Stack],
-    model_type: str,
     chosen: str | None = None,
     transformers: str | None = None,
 ) -> ExpertLayout:
@@ -130,14 +133,13 @@ def read_layout(
     Args:
         config: adapter_config.json.
         stacks: Every stack of experts that the adapter changes.
-        model_type: The base's.
         chosen: One of EXPERT_LAYOUTS, which the user names where several readings are left.
         transformers: The version that trained the adapter, where it is recorded.
 
     Raises:
         UsageError: No reading fits, or several do and none was chosen.
     """
-    orders = {stack.parameter: column_order(config, stack, model_type) for stack in stacks}
+    orders = {stack.parameter: column_order(config, stack) for stack in stacks}
     if chosen is not None:
         axis, grouped = int(chosen[4]), chosen.endswith("-grouped")
         if unfit := next((stack for stack in stacks if not stack.fits(axis)), None):

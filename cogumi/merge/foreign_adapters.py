@@ -9,7 +9,7 @@ different scalings need a product, of lora_B in float32.
 import copy
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,18 +31,22 @@ from cogumi.merge.parameter_map import (
 )
 from cogumi.patches.trl_internals import swaps_features
 
-EXPERT_NUMBER = re.compile(r"\.experts\.(?:(?:gate_up|down)_projs\.)?(\d+)(?:\.|$)")
+EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 # gpt-oss in 4 bits by unsloth: a linear layer for each expert, [out, in], of a stack that is [in, out].
 SPLIT_STACK = re.compile(r"(?P<stack>.*\.experts\.(?:gate_up|down)_proj)s\.(?P<number>\d+)")
 
 
 @dataclass(frozen=True)
 class Expert:
-    """A module of one expert, and where the model stacks it: rows of part `part` of `parts` of a matrix's outputs."""
+    """A linear layer of one expert, and where the model stacks it: part `part` of `parts` of a matrix's outputs.
+
+    axis: of the stack [experts, first, last], which holds the layer's inputs.
+    """
 
     module: str
     parameter: str
     number: int
+    axis: int
     part: int = 0
     parts: int = 1
 
@@ -55,7 +59,7 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
     modules = {match["module"] for span in adapter.spans if (match := FACTOR.fullmatch(span.name))}
     modules = {module.removeprefix(PREFIX) for module in modules}
     config = read_model_config(base, base.path)
-    renamed, experts, model = locate_modules(modules, config, set(base.tensors))
+    renamed, experts, model = locate_modules(modules, config)
     if renamed or experts:
         adapter = with_model_names(adapter, base, model, renamed, experts)
     if not adapter.config.get("target_parameters") or experts:
@@ -63,54 +67,68 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
     return with_installed_order(adapter, base, model, expert_layout)
 
 
-def locate_modules(modules: set[str], config: Any, stored: set[str]) -> tuple[dict[str, str], list[Expert], Any]:
+def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, str], list[Expert], Any]:
     """Find an adapter's modules in the model of a base.
 
     Returns:
         Modules that have another name in the model, experts that the model stacks, and the model on the meta device. The
-        first class in which every module is found is taken; modules that no class has are left to PEFT's own error.
+        first class in which every module is found is taken; modules that no class has are left to the plan's own error.
     """
     first = None
     for kind in candidate_classes(config):
         model = meta_model(config, kind)
-        known = {name.replace(".base_layer", "") for name, _ in model.named_modules()}
+        known = {name for name, _ in model.named_modules()}
         unknown = {module for module in modules if module.replace(".base_layer", "") not in known}
+        parameters = {name for name, _ in model.named_parameters()}
         renamed, experts = {}, []
         names = {f"{module}.weight": module for module in unknown}
         for name, parameter, pattern in renamed_tensors(model, names):
             module = names[name]
-            if split := SPLIT_STACK.fullmatch(module):
-                experts.append(Expert(module, split["stack"], int(split["number"])))
+            split, number = SPLIT_STACK.fullmatch(module), EXPERT_NUMBER.search(module)
+            patterns = stacked_patterns(model, pattern) if pattern else []
+            if split and split["stack"] in parameters:
+                experts.append(Expert(module, split["stack"], int(split["number"]), axis=1))
             elif pattern is None and parameter.removesuffix(".weight") in known:
                 renamed[module] = parameter.removesuffix(".weight")
-            elif pattern is not None and (number := EXPERT_NUMBER.search(module)):
-                patterns = source_patterns(model, pattern)
-                experts.append(Expert(module, parameter, int(number[1]), patterns.index(pattern), len(patterns)))
-        first = first or (renamed, experts, model)
+            elif patterns and number and parameter in parameters:
+                part = patterns.index(str(pattern))
+                experts.append(Expert(module, parameter, int(number[1]), axis=2, part=part, parts=len(patterns)))
         if len(renamed) + len(experts) == len(unknown):
             return renamed, experts, model
+        first = first or (renamed, experts, model)
     assert first is not None, "a config has at least one class"
     return first
 
 
-def source_patterns(model: Any, pattern: str) -> list[str]:
-    """Return the patterns that a converter concatenates, in order. Of two converters, transformers takes the last."""
-    return list(
-        [converter for converter in weight_converters(model) if pattern in converter.source_patterns][
-            -1
-        ].source_patterns
-    )
+def stacked_patterns(model: Any, pattern: str) -> list[str]:
+    """Return what a converter stacks and then concatenates by rows, in order; [] if it does something else.
+
+    Of two converters with one pattern, transformers takes the last.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    converter = [converter for converter in weight_converters(model) if pattern in converter.source_patterns][-1]
+    match converter.operations:
+        case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
+            return list(converter.source_patterns)
+    return []
 
 
 def with_model_names(
     adapter: Adapter, base: Base, model: Any, renamed: Mapping[str, str], experts: list[Expert]
 ) -> Adapter:
-    """Rename modules and stack experts. The configuration names every module and its rank, so that PEFT guesses nothing."""
+    """Rename modules and stack experts. The configuration names every module, so that PEFT matches no pattern of old names."""
+    config = adapter.config
+    has_patterns = bool(config.get("rank_pattern") or config.get("alpha_pattern"))
+    if config.get("target_parameters") and (experts or has_patterns):
+        raise adapter.refused("it changes stacked parameters beside modules whose names or ranks are another version's")
     if experts:
         check_promises(adapter, base)
     tensors = load_file(adapter.weights)
     of_experts = {expert.module for expert in experts}
-    out, ranks, alphas, modules = {}, {}, {}, set()
+    kinds = dict(model.named_modules())
+    out, scalings = {}, {}  # scalings: module or stack -> (rank, alpha)
+    modules = set()
     for name, tensor in tensors.items():
         match = FACTOR.fullmatch(name)
         module = (match["module"] if match else name.rpartition(".lora_")[0]).removeprefix(PREFIX)
@@ -120,12 +138,10 @@ def with_model_names(
             continue
         target = renamed.get(module, module)
         out[name.replace(f"{PREFIX}{module}", f"{PREFIX}{target}", 1)] = tensor
-        if match and match["side"] == "A":
-            scaling, rank = scaling_of(adapter.config, module), int(tensor.shape[0])
+        is_matrix = getattr(getattr(kinds.get(target), "weight", None), "ndim", 0) == 2  # a stack of experts is none
+        if match and match["side"] == "A" and is_matrix:
             modules.add(target)
-            ranks[re.escape(target)], alphas[re.escape(target)] = rank, scaling * rank
-    if experts and adapter.config.get("target_parameters"):
-        raise adapter.refused("it changes experts as modules and as stacked parameters at once")
+            scalings[target] = len(tensor), scaling_of(config, module) * len(tensor)
     stacks: dict[str, list[Expert]] = defaultdict(list)
     for expert in experts:
         stacks[expert.parameter].append(expert)
@@ -133,23 +149,27 @@ def with_model_names(
     factors = {}
     for parameter, members in sorted(stacks.items()):
         a, b, scaling = stack_factors(adapter, members, tensors, parameters[parameter].shape)
-        rank = a.shape[1]
-        ranks[re.escape(parameter)], alphas[re.escape(parameter)] = rank, scaling * rank
         factors[parameter] = a, b
-    config = {key: value for key, value in adapter.config.items() if not key.startswith(("layers_", "exclude_"))}
-    config |= {"target_modules": sorted(modules), "use_rslora": False}
-    if stacks:
+        scalings[parameter] = a.shape[1], scaling * a.shape[1]
+    config = {key: value for key, value in config.items() if not key.startswith(("layers_", "exclude_"))}
+    config["target_modules"] = sorted(modules)
+    if experts or has_patterns:
+        # The most frequent is the default: PEFT tries every pattern on every module.
+        (rank, alpha), _ = Counter(scalings.values()).most_common(1)[0]
+        others = {re.escape(name): pair for name, pair in scalings.items() if pair != (rank, alpha)}
+        config |= {"r": rank, "lora_alpha": alpha, "use_rslora": False}
+        config["rank_pattern"] = {name: pair[0] for name, pair in others.items()}
+        config["alpha_pattern"] = {name: pair[1] for name, pair in others.items()}
+    if experts:
         config["target_parameters"] = sorted(stacks)
-    config |= {"rank_pattern": ranks, "alpha_pattern": alphas}
-    for key, wrapper in expert_wrappers(adapter, base, model, config).items():
-        a, b = factors[wrapper.parameter]
-        count, rank = a.shape[:2]
-        flat_a, flat_b = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
-        # lora_A reads the inputs, which are the last axis of a stack [experts, out, in] and the first of one [in, out].
-        axis = 1 if wrapper.stored_in_out else 2
-        a, b = as_reading(flat_a, flat_b, count, Reading(axis, grouped=False), wrapper.reading)
-        out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = a, b
-    reading = f"{len(experts)} modules of single experts, which this transformers stacks" if experts else ""
+        for key, wrapper in expert_wrappers(adapter, base, model, config).items():
+            a, b = factors[wrapper.parameter]
+            count, rank = a.shape[:2]
+            flat_a, flat_b = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
+            axis = stacks[wrapper.parameter][0].axis
+            a, b = as_reading(flat_a, flat_b, count, Reading(axis, grouped=False), wrapper.reading)
+            out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = a, b
+    reading = f"{len(experts)} layers of single experts, which this transformers stacks" if experts else ""
     return adapter.rewritten(out, config, reading)
 
 
@@ -205,7 +225,8 @@ def stack_factors(
     rows = b0.shape[0]
     a = torch.zeros(count, sum(ranks), a0.shape[1], dtype=dtype)
     b = torch.zeros(count, rows * members[0].parts, sum(ranks), dtype=dtype)
-    if sorted((a.shape[2], b.shape[1])) != sorted(shape[1:]) or any(expert.number >= count for expert in members):
+    axis = members[0].axis
+    if (a.shape[2], b.shape[1]) != (shape[axis], shape[3 - axis]) or any(e.number >= count for e in members):
         name = members[0].parameter
         sizes = f"lora_A {tuple(a0.shape)} and lora_B {tuple(b0.shape)}"
         problem = f"its experts have {sizes}, which do not fit {name} {tuple(shape)}"
@@ -224,11 +245,12 @@ def stack_factors(
 
 @dataclass(frozen=True)
 class ExpertWrapper:
-    """A stack of experts in PEFT's model. reading: the installed PEFT's. shape: of the parameter."""
+    """A stack of experts in PEFT's model. reading: the installed PEFT's. shape: of the parameter. family: see Stack."""
 
     parameter: str
     shape: tuple[int, ...]
     stored_in_out: bool
+    family: str
     reading: Reading
 
 
@@ -247,9 +269,11 @@ def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[st
     for name, module in layers.get_base_model().named_modules():
         if isinstance(module, ParamWrapper) and len(module.get_param().shape) == 3:
             parameter = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
-            is_in_out = bool(getattr(module.get_base_layer(), "is_transposed", False))
-            reading = Reading(2 if swaps_features(module) else 1, grouped=False)
-            wrappers[f"{PREFIX}{name}"] = ExpertWrapper(parameter, tuple(module.get_param().shape), is_in_out, reading)
+            experts = module.get_base_layer()
+            is_in_out = bool(getattr(experts, "is_transposed", False))
+            family = type(experts).__module__.rpartition(".")[0].rpartition(".")[2]
+            reading, shape = Reading(2 if swaps_features(module) else 1, grouped=False), tuple(module.get_param().shape)
+            wrappers[f"{PREFIX}{name}"] = ExpertWrapper(parameter, shape, is_in_out, family, reading)
     return wrappers
 
 
@@ -259,23 +283,27 @@ def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout
     spans: dict[str, Span] = {span.name: span for span in adapter.spans}
     stacks = {}
     for key, wrapper in wrappers.items():
-        a, b = spans.get(f"{key}.lora_A.weight"), spans.get(f"{key}.lora_B.weight")
-        if a is not None and b is not None:
-            stacks[key] = Stack(wrapper.parameter, wrapper.shape, (a.shape, b.shape), wrapper.stored_in_out)
+        sides = [spans.get(f"{key}.lora_{side}.weight") for side in "AB"]
+        shapes = [span.shape for span in sides if span is not None]
+        if len(shapes) == 2:
+            stacks[key] = Stack(
+                wrapper.parameter, wrapper.shape, (shapes[0], shapes[1]), wrapper.stored_in_out, wrapper.family
+            )
     if not stacks:
         return adapter
     record = read_base_record(adapter.path)
     trained_with = record.transformers if record else None
-    layout = read_layout(adapter.config, list(stacks.values()), model.config.model_type, expert_layout, trained_with)
-    tensors = load_file(adapter.weights)
-    changed = False
-    for key, stack in stacks.items():
-        reading, installed = layout.readings[stack.parameter], wrappers[key].reading
-        if reading != installed:
-            changed = True
-            names = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
-            factors = as_reading(tensors[names[0]], tensors[names[1]], stack.shape[0], reading, installed)
-            tensors |= {names[0]: factors[0], names[1]: factors[1]}
+    try:
+        layout = read_layout(adapter.config, list(stacks.values()), expert_layout, trained_with)
+    except UsageError as error:
+        raise UsageError(f"adapter {adapter.path}: {error.message}", key=error.key, fix=error.fix) from error
+    changed = [key for key, stack in stacks.items() if layout.readings[stack.parameter] != wrappers[key].reading]
     if not changed:
         return replace(adapter, reading=str(layout))
+    tensors = load_file(adapter.weights)
+    for key in changed:
+        stack, names = stacks[key], (f"{key}.lora_A.weight", f"{key}.lora_B.weight")
+        a, b = (tensors[name] for name in names)
+        readings = layout.readings[stack.parameter], wrappers[key].reading
+        tensors |= dict(zip(names, as_reading(a, b, stack.shape[0], *readings), strict=True))
     return adapter.rewritten(tensors, adapter.config, str(layout))
