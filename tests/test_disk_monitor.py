@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -14,6 +13,8 @@ from typing import Any
 import prepared_process
 import pytest
 from disk_mounts import fill, mounting
+from processes import until
+from test_checkpoints_protect import at_step
 from test_checkpoints_protect import make as make_protected
 from transformers import Trainer, TrainerCallback
 
@@ -33,13 +34,6 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 def watching() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "cogumi-disk-monitor"]
-
-
-def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # --------------------------------------------------------------------------------------------------------- levels, alone
@@ -96,19 +90,6 @@ def test_inodes_fill_a_disk_too(mount: Mount) -> None:
         (disk / "one more").touch()
 
 
-def test_it_needs_no_torch_and_no_trainer(tmp_path: Path) -> None:
-    """As in a data preparation script."""
-    script = tmp_path / "prepare.py"
-    script.write_text(
-        "import sys, cogumi\n"
-        "with cogumi.DiskMonitor('.', interval=0.01) as monitor:\n"
-        "    print(monitor.level in ('green', 'yellow', 'red'), monitor.latest.free > 0)\n"
-        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.splitlines() == ["True True", "[]"]
-
-
 # ----------------------------------------------------------------------------------------------------------- the thread
 
 
@@ -118,9 +99,9 @@ def test_the_thread_raises_the_flag_and_ends_with_the_block(mount: Mount) -> Non
     with cogumi.DiskMonitor(disk, interval=0.01, on_change=seen.append) as monitor:
         assert len(watching()) == 1
         fill(disk, 0.7)
-        wait_for(lambda: monitor.level == "yellow")
+        until(lambda: monitor.level == "yellow")
         fill(disk, 0.9)
-        wait_for(lambda: monitor.level == "red")
+        until(lambda: monitor.level == "red")
     assert not watching()
     assert [sample.level for sample in seen][-1] == "red"
     latest = monitor.latest
@@ -151,48 +132,26 @@ def test_stopping_from_the_callback(mount: Mount) -> None:
     monitor = cogumi.DiskMonitor(disk, interval=0.01, on_change=lambda sample: monitor.stop())
     monitor.start()
     fill(disk, 0.9)
-    wait_for(lambda: not watching())
+    until(lambda: not watching())
     assert monitor.level == "red"
 
 
-def test_a_mistake_in_the_callback_is_said_once_and_the_watch_goes_on(
-    mount: Mount, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mistake_in_the_callback_is_said_once(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     disk = mount()
-    calls: list[str] = []
 
     def mistaken(sample: Sample) -> None:
-        calls.append(sample.level)
         raise KeyError("my mistake")
 
-    with cogumi.DiskMonitor(disk, interval=0.01, on_change=mistaken) as monitor:
-        for share in (0.7, 0.9):
-            fill(disk, share)
-            wait_for(lambda: monitor.level != "green")
-        wait_for(lambda: monitor.level == "red")
-        assert len(watching()) == 1
-    assert calls[-1] == "red"
-    messages = [record for record in caplog.records if "on_change failed" in record.getMessage()]
-    assert len(messages) == 1
-    assert messages[0].exc_info is not None
+    monitor = cogumi.DiskMonitor(disk, on_change=mistaken)
+    for share, level in ((0.7, "yellow"), (0.9, "red")):
+        fill(disk, share)
+        assert monitor.sample().level == level
+    (message,) = [record for record in caplog.records if "on_change failed" in record.getMessage()]
+    assert message.exc_info is not None
     assert "my mistake" in caplog.text
 
 
-def test_samples_as_lines_of_json(mount: Mount, tmp_path: Path) -> None:
-    disk = mount()
-    lines = tmp_path / "disk.jsonl"
-    monitor = cogumi.DiskMonitor(disk, log_path=lines)
-    for share in (0.1, 0.7):
-        fill(disk, share)
-        monitor.sample()
-    rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert [row["level"] for row in rows] == ["green", "yellow"]
-    assert rows[1]["free"] == monitor.latest.free if monitor.latest else False
-    assert rows[0]["time"] == pytest.approx(time.time(), abs=60)
-    assert {"path", "reason", "total", "used", "used_share"} < set(rows[0])
-
-
-def test_a_log_on_the_disk_that_is_full_does_not_end_the_watch(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_as_lines_of_json_on_the_disk_that_fills(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     disk = mount()
     monitor = cogumi.DiskMonitor(disk, log_path=disk / "disk.jsonl")
     fill(disk, 1.0)
@@ -200,7 +159,13 @@ def test_a_log_on_the_disk_that_is_full_does_not_end_the_watch(mount: Mount, cap
     assert caplog.text.count("cannot write") == 1
     (disk / "filler").unlink()
     assert monitor.sample().level == "green"
-    assert json.loads((disk / "disk.jsonl").read_text().splitlines()[-1])["level"] == "green"
+    fill(disk, 0.7)
+    sample = monitor.sample()
+    rows = [json.loads(line) for line in (disk / "disk.jsonl").read_text().splitlines()]
+    assert [row["level"] for row in rows] == ["green", "yellow"]
+    assert rows[-1]["free"] == sample.free
+    assert rows[0]["time"] == pytest.approx(time.time(), abs=60)
+    assert {"path", "reason", "total", "used", "used_share"} < set(rows[0])
 
 
 # --------------------------------------------------------------------------------------------------------------- faults
@@ -212,7 +177,11 @@ def test_a_disk_that_goes_away_is_said_once(mount: Mount, caplog: pytest.LogCapt
     monitor = cogumi.DiskMonitor(disk, on_change=lambda sample: seen.append(sample.level))
     monitor.sample()
     subprocess.run(["umount", str(disk)], check=True)
+    for _ in range(3):  # what is there now is not mistaken for it
+        assert monitor.sample().total != 8 * MB
+    assert caplog.text.count("is on another filesystem now than when the watch began") == 1
     disk.rmdir()
+    seen.clear()
     for _ in range(3):
         sample = monitor.sample()
         assert (sample.level, sample.free) == ("unknown", None)
@@ -221,17 +190,6 @@ def test_a_disk_that_goes_away_is_said_once(mount: Mount, caplog: pytest.LogCapt
     disk.mkdir()
     assert monitor.sample().level in ("green", "yellow", "red")
     assert seen[0] == "unknown"
-    assert caplog.text.count("is on another filesystem now") == 1
-
-
-def test_an_unmounted_disk_is_not_mistaken_for_the_one_below(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
-    disk = mount()
-    monitor = cogumi.DiskMonitor(disk)
-    monitor.sample()
-    subprocess.run(["umount", str(disk)], check=True)
-    for _ in range(3):
-        assert monitor.sample().total != 8 * MB
-    assert caplog.text.count("is on another filesystem now than when the watch began") == 1
 
 
 def test_a_disk_that_turns_read_only_is_red(mount: Mount) -> None:
@@ -282,17 +240,6 @@ class Reporter(TrainerCallback):
         self.rows.append(dict(logs))
 
 
-class AtStep(TrainerCallback):
-    """Does something at a step's beginning."""
-
-    def __init__(self, step: int, action: Callable[[], object]) -> None:
-        self.step, self.action = step, action
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.action()
-
-
 def make_trainer(output_dir: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
     return make_protected(output_dir, *callbacks, **{"max_steps": 6, "save_strategy": "no"} | settings)[0]  # type: ignore[no-any-return]
 
@@ -301,9 +248,8 @@ def test_the_callback_in_a_trainer(mount: Mount, caplog: pytest.LogCaptureFixtur
     disk = mount("tmpfs", "size=100m")
     reporter, seen = Reporter(), []
     watch = cogumi.DiskMonitorCallback(interval=1e-6, on_change=lambda sample: seen.append(sample.level))
-    trainer = make_trainer(
-        disk / "out", reporter, watch, AtStep(2, lambda: fill(disk, 0.7)), AtStep(4, lambda: fill(disk, 0.9))
-    )
+    fills = at_step("on_step_begin", 2, lambda: fill(disk, 0.7)), at_step("on_step_begin", 4, lambda: fill(disk, 0.9))
+    trainer = make_trainer(disk / "out", reporter, watch, *fills)
     with caplog.at_level(logging.INFO, "cogumi"):
         result = trainer.train()
     assert trainer.state.global_step == 6
@@ -379,7 +325,7 @@ def test_training_goes_on_where_the_disk_does_not_answer(mount: Mount, caplog: p
 
     reporter = Reporter()
     watch = cogumi.DiskMonitorCallback(disk, interval=1e-6)
-    trainer = make_trainer(disk.parent / "out", reporter, watch, AtStep(3, take_away))
+    trainer = make_trainer(disk.parent / "out", reporter, watch, at_step("on_step_begin", 3, take_away))
     trainer.train()
     assert trainer.state.global_step == 6
     assert watch.monitor is not None
@@ -399,18 +345,6 @@ def test_a_path_that_the_user_mistyped_is_refused_before_the_first_step(tmp_path
     trainer = make_trainer(tmp_path, cogumi.DiskMonitorCallback(tmp_path / "gone"))
     with pytest.raises(UsageError, match="does not exist"):
         trainer.train()
-
-
-def test_between_two_looks_a_step_asks_the_disk_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = cogumi.DiskMonitorCallback(interval=600)
-    trainer = make_trainer(tmp_path, watch, max_steps=1)
-    trainer.train()
-    assert watch.monitor is not None
-    before = watch.monitor.latest
-    monkeypatch.setattr(os, "statvfs", lambda *_: pytest.fail("the disk was asked"))
-    for _ in range(1000):
-        watch.on_step_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
-    assert watch.monitor.latest is before
 
 
 SCRIPT = """

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -19,13 +20,10 @@ from cogumi.core.formatting import format_bytes as format_bytes
 log = logging.getLogger(__name__)
 
 # Kinds of filesystem whose numbers may be a server's or a whole cluster's, and not what this user may write.
-# fmt: off
-NETWORK_KINDS = frozenset([
-    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "fuse", "gfs2", "glusterfs", "gpfs", "lustre",
-    "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "smb3", "smbfs", "virtiofs", "wekafs",
-])
-# fmt: on
-LOCAL_FUSE = frozenset(["fuse.fuse-overlayfs", "fuse.lxcfs"])
+NETWORK_KINDS = re.compile(
+    r"9p|afs|beegfs|ceph|cifs|coda|davfs|fuse|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs|smb3|smbfs|"
+    r"virtiofs|wekafs|fuse\.(?!fuse-overlayfs$|lxcfs$).*"
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def datasets_cache() -> Path:
 
 
 def is_network(kind: str) -> bool:
-    return kind in NETWORK_KINDS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
+    return NETWORK_KINDS.fullmatch(kind) is not None
 
 
 def try_allocate(directory: Path, size: int) -> int:

@@ -4,12 +4,10 @@ Sizes are what files take on the disk (allocated blocks, a file with two names c
 say they have. Nothing here is changed or removed.
 """
 
-import getpass
 import logging
 import os
 import re
 import stat
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ LEFTOVERS = {
 KNOWN_NAMES = LEFTOVERS | {
     "checkpoints": re.compile(r"checkpoint-\d+"),
     "wandb": re.compile("wandb"),
-    "compiled by unsloth": re.compile("unsloth_compiled_cache"),
 }
 # A directory in which something changed so lately may be in use by a process that cannot be seen from here.
 SETTLED_SECONDS = 60.0
@@ -70,31 +67,13 @@ def list_uses(directory: Path) -> list[Use]:
 
 def caches() -> list[tuple[str, Path]]:
     """List (name, directory) of the caches that a run's libraries fill, at the defaults of November 2026."""
-    home = Path.home()
-    wandb_data = path_from_environment("XDG_CACHE_HOME", home / ".cache")
     return [
         ("HF hub cache", hub_cache()),
         ("HF datasets cache", datasets_cache()),
         ("HF xet cache", path_from_environment("HF_XET_CACHE", hf_home() / "xet")),
-        ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, random models
+        ("cogumi cache", Path(platformdirs.user_cache_dir("cogumi"))),  # prepared data, random models, compiled kernels
         ("wandb", path_from_environment("WANDB_DIR", Path.cwd()) / "wandb"),
-        ("wandb cache", path_from_environment("WANDB_CACHE_DIR", wandb_data) / "wandb"),
-        ("compiled by torch", path_from_environment("TORCHINDUCTOR_CACHE_DIR", inductor_cache())),
-        (
-            "compiled by triton",
-            path_from_environment("TRITON_CACHE_DIR", path_from_environment("TRITON_HOME", home) / ".triton" / "cache"),
-        ),
-        ("compiled by unsloth", path_from_environment("UNSLOTH_COMPILE_LOCATION", Path("unsloth_compiled_cache"))),
     ]
-
-
-def inductor_cache() -> Path:
-    """torch/_inductor/runtime/cache_dir_utils.py: default_cache_dir."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user number without a name
-        user = f"uid_{os.getuid()}"
-    return Path(tempfile.gettempdir()) / f"torchinductor_{user}"
 
 
 def sizes_below(
