@@ -177,7 +177,7 @@ def train_rank(
     import logging
 
     from safetensors.torch import save_file
-    from test_checkpoints_protect import SIZES, Losses, StopAfter, make
+    from test_checkpoints_protect import SIZES, Losses, make, stop_after
     from transformers import TrainerCallback
 
     from cogumi import protect
@@ -202,7 +202,7 @@ def train_rank(
         options["use_cpu"] = False
     if zero3:
         options["deepspeed"] = ZERO3
-    callbacks: list[Any] = [StopAfter(fails_at)] if fails_at else []
+    callbacks: list[Any] = [stop_after(fails_at)] if fails_at else []
     callbacks += [Signalled()] if signalled_at else []
     if method:
         trainer, seen = trl_trainer(method, Path(model), directory / "run", **options), Losses()

@@ -1,6 +1,6 @@
 """Checkpoints in another place: moto's S3 server with its failures, directories and full disks, and a Hugging Face repository.
 
-No real hub was reached: tests/mirror_server.py answers as its documented API does, and huggingface_hub's real filesystem
+No real hub was reached: tests/hub_server.py answers as its documented API does, and huggingface_hub's real filesystem
 talks to it over HTTP, without Xet.
 """
 
@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from disk_mounts import fill, mounting
 from golden import Golden
-from mirror_server import Hub, Proxy, s3_server
+from hub_server import HubServer, hub_server
+from mirror_server import Proxy, s3_server
+from processes import until
 from pyarrow.fs import FileSelector, S3FileSystem
-from test_checkpoints_protect import make as make_trainer
 
 from cogumi.checkpoints import mirror as mirror_module
 from cogumi.checkpoints.manifest import IDENTITY_NAME, MANIFEST_NAME, Identity, write_manifest
@@ -176,20 +177,15 @@ def test_a_mirror_with_nothing_but_damage_is_refused_on_a_fresh_machine(
 def test_it_is_fetched_on_a_fresh_machine_byte_for_byte(bucket: Bucket, tmp_path: Path) -> None:
     sent = make(tmp_path / "here", 2)
     mirror = Mirror(bucket.url)
+    assert mirror.fetch_newest(tmp_path / "there", -1) is None, "nothing is there"
     deliver(mirror, sent)
+    assert mirror.fetch_newest(tmp_path / "there", 2) is None, "it is not newer"
+    assert not (tmp_path / "there").exists()
     fetched = Mirror(bucket.url).fetch_newest(tmp_path / "there", -1)
     assert fetched == tmp_path / "there" / "checkpoint-2"
     assert inspect(fetched).state == "verified"
     assert contents(fetched) == contents(sent)
     assert os.listdir(tmp_path / "there") == ["checkpoint-2"]
-
-
-def test_nothing_is_fetched_that_is_not_newer_or_not_there(bucket: Bucket, tmp_path: Path) -> None:
-    mirror = Mirror(bucket.url)
-    assert mirror.fetch_newest(tmp_path / "there", -1) is None
-    deliver(mirror, make(tmp_path, 2))
-    assert mirror.fetch_newest(tmp_path / "there", 2) is None
-    assert not (tmp_path / "there").exists()
 
 
 def test_of_several_that_wait_only_the_newest_goes_whole(bucket: Bucket, tmp_path: Path) -> None:
@@ -270,26 +266,22 @@ def test_a_server_that_is_gone_in_the_middle_and_back_later(bucket: Bucket, tmp_
     bucket.proxy.faults = leave
     mirror.send(make(tmp_path, 2))
     assert gone.wait(PATIENCE)
-    while "failed" not in said():
-        threading.Event().wait(0.01)
+    until(lambda: "failed" in said())
     assert MANIFEST_NAME not in bucket.files()["checkpoint-2"]
     bucket.proxy.start()
     assert mirror.finish(PATIENCE) == []
     assert bucket.files() == {"checkpoint-2": WHOLE}
 
 
-def test_a_server_that_is_not_there_at_the_start(bucket: Bucket) -> None:
-    bucket.proxy.stop()
-    with pytest.raises(UsageError, match=r"^mirror s3://bucket\S+ cannot be written \(.*connect.*\)"):
-        Mirror(bucket.url)
-
-
-@pytest.mark.parametrize("fault", [(403, "AccessDenied"), (403, "InvalidAccessKeyId"), (403, "SignatureDoesNotMatch")])
-def test_access_denied_at_the_start(bucket: Bucket, fault: Any, said: Any) -> None:
+@pytest.mark.parametrize("fault", [None, (403, "AccessDenied"), (403, "SignatureDoesNotMatch")])
+def test_a_server_that_refuses_at_the_start(bucket: Bucket, fault: Any) -> None:
+    if fault is None:
+        bucket.proxy.stop()
     bucket.proxy.faults = lambda method, path: fault
-    with pytest.raises(UsageError, match="cannot be written"):
+    reason = "connect" if fault is None else ""
+    with pytest.raises(UsageError, match=rf"^mirror s3://bucket\S+ cannot be written \(.*{reason}.*\)"):
         Mirror(bucket.url)
-    assert len(bucket.proxy.requests) == 1, "it was tried again"
+    assert len(bucket.proxy.requests) == (fault is not None), "it was tried again"
 
 
 def test_a_login_in_the_address_is_refused_and_not_repeated() -> None:
@@ -345,16 +337,6 @@ def test_older_trainer_state_that_cannot_be_removed_is_said(bucket: Bucket, tmp_
     assert f"ERROR cannot remove older checkpoints from {mirror}: " in said()
 
 
-def test_a_damaged_one_in_the_bucket_is_named_and_the_next_older_taken(
-    bucket: Bucket, tmp_path: Path, said: Any
-) -> None:
-    mirror = filled(bucket.url, tmp_path / "here", 2, 4)
-    bucket.put("checkpoint-4/optimizer.pt", b"x" * (tmp_path / "here" / "checkpoint-4" / "optimizer.pt").stat().st_size)
-    assert mirror.fetch_newest(tmp_path / "there", -1) == tmp_path / "there" / "checkpoint-2"
-    assert f"WARNING checkpoint-4 of {mirror} is not resumed from: optimizer.pt has other bytes" in said()
-    assert os.listdir(tmp_path / "there") == ["checkpoint-2"]
-
-
 def test_a_removal_that_was_interrupted_is_finished_by_the_next(bucket: Bucket, tmp_path: Path) -> None:
     mirror = filled(bucket.url, tmp_path, 2, 4)
     bucket.proxy.faults = times(1, "DELETE", "checkpoint-2/scheduler.pt", (403, "AccessDenied"))
@@ -371,8 +353,7 @@ def test_a_half_uploaded_one_is_passed_over(bucket: Bucket, tmp_path: Path, said
     bucket.proxy.faults = times(10**9, "PUT", f"checkpoint-2/{MANIFEST_NAME}", (500, "InternalError"))
     sent = make(tmp_path, 2)
     mirror.send(sent)
-    while "failed" not in said():
-        threading.Event().wait(0.01)
+    until(lambda: "failed" in said())
     assert mirror.finish(0) == [sent]
     assert f"ERROR {sent} is not mirrored to {mirror}: OSError: " in said()
     assert "INTERNAL_FAILURE" in said()
@@ -381,17 +362,11 @@ def test_a_half_uploaded_one_is_passed_over(bucket: Bucket, tmp_path: Path, said
     assert f"checkpoint-2 of {mirror} is not resumed from: its upload did not end" in said()
 
 
-def test_one_without_a_manifest_is_named(bucket: Bucket, tmp_path: Path, said: Any) -> None:
-    """As plain Trainer's, copied there by hand: starting at step 0 would write over it."""
-    bucket.put("checkpoint-9/optimizer.pt", b"somebody's")
-    mirror = Mirror(bucket.url)
-    with pytest.raises(UsageError, match=rf"none of its 1 checkpoints .*checkpoint-9: it has no {MANIFEST_NAME}"):
-        mirror.fetch_newest(tmp_path, -1)
-    assert f"WARNING checkpoint-9 of {mirror} is not resumed from: it has no {MANIFEST_NAME}" in said()
-
-
 def test_what_is_not_cogumis_is_left_alone(bucket: Bucket, tmp_path: Path, said: Any) -> None:
+    bucket.put("checkpoint-9/optimizer.pt", b"somebody's")  # starting at step 0 would write over it
     mirror = filled(bucket.url, tmp_path, 2, 4)
+    assert mirror.fetch_newest(tmp_path / "there", 4) is None
+    assert f"WARNING checkpoint-9 of {mirror} is not resumed from: it has no {MANIFEST_NAME}" in said()
     for name in ("checkpoint-1/optimizer.pt", "checkpoint-best/optimizer.pt", "optimizer.pt", "checkpoint-8/mine.pt"):
         bucket.put(name, b"somebody's")
     sent = make(tmp_path, 8)
@@ -406,23 +381,17 @@ def test_what_is_not_cogumis_is_left_alone(bucket: Bucket, tmp_path: Path, said:
     assert "optimizer.pt" in files
 
 
-def test_the_same_step_of_another_run_is_replaced(bucket: Bucket, tmp_path: Path) -> None:
+def test_the_same_step_of_another_run_is_replaced_but_not_sent_twice(bucket: Bucket, tmp_path: Path) -> None:
     mirror = Mirror(bucket.url)
     deliver(mirror, make(tmp_path / "old", 2, adapter=False))
     new = make(tmp_path / "new", 2, say=" anew")
+    deliver(mirror, new)
     deliver(mirror, new)
     assert bucket.files() == {"checkpoint-2": WHOLE}
     fetched = mirror.fetch_newest(tmp_path / "there", -1)
     assert fetched is not None
     assert contents(fetched) == contents(new)
-
-
-def test_what_is_there_already_is_not_sent_again(bucket: Bucket, tmp_path: Path) -> None:
-    mirror = Mirror(bucket.url)
-    sent = make(tmp_path, 2)
-    for _ in range(2):
-        deliver(mirror, sent)
-    assert sum(method == "PUT" and path.endswith("optimizer.pt") for method, path in bucket.proxy.requests) == 1
+    assert sum(method == "PUT" and path.endswith("optimizer.pt") for method, path in bucket.proxy.requests) == 2
 
 
 def test_a_process_that_ends_does_not_wait_for_an_upload_that_hangs(bucket: Bucket, tmp_path: Path) -> None:
@@ -446,8 +415,7 @@ sys.stdin.readline()
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"sent\n"
-        while not any(path.endswith("optimizer.pt") for _, path in bucket.proxy.requests):
-            threading.Event().wait(0.01)
+        until(lambda: any(path.endswith("optimizer.pt") for _, path in bucket.proxy.requests))
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(PATIENCE) == 0
@@ -476,20 +444,11 @@ def test_wrong_addresses_are_said_at_once(tmp_path: Path, golden: Golden) -> Non
 # ------------------------------------------------------------------------------------------------------------- directories
 
 
-def test_a_directory(tmp_path: Path) -> None:
-    mirror = filled(tmp_path / "mirror", tmp_path / "here", 2, 4, 6)
-    assert set(contents(tmp_path / "mirror")) == {f"checkpoint-{step}/{name}" for step in (4, 6) for name in WHOLE}
-    shutil.rmtree(tmp_path / "here")
-    fetched = mirror.fetch_newest(tmp_path / "here", -1)
-    assert fetched == tmp_path / "here" / "checkpoint-6"
-    assert inspect(fetched).state == "verified"
-
-
 @pytest.mark.parametrize("name", ["optimizer.pt", "adapter_model.safetensors", MANIFEST_NAME])
 @pytest.mark.parametrize("how", ["flipped", "shorter", "gone", "no text"])
 def test_a_damaged_one_is_named_and_the_next_older_taken(tmp_path: Path, said: Any, name: str, how: str) -> None:
-    mirror = filled(tmp_path / "mirror", tmp_path / "here", 2, 4)
-    shutil.copytree(tmp_path / "here" / "checkpoint-2", tmp_path / "mirror" / "checkpoint-2", dirs_exist_ok=True)
+    mirror = filled(tmp_path / "mirror", tmp_path / "here", 1, 2, 4)
+    assert set(contents(tmp_path / "mirror")) == {f"checkpoint-{step}/{name}" for step in (2, 4) for name in WHOLE}
     path = tmp_path / "mirror" / "checkpoint-4" / name
     data = path.read_bytes()
     if how == "gone":
@@ -510,8 +469,7 @@ def test_a_full_disk_waits_for_space(tmp_path: Path, said: Any) -> None:
         filler = fill(disk, 0.999)
         sent = make(tmp_path / "here", 2, size=60_000)
         mirror.send(sent)
-        while "No space left" not in said():
-            threading.Event().wait(0.01)
+        until(lambda: "No space left" in said())
         assert mirror.pending() == {sent}
         assert mirror.fetch_newest(tmp_path / "there", -1) is None
         filler.unlink()
@@ -540,24 +498,23 @@ def test_a_checkpoint_in_the_way_is_set_aside(tmp_path: Path, said: Any) -> None
     assert [name.startswith("aside-checkpoint-2-") for name in sorted(os.listdir(tmp_path / "here"))] == [True, False]
 
 
-def test_one_that_is_removed_before_it_was_read_is_named(tmp_path: Path, said: Any) -> None:
-    mirror = Mirror(tmp_path / "mirror")
-    gone = tmp_path / "checkpoint-2"
-    mirror.send(gone)
-    assert mirror.finish(PATIENCE) == [gone]
-    assert (
-        f"ERROR {gone} is not mirrored to {mirror}: CheckpointDamaged: it was removed before it was read, or has no manifest"
-        in said()
-    )
-
-
-def test_one_that_was_damaged_on_the_disk_is_not_called_mirrored(tmp_path: Path, said: Any) -> None:
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("removed", "it was removed before it was read, or has no manifest"),
+        ("damaged", "optimizer.pt has other bytes on the disk"),
+    ],
+)
+def test_one_that_is_bad_on_the_disk_is_not_called_mirrored(how: str, words: str, tmp_path: Path, said: Any) -> None:
     mirror = Mirror(tmp_path / "mirror")
     sent = make(tmp_path / "here", 2)
-    (sent / "optimizer.pt").write_bytes(b"x" * (sent / "optimizer.pt").stat().st_size)
+    if how == "removed":
+        shutil.rmtree(sent)
+    else:
+        (sent / "optimizer.pt").write_bytes(b"x" * (sent / "optimizer.pt").stat().st_size)
     mirror.send(sent)
     assert mirror.finish(PATIENCE) == [sent]
-    assert "optimizer.pt has other bytes on the disk than were saved" in said()
+    assert f"ERROR {sent} is not mirrored to {mirror}: CheckpointDamaged: {words}" in said()
     assert mirror.fetch_newest(tmp_path / "there", -1) is None
 
 
@@ -580,112 +537,90 @@ def test_names_that_lead_out_of_a_checkpoint_are_refused(tmp_path: Path, said: A
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """As with HF_ENDPOINT and HF_HUB_DISABLE_XET set before Python starts."""
     from huggingface_hub import constants
 
-    made = Hub()
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + template)
-    monkeypatch.setattr(constants, "ENDPOINT", made.url)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_nobodys")
-    yield made
-    made.stop()
+    with hub_server(tmp_path / "hub") as made:
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + template)
+        monkeypatch.setattr(constants, "ENDPOINT", made.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", made.token)
+        yield made
+        for thread in threading.enumerate():  # or it would ask a server that is gone
+            if thread.name == "cogumi-mirror":
+                thread.join(PATIENCE)
 
 
-def names_in(hub: Hub, repository: str = "jane/runs") -> dict[str, set[str]]:
-    collected: dict[str, set[str]] = {}
-    for path in hub.files(repository):
-        checkpoint, _, file = path.rpartition("/")
-        collected.setdefault(checkpoint, set()).add(file)
-    return collected
+REPOSITORY = "someone/runs"
+
+
+def newest_commit(hub: HubServer) -> Path:
+    return hub.root / "model" / REPOSITORY / hub.refs("model", REPOSITORY)["main"]
 
 
 @pytest.mark.parametrize("folder", ["", "mine/first"])
-def test_a_repository_gets_a_commit_of_files_and_one_of_the_manifest(
-    hub: Hub, tmp_path: Path, folder: str, said: Any
+def test_a_repository_gets_a_commit_of_files_before_one_of_the_manifest(
+    hub: HubServer, tmp_path: Path, folder: str, said: Any
 ) -> None:
-    mirror = Mirror(f"hf://jane/runs/{folder}".rstrip("/"))
-    assert hub.private == {"jane/runs"}
+    mirror = Mirror(f"hf://{REPOSITORY}/{folder}".rstrip("/"))
+    assert hub.private == {REPOSITORY}
     assert mirror.fetch_newest(tmp_path / "there", -1) is None
-    sent = make(tmp_path / "here", 2)
-    deliver(mirror, sent)
-    assert len(hub.repositories["jane/runs"]) == 3
+    deliver(mirror, make(tmp_path / "here", 2))
+    commits = hub.root / "model" / REPOSITORY
+    assert len([path for path in commits.iterdir() if path.is_dir()]) == 3
     for step in (4, 6):
         sent = make(tmp_path / "here", step)
         deliver(mirror, sent)
     place = f"{folder}/" if folder else ""
-    assert names_in(hub) == {f"{place}checkpoint-{step}": WHOLE for step in (4, 6)}
+    names = {path for path in contents(newest_commit(hub)) if path != ".gitattributes"}
+    assert names == {f"{place}checkpoint-{step}/{name}" for step in (4, 6) for name in WHOLE}
     fetched = mirror.fetch_newest(tmp_path / "there", -1)
     assert fetched == tmp_path / "there" / "checkpoint-6"
     assert inspect(fetched).state == "verified"
     assert contents(fetched) == contents(sent)
     assert os.listdir(tmp_path / "there") == ["checkpoint-6"]
-    assert "hf_nobodys" not in said()
+    assert hub.token not in said()
 
 
-def test_a_token_that_cannot_write_is_refused_at_once(hub: Hub) -> None:
-    hub.writable = False
-    with pytest.raises(UsageError, match="mirror hf://jane/runs cannot be written"):
-        Mirror("hf://jane/runs")
-    assert sum(path.endswith("auth-check/write") for _, path in hub.requests) == 1
+@pytest.mark.parametrize(
+    ("end", "words"), [("auth-check/write", "cannot be written"), ("commit/main", "HfHubHTTPError")]
+)
+def test_a_hub_that_refuses_to_be_written(
+    hub: HubServer, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch, end: str, words: str
+) -> None:
+    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.2)
+    hub.faults = lambda method, path, headers: 403 if path.endswith(end) else None
+    if end == "auth-check/write":
+        with pytest.raises(UsageError, match=f"mirror hf://{REPOSITORY} {words}"):
+            Mirror(f"hf://{REPOSITORY}")
+        assert sum(path.endswith(end) for _, path in hub.requests) == 1
+        return
+    sent = make(tmp_path, 2)
+    mirror = Mirror(f"hf://{REPOSITORY}")
+    mirror.send(sent)
+    assert mirror.finish(PATIENCE) == [sent]
+    assert f"ERROR {sent} is not mirrored to hf://{REPOSITORY}: {words}" in said()
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "tokenizer.json"])
-def test_what_the_hub_holds_is_compared(
-    hub: Hub, tmp_path: Path, said: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror = Mirror("hf://jane/runs")
+def test_what_the_hub_holds_is_compared(hub: HubServer, tmp_path: Path, said: Any, name: str) -> None:
+    mirror = Mirror(f"hf://{REPOSITORY}")
     damaged = []
 
-    def damage(method: str, path: str) -> None:
+    def damage(method: str, path: str, headers: Any) -> None:
         if f"/resolve/main/checkpoint-2/{name}" in path and not damaged:
-            damaged.append(hub.files("jane/runs")[f"checkpoint-2/{name}"])
-            hub.files("jane/runs")[f"checkpoint-2/{name}"] = b"x" * len(damaged[0])
+            stored = newest_commit(hub) / "checkpoint-2" / name
+            damaged.append(stored.read_bytes())
+            stored.write_bytes(b"x" * len(damaged[0]))
 
     hub.faults = damage
-    deliver(mirror, make(tmp_path, 2))
+    deliver(mirror, make(tmp_path / "here", 2))
     assert f"{name} is read back differently" in said()
-    assert hub.files("jane/runs")[f"checkpoint-2/{name}"] == damaged[0]
-
-
-def test_a_hub_that_refuses_a_commit(hub: Hub, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.2)
-    mirror = Mirror("hf://jane/runs")
-    hub.faults = lambda method, path: 403 if "/commit/" in path else None
-    sent = make(tmp_path, 2)
-    mirror.send(sent)
-    assert mirror.finish(PATIENCE) == [sent]
-    assert f"ERROR {sent} is not mirrored to hf://jane/runs: HfHubHTTPError" in said()
-
-
-def test_a_damaged_checkpoint_of_the_hub_is_named(hub: Hub, tmp_path: Path, said: Any) -> None:
-    mirror = filled("hf://jane/runs", tmp_path / "here", 2)
-    data = hub.files("jane/runs")["checkpoint-2/optimizer.pt"]
-    hub.files("jane/runs")["checkpoint-2/optimizer.pt"] = data[:-1] + b"x"
+    stored = newest_commit(hub) / "checkpoint-2" / name
+    assert stored.read_bytes() == damaged[0]
+    stored.write_bytes(damaged[0][:-1] + b"x")
     with pytest.raises(UsageError, match="none of its 1 checkpoints"):
         mirror.fetch_newest(tmp_path / "there", -1)
-    assert "checkpoint-2 of hf://jane/runs is not resumed from: optimizer.pt has other bytes" in said()
-
-
-# ------------------------------------------------------------------------------------------------------- from end to end
-
-
-def test_a_training_goes_on_elsewhere_from_what_was_mirrored(bucket: Bucket, tmp_path: Path) -> None:
-    import cogumi
-
-    lora = {"r": 2, "target_modules": ["q_proj"]}
-    first, losses = make_trainer(tmp_path / "run", lora=lora)
-    cogumi.protect(first, keep=8).train()
-    mirror = Mirror(bucket.url)
-    deliver(mirror, *(tmp_path / "run" / f"checkpoint-{step}" for step in (2, 4)))
-    shutil.rmtree(tmp_path / "run")  # with what was saved after it
-
-    fetched = Mirror(bucket.url).fetch_newest(tmp_path / "run", -1)
-    assert fetched == tmp_path / "run" / "checkpoint-4"
-    assert inspect(fetched).state == "verified"
-    second, continued = make_trainer(tmp_path / "run", lora=lora)
-    cogumi.protect(second).train()
-    assert continued.seen == {step: loss for step, loss in losses.seen.items() if step > 4}
-    assert len(set(losses.seen.values())) == 8
+    assert f"checkpoint-2 of hf://{REPOSITORY} is not resumed from: {name} has other bytes" in said()

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import prepared_process
 import pytest
 import torch
 from test_checkpoints_protect import make as plain
+from test_checkpoints_protect import stop_after
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import cogumi
@@ -30,20 +32,15 @@ Make = Callable[..., Any]
 
 
 class Steps(TrainerCallback):
-    """What is logged, without times; and a crash after a step."""
+    """What is logged, without times."""
 
-    def __init__(self, crash: int | None) -> None:
+    def __init__(self) -> None:
         self.seen: dict[int, dict[str, float]] = {}
-        self.crash = crash
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "loss" in logs:
             names = ("loss", "grad_norm", "learning_rate", "reward", "kl", "completions/mean_length", "rewards/margins")
             self.seen[state.global_step] = {name: logs[name] for name in names if name in logs}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.crash:
-            raise RuntimeError("the machine is gone")
 
 
 def lora_trainer(
@@ -122,7 +119,7 @@ class Signal(Steps):
     def __init__(
         self, trainer: Any, at: int = 0, number: int = signal.SIGTERM, after: int = 0, delay: float = 0.0
     ) -> None:
-        super().__init__(None)
+        super().__init__()
         self.trainer, self.at, self.number, self.after, self.delay = protect(trainer), at, number, after, delay
         self.passes, self.step, self.sent, self.callers = 0, -1, 0.0, set[str]()
         trainer.add_callback(self)
@@ -242,13 +239,12 @@ def test_running_statistics_have_the_step_finished(tmp_path: Path) -> None:
 
 def run(make: Make, output_dir: Path, crash: int | None) -> dict[int, dict[str, float]]:
     trainer = protect(make(output_dir))
-    steps = Steps(crash)
+    steps = Steps()
     trainer.add_callback(steps)
-    if crash is None:
+    if crash is not None:
+        trainer.add_callback(stop_after(crash))
+    with nullcontext() if crash is None else pytest.raises(RuntimeError, match="gone"):
         trainer.train()
-    else:
-        with pytest.raises(RuntimeError, match="gone"):
-            trainer.train()
     return steps.seen
 
 
@@ -256,8 +252,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from test_checkpoints_protect import make
-from transformers import TrainerCallback
+from test_checkpoints_protect import at_step, make
 import cogumi
 
 def send(number, *more):
@@ -268,14 +263,12 @@ def send(number, *more):
         if more:
             send(*more)
 
-class Send(TrainerCallback):
-    def on_step_begin(self, args, state, control, **_):
-        if state.global_step == 3:
-            while not (Path(sys.argv[1]) / "checkpoint-2").exists():  # committed beside the training
-                time.sleep(0.01)
-            send(*sys.argv[2].split(","))
+def wait_and_send():
+    while not (Path(sys.argv[1]) / "checkpoint-2").exists():  # committed beside the training
+        time.sleep(0.01)
+    send(*sys.argv[2].split(","))
 
-trainer, losses = make(Path(sys.argv[1]), Send())
+trainer, losses = make(Path(sys.argv[1]), at_step("on_step_begin", 3, wait_and_send))
 cogumi.protect(trainer).train()
 print("finished", flush=True)
 """

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from test_checkpoints_protect import make as make_trainer
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 import cogumi
 from cogumi.checkpoints import interruption as module
@@ -61,30 +61,9 @@ class Hang(TrainerCallback):
             control.should_training_stop = True
 
 
-class Steps(TrainerCallback):
-    """Does something for each step, as a batch that takes long would."""
-
-    def __init__(self, work: Callable[[int], object]) -> None:
-        self.work = work
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.work(state.global_step)
-
-
 def make(output_dir: Path, *callbacks: TrainerCallback, data: Any = None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
-    settings: dict[str, Any] = {
-        "max_steps": 1000, "save_strategy": "no", "per_device_train_batch_size": 1, "report_to": "none",
-        "use_cpu": True, "disable_tqdm": True,
-    }  # fmt: skip
-    return Trainer(
-        model=LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)),
-        args=TrainingArguments(output_dir=str(output_dir), **settings | options),
-        train_dataset=data or Rows(),
-        eval_dataset=torch.utils.data.Subset(Rows(), range(8)),
-        callbacks=list(callbacks),
-    )
+    settings = {"max_steps": 1000, "save_strategy": "no", "per_device_train_batch_size": 1, "logging_steps": 500}
+    return make_trainer(output_dir, *callbacks, data=data or Rows(), **settings | options)[0]
 
 
 def train(watchdog: Watchdog, output_dir: Path, *callbacks: TrainerCallback, **options: Any) -> Any:
@@ -128,27 +107,6 @@ def test_a_hang_in_python_is_written_with_its_stacks(
     (message,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == module.__name__]
     assert f"after step {hang.hung_after}" in message
     assert str(run_log) in message
-
-
-def test_a_call_of_the_system_that_waits_is_named(run_log: Path, tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-
-    def reads_a_pipe() -> None:
-        os.read(reading, 1)
-
-    def write_once_it_was_said() -> None:
-        wait_for("the training hangs", run_log)
-        os.write(writing, b"x")
-
-    helper = threading.Thread(target=write_once_it_was_said)
-    helper.start()
-    watchdog = Watchdog(run_log, "continue", floor=0.5)
-    train(watchdog, tmp_path, data=Rows(reads_a_pipe, before=20), max_steps=25)
-    helper.join()
-    os.close(reading)
-    os.close(writing)
-    assert "in reads_a_pipe" in run_log.read_text()
-    assert "in __getitem__" in run_log.read_text()
 
 
 def test_a_hang_in_a_worker_is_written_where_the_training_waits_for_it(run_log: Path, tmp_path: Path) -> None:
@@ -217,16 +175,6 @@ def test_stacks_go_to_standard_error_when_the_disk_is_full(capfd: pytest.Capture
 # ------------------------------------------------------------------------------------------------------ what is no hang
 
 
-def test_a_long_step_among_short_ones_is_none(run_log: Path, tmp_path: Path) -> None:
-    # As GRPO: every fourth step generates. By the floor and the median alone, 1 s would be the limit.
-    watchdog = Watchdog(run_log, "continue", floor=1.0)
-    generates = Steps(lambda step: time.sleep(1.6 if step % (ENOUGH_STEPS + 1) == 0 else 0.01))
-    train(watchdog, tmp_path, generates, max_steps=ENOUGH_STEPS + 2)
-    assert watchdog.armed
-    assert watchdog.limit > 4
-    assert run_log.read_text() == "what was there before\n"
-
-
 def test_a_long_evaluation_is_none(run_log: Path, tmp_path: Path) -> None:
     class Slow(TrainerCallback):
         def on_prediction_step(self, *_: Any, **__: Any) -> None:
@@ -252,6 +200,7 @@ def test_an_excused_wait_is_none_and_what_follows_is_watched(run_log: Path) -> N
 
 
 def test_steps_that_take_long_raise_the_limit(run_log: Path) -> None:
+    """As GRPO: every fourth step generates."""
     watchdog = Watchdog(run_log, "continue", floor=0.1)
     watchdog.steps.extend([0.5] * ENOUGH_STEPS + [50.0])
     assert watchdog.limit == 10.0
@@ -429,10 +378,7 @@ def test_the_thread_is_gone_afterwards(fails: bool, run_log: Path, tmp_path: Pat
     assert run_log.read_text() == "what was there before\n"
 
 
-def test_the_callback_leaves_saves_beside_the_steps() -> None:
-    assert Pulse.on_save is TrainerCallback.on_save
-
-
 def test_a_policy_that_is_none_is_refused(run_log: Path) -> None:
+    assert Pulse.on_save is TrainerCallback.on_save, "or each save would wait for the disk"
     with pytest.raises(UsageError, match="'pause'"):
         Watchdog(run_log, "pause")

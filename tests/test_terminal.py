@@ -163,11 +163,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing(home: Path, for_commands: di
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
 def test_a_screen_that_breaks_ends_no_training_of_protect(
-    kind: str,
-    make_trainer: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    kind: str, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     class Break(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -186,10 +182,8 @@ def test_a_screen_that_breaks_ends_no_training_of_protect(
     monkeypatch.undo()
     assert trainer.state.global_step == 4
     assert last_good_checkpoint(tmp_path / "trainer") is not None
-    assert {record.message.split()[0] for record in caplog.records if "switched off" in record.message} == {
-        "sys.stdout",
-        "sys.stderr",
-    }
+    told = {record.message.split()[0] for record in caplog.records if "switched off" in record.message}
+    assert told == {"sys.stdout", "sys.stderr"}
 
 
 def test_what_is_in_the_buffer_of_a_broken_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,15 +304,10 @@ def evil(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        ["status"],
-        ["status", "RUN"],
-        ["status", "RUN", "--watch"],
-        ["logs", "RUN"],
-        ["attach", "RUN"],
-        ["doctor", "--explain", "traceback.txt"],
-        ["start", f"{EVIL}.yaml"],
+        ["status"], ["status", "RUN"], ["status", "RUN", "--watch"], ["logs", "RUN"], ["attach", "RUN"],
+        ["doctor", "--explain", "traceback.txt"], ["start", f"{EVIL}.yaml"],
     ],
-)
+)  # fmt: skip
 def test_escapes_in_what_others_wrote_are_shown_and_not_obeyed(evil: Path, words: list[str], tmp_path: Path) -> None:
     command = shlex.join(["cogumi", *(str(evil.relative_to(tmp_path)) if w == "RUN" else w for w in words)])
     with terminal(by_a_shell(f"stty columns 200; {command}; touch done"), tmp_path) as shown:
@@ -392,24 +381,20 @@ def test_json_stays_json_and_holds_no_control_character(capsys: pytest.CaptureFi
 # ------------------------------------------------------------------------------------------------ what takes its time
 
 
+OTHERS = ["doctor", "preflight tiny.yaml", "preview tiny.yaml"]
 IMPORTS = pytest.mark.slow("imports torch; `train` is in the first tier")
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "start tiny.yaml",
-        "train tiny.yaml",
-        *(pytest.param(each, marks=IMPORTS) for each in ("doctor", "preflight tiny.yaml", "preview tiny.yaml")),
-    ],
+    "words", ["start tiny.yaml", "train tiny.yaml", *(pytest.param(words, marks=IMPORTS) for words in OTHERS)]
 )
 def test_no_command_imports_in_silence(words: str, home: Path, none_left_behind: None) -> None:
     says_what_it_does(by_a_shell(f"cogumi {words}"), home)
 
 
-@pytest.mark.parametrize("words", [["doctor"], ["preflight", "tiny.yaml"], ["preview", "tiny.yaml"]])
-def test_no_command_works_in_silence(words: list[str], home: Path, for_commands: dict[str, str]) -> None:
-    says_what_it_does([*prepared_process.client(for_commands), *words], home)
+@pytest.mark.parametrize("words", OTHERS)
+def test_no_command_works_in_silence(words: str, home: Path, for_commands: dict[str, str]) -> None:
+    says_what_it_does([*prepared_process.client(for_commands), *words.split()], home)
 
 
 def says_what_it_does(words: list[str], directory: Path) -> None:

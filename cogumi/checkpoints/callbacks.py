@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cogumi.checkpoints.interruption import Preemption, StepInterrupted, Watchdog
+from cogumi.checkpoints.interruption import StepInterrupted, Watchdog
 from cogumi.checkpoints.saving import UNLOGGED, Saver
 from cogumi.patches import trl_internals as internals
 from cogumi.stack.ranks import Ranks, whole_tensor
@@ -44,8 +44,9 @@ def remember(trainer: Any) -> Values:
 class Watch(TrainerCallback):
     """Finishes commits between steps and obeys signals. A signal to one process is one to all of them."""
 
-    def __init__(self, trainer: Any, saver: Saver, preemption: Preemption) -> None:
-        self.trainer, self.saver, self.preemption = trainer, saver, preemption
+    def __init__(self, saver: Saver) -> None:
+        self.saver, self.preemption = saver, saver.preemption
+        self.trainer = trainer = saver.trainer
         self.start_step = 0
         self.last_finished: Values = []
         steps_in_backward = any(name in trainer.args.optim.value for name in ("lomo", "layerwise"))

@@ -235,7 +235,6 @@ class Mirror:
         log.info("fetching %s from %s (%s)", name, self, format_bytes(manifest.bytes))
         staged = open_staging(output_dir) / name
         for file in [*manifest.files, MANIFEST_NAME]:
-            (staged / file).parent.mkdir(parents=True, exist_ok=True)
             self.place.fs.get_file(f"{self.place.root}/{name}/{file}", str(staged / file))
         finding = inspect(staged)
         if finding.state != "verified":
@@ -316,7 +315,9 @@ class Store:
             fix = "name a directory, s3://BUCKET/PATH or hf://USER/REPO"
             raise UsageError(f"mirror {self.name} cannot be opened ({error})", fix=fix) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        self.root = os.path.abspath(self.root) if self.is_local else self.root.rstrip("/")
+        self.root = self.root.rstrip("/")
+        if self.is_local:
+            self.fs, self.root = LocalFileSystem(auto_mkdir=True), os.path.abspath(self.root)
         self.repository = "/".join(self.root.split("/")[:2])  # on the hub, of a root such as USER/REPO/folder
 
     def check(self) -> None:
@@ -349,10 +350,7 @@ class Store:
         return bytes(self.fs.cat_file(f"{self.root}/{checkpoint}/{file}")).decode(errors="replace")
 
     def write(self, path: str, data: bytes) -> None:
-        if self.is_local:
-            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        with self.fs.open(path, "wb") as file:
-            file.write(data)
+        self.fs.pipe_file(path, data)
         if self.is_local:
             sync_path(Path(path))
 
@@ -406,8 +404,6 @@ class Store:
             return
         for file in files:
             path = f"{self.root}/{checkpoint.name}/{file}"
-            if self.is_local:
-                self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(checkpoint / file), path)
             if self.is_local:
                 sync_path(Path(path))

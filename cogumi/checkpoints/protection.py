@@ -94,16 +94,9 @@ def protect(
     opened: list[Mirror] = []
     if mirror is not None:
         ranks.decide(lambda: opened.append(Mirror(mirror)))
-    saver = Saver(
-        trainer,
-        keep or keep_limit(trainer.args.save_total_limit),
-        on_full,
-        opened[0] if opened else None,
-        watchdog.excused,
-        lambda: preemption.received is not None,
-        ranks,
-    )
-    trainer.cogumi_protection = Protection(trainer, saver, watchdog, preemption, resume)
+    keep = keep or keep_limit(trainer.args.save_total_limit)
+    saver = Saver(trainer, keep, on_full, opened[0] if opened else None, watchdog, preemption, ranks)
+    trainer.cogumi_protection = Protection(saver, resume)
     if ranks.leads:
         log_or_print(f"checkpoints: {trainer.cogumi_protection}")
     return trainer
@@ -147,9 +140,10 @@ def unknown_shards(trainer: Any) -> str:
 class Protection:
     """Puts safe saves, resuming, signals and the watch on a trainer."""
 
-    def __init__(self, trainer: Any, saver: Saver, watchdog: Watchdog, preemption: Preemption, resume: str) -> None:
-        self.trainer, self.resume = trainer, resume
-        self.saver, self.watchdog, self.preemption, self.ranks = saver, watchdog, preemption, saver.ranks
+    def __init__(self, saver: Saver, resume: str) -> None:
+        self.trainer = trainer = saver.trainer
+        self.saver, self.resume = saver, resume
+        self.watchdog, self.preemption, self.ranks = saver.watchdog, saver.preemption, saver.ranks
         ours = {
             SAVE_CHECKPOINT: self.saver.save, LOAD_BEST_MODEL: self.load_best_model,
             LOAD_CHECKPOINT: self.load_all_adapters,
@@ -163,8 +157,8 @@ class Protection:
         self.finite = FiniteGuard(trainer, saver.ranks)
         saver.find_fault = self.finite.find_fault
         trainer.add_callback(self.finite)
-        trainer.add_callback(Watch(trainer, saver, preemption))
-        trainer.add_callback(Pulse(watchdog))
+        trainer.add_callback(Watch(saver))
+        trainer.add_callback(Pulse(saver.watchdog))
 
     def __str__(self) -> str:
         if SaveStrategy(self.trainer.args.save_strategy) == SaveStrategy.NO:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 from cogumi.checkpoints.commit import STAGING_NAME, commit, is_disk_full, open_staging, remove_staging, set_aside
+from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.verify import CheckpointState, inspect, plan_pruning, remove
@@ -53,8 +54,8 @@ class Saver:
         keep: How many of the newest stay, None for all.
         on_full: "continue", "pause" or "stop".
         mirror: Copies them elsewhere.
-        excused: The training may wait in its block.
-        asked_to_end: Tells whether a signal has come.
+        watchdog: Excuses a training that waits.
+        preemption: Tells whether a signal has come.
         ranks: The processes of the training.
     """
 
@@ -63,15 +64,14 @@ class Saver:
         trainer: Any,
         keep: int | None,
         on_full: str,
-        mirror: Mirror | None = None,
-        excused: Callable[[], AbstractContextManager[None]] = nullcontext,
-        asked_to_end: Callable[[], bool] = lambda: False,
-        ranks: Ranks | None = None,
+        mirror: Mirror | None,
+        watchdog: Watchdog,
+        preemption: Preemption,
+        ranks: Ranks,
     ) -> None:
-        self.ranks = ranks or Ranks()
         self.trainer, self.original = trainer, getattr(trainer, SAVE_CHECKPOINT)
         self.keep, self.on_full, self.mirror = keep, on_full, mirror
-        self.excused, self.asked_to_end = excused, asked_to_end
+        self.watchdog, self.preemption, self.ranks = watchdog, preemption, ranks
         self.identity = Identity("", {})
         self.find_fault: Callable[[], str] = lambda: ""  # why the model must not be saved now
         self.refused: Path | None = None
@@ -80,6 +80,10 @@ class Saver:
         self.findings: dict[Path, CheckpointState] = {}
         self.pending: tuple[Path, Path, Future[CheckpointState]] | None = None
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
+
+    @property
+    def is_ending(self) -> bool:
+        return self.preemption.received is not None
 
     def begin(self, resumed_from: Path | None, run: str) -> None:
         """Start over for each training of a trainer: the steps of two have the same names."""
@@ -297,16 +301,16 @@ class Saver:
             if again():
                 return
         place = final.parent.absolute()
-        if self.on_full == "pause" and not self.asked_to_end():
+        if self.on_full == "pause" and not self.is_ending:
             log.error("training waits: %s does not fit. Free space on the disk of %s", final.name, place)
-            with self.excused():
-                while not (fits := again()) and not self.asked_to_end():
+            with self.watchdog.excused():
+                while not (fits := again()) and not self.is_ending:
                     self.wait()
             if fits:
                 log.warning("there is space again; training continues")
                 return
         remove_staging(final.parent)
-        ends = self.on_full == "stop" or self.asked_to_end()
+        ends = self.on_full == "stop" or self.is_ending
         if ends:
             self.trainer.control.should_training_stop = True
         last = f"the last good one is {self.committed[-1].name}" if self.committed else "there is none yet"
@@ -316,7 +320,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until the next try, or a signal."""
         until = time.monotonic() + RETRY_SECONDS
-        while time.monotonic() < until and not self.asked_to_end():
+        while time.monotonic() < until and not self.is_ending:
             time.sleep(min(0.5, RETRY_SECONDS))
 
     def finish(self) -> None:
@@ -326,9 +330,9 @@ class Saver:
         finally:
             self.remove_leftovers()
         if self.mirror is not None:
-            ending = self.asked_to_end()  # by a signal that has been heard: the next one ends the process
-            with self.excused():
-                self.mirror.finish(MIRROR_SECONDS, lambda: self.asked_to_end() and not ending)
+            ending = self.is_ending  # by a signal that has been heard: the next one ends the process
+            with self.watchdog.excused():
+                self.mirror.finish(MIRROR_SECONDS, lambda: self.is_ending and not ending)
 
 
 @contextmanager
@@ -348,13 +352,10 @@ def as_checkpoint_error(trainer: Any) -> Iterator[None]:
 # GRPOTrainer trains on one batch of completions for steps_per_generation x num_iterations steps (trl/trainer/grpo_trainer.py,
 # `_prepare_inputs`), counted by `_step`; its RepeatSampler draws a new order each epoch from a generator of its own.
 # A resumed one counts from 0, generates anew in the middle of a batch, and repeats the first epoch's order.
-STATE_NAME = "cogumi-rollouts{}.pt"
-
-
 def state_name(trainer: Any) -> str:
     """Name the file of this process; each has its own, as of its random states."""
     args = trainer.args
-    return STATE_NAME.format("" if args.world_size == 1 else f"_{args.process_index}")
+    return "cogumi-rollouts.pt" if args.world_size == 1 else f"cogumi-rollouts_{args.process_index}.pt"
 
 
 def save_rollouts(trainer: Any, directory: Path) -> None:
