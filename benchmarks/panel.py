@@ -31,7 +31,7 @@ import cogumi
 cogumi.attach({run!r}).dashboard()
 from cogumi.notebook.panel import open_panels
 panel, = open_panels.values()
-while "<svg" not in panel.plots.value:
+while "<img" not in panel.parts[1].value:
     time.sleep(0.01)
 print(time.monotonic() - began, int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024)
 """

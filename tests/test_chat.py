@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -12,14 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 import torch
-import yaml
 from chat_tokenizers import chat_tokenizer
 from finished_runs import FinishedRun
 from golden import Golden
-from nbclient import NotebookClient
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cogumi
@@ -85,12 +81,6 @@ def _none_loaded() -> Iterator[None]:
     chats.last_models.clear()
 
 
-def collected(chat: Chat, column: str, message: str = QUESTION) -> tuple[list[str], Answer]:
-    pieces: list[str] = []
-    answer = chat.answer(column, message, pieces.append)
-    return [piece for piece in pieces if piece], answer
-
-
 def generated(model: Path, tokenizer: Any, messages: list[dict[str, str]], tokens: int) -> str:
     """What transformers itself makes of a conversation."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -120,20 +110,6 @@ def test_base_adapter_and_merged_answer_what_transformers_generates(
     first = beside.splitlines()[0]
     for word in (str(home), "chat", "/base) and adapter and merged", "greedy", "12 tokens", "'; done'"):
         assert word in first, word
-
-
-def test_a_prompt_is_answered_by_base_and_merged_each_under_its_name(
-    finished_chat: FinishedRun, command_line: CommandLine
-) -> None:
-    status, output, _ = command_line("chat", finished_chat.home, "--prompt", QUESTION, "--max-new-tokens", 8)
-    assert status == 0
-    assert [line for line in output.splitlines() if line in ("base:", "merged:", "adapter:")] == ["base:", "merged:"]
-    status, alone, _ = command_line(
-        "chat", finished_chat.home, "--prompt", QUESTION, "--max-new-tokens", 8, "--only", "merged"
-    )
-    assert status == 0
-    assert output.endswith("merged:\n" + alone) or alone.strip() in output.partition("merged:\n")[2]
-    assert "merged:" not in alone  # one answer needs no name
 
 
 def test_a_chat_sees_what_the_training_saw(finished_chat: FinishedRun, chat_of: Callable[..., Chat]) -> None:
@@ -174,16 +150,17 @@ def test_thinking_and_the_date_are_those_of_the_run(chat_of: Callable[..., Chat]
 # -------------------------------------------------------------------------------------------------------------- streaming
 
 
-def test_words_are_handed_on_in_order_while_they_are_written(chat_of: Callable[..., Chat]) -> None:
-    pieces, answer = collected(chat_of(stops=()), "adapter")
-    assert len(pieces) > 3
+def test_words_are_handed_on_in_order_until_an_interrupt(chat_of: Callable[..., Chat]) -> None:
+    pieces: list[str] = []
+    answer = chat_of(stops=()).answer("adapter", QUESTION, pieces.append)
+    assert len([piece for piece in pieces if piece]) > 3
     assert "".join(pieces) == answer.text
 
     seen: list[str] = []
 
     def interrupt(piece: str) -> None:
         seen.append(piece)
-        if len([each for each in seen if each]) == 2:
+        if len([word for word in seen if word]) == 2:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
@@ -193,15 +170,12 @@ def test_words_are_handed_on_in_order_while_they_are_written(chat_of: Callable[.
     assert len(written) < len(answer.text)  # it came while the answer was being written
 
 
-def test_an_answer_ends_at_a_stop_string_of_which_nothing_is_shown(chat_of: Callable[..., Chat]) -> None:
-    _, whole = collected(chat_of(), "merged")
-    middle = whole.text.index(" ", 3)
-    stop = whole.text[
-        middle - 3 : middle + 2
-    ]  # in two words, of which the first is complete before the second is there
-    pieces, cut = collected(chat_of(stops=(stop,)), "merged")
-    assert cut == Answer(whole.text[: whole.text.index(stop)], True)
-    assert "".join(pieces) == cut.text
+def test_an_answer_ends_before_a_stop_string(chat_of: Callable[..., Chat]) -> None:
+    whole = chat_of().answer("merged", QUESTION, lambda _: None).text
+    middle = whole.index(" ", 3)
+    stop = whole[middle - 3 : middle + 2]  # across two words
+    cut = chat_of(stops=(stop,)).answer("merged", QUESTION, lambda _: None)
+    assert cut == Answer(whole[: whole.index(stop)], True)
 
 
 def test_an_answer_has_the_room_that_the_context_leaves(chat_of: Callable[..., Chat]) -> None:
@@ -228,54 +202,32 @@ def typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_lines_are_answered_until_exit_or_the_end(
     finished_chat: FinishedRun, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
-    typed(monkeypatch, f"add a to u\n\nadd b \\\nto v\n/reset\n{last}")
+    typed(monkeypatch, f"add a to u\n\nadd b\n/reset\n{last}")
     status, output, wrong = command_line("chat", finished_chat.home, "--max-new-tokens", 4)
     assert status == 0, wrong
     assert output.splitlines()[0].startswith(f"{finished_chat.home}: chat")
     assert output.count("base:\n") == output.count("merged:\n") == 2
+    assert output.count("[cut before its end: 4 tokens") == 4
     assert output.count("forgotten") == 1
 
 
-class Interrupting(io.StringIO):
-    """A standard output on which Ctrl-C is pressed when an answer has begun."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.times = times
-
-    def write(self, text: str) -> int:
-        done = super().write(text)
-        if (
-            self.times
-            and text.strip()
-            and self.getvalue().rpartition("base:\n")[2].strip()
-            and "base:" in self.getvalue()
-        ):
-            self.times -= 1
-            signal.raise_signal(signal.SIGINT)
-        return done
-
-
-def test_an_interrupt_ends_the_answer_and_the_chat_waits_for_the_next_message(
-    chat_of: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_ends_the_answer_and_a_second_one_the_chat(
+    chat_of: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = chat_of(max_new_tokens=200, columns=("base", "merged"))
-    shown = Interrupting(times=1)
-    typed(monkeypatch, f"{QUESTION}\n{QUESTION}\n")
-    monkeypatch.setattr(sys, "stdout", shown)
-    chats.talk_in_terminal(chat)
-    first, _, second = shown.getvalue().partition("[interrupted")
+    chat = chat_of(max_new_tokens=8, columns=("base", "merged"))
+    answer, asked = chat.answer, iter([QUESTION, QUESTION])
+
+    def interrupted(column: str, message: str, write: Callable[[str], None]) -> Answer:
+        monkeypatch.setattr(chat, "answer", answer)
+        return answer(column, message, lambda _: signal.raise_signal(signal.SIGINT))
+
+    monkeypatch.setattr(chat, "answer", interrupted)
+    monkeypatch.setattr("builtins.input", lambda _: next(asked, None) or signal.raise_signal(signal.SIGINT))
+    chats.converse(chat)
+    first, _, second = capsys.readouterr().out.partition("[interrupted")
     assert "merged:" not in first
     assert "merged:" in second
     assert [len(turns) for turns in chat.turns.values()] == [2, 2]  # of the second alone
-
-
-def test_an_interrupt_at_the_prompt_ends_the_chat(
-    finished_chat: FinishedRun, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("builtins.input", lambda _: signal.raise_signal(signal.SIGINT))
-    status, _, wrong = command_line("chat", finished_chat.home)
-    assert (status, "interrupted" in wrong) == (0, False)
 
 
 # ------------------------------------------------------------------------------------------- other runs, other directories
@@ -295,29 +247,14 @@ def test_a_run_on_code_completes_text_as_its_samples_were_completed(finished_sft
     assert FILL in chat.describe()
 
 
-def test_a_gspo_run_samples_as_its_rollouts_did(finished_gspo: FinishedRun) -> None:
+def test_answers_are_greedy_unless_a_temperature_is_given(finished_gspo: FinishedRun) -> None:
     setup = read_setup(finished_gspo.home)
-    assert setup.columns == ("base", "merged")
-    assert setup.max_new_tokens == 8
-    expected = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    assert expected.items() <= setup.sampling.items()
-    chat = open_chat(setup)
+    assert (setup.columns, setup.max_new_tokens, setup.temperature) == (("base", "merged"), 8, 0.0)
     torch.manual_seed(0)
-    texts = {chat.answer("merged", "def f(x):", lambda _: None).text for _ in range(4)}
-    assert len(texts) > 1
-    greedy = read_setup(finished_gspo.home, temperature=0, max_new_tokens=5)
-    assert (greedy.sampling, greedy.max_new_tokens) == ({}, 5)
-    assert read_setup(finished_gspo.home, temperature=0.5).sampling == {**setup.sampling, "temperature": 0.5}
-
-
-def test_generation_kwargs_of_a_gspo_run_are_followed(finished_gspo: FinishedRun, tmp_path: Path) -> None:
-    run = shutil.copytree(finished_gspo.home, tmp_path / "run")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["train"] |= {"top_p": 0.9, "generation_kwargs": {"top_p": 0.5, "eos_token_id": [1]}}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    actual = read_setup(run).sampling
-    assert actual["top_p"] == 0.5
-    assert "eos_token_id" not in actual  # of the run's own tokenizer
+    for temperature, is_random in ((0.0, False), (1.0, True)):
+        chat = open_chat(read_setup(finished_gspo.home, temperature=temperature))
+        texts = {chat.answer("merged", "def f(x):", lambda _: None).text for _ in range(4)}
+        assert (len(texts) > 1) is is_random
 
 
 def test_a_run_without_its_end_answers_from_its_last_good_checkpoint(
@@ -355,37 +292,15 @@ def test_a_directory_that_only_holds_runs_names_one(finished_chat: FinishedRun, 
     assert read_setup(tmp_path / "gspo").columns
 
 
-def test_an_adapter_alone_answers_on_the_base_that_it_names(
-    finished_chat: FinishedRun, chat_of: Callable[..., Chat]
+@pytest.mark.parametrize("part", ["adapter", "merged"])
+def test_an_adapter_or_a_model_alone_answers(
+    part: str, finished_chat: FinishedRun, chat_of: Callable[..., Chat]
 ) -> None:
-    alone = Chat(read_setup(finished_chat.home / "adapter", max_new_tokens=16))
-    assert alone.setup.columns == ("base", "adapter")
+    alone = Chat(read_setup(finished_chat.home / part, max_new_tokens=16))
+    assert alone.setup.columns == (("base", "adapter") if part == "adapter" else ("model",))
     for column in alone.setup.columns:
-        theirs = chat_of(stops=()).answer(column, QUESTION, lambda _: None)
+        theirs = chat_of(stops=()).answer("merged" if column == "model" else column, QUESTION, lambda _: None)
         assert alone.answer(column, QUESTION, lambda _: None) == theirs
-
-
-def test_a_model_alone_answers(finished_chat: FinishedRun, tiny_model: Path, chat_of: Callable[..., Chat]) -> None:
-    alone = Chat(read_setup(finished_chat.home / "merged", max_new_tokens=16))
-    assert alone.setup.columns == ("model",)
-    theirs = chat_of(stops=()).answer("merged", QUESTION, lambda _: None)
-    assert alone.answer("model", QUESTION, lambda _: None) == theirs
-    said = Chat(read_setup(tiny_model)).describe()
-    assert "no chat template" in said
-
-
-def test_an_adapter_on_another_base_is_refused(finished_chat: FinishedRun, tmp_path: Path) -> None:
-    shutil.copytree(finished_chat.home / "adapter", tmp_path / "adapter")
-    base = tmp_path / "base"
-    shutil.copytree(finished_chat.result.base, base)
-    model = AutoModelForCausalLM.from_pretrained(base)
-    model.model.embed_tokens.weight.data += 1
-    model.save_pretrained(base)
-    record = json.loads((tmp_path / "adapter" / "cogumi-base.json").read_text())
-    write_json(tmp_path / "adapter" / "cogumi-base.json", {**record, "name": str(base)})
-    chat = Chat(read_setup(tmp_path / "adapter", ("adapter",)))
-    with pytest.raises(UsageError, match="was trained on other weights"):
-        chat.load()
 
 
 @pytest.mark.usefixtures("reads_4bit")
@@ -395,24 +310,24 @@ def test_a_base_of_four_bits_is_loaded_as_in_the_training(finished_qlora: Finish
         assert quantized_layers(model)
 
 
-@pytest.mark.parametrize("what", ["missing", "empty", "file", "misspelled", "only", "json", "blank"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["<tmp>/missing"], ["<tmp>/empty"], ["<tmp>/file"], ["<runs>/rum"], ["<runs>/run", "--only", "trained"],
+        ["<runs>/run", "--json"], ["<runs>/run", "--prompt", " "],
+    ],
+    ids=["missing", "empty", "file", "misspelled", "only", "json", "blank"],
+)  # fmt: skip
 def test_what_cannot_be_talked_to_is_one_line(
-    finished_chat: FinishedRun, tmp_path: Path, what: str, command_line: CommandLine, golden: Golden
+    finished_chat: FinishedRun, tmp_path: Path, words: list[str], command_line: CommandLine, golden: Golden
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    words = {
-        "missing": [tmp_path / "missing"],
-        "empty": [tmp_path / "empty"],
-        "file": [tmp_path / "file"],
-        "misspelled": [finished_chat.home.parent / "rum"],
-        "only": [finished_chat.home, "--only", "trained"],
-        "json": [finished_chat.home, "--json"],
-        "blank": [finished_chat.home, "--prompt", " "],
-    }[what]
-    status, output, wrong = command_line("chat", *words)
+    runs = str(finished_chat.home.parent)
+    directory, *options = [word.replace("<tmp>", str(tmp_path)).replace("<runs>", runs) for word in words]
+    status, output, wrong = command_line("chat", directory, *options)
     assert (status, output, wrong.count("\n")) == (2, "", 1)
-    golden("chat", wrong.replace(str(finished_chat.home.parent), "<runs>"))
+    golden("chat", wrong.replace(runs, "<runs>"))
 
 
 def test_a_wrong_directory_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
@@ -451,66 +366,20 @@ def test_models_that_were_written_since_are_loaded_anew(finished_chat: FinishedR
     assert open_chat(read_setup(tmp_path / "model")).models is not first
 
 
-def test_outside_a_notebook_a_run_talks_in_the_terminal(
-    finished_chat: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_panel_answers_in_columns_until_an_interrupt(
+    chat_of: Callable[..., Chat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    typed(monkeypatch, "hello\n/exit\n")
-    assert cogumi.attach(finished_chat.home).chat(only="merged", max_new_tokens=3) is None
-    assert "merged:\n" in capsys.readouterr().out
-
-
-def test_the_panel_answers_in_columns_and_takes_nothing_for_html(chat_of: Callable[..., Chat]) -> None:
     panel = ChatPanel(chat_of(columns=("base", "merged"), max_new_tokens=6))
-    assert "chat" in panel.box.children[0].value
-    evil = "</pre><script>alert(1)</script>"
-    panel.message.value = evil
+    panel.message.value = "</pre><script>alert(1)</script>"
     panel.send.click()
-    panel.thread.join(60)
     assert "<script" not in panel.talk.value
     assert "&lt;script&gt;" in panel.talk.value
     heads = panel.talk.value.partition("</thead>")[0]
     assert heads.index("base") < heads.index("merged")
-    assert not panel.send.disabled
-    assert "merged is cut before its end: 6 tokens" in panel.state.value
-    assert panel.message.value == ""
-    assert len(panel.chat.turns["merged"]) == 2
-
-
-def test_the_panels_button_ends_an_answer(chat_of: Callable[..., Chat]) -> None:
-    panel = ChatPanel(chat_of(columns=("base", "merged"), max_new_tokens=400))
+    assert "merged is cut before its end: 6 tokens" in panel.talk.value
+    assert (panel.message.value, panel.send.disabled, len(panel.chat.turns["merged"])) == ("", False, 2)
+    monkeypatch.setattr(panel, "take", lambda *_: signal.raise_signal(signal.SIGINT))
     panel.message.value = QUESTION
     panel.send.click()
-    panel.stop.click()
-    panel.thread.join(60)
-    assert "stopped" in panel.state.value
-    assert panel.chat.turns["merged"] == []
-    assert panel.said[0][1]["merged"] == ""
-
-
-@pytest.mark.timeout(300)
-def test_in_a_real_kernel_the_panel_loads_and_answers_while_the_kernel_is_free(
-    finished_chat: FinishedRun, tmp_path: Path
-) -> None:
-    code = [
-        f"import cogumi\nrun = cogumi.attach({str(finished_chat.home)!r})\nrun.chat(max_new_tokens=4)",
-        "import gc\nfrom cogumi.notebook.chat import ChatPanel\n"
-        "panel, = [each for each in gc.get_objects() if isinstance(each, ChatPanel)]\n"
-        f"panel.message.value = {QUESTION!r}\npanel.send.click()\nprint(panel.state.value)",
-        "panel.thread.join(120)\nprint(panel.talk.value)",
-        "run.chat('<i>hello', max_new_tokens=4)",
-    ]
-    cells = [nbformat.v4.new_code_cell(each) for each in code]
-    NotebookClient(
-        nbformat.v4.new_notebook(cells=cells), timeout=200, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
-    widget = "application/vnd.jupyter.widget-view+json"
-    shown = [output.data for output in cells[0].outputs if widget in output.get("data", {})]
-    assert len(shown) == 1
-    assert re.search(r"; base \(.+\) and merged; ", shown[0]["text/plain"])
-    assert any("loading" in output.text for output in cells[1].outputs if "text" in output)
-    text = "".join(output.text for output in cells[2].outputs if "text" in output and output.name == "stdout")
-    assert text.count("<td") == 2
-    assert "return" in text  # what the run has learned to begin with
-    last = next(output.data for output in cells[3].outputs if output.output_type == "execute_result")
-    assert "&lt;i&gt;hello" in last["text/html"]
-    assert last["text/plain"].startswith("base:")
+    assert "stopped" in panel.talk.value
+    assert (panel.send.disabled, len(panel.chat.turns["merged"])) == (False, 2)

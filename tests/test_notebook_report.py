@@ -24,7 +24,7 @@ from cogumi.methods.preview import Preview, Shares
 from cogumi.notebook import completions, figures
 from cogumi.notebook.figures import format_number
 from cogumi.notebook.html_components import render_html, style
-from cogumi.notebook.panel import RunSnapshot, write_report
+from cogumi.notebook.panel import write_report
 from tests.test_notebook_figures import contrast, words_in
 
 SECRET = HUB_TOKEN
@@ -115,7 +115,17 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
     assert path.stat().st_size < 1_500_000
     page = page_of(run)
     check_self_contained(page)
-    assert not re.search(r"@import|url\(\s*['\"]?(?!#)", path.read_text())
+    text = path.read_text()
+    assert not re.search(r"@import|url\(\s*['\"]?(?!#)", text)
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    assert ("html", {"lang": "en"}) in page.tags
+    assert [tag for tag, _ in page.tags].count("h1") == 1
+    assert {tag for tag, _ in page.tags if re.fullmatch(r"h\d", tag)} <= {"h1", "h2", "h4"}
+    images = [attributes["alt"] or "" for tag, attributes in page.tags if tag == "img"]
+    assert len(images) > 3 + 3  # curves; lengths; change by layer, of attention and the rest
+    assert all(len(alternative) > 30 for alternative in images)
+    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
     headings = "Verdict, What it was, Flags, Curves, Completions, Data, Memory, Merge, Checkpoints"
     assert list(page.sections)[1:] == [*headings.split(", "), "Log", "Configuration"]
 
@@ -163,25 +173,6 @@ def test_the_other_methods_are_told_with_their_own_figures(
         assert check["figure"] in page.sections["Verdict"]
     values = left.result.series(curve)
     assert f"from {format_number(values[0])} to {format_number(values[-1])}" in page.sections["Curves"]
-
-
-def test_it_can_be_read_by_everybody(finished: Path, run: Path) -> None:
-    path = write_report(run)
-    page = Page(path.read_text())
-    assert ("html", {"lang": "en"}) in page.tags
-    assert [tag for tag, _ in page.tags].count("h1") == 1
-    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
-    assert set(levels) <= {1, 2, 4}
-    plots = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(plots) == len(RunSnapshot(run).look().curves.plots()) > 3
-    assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 30 for plot in plots)
-    images = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == 3  # lengths; change by layer, of attention and the rest
-    assert all(len(image["alt"] or "") > 30 for image in images)
-    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
-    text = path.read_text()
-    assert "prefers-color-scheme: dark" in text
-    assert "@media print" in text
 
 
 def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +245,6 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     ):
         assert words in said
     assert "⚑1 red at step 2: loss trend" in page.sections["Curves"]
-    assert page.sections["Curves"].count("red: loss trend") == len(RunSnapshot(run).look().curves.plots())
 
     checks = [{"name": n, "figure": "f", "requirement": "r", "passed": n == "good"} for n in ("good", "bad")]
     write_json(run / "verdict.json", {"passed": False, "checks": checks, "flags": [], "was_red": []})
@@ -320,20 +310,6 @@ def test_any_file_may_be_missing(finished: Path, tmp_path: Path) -> None:
 def without(finished: Path, run: Path, *names: str) -> Path:
     shutil.copytree(finished, run, ignore=lambda directory, _: names if Path(directory) == finished else ())
     return run
-
-
-def test_without_a_merged_model_it_says_whether_there_is_an_adapter(finished: Path, tmp_path: Path) -> None:
-    left_out = ("merged", "metrics.jsonl", "decisions.json")
-    kept = page_of(without(finished, tmp_path / "kept", *left_out)).sections["Merge"]
-    assert "There is no merged model, and an adapter." in kept
-    neither = page_of(without(finished, tmp_path / "neither", "adapter", *left_out)).sections["Merge"]
-    assert "There is no merged model." in neither
-
-
-def test_a_damaged_checkpoint_is_named(run: Path) -> None:
-    manifest = run / "checkpoints/checkpoint-6/cogumi-manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 5'))
-    assert "rejected: " in page_of(run).sections["Checkpoints"]
 
 
 def test_a_long_run_stays_one_small_file(run: Path) -> None:
@@ -419,15 +395,10 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
     assert looks == {"learned": "solid", "rejected": "double"}
     for fact in ("10,000", "90.0%", "dropped: longer than 24 tokens", "10.0%", "< 0.1%", "40.0%"):
         assert fact in page.text, fact
-    (drawn,) = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", html)
-    assert "max_length 24" in b64decode(drawn).decode()
     assert "max_length 24" in page.text
     assert "rejected" not in Page(render_html(preview_of([("context", "x")]))).text
-
-
-def test_a_preview_of_prompts_has_no_histogram() -> None:
-    actual = Preview(Shares("p", 1, 1, {}, 0, 0, 0, 0), None, (), (), ((("context", "x"),),))
-    assert "<svg" not in render_html(actual)
+    prompts = Preview(Shares("p", 1, 1, {}, 0, 0, 0, 0), None, (), (), ((("context", "x"),),))
+    assert "<img" not in render_html(prompts)  # whose lengths are not known
 
 
 def test_a_notebook_draws_the_reports_of_public_functions() -> None:
@@ -453,15 +424,7 @@ def test_a_preflight_says_its_states_in_words() -> None:
     )
     page = Page(render_html(PreflightReport("a T4", lines, {})))
     assert not page.unbalanced
-    for fact in (
-        "RED: it does not fit",
-        "Planned for: a T4",
-        "ok",
-        "?",
-        "note",
-        "set train.x: 1",
-        HOSTILE,
-    ):
+    for fact in ("RED: it does not fit", "Planned for: a T4", "ok", "?", "note", "set train.x: 1", HOSTILE):
         assert fact in page.text, fact
 
 
@@ -475,7 +438,7 @@ def test_completions_of_several_runs_side_by_side(finished: Path, run: Path, tmp
     assert "base, after step 6" in page.text
     assert "after rl, after step 6" in page.text
     assert page.text.count("changed") == 4
-    assert "what would be right (middle)" in page.text
+    assert "what would be right" in page.text
     assert str(completions.side_by_side([finished, run])).count(">Prompt</h4>") == 4
 
     other = tmp_path / "other"

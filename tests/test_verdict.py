@@ -24,7 +24,7 @@ from cogumi.health.flags import (
 )
 from cogumi.health.verdict import Check, Verdict, judge, safe_to_scale
 from cogumi.notebook import panel
-from cogumi.notebook.panel import RunSnapshot
+from cogumi.notebook.panel import take_snapshot
 from cogumi.telemetry.status import format_screen, format_sentence, status_of
 
 SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
@@ -262,7 +262,7 @@ def test_the_headline_withholds_its_word_while_a_flag_is_red(level: str, tmp_pat
     write_json(tmp_path / "status.json", {"state": "finished", "time": 1.0})
     write_json(tmp_path / "verdict.json", {"passed": True, "checks": checks, "flags": [flag], "was_red": []})
     write_json(tmp_path / "flags.json", {"flags": [flag], "was_red": []})
-    status, look = status_of(tmp_path), RunSnapshot(tmp_path).look()
+    status, look = status_of(tmp_path), take_snapshot(tmp_path)
     said = [format_sentence(status), panel.render_flags(look), str(headline(status)), verdict(tmp_path, status)]
     for each in said:
         assert ("passed" in each) is (level == "yellow"), each
@@ -278,7 +278,7 @@ def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) ->
     write_json(tmp_path / "status.json", {"state": "finished, checks failed", "time": 1.0})
     write_json(tmp_path / "verdict.json", judged.as_dict())
     write_json(tmp_path / "flags.json", {"flags": [], "was_red": []})
-    status, look = status_of(tmp_path), RunSnapshot(tmp_path).look()
+    status, look = status_of(tmp_path), take_snapshot(tmp_path)
     assert "; FAIL merged logits: raise train.learning_rate" in format_sentence(status)
     for said in (
         format_sentence(status),

@@ -148,9 +148,7 @@ def chat(
     prompt: Annotated[
         str | None, Option(metavar="TEXT", help="Answer this once, for scripts. \\n in it is a line break.")
     ] = None,
-    temperature: Annotated[
-        float | None, Option(min=0, help="0 is greedy; by default the run's own, greedy without one.")
-    ] = None,
+    temperature: Annotated[float, Option(min=0, help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[
         int | None, Option(min=1, help="The longest answer; by default the run's own, 256 without one.")
     ] = None,
@@ -166,10 +164,10 @@ def chat(
 
     with show_waiting("loading the libraries"):
         opened = chats.open_chat(chats.read_setup(directory, only or (), temperature, max_new_tokens))
-    chats.print_head(opened, to_error=prompt is not None)
     if prompt is None:
-        chats.talk_in_terminal(opened)
+        chats.converse(opened)
         return
+    chats.print_head(opened, to_error=True)
     with show_waiting("loading the models"):
         opened.load()
     if as_json:

@@ -4,8 +4,6 @@ Prompts are made as in the training: by the chat template with the run's thinkin
 directory loads no torch, so a wrong one is refused at once; each model is loaded when it first answers.
 """
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -23,18 +21,15 @@ from cogumi.data.fim import INSTRUCTION, PSM, SPM, FimTokens, detect_fim_tokens
 from cogumi.data.rows import BadRow
 from cogumi.notebook import html_components as html
 from cogumi.notebook.completions import render_completion
-from cogumi.notebook.panel import WIDGET, config_of, render_message
+from cogumi.notebook.panel import WIDGET, config_of
 from cogumi.stack.gpus import use_one_gpu
 from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
 
 BASE, ADAPTER, MERGED, MODEL = "base", "adapter", "merged", "model"
-# GRPOConfig's names for how completions are sampled, with TRL's defaults.
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 MAX_NEW_TOKENS = 256  # TRL's default for completions, and for runs that have no setting for it
 FILL = "<FILL_ME>"  # marks the missing piece, as in Code Llama's tokenizer
-REDRAW_SECONDS = 0.1
 QUESTION = [{"role": "user", "content": "a question"}]
-COMMANDS = "/reset forgets what was said; /exit or Ctrl-D ends; a line that ends in \\ continues on the next one"
+COMMANDS = "/reset forgets what was said; /exit or Ctrl-D ends"
 
 
 # ----------------------------------------------------------------------------------------------------- what is talked to
@@ -62,7 +57,7 @@ class ChatSetup:
     """Models that answer in a chat, and the settings of their answers.
 
     columns: those of BASE, ADAPTER, MERGED and MODEL that answer. tokenizer: a directory or hub id. format: `data.format` of
-    the run, None without a run. sample: a prompt of the run. sampling: arguments of `generate`; {} is greedy.
+    the run, None without a run. sample: a prompt of the run. temperature: 0 is greedy.
     """
 
     place: Path
@@ -76,17 +71,16 @@ class ChatSetup:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
     max_new_tokens: int = MAX_NEW_TOKENS
-    sampling: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 0.0
     note: str = ""
 
 
 def read_setup(
-    place: Path, only: Sequence[str] = (), temperature: float | None = None, max_new_tokens: int | None = None
+    place: Path, only: Sequence[str] = (), temperature: float = 0.0, max_new_tokens: int | None = None
 ) -> ChatSetup:
     """Find out what can be talked to in the directory of a run, an adapter or a model; raises UsageError if there is nothing.
 
-    only: the columns; by default the base and what was trained, merged if it is there. temperature: 0 is greedy; None, like
-    `max_new_tokens`, is the run's own.
+    only: the columns; by default the base and what was trained, merged if it is there. max_new_tokens: None is the run's own.
     """
     if not place.is_dir():
         problem = "it is a file, not a directory" if place.exists() else "there is no such directory"
@@ -104,11 +98,9 @@ def read_setup(
     if unknown := [column for column in only if column not in available]:
         fix = f"there is {', '.join(available)}"
         raise UsageError(f"there is no {unknown[0]!r} here", place=place, key="--only", fix=fix)
-    sampling = setup.sampling
-    if temperature is not None:
-        sampling = {"do_sample": True, **SAMPLING, **sampling, "temperature": temperature} if temperature else {}
     columns = tuple(column for column in available if column in (only or (available[0], available[-1])))
-    return replace(setup, columns=columns, sampling=sampling, max_new_tokens=max_new_tokens or setup.max_new_tokens)
+    max_new_tokens = max_new_tokens or setup.max_new_tokens
+    return replace(setup, columns=columns, temperature=temperature, max_new_tokens=max_new_tokens)
 
 
 def read_run(run: Path) -> ChatSetup:
@@ -132,9 +124,7 @@ def read_run(run: Path) -> ChatSetup:
         attention=model.get("attn_implementation"),
         stamp=stamp_of(adapter, merged),
     )
-    is_rl, mix = ours.get("method") == "gspo", data.get("mix") or [{}]
-    generation = train | (train.get("generation_kwargs") or {})
-    sampling = SAMPLING | {key: generation[key] for key in SAMPLING if generation.get(key) is not None}
+    mix = data.get("mix") or [{}]
     samples = read_jsonl(run / SAMPLES_FILE)
     return ChatSetup(
         place=run,
@@ -145,10 +135,9 @@ def read_run(run: Path) -> ChatSetup:
         sample=samples[0]["prompt"] if samples else None,
         thinking=ours.get("thinking"),
         today=read_section(run / DECISIONS, "data").get("today"),
-        template_kwargs=(train.get("chat_template_kwargs") if is_rl else None) or {},
+        template_kwargs=(train.get("chat_template_kwargs") if ours.get("method") == "gspo" else None) or {},
         stops=tuple(ours.get("stop") or ()),
         max_new_tokens=train.get("max_completion_length") or MAX_NEW_TOKENS,
-        sampling={"do_sample": True, **sampling} if is_rl else {},
         note=note,
     )
 
@@ -283,8 +272,10 @@ class Chat:
     def answer(self, column: str, message: str, write: Callable[[str], None]) -> Answer:
         """Return one column's answer to a message. Raises UsageError if the context has no room for one.
 
-        write: receives the text piece by piece; what it raises, such as an interrupt, ends the answer.
+        write: receives the text piece by piece, a stop sequence included; what it raises, such as an interrupt, ends the answer.
         """
+        from transformers import TextStreamer
+
         from cogumi.models.completion import complete_with_ends, end_ids
 
         setup, tokenizer, ids = self.setup, self.tokenizer, self.prompt_ids(column, message)
@@ -296,8 +287,11 @@ class Chat:
             if room < 1:
                 problem = f"{len(ids):,} tokens were said, and the context of the model has {context:,}"
                 raise UsageError(problem, fix="/reset begins anew" if self.template else "make it shorter")
-            streamer = stream_to(write, tokenizer, setup.stops, skip_special_tokens=plain)
-            generation = {**setup.sampling, "eos_token_id": sorted(end_ids(model, tokenizer)), "streamer": streamer}
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=plain)
+            streamer.on_finalized_text = lambda text, stream_end=False: write(text)  # type: ignore[method-assign]
+            generation: dict[str, Any] = {"eos_token_id": sorted(end_ids(model, tokenizer)), "streamer": streamer}
+            if setup.temperature:
+                generation |= {"do_sample": True, "temperature": setup.temperature, "top_p": 1.0, "top_k": 0}
             ((text, ended),) = complete_with_ends(model, tokenizer, [ids], room, setup.stops, plain, **generation)
         return Answer(text, ended)
 
@@ -324,7 +318,7 @@ class Chat:
         if self.template is None:
             why = "as the model has no chat template" if self.tokenizer.chat_template is None else "as in its training"
             mode = f"each message is completed as text, {why}" + (f"; {FILL} in it is filled in" if self.fills else "")
-        sampling = f"temperature {setup.sampling['temperature']:g}" if setup.sampling else "greedy"
+        sampling = f"temperature {setup.temperature:g}" if setup.temperature else "greedy"
         stops = f", stops at {', '.join(map(repr, setup.stops))}" if setup.stops else ""
         columns = " and ".join(f"{BASE} ({setup.files.base})" if name == BASE else name for name in setup.columns)
         return f"{setup.place}: {mode}; {columns}; {sampling}, up to {setup.max_new_tokens} tokens{stops}"
@@ -343,26 +337,6 @@ def template_of(setup: ChatSetup, tokenizer: Any) -> ChatTemplate | None:
     return template if setup.sample.endswith(generation_prompt) else None
 
 
-def stream_to(write: Callable[[str], None], tokenizer: Any, stops: Sequence[str], **decoding: Any) -> Any:
-    """Return a streamer for `generate` that writes an answer up to its stop sequence, holding back what may begin one."""
-    from transformers import TextStreamer
-
-    from cogumi.models.completion import cut_at_stop
-
-    class Writer(TextStreamer):
-        text, written = "", 0
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.text += text
-            end = len(cut_at_stop(self.text, stops))
-            if not stream_end:
-                end = max(0, min(end, len(self.text) - max(map(len, stops), default=1) + 1))
-            write(self.text[self.written : end])
-            self.written = max(self.written, end)
-
-    return Writer(tokenizer, skip_prompt=True, **decoding)
-
-
 @dataclass(frozen=True)
 class Answers:
     """The answers to one message by column; a notebook shows them side by side."""
@@ -379,7 +353,13 @@ class Answers:
         return "\n".join(f"{column}:\n{text}" for column, text in shown.items())
 
     def _repr_html_(self) -> str:
-        return html.inline_styles(render_talk([*self.texts], [(self.message, self.texts)]))
+        return html.add_style(render_talk([*self.texts], [(self.message, self.texts)]))
+
+
+def render_talk(columns: Sequence[str], turns: Iterable[tuple[str, dict[str, str]]]) -> str:
+    """Render a table: each message, and beside it what every column answered."""
+    rows = [[html.verbatim(message), *map(render_completion, texts.values())] for message, texts in turns]
+    return html.table(["message", *columns], rows, kind="wide even")
 
 
 def answer_once(chat: Chat, message: str) -> Answers:
@@ -389,18 +369,66 @@ def answer_once(chat: Chat, message: str) -> Answers:
     return Answers(message, {column: chat.answer(column, message, lambda _: None) for column in chat.setup.columns})
 
 
-# --------------------------------------------------------------------------------------------------------------- terminal
+# ----------------------------------------------------------------------------------------------------------- conversation
 
 
 def talk(chat: Chat) -> None:
+    """Converse with widgets in a notebook, else line by line."""
     if is_notebook():
         from IPython.display import display
 
         widgets = ChatPanel(chat).box._repr_mimebundle_()[WIDGET]
         display({WIDGET: widgets, "text/plain": chat.describe()}, raw=True)
     else:
-        print_head(chat)
-        talk_in_terminal(chat)
+        converse(chat)
+
+
+class ChatPanel:
+    """The widgets of a conversation. The kernel is busy while it answers; interrupting it ends the answer."""
+
+    def __init__(self, chat: Chat) -> None:
+        require_extra("ipywidgets", "notebook")
+        from ipywidgets import HTML, Button, Textarea, VBox
+
+        self.chat, self.turns = chat, list[tuple[str, dict[str, str]]]()
+        head = "<br>".join(map(html.escape_text, filter(None, (chat.describe(), chat.setup.note))))
+        self.talk = HTML()
+        self.message = Textarea(placeholder="a message", rows=3, layout={"width": "100%"})
+        self.send = Button(description="Send")
+        self.send.on_click(self.on_send)
+        self.box = VBox([HTML(html.add_style(head)), self.talk, self.message, self.send])
+        self.box.add_class("cogumi-panel")
+
+    def on_send(self, _: Any) -> None:
+        """Answer in every column; a message that is refused or interrupted is no part of the conversation."""
+        message, texts, note = self.message.value.strip(), dict.fromkeys(self.chat.setup.columns, ""), ""
+        if not message:
+            return
+        self.message.value, self.send.disabled = "", True
+        self.turns.append((message, texts))
+        try:
+            answers = {}
+            for column in texts:
+                answers[column] = answer = self.chat.answer(column, message, partial(self.take, texts, column))
+                texts[column] = answer.text
+                note = note if answer.ended else f"{column} is {describe_cut(self.chat)}"
+            self.chat.remember(message, answers)
+        except KeyboardInterrupt:
+            note = "stopped; this message is no part of the conversation"
+        except UsageError as error:
+            note = str(error)
+        finally:
+            self.draw(note)
+            self.send.disabled = False
+
+    def take(self, texts: dict[str, str], column: str, piece: str) -> None:
+        texts[column] += piece
+        if piece:
+            self.draw()
+
+    def draw(self, note: str = "") -> None:
+        content = render_talk(self.chat.setup.columns, self.turns)
+        self.talk.value = html.wrap_piece(content, f'<p role="status">{html.escape_text(note)}</p>' if note else "")
 
 
 def print_head(chat: Chat, to_error: bool = False) -> None:
@@ -425,23 +453,16 @@ def describe_cut(chat: Chat) -> str:
     return f"cut before its end: {chat.setup.max_new_tokens} tokens, or what the context left"
 
 
-def talk_in_terminal(chat: Chat) -> None:
+def converse(chat: Chat) -> None:
     """Answer line after line until /exit, the end of the input, or an interrupt; one during an answer ends the answer."""
-
-    def read_message() -> str:
-        lines = [input("> ")]
-        while lines[-1].endswith("\\"):
-            lines[-1] = lines[-1][:-1]
-            lines.append(input(". "))
-        return "\n".join(lines).strip()
-
+    print_head(chat)
     with suppress(ImportError):  # lets `input` edit a line and recall earlier ones
         import readline  # noqa: F401
     try:
         with show_waiting("loading the models"):
             chat.load()
         print_text(COMMANDS)
-        while (message := read_message()) != "/exit":
+        while (message := input("> ").strip()) != "/exit":
             try:
                 if message == "/reset":
                     chat.reset()
@@ -454,83 +475,3 @@ def talk_in_terminal(chat: Chat) -> None:
                 print_text(f"cogumi: {error}", to_error=True)
     except (EOFError, KeyboardInterrupt):
         print_text()
-
-
-# --------------------------------------------------------------------------------------------------------------- notebook
-
-
-class ChatPanel:
-    """The widgets of a conversation. Answers are made in a thread of their own, so that the kernel is free meanwhile."""
-
-    def __init__(self, chat: Chat) -> None:
-        require_extra("ipywidgets", "notebook")
-        from ipywidgets import HTML, Button, HBox, Textarea, VBox
-
-        self.chat, self.said = chat, list[tuple[str, dict[str, str]]]()
-        self.drawn, self.thread = 0.0, threading.Thread()
-        head = "<br>".join(map(html.escape_text, filter(None, (chat.describe(), chat.setup.note))))
-        self.talk, self.state = HTML(), HTML()
-        self.message = Textarea(placeholder="a message", rows=3, layout={"width": "100%"})
-        self.send, self.stop = Button(description="Send"), Button(description="Stop", disabled=True)
-        self.send.on_click(self.on_send)
-        self.stop.on_click(lambda _: self.show_state("stopping", busy=False))
-        self.box = VBox([HTML(html.add_style(head)), self.talk, self.message, HBox([self.send, self.stop, self.state])])
-        self.box.add_class("cogumi-panel")
-
-    def on_send(self, _: Any) -> None:
-        message = self.message.value.strip()
-        if message and not self.thread.is_alive():
-            self.message.value = ""
-            self.show_state("loading the models, when they first answer", busy=True)
-            self.thread = threading.Thread(target=self.reply, args=(message,), name="cogumi chat", daemon=True)
-            self.thread.start()
-
-    def reply(self, message: str) -> None:
-        """Answer in every column. Errors are shown below the conversation; unexpected ones are raised as well."""
-        texts, note = dict.fromkeys(self.chat.setup.columns, ""), ""
-        self.said.append((message, texts))
-        self.draw()
-        try:
-            self.chat.load()
-            answers = {}
-            for column in texts:
-                answer = answers[column] = self.chat.answer(column, message, partial(self.take, texts, column))
-                texts[column] = answer.text
-                note = note if answer.ended else f"{column} is {describe_cut(self.chat)}"
-            self.chat.remember(message, answers)
-        except KeyboardInterrupt:
-            note = "stopped; what was said is not part of the conversation"
-        except UsageError as error:
-            note = str(error)
-        except BaseException as error:
-            note = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self.draw()
-            self.show_state(note, busy=False)
-            self.send.disabled = False
-
-    def take(self, texts: dict[str, str], column: str, piece: str) -> None:
-        """Take a piece of an answer; each token makes one, which may be empty."""
-        if self.stop.disabled:
-            raise KeyboardInterrupt
-        texts[column] += piece
-        if time.monotonic() - self.drawn >= REDRAW_SECONDS:
-            self.draw()
-
-    def draw(self) -> None:
-        self.talk.value = html.wrap_piece(render_talk(self.chat.setup.columns, self.said))
-        self.drawn = time.monotonic()
-
-    def show_state(self, note: str, busy: bool) -> None:
-        """busy: an answer is being made, which can be stopped."""
-        self.send.disabled, self.stop.disabled = True, not busy
-        self.state.value = render_message(note)
-
-
-def render_talk(columns: Sequence[str], turns: Iterable[tuple[str, dict[str, str]]]) -> str:
-    """Render a table: each message, and beside it what every column answered."""
-    rows = [
-        [html.verbatim(message), *(render_completion(texts[column]) for column in columns)] for message, texts in turns
-    ]
-    return html.table(["message", *columns], rows, kind="wide even")

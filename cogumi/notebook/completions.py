@@ -9,7 +9,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import SAMPLES_FILE, read_jsonl
 from cogumi.notebook.figures import HtmlFigure
-from cogumi.notebook.html_components import describe_blank, escape_text, folded, inline_styles, level, table, verbatim
+from cogumi.notebook.html_components import add_style, describe_blank, escape_text, folded, level, table, verbatim
+from cogumi.telemetry.status import format_value
 
 NOT_ANSWERS = ("step", "prompt", "completion", "ended", "prefix", "suffix", "rejected")  # columns of samples.jsonl
 MAX_CHARACTERS = 6000  # of one completion
@@ -26,7 +27,7 @@ def side_by_side(run_dirs: RunDirs) -> HtmlFigure:
     the stages of a chain, or names for them: what was there before the first, and the last look of each. Raises UsageError
     where there are none to show.
     """
-    return HtmlFigure(inline_styles(render_columns(run_dirs)))
+    return HtmlFigure(add_style(render_columns(run_dirs)))
 
 
 def render_columns(run_dirs: RunDirs) -> str:
@@ -52,9 +53,8 @@ def render_columns(run_dirs: RunDirs) -> str:
     for prompt in prompts:
         cells = {heading: render_completion(samples[prompt]["completion"]) for heading, samples in columns.items()}
         sample = [*columns.values()][-1][prompt]
-        answers = [key for key, value in sample.items() if key not in NOT_ANSWERS and isinstance(value, str)]
-        for key in answers[:1]:
-            cells[f"what would be right ({key})"] = render_completion(sample[key])
+        if answer := render_right_answer(sample):
+            cells["what would be right"] = answer
         completions = table(list(cells), [list(cells.values())], kind="wide even")
         html.append(f"<h4>Prompt</h4>{render_prompt(prompt)}{completions}")
     return "\n".join(html)
@@ -87,16 +87,21 @@ def render_completion(completion: str) -> str:
     return verbatim(completion[:MAX_CHARACTERS] + (f"\n[{omitted:,} more characters]" if omitted > 0 else ""))
 
 
-def render_rollouts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render sampled completions with their rewards: rows of rollouts.jsonl that have some `shown`."""
-    cells = []
-    for row in rows:
-        for sample in row["shown"]:
-            reward = sample.get("reward")
-            figure = f"{reward:.3g}" if isinstance(reward, int | float) else escape_text(reward)
-            prompt, completion = render_prompt(sample["prompt"]), render_completion(sample["completion"])
-            cells.append([str(row["step"]), prompt, completion, figure])
-    return table(["step", "prompt", "completion", "reward"], cells, numbers=(3,), kind="wide rollouts")
+def render_samples(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Render sampled completions with their rewards, or with what would be right. samples: as in rollouts or samples.jsonl."""
+    has_rewards = "reward" in samples[0]
+    rows = []
+    for sample in samples:
+        result = escape_text(format_value(sample["reward"])) if has_rewards else render_right_answer(sample)
+        prompt, completion = render_prompt(sample["prompt"]), render_completion(sample["completion"])
+        rows.append([str(sample["step"]), prompt, completion, result])
+    return table(["step", "prompt", "completion", "reward" if has_rewards else "what would be right"], rows)
+
+
+def render_right_answer(sample: Mapping[str, Any]) -> str:
+    """Render the expected answer of a held-out row; "" if it has none."""
+    answers = [value for key, value in sample.items() if key not in NOT_ANSWERS and isinstance(value, str)]
+    return render_completion(answers[0]) if answers else ""
 
 
 def compare(
@@ -123,4 +128,4 @@ def compare(
         texts = (render_answer(comparison.written[name][row], answer) for name in models)
         lines.append([verbatim(comparison.prompts[row]), *texts, verbatim(answer)])
     caption = f"{len(comparison.prompts)} held-out prompts, of which {len(lines) - 2} are shown, evenly spaced"
-    return HtmlFigure(inline_styles(table(("asked", *models, "right"), lines, caption, kind="wide even")))
+    return HtmlFigure(add_style(table(("asked", *models, "right"), lines, caption, kind="wide even")))

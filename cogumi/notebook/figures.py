@@ -1,17 +1,15 @@
-"""Curves of a run, and figures of its rewards, data and merge, as SVG.
+"""Curves of a run, and figures of its rewards, data and merge, as SVG images with a text alternative.
 
 Each bin of steps keeps the least, the mean and the greatest of its values, so a spike of one step in a million shows.
-Lines differ by dash as well as by colour, and every image has a text alternative.
+Lines differ by dash as well as by colour.
 """
 
 import json
 import math
-import os
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from itertools import cycle
 from os import PathLike
@@ -38,9 +36,8 @@ LINES = tuple(zip((*COLOURS, BLUE, VERMILLION), DASHES, strict=True))
 
 CHUNK_BYTES = 4 << 20
 MAX_BINS = 300  # of a curve: as many as a small plot has pixels
-MAX_BROKEN_STEPS = 100
 WIDTH, HEIGHT = 310, 140
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 30, 18
+LEFT, RIGHT, TOP, BOTTOM = 52, 302, 30, 122  # edges of the plot in the image
 MERGE_MANIFEST = "cogumi-merge.json"  # cogumi.merge.merge_manifest.MANIFEST_NAME; importing that would load torch
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 
@@ -60,7 +57,7 @@ class Plot:
     """Curves drawn together over `x`. keys: metrics as TRL and cogumi log them; those that a run lacks are left out."""
 
     title: str
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] = ()
     unit: str = ""
     x: str = "step"
 
@@ -78,115 +75,53 @@ PLOTS = (
     Plot("speed", ("perf/tokens_per_second",), "tokens per second"),
 )
 KEYS = tuple(dict.fromkeys(key for plot in PLOTS for key in plot.keys))
-FIRST, LAST, LOW, SUM, HIGH, COUNT = range(6)  # rows of `Curve.bins`
-MERGE_BINS = (np.minimum, np.maximum, np.minimum, np.add, np.maximum, np.add)
-Plots = Iterable[tuple[Plot, dict[str, "Curve"]]]
-Marks = Sequence[tuple[int, str, str]]  # (step, level, name) of flags, numbered in the plots and in the text below
 
 
-@dataclass
+@dataclass(frozen=True)
 class Curve:
-    """One metric. bins: array (6, n) of first step, last step, least, sum, greatest, count of each bin.
+    """The least, mean and greatest value of each bin over `x`. broken: steps whose value is NaN or infinite."""
 
-    broken: steps, at most MAX_BROKEN_STEPS, whose value is NaN or infinite.
-    """
-
-    bins: np.ndarray = field(default_factory=lambda: np.empty((6, 0)))
-    width: int = 1
-    broken: list[int] = field(default_factory=list)
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    broken: list[float] = field(default_factory=list)
 
     @classmethod
     def through(cls, x: np.ndarray, y: np.ndarray) -> "Curve":
-        return cls(np.stack([x, x, y, y, y, np.ones(len(x))]))
-
-    @property
-    def steps(self) -> np.ndarray:  # the middle of each bin
-        return (self.bins[FIRST] + self.bins[LAST]) / 2
-
-    @property
-    def low(self) -> np.ndarray:
-        return self.bins[LOW]
-
-    @property
-    def mean(self) -> np.ndarray:
-        return self.bins[SUM] / self.bins[COUNT]
-
-    @property
-    def high(self) -> np.ndarray:
-        return self.bins[HIGH]
-
-    @property
-    def is_constant(self) -> bool:
-        return not self.broken and self.bins[COUNT].sum() > 1 and bool(self.low.min() == self.high.max())
-
-    def __bool__(self) -> bool:
-        return bool(self.bins.shape[1] or self.broken)
-
-    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """Add values of later steps; widen the bins when there are more than MAX_BINS."""
-        finite = np.isfinite(values)
-        self.broken += steps[~finite][: MAX_BROKEN_STEPS - len(self.broken)].astype(int).tolist()
-        steps, values = steps[finite], values[finite]
-        bins = np.concatenate([self.bins, [steps, steps, values, values, values, np.ones_like(values)]], axis=1)
-        while len(starts := np.flatnonzero(np.diff(bins[FIRST] // self.width, prepend=np.nan))) > MAX_BINS:
-            self.width *= 2
-        if len(starts):
-            self.bins = np.stack([merge.reduceat(row, starts) for merge, row in zip(MERGE_BINS, bins, strict=True)])
+        return cls(x, y, y, y)
 
 
-class Curves:
-    """The curves of one metrics.jsonl; each `read()` continues where the last one ended."""
+Lines = Mapping[str, Curve]
+Marks = Sequence[tuple[int, str, str]]  # (step, level, name) of flags, numbered in the plots and in the text below
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.forget()
 
-    def forget(self) -> None:
-        self.of = {key: Curve() for key in KEYS}
-        self.offset = self.rows = 0
-        self.inode: int | None = None
+def read_curves(path: Path) -> dict[str, Curve]:
+    """Return what metrics.jsonl holds of `KEYS`, in at most MAX_BINS bins of steps; {} without a file."""
+    import polars as pl
 
-    def read(self) -> bool:
-        """Read the lines written since the last call; a file that was cut or replaced is read anew.
-
-        Returns:
-            Whether there were new lines.
-        """
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            return False
-        with file:
-            stat = os.fstat(file.fileno())
-            if self.inode not in (None, stat.st_ino) or stat.st_size < self.offset:
-                self.forget()
-            self.inode = stat.st_ino
-            before, rest = self.offset, b""
-            file.seek(self.offset)
-            while data := file.read(CHUNK_BYTES):
-                lines, newline, rest = (rest + data).rpartition(b"\n")
-                if newline:
-                    self.offset += len(lines) + 1
-                    self.add_rows(lines + newline)
-        return self.offset > before
-
-    def add_rows(self, lines: bytes) -> None:
-        import polars as pl
-
-        # Values that are not finite are strings in the file (`run_directory.jsonable_numbers`): rare, and slower to read.
-        dtype = pl.String if b'"nan"' in lines or b'inf"' in lines else pl.Float64
-        rows = pl.read_ndjson(lines, schema=dict.fromkeys(("step", *KEYS), dtype), ignore_errors=True)
-        self.rows += len(rows)
-        logged = ~rows.select(pl.all().is_null()).to_numpy()  # in an array of numbers null and NaN look the same
-        values = rows.cast(pl.Float64, strict=False).to_numpy()
-        for column, key in enumerate(KEYS, 1):
-            present = logged[:, 0] & logged[:, column]
-            if present.any():
-                self.of[key].add(values[present, 0], values[present, column])
-
-    def plots(self) -> list[tuple[Plot, dict[str, Curve]]]:
-        plots = [(plot, {key: self.of[key] for key in plot.keys if self.of[key]}) for plot in PLOTS]
-        return [(plot, curves) for plot, curves in plots if curves]
+    if not path.exists():
+        return {}
+    frames = []
+    with path.open("rb") as file:
+        while lines := file.readlines(CHUNK_BYTES):
+            text = b"".join(line for line in lines if line.endswith(b"\n"))  # the last one may not be complete yet
+            # Values that are not finite are strings in the file (`run_directory.jsonable_numbers`): rare, and slower to read.
+            dtype = pl.String if b'"nan"' in text or b'inf"' in text else pl.Float64
+            rows = pl.read_ndjson(text or b"{}", schema=dict.fromkeys(("step", *KEYS), dtype), ignore_errors=True)
+            frames.append(rows.cast(pl.Float32, strict=False).drop_nulls("step"))
+    rows = pl.concat(frames) if frames else pl.DataFrame(schema=dict.fromkeys(("step", *KEYS), pl.Float32))
+    width, y, curves = math.ceil((1 + max(rows["step"], default=0)) / MAX_BINS), pl.col("y"), {}
+    for key in KEYS:
+        logged = rows.select("step", y=key).drop_nulls()
+        finite = logged.filter(y.is_finite())
+        bins = finite.group_by(bin=pl.col("step") // width).agg(
+            x=pl.col("step").mean(), mean=y.mean(), low=y.min(), high=y.max()
+        )
+        if len(logged):
+            x, mean, low, high = bins.sort("bin").select("x", "mean", "low", "high").to_numpy().T
+            curves[key] = Curve(x, mean, low, high, logged.filter(~y.is_finite())["step"].to_list())
+    return curves
 
 
 # ---------------------------------------------------------------------------------------------------------------- figures
@@ -198,9 +133,7 @@ def curves(run_dir: str | PathLike[str]) -> HtmlFigure:
     A flag that is or was red, or that is yellow, is a line at its step. A cross marks a value that was not finite.
     """
     run = Path(run_dir)
-    logged = Curves(run / "metrics.jsonl")
-    logged.read()
-    if html := render_curves(logged.plots(), read_json_or_empty(run / "flags.json"), as_images=True):
+    if html := render_curves(read_curves(run / "metrics.jsonl"), read_json_or_empty(run / "flags.json")):
         return HtmlFigure(html)
     raise UsageError("nothing is logged there yet", place=run, fix="there are no curves")
 
@@ -227,7 +160,7 @@ def rewards(run_dir: str | PathLike[str]) -> HtmlFigure:
     caption = f"mean reward {first:.3g} in the first quarter of the steps, {last:.3g} in the last"
     caption += "" if finite.all() else f"; {(~finite).sum():,} values not finite are left out"
     plot = Plot("distribution", (), "share of the completions", "reward")
-    return HtmlFigure(render_plots([(plot, bars)], as_images=True) + f"<p>{caption}</p>")
+    return HtmlFigure(render_plots([(plot, bars)]) + f"<p>{caption}</p>")
 
 
 def read_rows(path: Path) -> Iterable[dict[str, Any]]:
@@ -254,7 +187,7 @@ def lengths(buckets: Sequence[Sequence[int]], max_length: int | None = None) -> 
     caption = f"{sum(count for *_, count in buckets):,} examples, most of {first:,} to {last:,} tokens"
     caption += f"; ⚑1 is max_length {max_length:,}" if max_length is not None else ""
     bars = {"examples": histogram(firsts, lasts, counts)}
-    return HtmlFigure(render_plots([(plot, bars)], marks, as_images=True) + f"<p>{caption}</p>")
+    return HtmlFigure(render_plots([(plot, bars)], marks) + f"<p>{caption}</p>")
 
 
 def histogram(firsts: np.ndarray, lasts: np.ndarray, heights: np.ndarray) -> Curve:
@@ -269,30 +202,25 @@ def delta_by_layer(merged: "str | PathLike[str] | MergeReport") -> HtmlFigure:
     """
     directory = Path(getattr(merged, "out", None) or merged)  # type: ignore[arg-type]
     groups: dict[str, dict[str, dict[int, float]]] = {}  # group of modules -> kind of weight -> layer -> ratio
-    outside: dict[str, float] = {}
-    largest = (0.0, "", 0)
+    changes: dict[str, float] = {}
     for name, entry in merge_manifest(directory)["tensors"].items():
         ratio, place = entry.get("delta_over_weight"), LAYER.search(name)
         if ratio is None:
             continue
-        if place is None:
-            outside[name.removesuffix(".weight")] = ratio
-            continue
-        *modules, kind = [part for part in place[2].removesuffix(".weight").split(".") if not part.isdigit()]
-        layer = int(place[1])
-        layers = groups.setdefault(".".join(modules) or "layer", {}).setdefault(kind, {})
-        layers[layer] = max(layers.get(layer, 0.0), ratio)
-        largest = max(largest, (ratio, kind, layer))
+        changes[name.removesuffix(".weight")] = ratio
+        if place is not None:
+            *modules, kind = [part for part in place[2].removesuffix(".weight").split(".") if not part.isdigit()]
+            layers = groups.setdefault(".".join(modules) or "layer", {}).setdefault(kind, {})
+            layers[int(place[1])] = max(layers.get(int(place[1]), 0.0), ratio)
     if not groups:
         raise UsageError("no layer was changed by a merge there", place=directory)
     plots = []
     for group, kinds in groups.items():
         lines = {kind: Curve.through(*np.array(sorted(layers.items())).T) for kind, layers in kinds.items()}
         plots.append((Plot(group, (), "|change| / |weight|", "layer"), lines))
-    caption = f"the largest change is {largest[0]:.2%} of {largest[1]} of layer {largest[2]}"
-    if outside:
-        caption += f"; outside the layers {', '.join(f'{name} {ratio:.2%}' for name, ratio in outside.items())}"
-    return HtmlFigure(render_plots(plots, as_images=True) + f"<p>{escape(caption)}</p>")
+    largest = max(changes, key=changes.__getitem__)
+    caption = f"the largest change is {changes[largest]:.2%} of {largest}"
+    return HtmlFigure(render_plots(plots) + f"<p>{escape(caption)}</p>")
 
 
 def merge_manifest(directory: Path) -> dict[str, Any]:
@@ -306,145 +234,124 @@ def merge_manifest(directory: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------------- SVG
 
 
-def flag_marks(judged: Mapping[str, Any]) -> list[tuple[int, str, str]]:
-    """Return the marks of flags.json: red flags at their first red step, yellow ones at the step of the judgement."""
-    was_red = [(int(flag["step"]), "red", str(flag["name"])) for flag in judged.get("was_red", [])]
-    known = {name for *_, name in was_red}
-    raised = [flag for flag in judged.get("flags", []) if flag["level"] != "green" and flag["name"] not in known]
-    return [*was_red, *((int(judged["step"]), str(flag["level"]), str(flag["name"])) for flag in raised)]
+def render_curves(logged: Lines, judged: Mapping[str, Any]) -> str:
+    """Render the plots of a run and, by number, its flags that are or were red or yellow; "" if nothing was logged.
 
-
-def render_curves(plots: Plots, judged: Mapping[str, Any], as_images: bool = False) -> str:
-    """Render the plots of a run and, by number, its flags that are or were red or yellow; "" if nothing was logged."""
-    marks = flag_marks(judged)
-    html = render_plots(plots, marks, as_images)
+    judged: flags.json. A red flag is marked at its first red step, a yellow one at the step of the judgement.
+    """
+    marks = [(int(flag["step"]), "red", str(flag["name"])) for flag in judged.get("was_red", [])]
+    marked = {name for *_, name in marks}
+    for flag in judged.get("flags", []):
+        if flag["level"] != "green" and flag["name"] not in marked:
+            marks.append((int(judged["step"]), str(flag["level"]), str(flag["name"])))
+    plots = [(plot, {key: logged[key] for key in plot.keys if key in logged}) for plot in PLOTS]
+    html = render_plots([(plot, lines) for plot, lines in plots if lines], marks)
     for number, (step, level, name) in enumerate(marks if html else (), 1):
         html += f"<p>⚑{number} {level} at step {step}: {escape(name)}</p>"
     return html
 
 
-def render_plots(plots: Plots, marks: Marks = (), as_images: bool = False) -> str:
-    """Render the plots, and list in words what had the same value at every step.
-
-    as_images: as `img` elements, which a page that does not trust the notebook displays too.
-    """
-    drawn, constant = [], []
+def render_plots(plots: Iterable[tuple[Plot, Lines]], marks: Marks = ()) -> str:
+    """Render plots as `img` elements, which a page that does not trust the notebook displays too."""
+    images = ""
     for plot, lines in plots:
-        if all(curve.is_constant for curve in lines.values()):
-            constant += [f"{plot.title} {format_number(float(curve.low[0]))}" for curve in lines.values()]
-        elif as_images:
-            svg = render_svg(plot, lines, marks, f"color:{INK};font-family:sans-serif")
-            data, alt = b64encode(svg.encode()).decode(), escape(describe_plot(plot, lines))
-            drawn.append(f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}"/>')
-        else:
-            drawn.append(render_svg(plot, lines, marks))
-    note = f"<p>the same at every step: {escape(', '.join(constant))}</p>" if constant else ""
-    return f'<div class="plots">{"".join(drawn)}</div>{note}' if drawn or constant else ""
+        svg = b64encode(render_svg(plot, lines, marks).encode()).decode()
+        images += f'<img alt="{escape(describe_plot(plot, lines))}" src="data:image/svg+xml;base64,{svg}"/>'
+    return f'<div class="plots">{images}</div>' if images else ""
 
 
-def render_svg(plot: Plot, lines: Mapping[str, Curve], marks: Marks = (), style: str = "color:inherit") -> str:
-    broken = sorted({step for curve in lines.values() for step in curve.broken})
-    steps = np.concatenate([curve.steps for curve in lines.values()])
-    x_values = [*steps, *broken, *(step for step, *_ in marks)]
+def render_svg(plot: Plot, lines: Lines, marks: Marks = ()) -> str:
+    broken = sorted({step for curve in lines.values() for step in curve.broken[:MAX_BINS]})
+    x_values = [*np.concatenate([curve.x for curve in lines.values()]), *broken, *(step for step, *_ in marks)]
     first, last = min(x_values), max(x_values)
     low, high = axis_range(lines.values())
-    x_of = partial(np.interp, xp=(first, last if last > first else first + 1), fp=(LEFT, WIDTH - RIGHT))
-    y_of = partial(np.interp, xp=(low, high), fp=(HEIGHT - BOTTOM, TOP))
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+
+    def x_of(x: Any) -> Any:
+        return np.interp(x, (first, last if last > first else first + 1), (LEFT, RIGHT))
+
+    def y_of(y: np.ndarray) -> np.ndarray:
+        return np.interp(y, (low, high), (BOTTOM, TOP))
+
     drawn = [
-        f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>',
+        f'<path d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}" fill="none" stroke="{INK}" stroke-opacity="0.5"/>',
         render_text(LEFT - 4, TOP + 8, format_number(high), "end"),
-        render_text(LEFT - 4, bottom, format_number(low), "end"),
-        render_text(LEFT, HEIGHT - 4, f"{plot.x} {format_step(first)}", "start"),
-        render_text(right, HEIGHT - 4, format_step(last), "end") if last > first else "",
-        render_title(plot, lines),
+        render_text(LEFT - 4, BOTTOM, format_number(low), "end"),
+        render_text(LEFT, HEIGHT - 4, f"{plot.x} {format_number(first)}"),
+        render_text(RIGHT, HEIGHT - 4, format_number(last), "end") if last > first else "",
+        f'<text x="2" y="11" font-size="12" font-weight="600">{escape(plot.title)}'
+        f'<tspan font-weight="400" font-size="10" dx="6">{escape(plot.unit)}</tspan></text>',
     ]
-    for number, (step, level, name) in enumerate(marks, 1):
+    for number, (step, level, _) in enumerate(marks, 1):
         x = float(x_of(step))
+        line = f'd="M{x:.1f} {TOP}V{BOTTOM}" stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"'
         side, anchor = (-2, "end") if x > WIDTH - 40 else (2, "start")
-        path = f'd="M{x:.1f} {TOP}V{bottom}" stroke="{LEVELS[level]}" stroke-width="1.4" stroke-dasharray="3 2"'
-        label = render_text(x + side, TOP + 9, f"⚑{number}", anchor)
-        drawn.append(f"<g><title>{escape(f'{level}: {name}')}</title><path {path}/>{label}</g>")
-    for curve, (colour, dash) in zip(lines.values(), cycle(LINES), strict=False):
-        if len(curve.low):
-            drawn.append(render_line(curve, x_of, y_of, colour, dash))
-    for step in broken:
-        cross = f"M{x_of(step) - 3:.1f} {TOP + 2}l6 6m0 -6l-6 6"
-        title = f"<title>not finite at step {step}</title>"
-        drawn.append(f'<path d="{cross}" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none">{title}</path>')
-    alt = escape(describe_plot(plot, lines))
+        drawn.append(f"<path {line}/>" + render_text(x + side, TOP + 9, f"⚑{number}", anchor))
+    legend_x = 2.0
+    for (key, curve), (colour, dash) in zip(lines.items(), cycle(LINES), strict=False):
+        stroke = f'stroke="{colour}" stroke-dasharray="{dash}"'
+        label = describe_line(plot, key, curve, is_alone=len(lines) == 1)
+        drawn.append(f'<path d="M{legend_x} 20h16" stroke-width="2" {stroke}/>' + render_text(legend_x + 20, 24, label))
+        legend_x += 34 + 6 * len(label)
+        x, low_y, mean, high_y = x_of(curve.x), y_of(curve.low), y_of(curve.mean), y_of(curve.high)
+        if (curve.low < curve.high).any():
+            outline = join_points(np.concatenate([x, x[::-1]]), np.concatenate([high_y, low_y[::-1]]))
+            drawn.append(f'<polygon points="{outline}" fill="{colour}" fill-opacity="0.25"/>')
+        if len(x) == 1:
+            drawn.append(f'<circle cx="{x[0]:.1f}" cy="{mean[0]:.1f}" r="2.5" fill="{colour}"/>')
+        else:
+            drawn.append(f'<polyline points="{join_points(x, mean)}" fill="none" stroke-width="1.6" {stroke}/>')
+    for broken_step in broken:
+        cross = f"M{x_of(broken_step) - 3:.1f} {TOP + 2}l6 6m0 -6l-6 6"
+        drawn.append(f'<path d="{cross}" stroke="{LEVELS["red"]}" stroke-width="1.8" fill="none"/>')
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" xmlns="http://www.w3.org/2000/svg"'
-    return f'<svg {size} role="img" aria-label="{alt}" style="{style}">{"".join(drawn)}</svg>'
+    return f'<svg {size} fill="{INK}" font-family="sans-serif">{"".join(drawn)}</svg>'
 
 
 def axis_range(lines: Iterable[Curve]) -> tuple[float, float]:
     """Return the least and greatest value; around a constant value half of it on each side, for 0 from 0 to 1."""
-    drawn = [curve for curve in lines if len(curve.low)]
-    low = min((float(curve.low.min()) for curve in drawn), default=0.0)
-    high = max((float(curve.high.max()) for curve in drawn), default=1.0)
+    values = np.concatenate([part for curve in lines for part in (curve.low, curve.high)])
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     if low < high:
         return low, high
     return (low - abs(low) / 2, low + abs(low) / 2) if low else (0.0, 1.0)
 
 
-def render_line(curve: Curve, x_of: Callable[..., Any], y_of: Callable[..., Any], colour: str, dash: str) -> str:
-    """Draw the means, over an area from the least to the greatest value of each bin."""
-
-    def points(x: np.ndarray, y: np.ndarray) -> str:
-        return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
-
-    x, low, mean, high = x_of(curve.steps), y_of(curve.low), y_of(curve.mean), y_of(curve.high)
-    area = ""
-    if curve.width > 1 or (curve.low < curve.high).any():
-        outline = points(np.concatenate([x, x[::-1]]), np.concatenate([high, low[::-1]]))
-        area = f'<polygon points="{outline}" fill="{colour}" fill-opacity="0.25" stroke="none"/>'
-    if len(x) == 1:
-        return f'{area}<circle cx="{x[0]:.1f}" cy="{mean[0]:.1f}" r="2.5" fill="{colour}"/>'
-    style = f'stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dash}"'
-    return f'{area}<polyline points="{points(x, mean)}" fill="none" {style}/>'
+def describe_line(plot: Plot, key: str, curve: Curve, is_alone: bool) -> str:
+    """Return the legend of a line: its name, and over steps its newest value."""
+    if plot.x != "step":
+        return key
+    is_finite = len(curve.x) and (not curve.broken or curve.broken[-1] < curve.x[-1])
+    newest = format_number(float(curve.mean[-1])) if is_finite else "not finite"
+    return newest if is_alone else f"{key} {newest}"
 
 
-def render_title(plot: Plot, lines: Mapping[str, Curve]) -> str:
-    """Render the title and the legend: a piece of each line and, over steps, its newest value."""
-    html = f'<text x="2" y="11" font-size="12" font-weight="600" fill="currentColor">{escape(plot.title)}'
-    html += f'<tspan font-weight="400" font-size="10" dx="6">{escape(plot.unit)}</tspan></text>'
-    x = 2
-    for (key, curve), (colour, dash) in zip(lines.items(), cycle(LINES), strict=False):
-        label = f"{key} " if len(lines) > 1 or plot.x != "step" else ""
-        if plot.x == "step":
-            finite = len(curve.low) and (not curve.broken or curve.broken[-1] < curve.bins[LAST][-1])
-            label += format_number(float(curve.mean[-1])) if finite else "not finite"
-        html += f'<path d="M{x} 20h16" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
-        html += render_text(x + 20, 24, label, "start")
-        x += 34 + 6 * len(label)
-    return html
-
-
-def render_text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y}" font-size="10" text-anchor="{anchor}" fill="currentColor">{escape(text)}</text>'
-
-
-def describe_plot(plot: Plot, lines: Mapping[str, Curve]) -> str:
+def describe_plot(plot: Plot, lines: Lines) -> str:
     parts = [f"{plot.title} by {plot.x}"]
     for key, curve in lines.items():
-        if len(curve.low):
+        if len(curve.x):
             values = (curve.mean[0], curve.mean[-1], curve.low.min(), curve.high.max())
             first, last, low, high = (format_number(float(value)) for value in values)
             parts.append(f"{key} from {first} to {last}, between {low} and {high}")
         if curve.broken:
-            parts.append(f"{key} not finite at {len(curve.broken)} steps, the first is {curve.broken[0]}")
+            parts.append(
+                f"{key} not finite at {len(curve.broken)} steps, the first is {format_number(curve.broken[0])}"
+            )
     return "; ".join(parts)
 
 
-def format_step(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else format_number(value)
+def join_points(x: np.ndarray, y: np.ndarray) -> str:
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
+
+
+def render_text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y}" font-size="10" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def format_number(value: float) -> str:
+    if abs(value) < 1e6 and value == int(value):
+        return f"{value:,.0f}"
     if abs(value) >= 1e9 or abs(value) < 1e-4:
         return f"{value:.2g}"
     if abs(value) >= 1e6:
         return f"{value / 1e6:.3g}M"
-    if abs(value) >= 10_000:
-        return f"{value / 1000:.3g}k"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,10 +1,9 @@
 """Pieces of HTML that a notebook and report.html share; other people's text cannot become markup.
 
-Each function returns HTML for inside an element of class `cogumi-piece`; `inline_styles` makes it stand alone. Every state
-is a word beside its colour, and every kind of token a word, a background and an underline of its own.
+Each function returns HTML for inside an element of class `cogumi-piece`; `add_style` makes it stand alone. Every state is a
+word beside its colour, and every kind of token a word, a background and an underline of its own.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -50,24 +49,20 @@ def table(
     kind: str = "wide",
 ) -> str:
     """Render a table. head: plain words. rows: cells of HTML, the first is the row's header. numbers: right-aligned columns."""
-    right = [' class="n"' if column in numbers else "" for column in range(len(head))]
-    columns = "".join(f'<th scope="col"{side}>{escape_text(name)}</th>' for side, name in zip(right, head, strict=True))
-    body = ""
-    for row in rows:
-        cells = "".join(f"<td{side}>{cell}</td>" for side, cell in zip(right[1:], row[1:], strict=True))
-        body += f'<tr><th scope="row"{right[0]}>{row[0]}</th>{cells}</tr>\n'
-    return wrap_table(f"<thead><tr>{columns}</tr></thead>\n<tbody>{body}</tbody>", caption, kind)
+    side = dict.fromkeys(numbers, ' class="n"')
+    columns = "".join(f'<th scope="col"{side.get(n, "")}>{escape_text(name)}</th>' for n, name in enumerate(head))
+    title = f"<caption>{escape_text(caption)}</caption>" if caption else ""
+    lines = f"{title}<thead><tr>{columns}</tr></thead>\n" if head else title
+    for first, *others in rows:
+        cells = "".join(f"<td{side.get(column, '')}>{cell}</td>" for column, cell in enumerate(others, 1))
+        lines += f'<tr><th scope="row">{first}</th>{cells}</tr>\n'
+    return f'<div class="scrolls"><table class="{kind}">{lines}</table></div>'
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> str:
     """Render (name, HTML) pairs as a table; pairs without content are left out."""
-    body = "".join(f'<tr><th scope="row">{escape_text(name)}</th><td>{cell}</td></tr>\n' for name, cell in rows if cell)
-    return wrap_table(f"<tbody>{body}</tbody>") if body else ""
-
-
-def wrap_table(content: str, caption: str = "", kind: str = "") -> str:
-    title = f"<caption>{escape_text(caption)}</caption>" if caption else ""
-    return f'<div class="scrolls"><table class="{kind}">{title}{content}</table></div>'
+    lines = [(escape_text(name), cell) for name, cell in rows if cell]
+    return table((), lines, kind="") if lines else ""
 
 
 def verbatim(value: object, max_characters: int = 20_000) -> str:
@@ -99,40 +94,6 @@ def add_style(content: str) -> str:
     return f"<style>{style()}</style>{wrap_piece(content)}"
 
 
-def inline_styles(content: str) -> str:
-    """Give every element its own style: a page that does not trust a notebook drops style sheets.
-
-    Only for HTML made here: text and attributes are escaped, so every `<` begins a tag. A rule of style.css applies by the
-    tag and class that its selector ends with.
-    """
-
-    def with_style(tag: re.Match[str]) -> str:
-        name, attributes, end = tag.groups()
-        classes = re.search(r'class="([^"]*)"', attributes)
-        names = classes[1].split() if classes else []
-        targets = {
-            name,
-            *(f".{style_class}" for style_class in names),
-            *(f"{name}.{style_class}" for style_class in names),
-        }
-        declarations = "".join(declared for target, declared in rules() if target in targets)
-        return f'<{name}{attributes} style="{declarations}"{end}>' if declarations else tag[0]
-
-    return re.sub(r"<([a-z]\w*)([^<>]*?)(/?)>", with_style, wrap_piece(content))
-
-
-@cache
-def rules() -> list[tuple[str, str]]:
-    """Return (tag and class, declarations) of the style sheet's rules for pieces, in order: the last one wins."""
-    sheet = re.sub(r"/\*.*?\*/", "", style(), flags=re.DOTALL).replace(" !important", "")
-    return [
-        (selector.split()[-1], f"{declarations.strip().rstrip(';')};")
-        for selectors, declarations in re.findall(r"([^{}]+)\{([^{}]*)\}", sheet)
-        for selector in selectors.split(",")
-        if selector.strip().startswith(".cogumi-piece")
-    ]
-
-
 # ------------------------------------------------------------------------------------------- parts of a run and its data
 
 
@@ -140,11 +101,8 @@ def preview(report: "Preview") -> str:
     """Render what a run would train on: examples with what is learned of them, lengths, what became of every row."""
     accounts = [asdict(part) for part in (report.train, report.held_out) if part is not None]
     notes = "".join(f"<p>{escape_text(line)}</p>" for line in report.reports)
-    kinds = [
-        kind
-        for kind in LEGEND
-        if any(kind == kind_of_piece for pieces in report.examples for kind_of_piece, _ in pieces)
-    ]
+    present = {kind for pieces in report.examples for kind, _ in pieces}
+    kinds = [kind for kind in LEGEND if kind in present]
     legend = "".join(f"<span>{LEGEND[kind]}</span>" for kind in kinds)
     examples = [f'<p class="legend">{legend}</p>'] if kinds else []
     for number, pieces in enumerate(report.examples, 1):
@@ -168,11 +126,12 @@ def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]]
             "cut (truncated)": account["truncated"],
             "equal to an earlier row": account["duplicated"],
         }
-        cells = [("rows", rows, ""), *((name, count, format_share(count, rows)) for name, count in counts.items())]
-        cells += [("tokens", tokens, ""), ("learned tokens", learned, format_share(learned, tokens))]
-        lines = [
-            [escape_text(name), f"{count:,}", escape(share)] for name, count, share in cells if count or name == "rows"
+        cells = [
+            ("rows", rows, ""),
+            *((name, count, format_share(count, rows)) for name, count in counts.items() if count),
         ]
+        cells += [("tokens", tokens, ""), ("learned tokens", learned, format_share(learned, tokens))] if tokens else []
+        lines = [[escape_text(name), f"{count:,}", escape(share)] for name, count, share in cells]
         tables += table(["", "number", "share"], lines, caption=account["name"], numbers=(1, 2), kind="narrow")
     drawn = f'<div class="column">{histogram}</div>' if histogram else ""
     return f'<div class="beside"><div class="column">{tables}</div>{drawn}</div>'
@@ -254,4 +213,4 @@ def render_html(report: Any) -> str:
         "PreflightReport": lambda report: preflight(report.as_dict()),
         "Preview": preview,
     }
-    return inline_styles(renderers[type(report).__name__](report))
+    return add_style(renderers[type(report).__name__](report))

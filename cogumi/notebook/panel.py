@@ -1,25 +1,26 @@
 """`run.dashboard()` and `run.report()`: a panel on a run directory, and report.html, which needs no machine and no script.
 
 Both read files, so the run may be of another user, of yesterday, or over; what is not there (yet) is stated in the report.
-A `RunSnapshot` is what they show; each look reads only what was written since the last one. A thread redraws the panel. It
-waits over a hundred times as long as it worked, so it takes less than one percent of a core. Its buttons are answered while
-no cell runs: a cell in `run.wait()` has to be interrupted, which leaves the run alone.
+A `RunSnapshot` is what they show. A thread redraws the panel; it waits over a hundred times as long as it worked, so it
+takes less than one percent of a core. Its buttons are answered while no cell runs: a cell in `run.wait()` has to be
+interrupted, which leaves the run alone.
 """
 
 import json
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
 
 from cogumi.checkpoints.manifest import step_of
-from cogumi.checkpoints.verify import inspect, list_checkpoints
+from cogumi.checkpoints.verify import CheckpointState, inspect, list_checkpoints
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.formatting import format_duration, format_memory
@@ -27,22 +28,19 @@ from cogumi.core.notices import is_notebook
 from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, read_section, write_atomic
 from cogumi.notebook import figures
 from cogumi.notebook import html_components as html
-from cogumi.notebook.completions import render_columns, render_rollouts
+from cogumi.notebook.completions import render_columns, render_samples
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
     checks,
     count_checks,
     failed_checks,
-    format_checks,
-    format_failed_check,
     format_headline,
     format_machine,
     format_metrics,
     format_missed_check,
     format_screen,
     format_state,
-    format_value,
     read_json_or_empty,
     reds,
     relative_path,
@@ -54,35 +52,33 @@ REFRESH_SECONDS = 2.0
 WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % of a core
 BETWEEN_CELLS = "; answered while no cell runs"
 WIDGET = "application/vnd.jupyter.widget-view+json"
-MAX_CHARACTERS = 400  # of a prompt or completion: what is read at a glance
 LOG_LINES, LINE_BYTES = 12, 12_000
 ROLLOUT_BYTES = 1 << 20  # at the end of a file: more than one rollout writes
 INSPECTED_CHECKPOINTS = 4  # the newest
 
 
+@dataclass(frozen=True)
 class RunSnapshot:
-    """A run as it was at the last `look()`, which raises UsageError if there is none (any more).
+    """A run as it was at one look.
 
-    judged: flags.json. samples: rows with prompt, completion, and reward or expected answer, of step `sampled_at`.
-    changed: whether a curve has grown since the look before.
+    judged: flags.json. samples: rows with step, prompt, completion, and reward or expected answer.
     """
 
-    def __init__(self, run_dir: Path, checkpoints: int | None = INSPECTED_CHECKPOINTS) -> None:
-        self.run_dir, self.inspected = run_dir, checkpoints
-        self.curves = figures.Curves(run_dir / "metrics.jsonl")
+    run_dir: Path
+    status: Status
+    curves: dict[str, figures.Curve]
+    judged: dict[str, Any]
+    samples: list[dict[str, Any]]
+    checkpoints: list[CheckpointState]
+    disk: list[str]
 
-    def look(self) -> Self:
-        self.status = status_of(self.run_dir)
-        self.changed = self.curves.read()
-        self.judged = read_json_or_empty(self.run_dir / "flags.json")
-        self.flags: list[dict[str, Any]] = self.judged.get("flags", [])
-        self.was_red: list[dict[str, Any]] = self.judged.get("was_red", [])
-        self.sampled_at, self.samples = read_newest_samples(self.run_dir)
-        # Names and sizes are compared with what was verified at the save; retention may just have deleted one.
-        newest = list_checkpoints(self.run_dir / "checkpoints")[: self.inspected]
-        self.checkpoints = [state for state in (inspect(path, whole=False) for path in newest) if state.path.exists()]
-        self.disk = describe_disk(self.run_dir, self.status)
-        return self
+    @property
+    def flags(self) -> list[dict[str, Any]]:
+        return list(self.judged.get("flags", []))
+
+    @property
+    def was_red(self) -> list[dict[str, Any]]:
+        return list(self.judged.get("was_red", []))
 
     @property
     def broke(self) -> str:
@@ -92,27 +88,40 @@ class RunSnapshot:
         return f"saved after numbers stopped being finite (step {at}): {', '.join(late)}" if late else ""
 
 
-def read_newest_samples(run_dir: Path) -> tuple[int | None, list[dict[str, Any]]]:
-    """Return step and rows of the last rollout (worst to best), or of the last samples; (None, []) without either."""
+def take_snapshot(run_dir: Path, checkpoints: int | None = INSPECTED_CHECKPOINTS) -> RunSnapshot:
+    """Read a run's directory. checkpoints: how many of the newest to inspect. Raises UsageError if there is no run."""
+    status = status_of(run_dir)
+    # Names and sizes are compared with what was verified at the save; retention may just have deleted one.
+    newest = list_checkpoints(run_dir / "checkpoints")[:checkpoints]
+    return RunSnapshot(
+        run_dir=run_dir,
+        status=status,
+        curves=figures.read_curves(run_dir / "metrics.jsonl"),
+        judged=read_json_or_empty(run_dir / "flags.json"),
+        samples=read_newest_samples(run_dir),
+        checkpoints=[state for state in (inspect(path, whole=False) for path in newest) if state.path.exists()],
+        disk=describe_disk(run_dir, status),
+    )
+
+
+def read_newest_samples(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the samples of the last rollout (worst to best), or the last completions of held-out prompts."""
     lines = tail_lines(run_dir / ROLLOUTS, ROLLOUT_BYTES)
     if lines:
-        row = json.loads(lines[-1])
-        return row["step"], row["shown"]
+        rollout = json.loads(lines[-1])
+        return [{"step": rollout["step"], **sample} for sample in rollout["shown"]]
     rows = [json.loads(line) for line in tail_lines(run_dir / SAMPLES_FILE, ROLLOUT_BYTES)]
-    last = rows[-1]["step"] if rows else None
-    return last, [row for row in rows if row["step"] == last]
+    return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
 def describe_disk(run_dir: Path, status: Status) -> list[str]:
     """Return lines on the free space, and on what the run was forecast to need before its first step."""
     lines = tail_lines(run_dir / "disk.jsonl", 4096)
     sample = json.loads(lines[-1]) if lines else {}
-    forecast: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
     free = (status.heartbeat.get("disk") or {}).get("free") or sample.get("free")
-    if free is None:
-        return forecast
     level = f" ({sample['level']})" if sample.get("level") else ""
-    return [f"{free / 1e9:.1f} GB free{level}", *forecast]
+    forecast: list[str] = read_section(run_dir / FORECAST, "disks").get("lines", [])
+    return forecast if free is None else [f"{free / 1e9:.1f} GB free{level}", *forecast]
 
 
 # -------------------------------------------------------------------------------------------------------------- the panel
@@ -149,17 +158,16 @@ class RunPanel:
             made.on_click(press)
             return made
 
-        self.run, self.snapshot = run, RunSnapshot(run.run_dir)
-        self.head, self.flags, self.plots, self.samples, self.rest, self.said = (HTML() for _ in range(6))
+        self.run = run
+        self.head, self.note = HTML(), HTML()
+        self.parts = [HTML() for _ in PARTS]
         self.stop = button("Stop", "stop", "Finish the step, save a checkpoint, end", self.on_stop)
         self.save = button("Checkpoint now", "save", "Save a checkpoint after this step, train on", self.on_save)
         self.pause = button("Pause", "pause", "Save after this step and wait; keeps the machine", self.on_pause)
-        buttons = HBox([self.stop, self.save, self.pause, self.said], layout={"flex_flow": "row wrap"})
-        self.box = VBox([self.head, buttons, self.flags, self.plots, self.samples, self.rest])
+        buttons = HBox([self.stop, self.save, self.pause, self.note], layout={"flex_flow": "row wrap"})
+        self.box = VBox([self.head, buttons, *self.parts])
         self.box.add_class("cogumi-panel")
         self.asked_to_stop = False
-        self.drawn_state: Any = None  # run state and newest checkpoint: a change answers what a button asked for
-        self.drawn_flags: list[dict[str, Any]] = []  # in the plots
         self.pressed = threading.Event()  # ends the wait between two redraws
         self.thread = threading.Thread(target=self.follow, name=f"cogumi panel {run.run_dir.name}", daemon=True)
         self.head.value = html.add_style("reading the run")
@@ -168,12 +176,12 @@ class RunPanel:
         """Draw until the run has ended. Errors are shown in the panel; unexpected ones are raised as well."""
         try:
             while True:
-                began = time.thread_time()
-                look = self.snapshot.look()
+                began = time.process_time()  # of all threads: polars reads with several
+                look = take_snapshot(self.run.run_dir)
                 self.draw(look)
                 if look.status.ended:
                     return
-                self.pressed.wait(max(REFRESH_SECONDS, WAIT_PER_WORK * (time.thread_time() - began)))
+                self.pressed.wait(max(REFRESH_SECONDS, WAIT_PER_WORK * (time.process_time() - began)))
                 self.pressed.clear()
         except UsageError as error:  # the directory is gone, for example
             self.end(str(error))
@@ -185,28 +193,23 @@ class RunPanel:
         """Update the widgets; ipywidgets sends the browser only values that changed."""
         ended, paused = look.status.ended, look.status.state == "paused"
         self.head.value = html.add_style(render_head(look))
-        self.flags.value = render_flags(look)
-        if look.changed or look.was_red != self.drawn_flags:  # a flag is judged after its row is written
-            self.plots.value, self.drawn_flags = render_plots(look), look.was_red
-        self.samples.value = render_samples(look)
-        self.rest.value = render_rest(look)
+        for widget, render in zip(self.parts, PARTS, strict=True):
+            widget.value = html.wrap_piece(render(look))
         self.pause.description, self.pause.icon = ("Unpause", "play") if paused else ("Pause", "pause")
         self.stop.disabled = ended or self.asked_to_stop
         self.save.disabled = ended or paused
         self.pause.disabled = ended
-        state = (look.status.state, look.status.checkpoint)
         if ended:
-            self.said.value = render_message(f"the run has ended, and this is how it ended: {look.status}")
-        elif state != self.drawn_state:
-            self.said.value = ""
-        self.drawn_state = state
+            self.show_note(f"the run has ended, and this is how it ended: {look.status}")
 
     def end(self, reason: str) -> None:
-        self.head.value = html.add_style(
-            f"<b>{html.escape_text(reason)}</b><br>What stands below is the last that was seen."
-        )
+        last = "What stands below is the last that was seen."
+        self.head.value = html.add_style(f"<b>{html.escape_text(reason)}</b><br>{last}")
         for button in (self.stop, self.save, self.pause):
             button.disabled = True
+
+    def show_note(self, text: str) -> None:
+        self.note.value = f'<span class="cogumi-piece" role="status">{html.escape_text(text)}</span>'
 
     def on_stop(self, _: Any) -> None:
         self.stop.disabled = True  # a second signal would end it without saving
@@ -228,16 +231,12 @@ class RunPanel:
             request()
         except UsageError as error:
             accepted, note = False, str(error)
-        self.said.value = render_message(note)
+        self.show_note(note)
         self.pressed.set()
         return accepted
 
 
 # ------------------------------------------------------------------------------------------------------ its parts as HTML
-
-
-def render_message(text: str) -> str:
-    return f'<span class="cogumi-piece" role="status">{html.escape_text(text)}</span>'
 
 
 def render_head(look: RunSnapshot) -> str:
@@ -247,62 +246,36 @@ def render_head(look: RunSnapshot) -> str:
         share = min(1.0, status.step / status.steps)
         label = f"step {status.step} of {status.steps}"
         lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{label}">{share:.0%}</progress>')
-    if status.reason:
-        lines.append(html.escape_text(" ".join(status.reason.split())))
-    values = (format_metrics(status), format_machine(status.heartbeat))
-    lines += [html.escape_text(text.replace("  ", " · ")) for text in values if text]
+    texts = (" ".join((status.reason or "").split()), format_metrics(status), format_machine(status.heartbeat))
+    lines += [html.escape_text(text.replace("  ", " · ")) for text in texts if text]
     return "<br>".join(lines)
 
 
 def render_flags(look: RunSnapshot) -> str:
-    verdict_checks, verdict = checks(look.status), ""
-    if verdict_checks:
-        failed = failed_checks(verdict_checks)
-        state = html.level("red" if failed or reds(look.status) else "green", "verdict")
-        missed = [f"FAIL {format_failed_check(check)} (required: {check['requirement']})" for check in failed]
-        verdict = f"<p>{state} {'<br>'.join(map(html.escape_text, [format_checks(look.status), *missed]))}</p>"
-    return html.wrap_piece(html.flags(look.flags, look.was_red), verdict)
+    judged = verdict(look.run_dir, look.status) if checks(look.status) else ""
+    return html.flags(look.flags, look.was_red) + judged
 
 
 def render_plots(look: RunSnapshot) -> str:
-    return html.wrap_piece(figures.render_plots(look.curves.plots(), figures.flag_marks({"was_red": look.was_red})))
+    return figures.render_curves(look.curves, look.judged)
 
 
-def render_samples(look: RunSnapshot) -> str:
-    if not look.samples:
-        return ""
-    last = next((key for key in ("reward", "middle", "answer") if key in look.samples[0]), "")
-    rows = []
-    for sample in look.samples:
-        row = [render_excerpt(str(sample["prompt"]), "end"), render_excerpt(str(sample["completion"]))]
-        if last:
-            value = sample[last]
-            row.append(html.escape_text(format_value(value)) if last == "reward" else render_excerpt(str(value)))
-        rows.append(row)
-    heads = ["prompt (its end)", "completion", *filter(None, [last if last in ("", "reward") else "expected"])]
-    return html.wrap_piece(f"<h4>newest samples, step {look.sampled_at}</h4>", html.table(heads, rows))
-
-
-def render_excerpt(text: str, shows: str = "start") -> str:
-    """Render what is read at a glance. shows: which part of a long text is visible unscrolled, "start" or "end"."""
-    if not text.strip():
-        text = html.describe_blank(text)
-    elif len(text) > MAX_CHARACTERS:
-        text = "…" + text[-MAX_CHARACTERS:] if shows == "end" else text[:MAX_CHARACTERS] + "…"
-    return f'<pre class="glance {shows}">{html.escape_text(text)}</pre>'
+def render_newest_samples(look: RunSnapshot) -> str:
+    return f"<h4>newest samples</h4>{render_samples(look.samples)}" if look.samples else ""
 
 
 def render_rest(look: RunSnapshot) -> str:
-    parts = []
+    content = ""
     if look.checkpoints:
-        parts += ["<h4>checkpoints</h4>", html.checkpoints(look.checkpoints, look.broke)]
+        content += f"<h4>checkpoints</h4>{html.checkpoints(look.checkpoints, look.broke)}"
     if look.disk:
-        parts += ["<h4>disk</h4>", "<br>".join(map(html.escape_text, look.disk))]
-    log = tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]
-    if log:
-        lines = html.escape_text("\n".join(log))
-        parts.append(html.folded(relative_path(look.status.log), f'<pre class="glance end">{lines}</pre>'))
-    return html.wrap_piece(*parts)
+        content += f"<h4>disk</h4>{'<br>'.join(map(html.escape_text, look.disk))}"
+    if log := tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]:
+        content += html.folded(relative_path(look.status.log), html.verbatim("\n".join(log)))
+    return content
+
+
+PARTS = (render_flags, render_plots, render_newest_samples, render_rest)
 
 
 # ------------------------------------------------------------------------------------------------------------ report.html
@@ -324,7 +297,7 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
     """
     run = Path(run_dir)
     path = run / REPORT if out is None else Path(out)
-    page = render_report(RunSnapshot(run, None).look())
+    page = render_report(take_snapshot(run, checkpoints=None))
     try:
         write_atomic(path, page)
     except OSError as error:
@@ -339,7 +312,7 @@ def render_report(look: RunSnapshot) -> str:
         "Verdict": verdict(run, status),
         "What it was": summary(status, config, metrics),
         "Flags": flags(look),
-        "Curves": figures.render_curves(look.curves.plots(), look.judged)
+        "Curves": figures.render_curves(look.curves, look.judged)
         or "<p>Nothing was logged: there is no metrics.jsonl.</p>",
         "Rewards": rewards(run),
         "Completions": completions(run),
@@ -476,12 +449,13 @@ def completions(run: Path) -> str:
         content = render_columns(run)
     except UsageError as error:
         content = f"<p>{html.escape_text(error)}</p>"
-    sampled: list[Mapping[str, Any]] = []
-    for row in figures.read_rows(run / ROLLOUTS):  # keep the first one and the last
+    first = last = dict[str, Any]()
+    for row in figures.read_rows(run / ROLLOUTS):
         if row.get("shown"):
-            sampled = [*sampled[:1], row]
-    if sampled:
-        content += html.folded("Sampled while it trained, first and last, with rewards", render_rollouts(sampled))
+            first, last = first or row, row
+    steps = {row["step"]: row["shown"] for row in (first, last) if row}
+    if samples := [{"step": step, **sample} for step, shown in steps.items() for sample in shown]:
+        content += html.folded("Sampled while it trained, first and last, with rewards", render_samples(samples))
     return content
 
 

@@ -71,14 +71,14 @@ class Run:
         self,
         message: str | None = None,
         only: str | Sequence[str] = (),
-        temperature: float | None = None,
+        temperature: float = 0.0,
         max_new_tokens: int | None = None,
     ) -> "Answers | None":
         """Talk to the base and to what was trained, side by side: with widgets in a notebook, elsewhere in the terminal.
 
         message: answer it alone, and return the answers, which a notebook shows side by side. only: of base, adapter and
-        merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy; None and
-        max_new_tokens None are the run's own. Raises UsageError where the run has saved nothing yet.
+        merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy. max_new_tokens: None
+        is the run's own. Raises UsageError where the run has saved nothing yet.
         """
         from cogumi.notebook import chat as chats
 
