@@ -52,7 +52,7 @@ def run(quick: bool = False) -> Iterator[Row]:
 
 
 def logged(step: int, at: float) -> dict[str, float]:
-    """A row whose values are others than the last one's: what never changes is said in words, without a plot."""
+    """A row whose values are others than the last one's."""
     return {"step": step, "time": at} | {name: value * (1 + step % 7 / 100) for name, value in METRICS.items()}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import psutil
 import pytest
 import yaml
@@ -12,6 +13,7 @@ import yaml
 import cogumi
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.run_directory import is_running, write_json
+from cogumi.notebook import html_components
 from cogumi.notebook.panel import write_report
 from tests.lab import chromium, command, lab, open_notebook, page, write_notebook
 
@@ -167,3 +169,32 @@ def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_change_is_o
             knob = shown.get_by_text("train.max_grad_norm").bounding_box()
             assert knob["x"] + knob["width"] <= width
             assert wrong == []
+
+
+@pytest.mark.slow("a JupyterLab of its own; one page is in the fast tier")
+@pytest.mark.timeout(300)
+def test_saved_outputs_are_read_where_the_notebook_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cogumi.methods.preview import Preview, Shares
+
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "nobody"))  # whose notebooks are trusted is kept there
+    pieces = (("context", "def f():"), ("learned", "return 1"), ("rejected", "return 2"))
+    actual = Preview(Shares("rows", 9, 8, {}, 0, 0, 90, 30), None, (), ((0, 4, 3), (5, 9, 5)), (pieces,), 12)
+    write_notebook(tmp_path / "saved.ipynb", ["found"])
+    saved = nbformat.read(tmp_path / "saved.ipynb", as_version=4)
+    data = {"text/html": html_components.render_html(actual)}
+    saved.cells[0].outputs = [nbformat.v4.new_output("display_data", data=data)]
+    nbformat.write(saved, tmp_path / "saved.ipynb")
+    with lab(tmp_path) as address, page() as (shown, wrong):
+        open_notebook(shown, address, "saved.ipynb")
+        piece = shown.locator(".cogumi-piece")
+        piece.locator("pre .learned").wait_for()
+        drawn = piece.locator("img")
+        assert drawn.evaluate("image => image.naturalWidth > 0 && image.alt.includes('lengths of the examples')")
+        assert "border" not in shown.locator(".jp-OutputArea-output").inner_text()  # no words of the style sheet astray
+        borders = piece.locator("pre span").evaluate_all(
+            "all => all.map(each => getComputedStyle(each).borderBottomStyle)"
+        )
+        assert borders == ["none", "solid", "double"]
+        assert wrong == []

@@ -23,7 +23,7 @@ from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.methods.preview import Preview, Shares
 from cogumi.notebook import completions, figures
 from cogumi.notebook.figures import format_number
-from cogumi.notebook.html_components import render_html, style
+from cogumi.notebook.html_components import LOOKS, render_html, style
 from cogumi.notebook.panel import write_report
 from tests.test_notebook_figures import contrast, words_in
 
@@ -362,9 +362,10 @@ def test_text_reads_on_every_background_and_every_edge_on_the_page() -> None:
     report = Path(figures.__file__).with_name("report.css").read_text()
     pages = re.findall(r"--page: (#\w{6}); --ink: (#\w{6})", report)
     assert len(pages) >= 3
-    backgrounds = re.findall(r"background: (#[0-9A-F]{8})\b", style())
+    sheet = style() + " ".join(LOOKS.values())
+    backgrounds = re.findall(r"background: (#[0-9A-F]{8})\b", sheet)
     assert len(backgrounds) >= 2
-    edges = re.findall(r"(?:border-color|border-bottom)[^#;]*(#[0-9A-F]{6})\b", style())
+    edges = re.findall(r"(?:border-color|border-bottom)[^#;]*(#[0-9A-F]{6})\b", sheet)
     assert len(edges) >= 6
     for page, ink in pages:
         assert contrast(page, ink) >= 4.5
@@ -389,9 +390,9 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
     assert not page.unbalanced
     assert "Say\n\thi  <b>learnedhi " + HOSTILE in page.text  # whitespace kept, markup escaped
     kinds = [attributes["class"] for _, attributes in page.tags if attributes.get("class") in ("learned", "rejected")]
-    assert kinds[-3:] == ["learned", "learned", "rejected"]
+    assert kinds == ["learned", "rejected", "learned", "learned", "rejected"]  # the legend first
     assert html.count(">rejected</small>") == 2  # in the legend, and where it stands
-    looks = dict(re.findall(r"\.(learned|rejected)[^{]*\{[^}]*border-bottom: \d+px (\w+)", style()))
+    looks = dict(re.findall(r'class="(learned|rejected)" style="[^"]*border-bottom: \d+px (\w+)', html))
     assert looks == {"learned": "solid", "rejected": "double"}
     for fact in ("10,000", "90.0%", "dropped: longer than 24 tokens", "10.0%", "< 0.1%", "40.0%"):
         assert fact in page.text, fact

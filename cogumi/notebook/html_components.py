@@ -24,10 +24,16 @@ if TYPE_CHECKING:
     from cogumi.methods.preview import Preview
 
 WORDS = {"green": "ok", "yellow": "yellow", "red": "RED", "unknown": "?"}
+# As attributes: a page that does not trust the notebook drops its style sheet.
+LOOKS = {
+    "context": "",
+    "learned": "background: #009E7338; border-bottom: 2px solid #009E73",
+    "rejected": "background: #D55E0030; border-bottom: 4px double #D55E00",
+}
 LEGEND = {
-    "context": "context, as it stands: read, not learned",
-    "learned": '<span class="learned"><small class="tag">learned</small>green, underlined</span>: learned',
-    "rejected": '<span class="rejected"><small class="tag">rejected</small>orange, double line</span>: the answer preferred less',
+    "context": "as it stands: read, not learned",
+    "learned": "green, underlined: learned",
+    "rejected": "orange, double line: the answer preferred less",
 }
 
 
@@ -103,15 +109,18 @@ def preview(report: "Preview") -> str:
     notes = "".join(f"<p>{escape_text(line)}</p>" for line in report.reports)
     present = {kind for pieces in report.examples for kind, _ in pieces}
     kinds = [kind for kind in LEGEND if kind in present]
-    legend = "".join(f"<span>{LEGEND[kind]}</span>" for kind in kinds)
+    legend = "".join(mark_tokens(kind, LEGEND[kind]) for kind in kinds)
     examples = [f'<p class="legend">{legend}</p>'] if kinds else []
     for number, pieces in enumerate(report.examples, 1):
-        text = ""
-        for kind, content in pieces:
-            tag = "" if kind == "context" else f'<small class="tag">{kind}</small>'
-            text += f'<span class="{kind}">{tag}{escape_text(content)}</span>'
+        text = "".join(mark_tokens(kind, content) for kind, content in pieces)
         examples.append(f"<h4>Example {number}</h4><pre>{text}</pre>")
     return data(accounts, report.lengths, report.max_length) + notes + "\n".join(examples)
+
+
+def mark_tokens(kind: str, content: str) -> str:
+    """Render a piece of an example; tokens that are not just read have their kind before them."""
+    tag = "" if kind == "context" else f'<small class="tag">{kind}</small>'
+    return f'<span class="{kind}" style="{LOOKS[kind]}">{tag}{escape_text(content)}</span>'
 
 
 def data(accounts: Sequence[Mapping[str, Any]], lengths: Sequence[Sequence[int]], max_length: int | None) -> str:
@@ -158,8 +167,8 @@ def flags(current: Sequence[Mapping[str, Any]], was_red: Iterable[Mapping[str, A
     return "".join(f"<p>{line}</p>" for line in lines)
 
 
-def checkpoints(states: "Sequence[CheckpointState]", broke: str) -> str:
-    """Render the checkpoints, newest first. broke: as `RunSnapshot.broke`."""
+def checkpoints(states: "Sequence[CheckpointState]") -> str:
+    """Render the checkpoints, newest first."""
     if not states:
         return "<p>There is no checkpoint.</p>"
     rows = []
@@ -168,7 +177,7 @@ def checkpoints(states: "Sequence[CheckpointState]", broke: str) -> str:
         if checkpoint.state == "verified":
             state = "verified when it was saved, sizes unchanged"
         rows.append([escape_text(checkpoint.path.name), escape_text(state), format_bytes(checkpoint.bytes)])
-    return table(["newest first", "state", "size"], rows) + (f"<p>{escape_text(broke)}</p>" if broke else "")
+    return table(["newest first", "state", "size"], rows)
 
 
 def preflight(report: Mapping[str, Any]) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.verify import CheckpointState, inspect, list_checkpoints
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError, require_extra
@@ -79,13 +78,6 @@ class RunSnapshot:
     @property
     def was_red(self) -> list[dict[str, Any]]:
         return list(self.judged.get("was_red", []))
-
-    @property
-    def broke(self) -> str:
-        """Name the checkpoints that were saved after numbers had stopped being finite; "" if none were."""
-        at = next((int(flag["step"]) for flag in self.was_red if flag["name"] == "finite numbers"), None)
-        late = [state.path.name for state in self.checkpoints if at is not None and step_of(state.path) >= at]
-        return f"saved after numbers stopped being finite (step {at}): {', '.join(late)}" if late else ""
 
 
 def take_snapshot(run_dir: Path, checkpoints: int | None = INSPECTED_CHECKPOINTS) -> RunSnapshot:
@@ -267,7 +259,7 @@ def render_newest_samples(look: RunSnapshot) -> str:
 def render_rest(look: RunSnapshot) -> str:
     content = ""
     if look.checkpoints:
-        content += f"<h4>checkpoints</h4>{html.checkpoints(look.checkpoints, look.broke)}"
+        content += f"<h4>checkpoints</h4>{html.checkpoints(look.checkpoints)}"
     if look.disk:
         content += f"<h4>disk</h4>{'<br>'.join(map(html.escape_text, look.disk))}"
     if log := tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]:
@@ -319,7 +311,7 @@ def render_report(look: RunSnapshot) -> str:
         "Data": data(run),
         "Memory": memory(run, metrics.get("memory", {})),
         "Merge": merge(run),
-        "Checkpoints": html.checkpoints(look.checkpoints, look.broke),
+        "Checkpoints": html.checkpoints(look.checkpoints),
         "Log": logs(run, status),
         "Configuration": configuration(run),
     }
