@@ -25,7 +25,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_duration, pip_command, python_command
 from cogumi.core.redact import REDACTED, RedactedStr, redact_text
-from cogumi.core.run_directory import read_json, read_jsonl
+from cogumi.core.run_directory import read_json, read_jsonl, write_json
 from cogumi.health.flags import SampleCounts, read_samples
 from cogumi.models.completion import complete_with_ends
 from cogumi.telemetry import heartbeat, recorder, throughput, trackers
@@ -58,14 +58,6 @@ def after_step(patch: pytest.MonkeyPatch, act: Callable[[Any, Any, Any], None]) 
         act(self, args, state)
 
     patch.setattr(recorder.Telemetry, "on_step_end", acting)
-
-
-def fail_at(patch: pytest.MonkeyPatch, step: int) -> None:
-    def fail(_: Any, __: Any, state: Any) -> None:
-        if state.global_step == step:
-            raise RuntimeError("the card fell off the bus")
-
-    after_step(patch, fail)
 
 
 # ------------------------------------------------------------------------------------------------------- a whole run
@@ -140,44 +132,52 @@ def test_a_gspo_run_says_what_rollouts_and_updates_took(finished_gspo: FinishedR
     assert len(said) == 1
     assert "ends at about" not in said[0]  # no budget ends it
     assert parsed["final"]["reward"] == result.series("reward")[-1]
-    assert parsed["tokens"] == sum(result.series("policy/num_tokens")) + prompts_of(result)
+    # num_tokens: prompts and completions of the rollouts, each of which was trained on once.
+    assert parsed["tokens"] == result.series("num_tokens")[-1]
     shown = scalars(result.run_dir)
     assert len(shown["train/policy/ratio_new_old"]) == 4
     assert len(shown["train/perf/tokens_per_second"]) == 4
 
 
-def prompts_of(result: Any) -> int:
-    """Tokens of the prompts of a run, each as often as a completion of it was trained on, from what TRL counts."""
-    # num_tokens: prompts and completions of the rollouts, each of which was trained on once.
-    return int(result.series("num_tokens")[-1] - sum(result.series("policy/num_tokens")))
-
-
-def test_a_run_that_fails_says_what_it_came_to(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_at(monkeypatch, 3)
-    with pytest.raises(RuntimeError, match="fell off"):
-        cogumi.train(sft)
-    run_dir = Path(sft["cogumi"]["run_dir"])
-    assert read_json(run_dir / "metrics.json")["steps"] == 3
-    assert read_json(run_dir / "heartbeat.json")["step"] == 3
-
-
 # -------------------------------------------------------------------------------------------------------------- samples
 
 
-def test_samples_on_the_way_change_nothing_of_the_training(sft: Config, tmp_path: Path) -> None:
+def test_what_is_measured_on_the_way_changes_nothing_of_the_training(sft: Config, tmp_path: Path) -> None:
     """With dropout, so that a random state that moved, or a mode that stayed, would show in every weight."""
     sft["lora"]["lora_dropout"] = 0.2
-    without = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "without"))
-    result = cogumi.train(sft, cogumi__samples_every=2)
-    ours, theirs = (load_file(each.adapter / "adapter_model.safetensors") for each in (result, without))
+    sft["train"] |= {"max_steps": 20, "per_device_train_batch_size": 8}
+    sft["cogumi"]["compile"] = "off"
+    measured = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "with"), cogumi__samples_every=8)
+    without = cogumi.train(sft, train__eval_strategy="no", cogumi__samples_every=0)
+    assert len(measured.series("eval_loss")) == 3  # once on the way
+    assert [row["step"] for row in without.metrics if "eval_loss" in row] == [0, 20]
+    assert measured.series("loss") == without.series("loss")
+    assert len(measured.series("loss")) == 20
+    ours, theirs = (load_file(run.adapter / "adapter_model.safetensors") for run in (measured, without))
     assert all(ours[name].equal(theirs[name]) for name in theirs)
-    assert result.series("loss") == without.series("loss")
-    rows = read_jsonl(result.run_dir / "samples.jsonl")
-    assert [row["step"] for row in rows] == [0] * 4 + [2] * 4 + [4] * 4 + [6] * 4
-    prompts = [row["prompt"] for row in rows]
-    assert prompts[:4] == prompts[4:8] == prompts[8:12] == prompts[12:]
+    rows = read_jsonl(measured.run_dir / "samples.jsonl")
+    assert [row["step"] for row in rows] == [0] * 4 + [8] * 4 + [16] * 4 + [20] * 4
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in rows[:4]] * 4
     assert [*rows[:4], *rows[12:]] == read_jsonl(without.run_dir / "samples.jsonl")
-    assert read_json(result.run_dir / "metrics.json")["seconds"]["samples"] > 0
+    assert read_json(measured.run_dir / "metrics.json")["seconds"]["samples"] > 0
+
+
+def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any, __: Any, state: Any) -> None:
+        if state.global_step == 4:
+            raise RuntimeError("the card fell off the bus")
+
+    sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    with monkeypatch.context() as patched:
+        after_step(patched, fail)
+        with pytest.raises(RuntimeError, match="fell off"):
+            cogumi.train(sft, cogumi__samples_every=1)
+    assert {row["step"] for row in read_jsonl(run_dir / "samples.jsonl")} == {0, 1, 2, 3}
+    assert read_json(run_dir / "metrics.json")["steps"] == 4
+    cogumi.train(sft, cogumi__samples_every=3)
+    sampled = [row["step"] for row in read_jsonl(run_dir / "samples.jsonl")]
+    assert sampled == [step for step in (0, 1, 2, 3, 6) for _ in range(4)]
 
 
 def test_the_reference_of_dpo_is_a_stage(sft: Config, tmp_path: Path) -> None:
@@ -205,20 +205,6 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
     assert (first.step, first.empty) == (1, 0)
     assert second == SampleCounts(2, 2, empty=2)
     assert [row["ended"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [False, False, True, True]
-
-
-def test_samples_of_steps_made_again_are_replaced(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
-    with monkeypatch.context() as patched:
-        fail_at(patched, 4)
-        with pytest.raises(RuntimeError):
-            cogumi.train(sft, cogumi__samples_every=1)
-    run_dir = Path(sft["cogumi"]["run_dir"])
-    assert {row["step"] for row in read_jsonl(run_dir / "samples.jsonl")} == {0, 1, 2, 3}
-    cogumi.train(sft, cogumi__samples_every=3)
-    assert [row["step"] for row in read_jsonl(run_dir / "samples.jsonl")] == [
-        step for step in (0, 1, 2, 3, 6) for _ in range(4)
-    ]
 
 
 def test_random_states_and_modes_are_put_back(tiny_model: Path) -> None:
@@ -295,10 +281,9 @@ def test_a_heart_that_fails_says_so_once_and_ends_nothing(
 def test_a_run_that_hangs_beats_on_and_its_step_does_not(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stuck in a callback after its second step; gone on with, the seconds of that part count."""
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.02)
-    on_step_end, beats = recorder.Telemetry.on_step_end, []
+    beats: list[dict[str, Any]] = []
 
-    def hanging(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
-        on_step_end(self, args, state, control, **more)
+    def hang(self: Any, _: Any, state: Any) -> None:
         deadline = time.monotonic() + 60
         while state.global_step == 2 and len({beat["time"] for beat in beats}) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -307,7 +292,7 @@ def test_a_run_that_hangs_beats_on_and_its_step_does_not(sft: Config, monkeypatc
             raise RuntimeError("hung, and ended")
 
     with monkeypatch.context() as patched:
-        patched.setattr(recorder.Telemetry, "on_step_end", hanging)
+        after_step(patched, hang)
         with pytest.raises(RuntimeError, match="hung"):
             cogumi.train(sft)
     assert len({beat["time"] for beat in beats}) == 3
@@ -350,13 +335,11 @@ def test_every_second_belongs_to_the_innermost_stage(clock: Callable[[float], No
     assert meter.seconds() == {"data": 1, "train": 14, "eval": 6, "samples": 2}
     assert meter.elapsed() == 23
     assert meter.cost(77) == pytest.approx(0.1)
-    beat = {
-        "elapsed_seconds": 100.0,
-        "started": 5.0,
-        "seconds": {"data": 10.0, "train": 90.0},
-        "counts": {"tokens": 3.0},
-    }
-    (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
+    seconds = {"data": 10.0, "train": 90.0}
+    write_json(
+        tmp_path / "heartbeat.json",
+        {"elapsed_seconds": 100.0, "started": 5.0, "seconds": seconds, "counts": {"tokens": 3.0}},
+    )
     meter.resume_from(tmp_path)
     assert meter.elapsed() == 123
     assert meter.seconds() == {"data": 11, "train": 104, "eval": 6, "samples": 2}
@@ -399,11 +382,8 @@ def test_a_rollout_is_counted_once_for_the_steps_that_it_serves(
     assert telemetry.eta(6, 16) == 220
     assert telemetry.eta(6, 8) == 4
     assert telemetry.throughput.total.step_seconds == 200  # and those of the updates, once the steps are logged
-    assert compare_rollouts(heart.run_dir, telemetry.throughput.total) == {
-        "forecast_seconds": None,
-        "measured_seconds": 100.0,
-        "factor": None,
-    }
+    measured = compare_rollouts(heart.run_dir, telemetry.throughput.total)
+    assert measured == {"forecast_seconds": None, "measured_seconds": 100.0, "factor": None}
 
 
 @pytest.mark.parametrize(
@@ -426,20 +406,10 @@ def test_the_lengths_of_documents_in_each_kind_of_batch() -> None:
     assert [int(length) for length in document_lengths(packed)] == [9 + 4 + 4, 7]
     beside = {"input_ids": torch.zeros(2, 5), "position_ids": torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]])}
     assert [int(length) for length in document_lengths(beside)] == [9 + 4 + 4, 7]
-    rollout = {
-        "prompt_ids": ids,
-        "prompt_mask": mask.flip(-1),
-        "completion_ids": ids[:, :2],
-        "completion_mask": mask[:, :2],
-    }
+    prompts = {"prompt_ids": ids, "prompt_mask": mask.flip(-1)}
+    rollout = {**prompts, "completion_ids": ids[:, :2], "completion_mask": mask[:, :2]}
     assert [int(length) for length in document_lengths(rollout)] == [25 + 4, 7]
     assert [int(length) for length in document_lengths({"input_ids": ids})] == [32, 8]
-
-
-def test_packed_rows_have_documents(sft: Config) -> None:
-    result = cogumi.train(sft, train__packing=True, train__max_length=256, data__fim__max_length=160)
-    parsed = read_json(result.run_dir / "metrics.json")
-    assert parsed["tokens"] == result.series("num_tokens")[-1]
 
 
 # -------------------------------------------------------------------------------------------------------------- trackers
@@ -556,30 +526,13 @@ def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_wh
     every = evaluated[1]
     assert evaluated == [0, *range(every, 52, every), 52]
     assert every >= 11
-    sampled = {row["step"] for row in read_jsonl(result.run_dir / "samples.jsonl")}
-    assert {0, 52} <= sampled <= {0, 50, 52}
+    assert {row["step"] for row in read_jsonl(result.run_dir / "samples.jsonl")} == {0, 50, 52}
     log = (result.run_dir / "run.log").read_text()
     assert re.search(rf"held-out loss: \d+ rows before the first step, every {every} steps and at the end", log)
     assert "samples: 4 held-out prompts before the first step, every 50 steps and at the end" in log
     spent = read_json(result.run_dir / "metrics.json")["seconds"]
     assert 0 < spent["samples"] < spent["train"]
     assert spent["eval"] > 0
-
-
-def test_what_is_measured_on_the_way_changes_nothing_of_the_training(sft: Config, tmp_path: Path) -> None:
-    sft["lora"]["lora_dropout"] = 0.2
-    sft["train"] |= {"max_steps": 20, "per_device_train_batch_size": 8}
-    sft["cogumi"]["compile"] = "off"
-    with_it = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "with"))
-    without = cogumi.train(sft, train__eval_strategy="no", cogumi__samples_every=0)
-    assert len(with_it.series("eval_loss")) == 3  # once on the way
-    assert with_it.series("loss") == without.series("loss")
-    assert len(with_it.series("loss")) == 20
-    assert [row["step"] for row in without.metrics if "eval_loss" in row] == [0, 20]
-    ours, theirs = (
-        load_file(each.adapter / "adapter_model.safetensors") for each in (with_it, without) if each.adapter
-    )
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("has_nvml", [True, False])
@@ -593,21 +546,12 @@ def test_the_memory_of_a_gpu_is_not_asked_of_the_cuda_runtime(
             raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
         return 97
 
-    answers: dict[str, Any] = {
-        "is_available": True,
-        "get_device_name": "H100",
-        "memory_reserved": 5,
-        "device_memory_used": 7,
-    }
+    answers = {"is_available": True, "get_device_name": "H100", "memory_reserved": 5, "device_memory_used": 7}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=9))
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("cudaMemGetInfo"))
-    expected = {
-        "name": "H100",
-        "used": 7 if has_nvml else 5,
-        "total": 9,
-        "utilization_percent": 97 if has_nvml else None,
-    }
+    used, utilization_percent = (7, 97) if has_nvml else (5, None)
+    expected = {"name": "H100", "used": used, "total": 9, "utilization_percent": utilization_percent}
     assert Heartbeat(tmp_path, Meter(None)).gpu() == expected

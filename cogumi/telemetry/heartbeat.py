@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import torch
 
-from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import RefusedAtSetup
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
@@ -170,19 +169,12 @@ def write_summary(heart: Heartbeat) -> None:
     # getrusage(2): kilobytes on Linux, bytes on macOS
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     memory = summary["memory"] = {"peak_rss": rss}
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     if torch.cuda.is_available():
-        memory |= {"gpu_peak_allocated": peak, "gpu_peak_reserved": torch.cuda.max_memory_reserved()}
+        memory["gpu_peak_allocated"] = torch.cuda.max_memory_allocated()
+        memory["gpu_peak_reserved"] = torch.cuda.max_memory_reserved()
     forecast = read_section(heart.run_dir / FORECAST, "preflight").get("figures", {}).get("memory")
     if forecast is not None:
-        planned = memory["gpu_peak_forecast"] = forecast["tensors"] + forecast["workspace"] + forecast.get("vllm", 0)
-        if peak and planned:
-            work, more = forecast["work"], 100 * (planned / peak - 1)
-            length = work["prompt"] + work["completion"]
-            at_most = (
-                f"{format_bytes(planned)} forecast for {work['rows']} x {length} tokens, the most that a step may have"
-            )
-            log.info("GPU memory: %s at its peak; %s (%+.1f %%)", format_bytes(peak), at_most, more)
+        memory["gpu_peak_forecast"] = forecast["tensors"] + forecast["workspace"] + forecast.get("vllm", 0)
     try:
         write_json(path, summary)
     except OSError as error:  # must not replace the run's own error

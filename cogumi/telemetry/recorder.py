@@ -209,8 +209,7 @@ class Telemetry(TrainerCallback):
 ROLLOUT_EXAMPLES = 4  # completions shown of a rollout
 MAX_CHARACTERS = 4000  # of a prompt, its end; of a completion, its beginning
 SAMPLE_PROMPTS = 4
-# If the config does not say: at most so many looks, so many steps apart, for such a share of the training's time.
-MAX_LOOKS, MIN_LOOK_STEPS, MAX_LOOK_TIME_SHARE = 10, 50, 0.02
+MAX_LOOKS, MIN_LOOK_STEPS = 10, 50  # if the config does not say: at most so many looks, so many steps apart
 
 
 def record_rollouts(trainer: Any, telemetry: Telemetry) -> None:
@@ -253,10 +252,7 @@ def spread_by_reward(rewards: list[float]) -> list[int]:
 
 
 class Samples(TrainerCallback):
-    """Writes samples after every `every` steps; None: at tenths of the steps, within the limits above.
-
-    first: also before the first step.
-    """
+    """Writes samples after every `every` steps; None: at tenths of the steps. first: also before the first step."""
 
     def __init__(
         self,
@@ -267,9 +263,8 @@ class Samples(TrainerCallback):
         stops: Sequence[str],
         first: bool = False,
     ) -> None:
-        self.first = first
+        self.first, self.every = first, every
         self.telemetry, self.tokenizer, self.prompts, self.stops = telemetry, tokenizer, prompts, stops
-        self.every, self.limited = every or 0, every is None
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
@@ -277,21 +272,18 @@ class Samples(TrainerCallback):
         if self.first and state.global_step == 0:
             with self.telemetry.stage_beside("samples"):
                 write_samples(self.telemetry.run_dir, model, self.tokenizer, self.prompts, 0, self.stops)
-        if self.limited:
+        if self.every is None:
             self.every = max(MIN_LOOK_STEPS, math.ceil(state.max_steps / MAX_LOOKS))
-        on_the_way = f"every {self.every} steps " if self.every < state.max_steps else ""
+        on_the_way = f"every {self.every} steps " if 0 < self.every < state.max_steps else ""
         when = f"before the first step, {on_the_way}and at the end (cogumi.samples_every)"
         if self.telemetry.ranks.leads:
             log.info("samples: %d held-out prompts %s", min(SAMPLE_PROMPTS, len(self.prompts)), when)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
-        run_dir, step, spent = self.telemetry.run_dir, state.global_step, self.telemetry.meter.seconds()
-        if not self.every or step % self.every or step >= state.max_steps:
-            return
-        too_much = self.limited and spent.get("samples", 0.0) > MAX_LOOK_TIME_SHARE * spent.get("train", 0.0)
-        if not self.telemetry.ranks.tell(too_much):
+        step = state.global_step
+        if self.every and step % self.every == 0 and step < state.max_steps:
             with self.telemetry.stage_beside("samples"):
-                write_samples(run_dir, model, self.tokenizer, self.prompts, step, self.stops)
+                write_samples(self.telemetry.run_dir, model, self.tokenizer, self.prompts, step, self.stops)
 
 
 def write_samples(

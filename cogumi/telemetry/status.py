@@ -246,24 +246,27 @@ def format_headline(status: Status) -> str:
 
 def format_sentence(status: Status) -> str:
     """Return the headline with what was checked, why the run ended and what it would resume from."""
-    counted, merged = count_flags(status), Path(status.run_dir) / "merged"
-    missed = [check for check in failed_checks(checks(status)) if check["figure"] not in (status.reason or "")]
+    counted, made, merged = count_flags(status), checks(status), Path(status.run_dir) / "merged"
+    missed = [check for check in failed_checks(made) if check["figure"] not in (status.reason or "")]
     parts = [
         format_headline(status),
-        format_checks(status) if counted else "",
+        count_checks(made, reds(status)) if made and counted else "",
         f"flags: {counted}" if status.ended and counted else "",
         *map(format_missed_check, missed),
         " ".join((status.reason or "").split()),
-        describe_resume(status) if status.state in BROKEN_OFF else "",
+        describe_resume(status),
         f"the merged model is {relative_path(str(merged))}" if status.ended and merged.is_dir() else "",
     ]
     return escape_controls("; ".join(filter(None, parts)))
 
 
 def describe_resume(status: Status) -> str:
-    """Describe what an interrupted run has saved, and what starting it again does."""
-    saved = f"the newest checkpoint is {status.checkpoint}" if status.checkpoint else "there is no checkpoint yet"
-    return f"{saved}; the same command {'resumes from it' if status.checkpoint else 'starts the run again'}"
+    """Describe what an interrupted run has saved, and what starting it again does; "" for another run."""
+    if status.state not in BROKEN_OFF:
+        return ""
+    if not status.checkpoint:
+        return "there is no checkpoint yet; the same command starts the run again"
+    return f"the newest checkpoint is {status.checkpoint}; the same command resumes from it"
 
 
 def format_screen(status: Status) -> str:
@@ -281,10 +284,12 @@ def format_screen(status: Status) -> str:
             for flag in flags(status)
             if flag["level"] != "green"
         ),
-        describe_resume(status) if status.state in BROKEN_OFF else "",
+        describe_resume(status),
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
-        *(f"FAIL  {format_failed_check(check)}" for check in failed_checks(checks(status))),
     ]
+    for check in failed_checks(checks(status)):
+        fix = f"; {check['fix']}" if check.get("fix") else ""
+        lines.append(f"FAIL  {check['name']}: {check['figure']}{fix}")
     end = [f"--- {relative_path(status.log)}", *log] if log else []
     return escape_controls("\n".join([*filter(None, lines), *end]))
 
@@ -344,16 +349,6 @@ def failed_checks(verdict_checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def format_missed_check(check: dict[str, Any]) -> str:
     """Return a failed check in one clause: its name and its fix, or the figure if there is no fix."""
     return f"FAIL {check['name']}: {check.get('fix') or check['figure']}"
-
-
-def format_failed_check(check: dict[str, Any]) -> str:
-    return "; ".join(filter(None, (f"{check['name']}: {check['figure']}", check.get("fix"))))
-
-
-def format_checks(status: Status) -> str:
-    """Return `9 of 9 checks passed`, or "" before a verdict; while a flag is red, nothing is reported as passed."""
-    verdict_checks = checks(status)
-    return count_checks(verdict_checks, reds(status)) if verdict_checks else ""
 
 
 def count_checks(verdict_checks: list[dict[str, Any]], red: list[str]) -> str:
