@@ -111,7 +111,7 @@ def test_a_good_environment_is_found_good_in_time(environment: Environment) -> N
     wrong = [finding for finding in report["findings"] if finding["state"] in ("warning", "fatal")]
     assert (wrong, status, report["passed"]) == ([], 0, True)
     assert of(report, "compiler", "ok")
-    assert of(report, "4-bit layers", "ok")["figure"].startswith("branchless: ")
+    assert of(report, "4-bit layers", "ok")["figure"].startswith("none: ")
     # Two processes of it at once: 15 s of two cores. The time on the wall depends on who else is at work.
     used = (ended.children_user + ended.children_system) - (began.children_user + began.children_system)
     assert used < 40, f"{used:.0f} s of processor time"
