@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm lint tools browser bubblewrap notebooks bench faults lock lock-check elf check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -86,10 +86,6 @@ lock: .venv/test
 
 lock-check: .venv/test
 	$(PYTHON_IN) requirements/lock.py --check
-
-# Read which CUDA the wheels are linked to. Downloads about 400 MB the first time.
-elf: .venv/test
-	$(PYTHON_IN) requirements/elf.py
 
 check-urls: .venv/test
 	$(PYTHON_IN) -m pytest -rs tests/test_requirements_resolve.py -k url

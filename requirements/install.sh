@@ -19,7 +19,7 @@ find_gpu_sign() {
     return 1
 }
 
-# The lane, before anything is made (cogumi.stack.lanes.lane_for picks the same).
+# The lane, before anything is made.
 lane=cpu reason="no NVIDIA GPU"
 if [ $venv != .venv ] || [ "${LANE:-}" = cpu ]; then
     reason="no GPU is to be used"

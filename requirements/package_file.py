@@ -1,4 +1,4 @@
-"""What an installed cogumi knows of the lanes (cogumi/stack/lanes.json): lanes.toml, the pinned files and GPU results in one."""
+"""What an installed cogumi knows of the lanes (cogumi/stack/lanes.json): lanes.toml and the pinned files in one."""
 
 import re
 import tomllib
@@ -8,10 +8,8 @@ from urllib.parse import unquote
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
-from proof import known_good
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PYTHONS = ("3.11", "3.12")
 PLATFORMS = {
     "linux": {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"},
@@ -55,17 +53,14 @@ def version(requirement: Requirement) -> str:
     return str(parse_wheel_filename(unquote(requirement.url.rpartition("/")[2]))[1])
 
 
-def package_file(files: dict[Path, str], results: Path = RESULTS) -> dict[str, Any]:
+def package_file(files: dict[Path, str]) -> dict[str, Any]:
     """The content of lanes.json; `files` holds texts that are not on the disk yet."""
     described = {}
     for name, entry in table()[0].items():
         text = text_of(entry, files)
-        described[name] = {
-            key: entry.get(key) for key in ("purpose", "file", "cuda", "driver", "glibc", "tested", "unproven")
-        }
+        described[name] = {key: entry.get(key) for key in ("file", "cuda", "driver")}
         described[name] |= shared_pins(text, entry["platforms"]) if text else {"pins": {}, "pins_apart": {}}
-        proven = known_good(described[name], results)
-        described[name] |= {"state": state(entry, text, proven), "known_good": proven}
+        described[name]["state"] = state(entry, text)
     return described
 
 
@@ -82,9 +77,7 @@ def shared_pins(text: str, platforms: list[str]) -> dict[str, Any]:
     return {"pins": dict(sorted(everywhere)), "pins_apart": apart}
 
 
-def state(entry: dict[str, Any], text: str | None, proven: dict[str, str] | None) -> str:
+def state(entry: dict[str, Any], text: str | None) -> str:
     if text is None:
         return "unresolved"
-    if proven is not None:
-        return "known-good"
     return "tested" if "tested" in entry else "resolver-proven"

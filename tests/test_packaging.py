@@ -91,7 +91,8 @@ def run_outside(installed: Path, directory: Path, *arguments: str) -> str:
 def test_the_wheel_holds_the_package_and_its_data(installed: Path) -> None:
     names = {path.relative_to(installed).parts[0] for path in installed.iterdir()}
     assert {name for name in names if not name.endswith(".dist-info")} == {"cogumi", "sitecustomize.py"}
-    for name in ("configs/smoke/sft.yaml", "py.typed", "models/small-base/model.safetensors"):
+    data = ["configs/smoke/sft.yaml", "py.typed", "models/small-base/model.safetensors"]
+    for name in (*data, "stack/lanes.json", "diagnostics/signatures.toml"):
         assert (installed / "cogumi" / name).is_file(), name
     assert not (installed / "cogumi/models/small-base/pretraining").exists()
 

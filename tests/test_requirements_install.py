@@ -86,46 +86,22 @@ def installed(tmp_path: Path) -> list[str]:
 
 
 STABLE_FILES = [".venv/without-xformers.txt", ".venv/xformers.txt"]
-
-
-@pytest.mark.parametrize(
-    ("version", "files"),
-    [
-        ("580.65.06", STABLE_FILES),
-        ("610.10", STABLE_FILES),
-        ("579.99", ["requirements/stable-cu128.txt"]),
-        ("525.60.13", ["requirements/stable-cu128.txt"]),
-    ],
+CPU_FILES = ["requirements/cpu-torch.txt", "requirements/cpu.txt"]
+OLDER_FILES = ["requirements/stable-cu128.txt"]
+ONLY_XFORMERS = 'echo "unsloth 2026.10.9 requires xformers, which is not installed."; exit 1'
+WITHOUT_XFORMERS = venv_maker(".venv/xformers.txt", ONLY_XFORMERS)
+TWO_CONFLICTS = venv_maker(
+    ".venv/xformers.txt", 'echo "trl 1.15.0 requires datasets, which is not installed."; ' + ONLY_XFORMERS
 )
-def test_the_installer_picks_the_lane_by_the_driver(version: str, files: list[str], tmp_path: Path) -> None:
-    done = run_installer(tmp_path, venv_maker(), driver(version))
-    assert done.returncode == 0, done.stderr
-    assert installed(tmp_path) == files
-    lane = package_lanes.lane_for(version).name
-    asked = (tmp_path / "asked.txt").read_text().splitlines()
-    assert f"requirements/flash_attn.py {lane}" in asked
-    assert [line.split()[3] for line in asked if line.startswith("-m ipykernel install")] == ["--sys-prefix", "--user"]
-    if files == STABLE_FILES:  # the file of the lane, in two parts
-        parts = [requirements_of((tmp_path / file).read_text()) for file in files]
-        assert sorted(parts[0] + parts[1]) == sorted(requirements_of(STABLE.read_text()))
-        assert [part.split()[0] for part in parts[1]] == ["xformers"]
-    else:
-        assert package_lanes.lane_for(version).file == files[0]
+FAILS = f'echo "{NO_DRIVER}"; exit 9'
 
 
-def test_without_a_driver_the_installer_takes_the_cpu_lane(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, venv_maker())
-    assert done.returncode == 0, done.stderr
-    assert "no NVIDIA GPU: installing the CPU lane" in done.stdout
-    assert installed(tmp_path)[-1] == package_lanes.lane_for(None).file == "requirements/cpu.txt"
-
-
-def show_gpu(root: Path, kind: str) -> str:
-    """Put the kernel's signs of an NVIDIA GPU below `root`; return the one that is found first."""
+def show_gpu(root: Path, kind: str) -> None:
+    """Put the kernel's signs of an NVIDIA GPU below `root`."""
     if kind == "driver":
         (root / "proc/driver/nvidia").mkdir(parents=True)
         (root / "proc/driver/nvidia/version").touch()
-        return "/proc/driver/nvidia/version"
+        return
     for address, vendor, device_class in (
         ("0000:00:1f.0", "0x8086", "0x030000"),
         ("0000:01:00.0", "0x10de", "0x030200"),
@@ -134,89 +110,72 @@ def show_gpu(root: Path, kind: str) -> str:
         device.mkdir(parents=True)
         (device / "vendor").write_text(vendor + "\n")
         (device / "class").write_text(device_class + "\n")
-    return "/sys/bus/pci/devices/0000:01:00.0"
 
 
-@pytest.mark.parametrize("kind", ["driver", "pci"])
-def test_a_gpu_whose_driver_fails_is_an_error_unless_the_cpu_lane_is_asked_for(kind: str, tmp_path: Path) -> None:
-    sign, failing = show_gpu(tmp_path, kind), f'echo "{NO_DRIVER}"; exit 9'
-    done = run_installer(tmp_path, venv_maker(), failing)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"{sign}), but nvidia-smi fails: {NO_DRIVER}" in done.stderr
-    assert "LANE=cpu sh requirements/install.sh" in done.stderr
-    assert not (tmp_path / ".venv").exists()
-    command, environment = ["/bin/sh", "requirements/install.sh"], {"PATH": str(tmp_path / "bin"), "LANE": "cpu"}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
-    assert installed(tmp_path)[-1] == "requirements/cpu.txt"
+# nvidia-smi, signs of a GPU, variables; the files that are installed, and words of the output.
+INSTALLS = {
+    "580": (driver("580.65.06"), "", {}, STABLE_FILES, "stable lane"),
+    "610": (driver("610.10"), "", {}, STABLE_FILES, "stable lane"),
+    "579": (driver("579.99"), "", {}, OLDER_FILES, "CUDA 12.8"),
+    "525": (driver("525.60.13"), "", {}, OLDER_FILES, "CUDA 12.8"),
+    "no driver": ("", "", {}, CPU_FILES, "no NVIDIA GPU: installing the CPU lane"),
+    "nvidia-smi without a GPU": ("exit 9", "", {}, CPU_FILES, "no NVIDIA GPU"),
+    "a GPU without tools": ("", "pci", {}, CPU_FILES, "/sys/bus/pci/devices/0000:01:00.0), but no nvidia-smi"),
+    "cpu on request": (FAILS, "driver", {"LANE": "cpu"}, CPU_FILES, "no GPU is to be used"),
+}
 
 
-def test_a_gpu_without_the_drivers_tools_is_named_when_the_cpu_lane_is_installed(tmp_path: Path) -> None:
-    sign = show_gpu(tmp_path, "pci")
-    done = run_installer(tmp_path, venv_maker())
+@pytest.mark.parametrize(("smi", "sign", "variables", "files", "said"), INSTALLS.values(), ids=INSTALLS)
+def test_the_lane_that_the_installer_picks(
+    smi: str, sign: str, variables: dict[str, str], files: list[str], said: str, tmp_path: Path
+) -> None:
+    if sign:
+        show_gpu(tmp_path, sign)
+    done = run_installer(tmp_path, venv_maker(), smi, **variables)
     assert done.returncode == 0, done.stderr
-    assert f"{sign}), but no nvidia-smi" in done.stdout
-    assert installed(tmp_path)[-1] == "requirements/cpu.txt"
+    assert said in done.stdout
+    assert installed(tmp_path) == files
+    asked = (tmp_path / "asked.txt").read_text().splitlines()
+    assert [line.split()[3] for line in asked if line.startswith("-m ipykernel install")] == ["--sys-prefix", "--user"]
+    lane = {STABLE_FILES[0]: "stable", OLDER_FILES[0]: "stable-cu128"}.get(files[0])
+    assert (f"requirements/flash_attn.py {lane}" in asked) == (lane is not None)
+    if files == STABLE_FILES:  # the file of the lane, in two parts
+        parts = [requirements_of((tmp_path / file).read_text()) for file in files]
+        assert sorted(parts[0] + parts[1]) == sorted(requirements_of(STABLE.read_text()))
+        assert [part.split()[0] for part in parts[1]] == ["xformers"]
 
 
-def test_an_nvidia_smi_that_fails_without_a_gpu_is_no_error(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, venv_maker(), "exit 9")
-    assert done.returncode == 0, done.stderr
-    assert installed(tmp_path)[-1] == "requirements/cpu.txt"
+# python3, nvidia-smi, signs of a GPU, a file that is lacking, and words of the one message.
+REFUSED = {
+    "driver fails": (venv_maker(), FAILS, "driver", "", f"/version), but nvidia-smi fails: {NO_DRIVER}"),
+    "driver fails, pci": (venv_maker(), FAILS, "pci", "", "LANE=cpu sh requirements/install.sh"),
+    "524": (venv_maker(), driver("524.99"), "", "", "NVIDIA driver 524.99 cannot run"),
+    "lane unresolved": (venv_maker(), driver("535.183.01"), "", "stable-cu128.txt", "a host with driver 580 or newer"),
+    "no version": (venv_maker(), driver("'[N/A]'"), "", "", "'[N/A]', which is no version"),
+    "Python 3.10": ("exit 1", "", "", "", "cogumi needs Python 3.11 or 3.12"),
+    "no venv": ('[ "$1" = -c ]', "", "", "", "apt-get install python3-venv"),
+}
 
 
-@pytest.mark.parametrize("version", ["524.99", "470.256.02"])
-def test_a_driver_too_old_for_any_lane_gets_one_message_and_nothing_is_made(version: str, tmp_path: Path) -> None:
-    done = run_installer(tmp_path, venv_maker(), driver(version))
+@pytest.mark.parametrize(("python3", "smi", "sign", "lacking", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_the_installer_refuses(python3: str, smi: str, sign: str, lacking: str, said: str, tmp_path: Path) -> None:
+    if sign:
+        show_gpu(tmp_path, sign)
+    done = run_installer(tmp_path, python3, smi, lacking=lacking)
     assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert f"NVIDIA driver {version} cannot run" in done.stderr
+    assert said in done.stderr
     assert not (tmp_path / ".venv").exists()
 
 
-def test_an_older_driver_is_refused_where_its_lane_is_unresolved(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, venv_maker(), driver("535.183.01"), lacking="stable-cu128.txt")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "choose a host with driver 580 or newer" in done.stderr
-    assert not (tmp_path / ".venv").exists()
-
-
-def test_a_driver_that_says_no_version_is_refused(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, venv_maker(), driver("'[N/A]'"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "'[N/A]', which is no version" in done.stderr
-
-
-ONLY_XFORMERS = 'echo "unsloth 2026.10.9 requires xformers, which is not installed."; exit 1'
-
-
-def test_without_pytorchs_index_the_stable_lane_is_installed_but_for_xformers(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, venv_maker(".venv/xformers.txt", ONLY_XFORMERS), driver("580.95.05"))
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(("python3", "status"), [(WITHOUT_XFORMERS, 0), (TWO_CONFLICTS, 1)])
+def test_pytorchs_index_does_not_answer(python3: str, status: int, tmp_path: Path) -> None:
+    """The stable lane is installed but for xformers; any other conflict still fails."""
+    done = run_installer(tmp_path, python3, driver("580.95.05"))
+    assert done.returncode == status, done.stderr
     assert "unsloth uses torch's attention" in done.stdout
     assert installed(tmp_path) == STABLE_FILES
-
-
-def test_without_pytorchs_index_any_other_conflict_still_fails(tmp_path: Path) -> None:
-    check = 'echo "trl 1.15.0 requires datasets, which is not installed."; ' + ONLY_XFORMERS
-    done = run_installer(tmp_path, venv_maker(".venv/xformers.txt", check), driver("580.95.05"))
-    assert done.returncode == 1
-    assert "trl 1.15.0 requires datasets" in done.stdout
+    assert ("trl 1.15.0 requires datasets" in done.stdout) == bool(status)
     assert "requires xformers" not in done.stdout
-
-
-def test_without_a_fitting_python_the_installer_says_so_and_makes_nothing(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, "exit 1")  # what a Python 3.10 answers to the version question
-    assert done.returncode == 2
-    assert "cogumi needs Python 3.11 or 3.12" in done.stderr
-    assert not (tmp_path / ".venv").exists()
-
-
-def test_a_python_without_venv_is_told_what_to_install(tmp_path: Path) -> None:
-    done = run_installer(tmp_path, '[ "$1" = -c ]')  # the version is right, and `-m venv` fails
-    assert done.returncode == 2
-    assert "apt-get install python3-venv" in done.stderr
-    assert not (tmp_path / ".venv").exists()
 
 
 # ------------------------------------------------------------------------- the stable file, for pip's own resolver
@@ -437,24 +396,25 @@ def test_flash_attn_that_loads_stays(tmp_path: Path) -> None:
     assert "flash-attn 2.8.3: installed" in try_flash_attn(environment, tmp_path, made.as_uri(), hashed)
 
 
-@pytest.mark.parametrize("case", ["does not load", "another hash", "unreachable", "unknown"])
-def test_flash_attn_that_fails_is_taken_out_and_one_line_says_why(
-    case: str, environment: Environment, tmp_path: Path
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("does not load", "undefined symbol: _ZN3c105Error"),
+        ("another hash", "DO NOT MATCH THE HASHES"),  # pip's own words
+        ("unreachable", "http://127.0.0.1:9/flash_attn"),
+        ("unknown", "no wheel with a known hash"),
+    ],
+)
+def test_flash_attn_that_fails_is_removed_with_one_line(
+    case: str, said: str, environment: Environment, tmp_path: Path
 ) -> None:
     made = wheel(tmp_path, LOADS_NOT if case == "does not load" else LOADS)
     hashed = "0" * 64 if case == "another hash" else hashlib.sha256(made.read_bytes()).hexdigest()
     url = f"http://127.0.0.1:9/{made.name}" if case == "unreachable" else made.as_uri()
-    said = try_flash_attn(environment, tmp_path, url, hashed, "3.9" if case == "unknown" else "")
-    because = {
-        "does not load": "undefined symbol: _ZN3c105Error",
-        "another hash": "DO NOT MATCH THE HASHES",  # pip's own words
-        "unreachable": url,
-        "unknown": "no wheel with a known hash",
-    }
-    assert "not installed" in said
-    assert because[case] in said
-    assert HUB_FLASH_ATTN in said
-    assert "sdpa" in said
+    line = try_flash_attn(environment, tmp_path, url, hashed, "3.9" if case == "unknown" else "")
+    assert "not installed" in line
+    assert said in line
+    assert f"{HUB_FLASH_ATTN} or torch's sdpa" in line
     assert not has_flash_attn(environment)
 
 
@@ -469,4 +429,4 @@ def test_the_wheels_of_flash_attn_are_of_a_lane_and_of_its_torch() -> None:
         python = f"cp{entry['python'].replace('.', '')}"
         assert f"cu{lane.cuda.replace('.', '')}torch{torch}-{python}-{python}-linux_x86_64.whl" in unquote(entry["url"])
         assert re.fullmatch(r"[0-9a-f]{64}", entry["sha256"])
-        assert package_lanes.lane_for(lane.driver).name == lane.name  # the installer tries it
+        assert lane.name in ("stable", "stable-cu128")  # for which the installer tries it

@@ -2,9 +2,7 @@
 
 import io
 import json
-import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -57,7 +55,14 @@ def names(report: dict[str, Any]) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- the whole of it
 
 
-def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Environment, tmp_path: Path) -> None:
+ORDER = [
+    "Python", "temporary files", "work directory", "driver", "lane", "torch", "matmul", "data libraries",
+    "training libraries", "bitsandbytes",
+]  # fmt: skip
+
+
+def test_every_part_is_checked_in_order(environment: Environment, tmp_path: Path) -> None:
+    """And nothing is left: no file, no process."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     code = """if True:
@@ -67,33 +72,14 @@ def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Envir
         native = [name for name in ("torch", "numpy", "pandas", "transformers") if name in sys.modules]
         print(json.dumps({"report": report.as_dict(), "native": native, "text": str(report)}))
     """
-    # Dynamo switched off: compiling is most of the time.
-    done = environment.run("-c", code, TORCHDYNAMO_DISABLE="1", TMPDIR=str(scratch))
+    done = environment.run("-c", code, TMPDIR=str(scratch), CUDA_VISIBLE_DEVICES="-1")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["native"] == []
     report = said["report"]
-    order = [
-        "Python",
-        "temporary files",
-        "work directory",
-        "driver",
-        "lane",
-        "torch",
-        "matmul",
-    ]
-    order += [
-        "data libraries",
-        "training libraries",
-        "bitsandbytes",
-        "torch.compile",
-        "4-bit layers",
-        "compiler",
-    ]
-    assert [name for name in dict.fromkeys(names(report)) if name in order] == order
+    assert [name for name in dict.fromkeys(names(report)) if name in ORDER] == ORDER
     assert not [finding for finding in report["findings"] if finding["state"] == "fatal"]
-    assert "TORCHDYNAMO_DISABLE=1: torch compiles nothing" in of(report, "torch.compile", "warning")["figure"]
-    assert "nothing is compiled, because of TORCHDYNAMO_DISABLE=1" in of(report, "compiler", "warning")["figure"]
+    assert of(report, "CUDA_VISIBLE_DEVICES", "warning")
     assert not report["passed"]
     for finding in report["findings"]:
         assert f"{finding['state']:8} {finding['what']}" in said["text"]
@@ -104,18 +90,10 @@ def test_every_part_is_looked_at_in_order_and_nothing_is_left(environment: Envir
 
 
 @pytest.mark.sweep
-def test_a_good_environment_is_found_good_in_time(environment: Environment) -> None:
-    began = os.times()
+def test_a_good_environment_is_found_good(environment: Environment) -> None:
     report, status = examine(environment)
-    ended = os.times()
     wrong = [finding for finding in report["findings"] if finding["state"] in ("warning", "fatal")]
     assert (wrong, status, report["passed"]) == ([], 0, True)
-    assert of(report, "compiler", "ok")
-    assert of(report, "4-bit layers", "ok")["figure"].startswith("none: ")
-    # Two processes of it at once: 15 s of two cores. The time on the wall depends on who else is at work.
-    used = (ended.children_user + ended.children_system) - (began.children_user + began.children_system)
-    assert used < 40, f"{used:.0f} s of processor time"
-    assert [path for path in environment.home.rglob("*") if path.is_file()] == []
 
 
 def left_running(environment: Environment) -> list[str]:
@@ -134,87 +112,53 @@ def left_running(environment: Environment) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ broken packages
 
 
-def wrong_torchvision(environment: Environment, _: Path) -> dict[str, str]:
-    environment.install("torchvision", "0.26.0", WRONG_TORCHVISION)
-    return {"TORCHDYNAMO_DISABLE": "1"}
+def broken_packages(name: str, version: str, files: dict[str, str]) -> "Break":
+    def install(environment: Environment, _: Path) -> dict[str, str]:
+        environment.install(name, version, files)
+        return {}
 
-
-def old_numpy_extension(environment: Environment, _: Path) -> dict[str, str]:
-    environment.install("pandas", "2.0.3", OLD_NUMPY_EXTENSION)
-    return {}
-
-
-def no_cuda_library(environment: Environment, _: Path) -> dict[str, str]:
-    environment.install("torch", "2.11.0", NO_CUDA_LIBRARY)
-    return {}
-
-
-def missing_driver(_: Environment, tmp_path: Path) -> dict[str, str]:
-    return failing_nvidia_smi(tmp_path / "bin")
+    return install
 
 
 Break = Callable[[Environment, Path], dict[str, str]]
 # Heading of the doc, what breaks the environment, and the finding that says so: what, state, words of figure, cause and fix.
-BROKEN: list[tuple[str, Break, tuple[str, str, str, str, str]]] = [
-    (
-        "torchvision of another torch",
-        wrong_torchvision,
-        (
-            "training libraries",
-            "fatal",
-            "operator torchvision::nms does not exist",
-            "torchvision is of another",
-            "install.sh",
-        ),
+BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
+    "torchvision of another torch": (
+        broken_packages("torchvision", "0.26.0", WRONG_TORCHVISION),
+        "training libraries", "operator torchvision::nms does not exist", "torchvision is of another", "install.sh",
     ),
-    (
-        "An extension built for NumPy 1",
-        old_numpy_extension,
-        (
-            "data libraries",
-            "fatal",
-            "^pandas: ImportError: A module that was compiled using NumPy 1.x cannot be run in NumPy 2",
-            "numpy 1",
-            "install",
-        ),
+    "An extension built for NumPy 1": (
+        broken_packages("pandas", "2.0.3", OLD_NUMPY_EXTENSION),
+        "data libraries", "^pandas: ImportError: A module that was compiled using NumPy 1.x cannot be run in NumPy 2", "numpy 1",
+        "install",
     ),
-    (
-        "A library of CUDA that is not there",
-        no_cuda_library,
-        ("torch", "fatal", "libcudart.so.13: cannot open shared object file", "CUDA", "install"),
+    "A library of CUDA that is not there": (
+        broken_packages("torch", "2.11.0", NO_CUDA_LIBRARY),
+        "torch", "libcudart.so.13: cannot open shared object file", "CUDA", "install",
     ),
-    (
-        "A driver without its libraries",
-        missing_driver,
-        ("driver", "fatal", "communicate with the NVIDIA driver", "nvidia-smi is there", "--gpus all"),
+    "A driver without its libraries": (
+        lambda _, tmp_path: failing_nvidia_smi(tmp_path / "bin"),
+        "driver", "communicate with the NVIDIA driver", "nvidia-smi is there", "--gpus all",
     ),
-]
+}  # fmt: skip
+SLOW = pytest.mark.slow("every library until trl asks for torchvision; the NumPy case fails the same way, sooner")
 
 
-def slow_cases() -> list[object]:
-    slow = pytest.mark.slow("every library until trl asks for torchvision; the NumPy case fails the same way, sooner")
-    marks = {"torchvision of another torch": [slow]}
-    return [pytest.param(*each, id=each[0], marks=marks.get(each[0], [])) for each in BROKEN]
-
-
-@pytest.mark.parametrize(("heading", "break_it", "expected"), slow_cases())
-def test_a_broken_environment(
-    heading: str, break_it: Break, expected: tuple[str, str, str, str, str], environment: Environment, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "heading", [pytest.param(heading, marks=[SLOW] if "torchvision" in heading else []) for heading in BROKEN]
+)
+def test_a_broken_environment(heading: str, environment: Environment, tmp_path: Path) -> None:
     """Each is named with cause and fix, exit status 1; and the doc shows what is printed."""
-    variables = break_it(environment, tmp_path)
-    report, status = examine(environment, **variables)
+    break_it, what, *words = BROKEN[heading]
+    report, status = examine(environment, **break_it(environment, tmp_path))
     assert status == 1
-    what, state, *words = expected
-    finding = of(report, what, state)
+    finding = of(report, what, "fatal")
+    shown = in_words(section(heading))
     for part, pattern in zip(("figure", "cause", "fix"), words, strict=True):
         assert re.search(pattern, finding[part]), (part, finding[part])
-    fatal = [finding for finding in report["findings"] if finding["state"] == "fatal"]
-    assert ("not checked" in names(report)) == bool(fatal)
-    shown = in_words(section(heading))
-    said = [*(finding[part] for part in ("figure", "cause", "fix")), f"{state} {what}"]
-    for part in said:
-        assert in_words(part) in shown, f"docs/doctor.md, {heading}, does not show: {part}"
+        assert in_words(finding[part]) in shown, f"docs/doctor.md, {heading}, does not show: {finding[part]}"
+    assert in_words(f"fatal {what}") in shown
+    assert "not checked" in names(report)
     assert left_running(environment) == []
 
 
@@ -232,16 +176,18 @@ def test_a_release_that_does_not_fit(
     wheels: list[str], what: str, figure: str, cause: str, environment: Environment, tmp_path: Path
 ) -> None:
     download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "-d",
-        str(tmp_path),
+        *(
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "-d",
+            str(tmp_path),
+        )
     ]
     done = subprocess.run([*download, *wheels], capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
@@ -276,42 +222,17 @@ def test_a_hanging_import_is_ended_with_all_that_it_started(environment: Environ
     done = environment.run("-c", code)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    # Of the two chains, one comes to the import first and ends the other.
     (fatal,) = (finding for finding in report["findings"] if finding["state"] == "fatal")
     assert re.fullmatch(r"it was ended after 2\.\d s without an answer", fatal["figure"])
     assert left_running(environment) == []
-
-
-def test_what_a_doctor_that_is_killed_started_ends_with_it(environment: Environment) -> None:
-    environment.put(
-        {
-            "pandas/__init__.py": "import time, pathlib, os; pathlib.Path(os.environ['HOME'], 'here').touch(); time.sleep(1000)"
-        }
-    )
-    code = "import cogumi; cogumi.doctor()"
-    variables = {**os.environ, "HOME": str(environment.home), "TMPDIR": str(environment.home)}
-    with subprocess.Popen([str(environment.python), "-c", code], env=variables, cwd=environment.home) as process:
-        waited(lambda: (environment.home / "here").exists())
-        process.kill()
-    waited(lambda: left_running(environment) == [])
-
-
-def waited(condition: Callable[[], bool], seconds: float = 60) -> None:
-    import time
-
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "nothing came of it"
-        time.sleep(0.05)
 
 
 def test_a_crash_takes_only_its_own_step_along(environment: Environment) -> None:
     environment.put(CRASHING)
     code = """if True:
         import json, os
-        from threading import Event
         from cogumi.diagnostics.checkup import run_steps
-        steps = run_steps(["torchvision", "data"], 60, dict(os.environ), Event())
+        steps = run_steps(["torchvision", "data"], 60, dict(os.environ))
         print(json.dumps([[step.name, step.error, step.output] for step in steps]))
     """
     done = environment.run("-c", code)
@@ -346,69 +267,40 @@ def test_everything_cogumi_imports_is_asked_for() -> None:
     assert sorted(NEEDED) == sorted(re.split(r"[<>=]", each)[0] for each in expected)
 
 
-def test_an_installation_that_was_cut_short(environment: Environment) -> None:
-    environment.install(
-        "torch", "2.13.0", {"torch/__init__.py": "", "torch/lib/libtorch_cpu.so": "0123456789", "torch/_C.so": "x"}
-    )
-    (environment.packages / "torch" / "lib" / "libtorch_cpu.so").write_text("0123")
-    (environment.packages / "torch" / "_C.so").unlink()
+@pytest.mark.parametrize("name", ["peft", "torch"])
+def test_metadata_that_is_gone(name: str, environment: Environment) -> None:
+    """As an interrupted installation leaves it; the package in front hides the whole one below it."""
+    environment.install(name, "0.21.2", {f"{name}/__init__.py": "raise ImportError('half a package')"})
+    (environment.packages / f"{name}-0.21.2.dist-info" / "METADATA").unlink()
     report, status = examine(environment)
     assert status == 1
-    finding = of(report, "installed", "fatal")
-    assert finding["figure"] == "torch: libtorch_cpu.so (4 B of 10 B), _C.so (0 B of 1 B)"
-    python = shlex.quote(str(environment.python))
-    assert finding["fix"] == f"{python} -m pip install --force-reinstall --no-deps torch==2.13.0"
-    assert names(report)[-1] == "not checked"
-
-
-@pytest.mark.parametrize("gone", ["RECORD", "METADATA"])
-def test_metadata_that_is_gone(environment: Environment, gone: str) -> None:
-    environment.install("peft", "0.21.2", {"peft/__init__.py": ""})
-    (environment.packages / "peft-0.21.2.dist-info" / gone).unlink()
-    report, status = examine(environment)
-    assert status == 1
-    fatal = [finding for finding in report["findings"] if finding["state"] == "fatal"]
-    assert fatal[0]["figure"] == f"peft: without {gone}"
-    assert "peft-0.21.2.dist-info, then sh requirements/install.sh" in fatal[0]["fix"]
-
-
-def test_torch_without_metadata(environment: Environment) -> None:
-    environment.install("torch", "2.13.0", {"torch/__init__.py": ""})
-    (environment.packages / "torch-2.13.0.dist-info" / "METADATA").unlink()
-    report, status = examine(environment)
-    assert status == 1
-    assert "torch: without METADATA" in [
-        finding["figure"] for finding in report["findings"] if finding["state"] == "fatal"
-    ]
+    assert [finding for finding in report["findings"] if finding["state"] == "fatal"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- drivers
 
 
-@pytest.mark.parametrize(
-    ("said", "what", "state", "cause"),
-    [
-        ("Failed to initialize NVML: Driver/library version mismatch", "driver", "fatal", "upgraded without a restart"),
-        ("No devices were found", "GPU", "warning", "this container was given no GPU"),
-    ],
-)
-def test_a_driver_that_refuses(
-    said: str, what: str, state: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", said, 18)["PATH"])
-    (finding,) = check_driver("13.0", 60)
-    assert (finding.what, finding.state) == (what, state)
-    assert cause in finding.cause
-
-
 H100 = "580.95.05, 81559, NVIDIA H100 80GB HBM3"
 
 
-def test_a_driver_and_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", H100)["PATH"])
-    driver, card = check_driver("13.0", 60)
-    assert (driver.state, driver.figure) == ("ok", "580.95.05")
-    assert (card.what, card.state, card.figure) == ("GPU 0", "ok", "NVIDIA H100 80GB HBM3, 79.6 GiB")
+@pytest.mark.parametrize(
+    ("said", "status", "findings"),
+    [
+        (
+            "Failed to initialize NVML: Driver/library version mismatch", 18,
+            [("driver", "fatal", "upgraded without a restart")],
+        ),
+        ("No devices were found", 6, [("GPU", "warning", "this container was given no GPU")]),
+        (H100, 0, [("driver", "ok", "580.95.05"), ("GPU 0", "ok", "NVIDIA H100 80GB HBM3, 79.6 GiB")]),
+    ],
+)  # fmt: skip
+def test_the_answers_of_a_driver(
+    said: str, status: int, findings: list[tuple[str, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path / "bin", said, status)["PATH"])
+    for finding, (what, state, words) in zip(check_driver("13.0", 60), findings, strict=True):
+        assert (finding.what, finding.state) == (what, state)
+        assert words in (finding.cause or finding.figure)
 
 
 def test_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +318,7 @@ def test_a_driver_too_old_for_torch(environment: Environment, tmp_path: Path) ->
     finding = of(report, "driver", "fatal")
     assert finding["figure"] == "550.127.05"
     assert finding["cause"] == "torch here is built for CUDA 13.0, and this driver is too old for that"
-    assert "stable-cu128" in finding["fix"]
+    assert "driver 580 or newer" in finding["fix"]
     assert names(report)[-1] == "not checked"
 
 
@@ -496,40 +388,30 @@ def doctor(command_line: Callable[..., tuple[int, str, str]], monkeypatch: pytes
 KNOWN = "ImportError: libcudart.so.13: cannot open shared object file: No such file or directory\n"
 
 
-def test_a_pasted_traceback_is_explained(tmp_path: Path, doctor: Callable[..., Any]) -> None:
+def test_a_traceback_is_explained(tmp_path: Path, doctor: Callable[..., Any]) -> None:
     path = tmp_path / "log.txt"
-    path.write_text(KNOWN)
+    path.write_bytes(b"\xff\xfe\x00" + KNOWN.encode())
     status, output, wrong = doctor("--explain", path)
     assert (status, wrong) == (0, "")
-    assert doctor("--explain", "-", stdin=KNOWN) == (0, output, "")
     assert "libcudart.so.13" in output
     as_json = json.loads(doctor("--explain", "-", "--json", stdin=KNOWN)[1])
     assert as_json["known"]
     assert as_json["diagnoses"][0]["fix"] in output
 
 
-def test_an_unknown_text_says_so(doctor: Callable[..., Any]) -> None:
-    status, output, wrong = doctor("--explain", "-", stdin="Traceback (most recent call last):\nKeyError: 'mine'\n")
-    assert (status, wrong) == (1, "")
-    assert output.startswith("unknown: none of the ")
-    assert "KeyError: 'mine'" in output
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("source", "stdin", "status", "said"),
     [
-        (("--explain", "not-there.txt"), "cogumi: --explain not-there.txt: No such file or directory"),
-        (("--explain", "."), "cogumi: --explain .: Is a directory"),
-        (("--explain", "-"), "cogumi: --explain -: it holds no text"),
+        ("-", "Traceback (most recent call last):\nKeyError: 'mine'\n", 1, "unknown: none of the "),
+        ("not-there.txt", "", 2, "cogumi: --explain not-there.txt: No such file or directory"),
+        (".", "", 2, "cogumi: --explain .: Is a directory"),
+        ("-", "", 2, "cogumi: --explain -: it holds no text"),
     ],
 )
-def test_used_wrongly_is_one_line_and_status_2(words: tuple[str, ...], said: str, doctor: Callable[..., Any]) -> None:
-    status, shown, wrong = doctor(*words)
-    assert (status, shown, len(wrong.splitlines())) == (2, "", 1)
-    assert wrong.startswith(said)
-
-
-def test_a_binary_file_is_read_as_text(tmp_path: Path, doctor: Callable[..., Any]) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"\xff\xfe\x00" + KNOWN.encode())
-    assert doctor("--explain", path)[0] == 0
+def test_a_text_that_is_not_explained(
+    source: str, stdin: str, status: int, said: str, doctor: Callable[..., Any]
+) -> None:
+    code, *streams = doctor("--explain", source, stdin=stdin)
+    assert code == status
+    assert streams[status - 1].startswith(said)
+    assert not streams[2 - status]

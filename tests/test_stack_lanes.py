@@ -1,16 +1,13 @@
 """The package knows its lanes without the repository: which one fits a driver, which one is installed, what drifted."""
 
 import importlib.metadata
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cogumi.core.errors import UsageError
 from cogumi.stack import lanes as stack_lanes
-from cogumi.stack.lanes import Lane, drift, installed_lane, lane_for, lanes
+from cogumi.stack.lanes import Lane, drift, installed_lane, lanes
 
 PROJECT = Path(__file__).parents[1]
 
@@ -92,44 +89,6 @@ def test_without_torch_or_with_an_unknown_one_there_is_no_lane(site: Path) -> No
 def test_torch_without_its_files_is_no_lane_on_a_gpu(site: Path) -> None:
     install(site, "torch", "2.11.0")
     assert installed_lane() is None
-
-
-@pytest.mark.parametrize(
-    ("driver", "name"),
-    [
-        (None, "cpu"),
-        ("580.65.06", "stable"),
-        ("615", "stable"),
-        ("579.1", "stable-cu128"),
-        ("525.60.13", "stable-cu128"),
-    ],
-)
-def test_the_lane_for_a_driver(driver: str | None, name: str) -> None:
-    assert lane_for(driver).name == name
-
-
-@pytest.mark.parametrize(
-    ("driver", "says"), [("470.256.02", "CUDA 12.8 needs 525 or newer"), ("[N/A]", "not a version")]
-)
-def test_a_driver_no_lane_is_for(driver: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        lane_for(driver)
-
-
-def test_the_table_is_in_the_wheel_and_loads_no_torch(tmp_path: Path) -> None:
-    """pip builds the wheel as it would for a user; the lanes are read from what is in it."""
-    source = tmp_path / "source"  # a copy, because setuptools leaves its build/ behind
-    shutil.copytree(PROJECT / "cogumi", source / "cogumi", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(PROJECT / file, source)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", str(source)]
-    subprocess.run(build, cwd=tmp_path, check=True, capture_output=True)
-    [wheel] = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
-    code = "import sys, cogumi.stack.lanes as l; print(len(l.lanes()), l.__file__, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=site, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(len(lanes())), str(site / "cogumi" / "stack" / "lanes.py"), "False"]
 
 
 def test_every_installed_version_is_the_one_importlib_reports() -> None:

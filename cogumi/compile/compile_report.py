@@ -1,4 +1,4 @@
-"""Report of compilation in this process, for a run's decisions.json and log, and for `cogumi doctor`."""
+"""Report of compilation in this process, for a run's decisions.json and log."""
 
 import os
 from collections.abc import Mapping
@@ -51,8 +51,8 @@ def describe_process() -> dict[str, Any]:
     }
 
 
-def try_compiler(device: torch.device, backward: bool = True) -> str:
-    """Compile and run two lines by inductor. Returns the reason of a failure, else "". backward: also backward."""
+def try_compiler(device: torch.device) -> str:
+    """Compile and run two lines by inductor, forward and backward. Returns the reason of a failure, else ""."""
     if by := dynamo_switched_off_by():
         return f"nothing is compiled, because of {by}"
 
@@ -60,11 +60,10 @@ def try_compiler(device: torch.device, backward: bool = True) -> str:
         return (x.sin() * x).sum()
 
     with torch.random.fork_rng(), dynamo_left_as_found(), torch.enable_grad():
-        x = torch.ones(64, device=device, requires_grad=backward)
+        x = torch.ones(64, device=device, requires_grad=True)
         try:
             y = torch.compile(with_code_of_its_own(smallest))(x)
-            if backward:
-                torch.autograd.grad(y, x)
+            torch.autograd.grad(y, x)
         except Exception as error:  # noqa: BLE001  what a missing compiler raises differs by machine; it is reported
             no_compiler = device.type == "cpu" and "InvalidCxxCompiler" in f"{type(error).__name__} {error}"
             return first_line(error) + ("; install g++, or name a C++ compiler in CXX" if no_compiler else "")

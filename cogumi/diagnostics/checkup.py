@@ -4,14 +4,11 @@ It changes nothing, needs no network, and imports nothing native in its own proc
 ones would only be consequences.
 """
 
-import ctypes
-import gc
 import importlib
 import json
 import os
 import platform
 import shutil
-import signal
 import sys
 import tempfile
 import textwrap
@@ -19,12 +16,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from cogumi.core.errors import Finding, State
@@ -35,9 +30,10 @@ from cogumi.stack import host, lanes
 TIMEOUT = 120.0  # seconds: importing torch from a network volume for the first time takes one minute
 WIDTH = 120
 SUPPORTED = ((3, 11), (3, 12))  # pyproject.toml
-# Two processes in parallel, each with its own import of torch.
-FIRST = ("torch", "matmul", "torchvision", "triton", "xformers", "flash_attn", "compiler", "unsloth")
-SECOND = ("data", "libraries", "bitsandbytes", "four_bit")
+# unsloth has to be imported before transformers.
+STEPS = (
+    "torch", "matmul", "torchvision", "triton", "xformers", "flash_attn", "unsloth", "data", "libraries", "bitsandbytes",
+)  # fmt: skip
 ESSENTIAL = ("torch", "data", "libraries")  # without these nothing trains
 OPTIONAL_PACKAGES = ("torchvision", "triton", "xformers", "flash_attn", "unsloth", "bitsandbytes")
 NEEDS_CUDA = ("triton", "xformers", "flash_attn", "unsloth")
@@ -47,7 +43,6 @@ IMPORTED = {
     "libraries": ("transformers", "datasets", "accelerate", "peft", "trl"),
 }
 MAX_ERROR_CHARS = 240
-KILLED_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -63,17 +58,14 @@ class DoctorReport:
         return not any(finding.state in ("warning", "fatal") for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        findings = [asdict(finding) for finding in self.findings]
-        return {"passed": self.passed, "seconds": round(self.seconds, 1), "findings": findings}
+        return asdict(self) | {"passed": self.passed, "seconds": round(self.seconds, 1)}
 
     def __str__(self) -> str:
         lines = [line for finding in self.findings for line in render_finding(finding)]
-        return "\n".join([*lines, "", self.summary()])
-
-    def summary(self) -> str:
         counts = Counter(finding.state for finding in self.findings)
         problems = ", ".join(f"{counts[state]} {state}" for state in ("fatal", "warning", "note") if counts[state])
-        return f"{len(self.findings)} checked: {problems or 'nothing to say'}; {self.seconds:.1f} s"
+        summary = f"{len(self.findings)} checked: {problems or 'nothing to say'}; {self.seconds:.1f} s"
+        return "\n".join([*lines, "", summary])
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ def doctor(timeout: float = TIMEOUT) -> DoctorReport:
 def check_disks(seen: CheckupState) -> Iterator[Finding]:
     yield host.check_temporary_files()
     yield host.check_directory(seen.work)
-    yield host.check_hub_cache(seen.work)
+    yield host.check_hub_cache()
 
 
 def check_driver(seen: CheckupState) -> Iterator[Finding]:
@@ -157,33 +149,23 @@ def check_python() -> Finding:
 
 def check_torch(seen: CheckupState) -> Iterator[Finding]:
     """Run every step; later checks report the others."""
+    names = [name for name in STEPS if name not in OPTIONAL_PACKAGES or find_spec(name)]
     with tempfile.TemporaryDirectory(prefix="cogumi-doctor-", ignore_cleanup_errors=True) as scratch:
-        variables = step_environment(scratch)
-        chains = [
-            [name for name in chain if name not in OPTIONAL_PACKAGES or find_spec(name)] for chain in (FIRST, SECOND)
-        ]
-        stop = Event()
-        with ThreadPoolExecutor(len(chains)) as pool:
-            running = [pool.submit(run_steps, chain, seen.timeout, variables, stop) for chain in chains]
-            try:
-                seen.steps = {step.name: step for future in running for step in future.result()}
-            finally:
-                stop.set()  # Ctrl-C: the pool waits for its threads
-    step = seen.steps.get("torch")
-    if step is None:
-        yield Finding("torch", "skipped", "ended before it answered, as what follows had failed")
-    elif step.error:
-        yield describe_failure("torch", step, "fatal")
+        seen.steps = {step.name: step for step in run_steps(names, seen.timeout, step_environment(scratch))}
+    if seen.steps["torch"].error:
+        yield describe_failure("torch", seen.steps["torch"], "fatal")
     else:
         yield from (describe_probe(seen.steps[name]) for name in ("torch", "matmul") if name in seen.steps)
 
 
 def step_environment(scratch: str) -> dict[str, str]:
     """Return variables that send all compiled and written files into a directory that is removed afterwards."""
-    # Without a GPU, inductor compiles for each kind of vector instructions and precompiles torch's headers. Both pay in a
-    # run, but take longer than the check here.
-    environment = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", **os.environ}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment["PYTHONSAFEPATH"] = "1"  # files of the working directory must not shadow modules
     places = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION", "MPLCONFIGDIR")
     return environment | dict.fromkeys(places, scratch)
@@ -224,30 +206,6 @@ def describe_probe(step: Step, device: str = "cpu") -> Finding:
     return with_explanation(Finding(step.name, "ok", figure), step.output, "warning")
 
 
-def check_compiler(seen: CheckupState) -> Iterator[Finding]:
-    """Report torch.compile for 4-bit layers and in general, and the variables that change it."""
-    if step := seen.steps.get("four_bit"):
-        if step.error:
-            yield describe_failure("4-bit layers", step, "warning")
-        else:
-            report = step.answer
-            off = report["switched_off_by"]
-            for variable in report["variables"]:
-                state: State = "warning" if off and variable.startswith(f"{off}:") else "note"
-                yield Finding("torch.compile", state, variable)
-            how = f"{report['strategy']}: " if report["strategy"] else ""
-            tried = "; ".join([report["strategy_reason"], *report["probes"]])
-            yield Finding("4-bit layers", "ok", f"{how}{tried}")
-    if step := seen.steps.get("compiler"):
-        if step.error:
-            yield describe_failure("compiler", step, "warning")
-        elif error := step.answer["error"]:
-            yield with_explanation(Finding("compiler", "warning", error, "torch.compile does not work here"), error)
-        else:
-            seconds = step.answer["seconds"]
-            yield Finding("compiler", "ok", f"torch compiles here (the smallest function in {seconds:.1f} s)")
-
-
 def describe_failure(title: str, step: Step, state: State) -> Finding:
     """Report a failed step, with cause and fix if its output has a known failure."""
     fix = "cogumi doctor --explain FILE, with all that the import printed"
@@ -272,11 +230,10 @@ CHECKS: tuple[tuple[str, Callable[[CheckupState], Iterable[Finding]]], ...] = (
     ("disks", check_disks),
     ("driver", check_driver),
     ("environment", lambda seen: host.check_variables(os.environ, seen.work)),
-    ("packages", lambda _: [*lanes.check_files(), lanes.check_lane()]),
+    ("packages", lambda _: [lanes.check_lane()]),
     ("torch", check_torch),
     ("libraries", check_libraries),
     ("probes", check_probes),
-    ("torch.compile", check_compiler),
 )
 
 
@@ -296,40 +253,32 @@ def render_finding(finding: Finding, width: int | None = None) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------ steps in other processes
 
 
-def run_steps(names: Sequence[str], timeout: float, environment: Mapping[str, str], stop: Event) -> list[Step]:
-    """Run steps in another process, one after another, each for at most `timeout` seconds.
+def run_steps(names: Sequence[str], timeout: float, environment: Mapping[str, str]) -> list[Step]:
+    """Run steps in another process, one after another, each for at most `timeout` seconds, until one of ESSENTIAL fails.
 
     They share one process and its import of torch until one fails; a new one runs the rest, because a failed import leaves
-    half-imported modules behind. After a failure of ESSENTIAL `stop` is set, which also ends the other chain. Raises OSError
-    if no process can be started.
+    half-imported modules behind. Raises OSError if no process can be started.
     """
     done: list[Step] = []
-    while len(done) < len(names) and not stop.is_set():
+    while len(done) < len(names) and not (done and done[-1].name in ESSENTIAL and done[-1].error):
         with closing(Worker("it", environment)) as worker:
             heard = 0
             for name in names[len(done) :]:
                 worker.send(try_step, name)
                 try:
-                    answer, error = worker.receive(timeout, stop)
+                    answer, error = worker.receive(timeout)
                 except RuntimeError as failure:
                     answer, error = None, str(failure)
-                    if stop.is_set():
-                        return done
                 output = worker.hear(heard)
                 heard += len(output)
                 done.append(Step(name, answer, error, output.decode(errors="replace")))
                 if error:
-                    if name in ESSENTIAL:
-                        stop.set()
                     break
     return done
 
 
 def try_step(name: str) -> tuple[Any, str]:
     """Run a step in the other process; return its JSON values, and its exception in one line."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(KILLED_WITH_PARENT, signal.SIGKILL)
-    gc.disable()  # it would traverse the imported objects again and again
     try:
         return json.loads(json.dumps(run_step(name), default=str)), ""
     except BaseException as raised:  # noqa: BLE001  a package may raise anything when imported, SystemExit too; it is reported
@@ -339,7 +288,7 @@ def try_step(name: str) -> tuple[Any, str]:
 
 
 def run_step(name: str) -> Any:
-    """Run a step: import a group of IMPORTED and return the versions, or run a probe or another step."""
+    """Import a group of IMPORTED and return the versions, or run a probe."""
     if name in IMPORTED:
         versions = {}
         for module in filter(find_spec, IMPORTED[name]):
@@ -353,24 +302,4 @@ def run_step(name: str) -> Any:
 
     from cogumi.stack.probes import PROBES
 
-    steps = {**PROBES, "four_bit": step_four_bit, "compiler": step_compiler}
-    return steps[name]("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def step_four_bit(_: str) -> dict[str, Any]:
-    """Describe torch.compile for 4-bit layers, and the variables that change torch.compile."""
-    from cogumi.compile.compile_report import describe_process
-    from cogumi.patches import graph_break
-
-    graph_break.apply("auto")
-    return describe_process()
-
-
-def step_compiler(device: str) -> dict[str, Any]:
-    import torch
-
-    from cogumi.compile.compile_report import try_compiler
-
-    began = time.perf_counter()
-    error = try_compiler(torch.device(device), backward=False)
-    return {"error": error, "seconds": time.perf_counter() - began}
+    return PROBES[name]("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing
-from cogumi.core.errors import Finding, UsageError
+from cogumi.core.errors import Finding
 from cogumi.core.formatting import format_bytes
-from cogumi.stack.lanes import lane_for, lanes
+from cogumi.stack.lanes import INSTALL, lanes
 
 QUERY = ("--query-gpu=driver_version,memory.total,name", "--format=csv,noheader,nounits")
 OTHER_HOST = "rent another host: a driver cannot be repaired from inside a container"
@@ -98,14 +98,8 @@ def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
     if torch_cuda is None or int(version.partition(".")[0]) >= min(needed, default=0):
         return Finding("driver", "ok", version)
     cause = f"torch here is built for CUDA {torch_cuda}, and this driver is too old for that"
-    fix = f"another host (driver {min(needed)} or newer)"
-    with suppress(UsageError):  # too old for every lane
-        fix += f", or the lane {lane_for(version).name} in a new environment: rm -r .venv; sh requirements/install.sh"
-    compat = next(iter(sorted(Path("/usr/local").glob("cuda*/compat/libcuda.so.1"))), None)
-    if compat is None:
-        return Finding("driver", "fatal", version, cause, fix)
-    cause += f", unless {compat.parent} bridges it, which datacenter GPUs alone allow"
-    return Finding("driver", "warning", version, cause, fix)
+    fix = f"another host (driver {min(needed)} or newer), or a new environment: rm -r .venv; {INSTALL}"
+    return Finding("driver", "fatal", version, cause, fix)
 
 
 # ------------------------------------------------------------------------------------------------------------- the disks
@@ -157,15 +151,11 @@ def check_directory(path: Path) -> Finding:
     return finding
 
 
-def check_hub_cache(work: Path) -> Finding:
+def check_hub_cache() -> Finding:
     """Check that the disk of the models' cache has room and survives a restart of the box."""
     path = hub_cache()
     disk = filesystem_of(path)
-    others = [filesystem_of(place) for place in (work, Path("/workspace")) if place.is_dir()]
-    roomiest = max(others, key=writable_bytes)
-    fix = "free space (cogumi disk status), or take a box with a larger disk"
-    if roomiest.mount != disk.mount and writable_bytes(roomiest) > 2 * writable_bytes(disk):
-        fix = f"export HF_HOME={Path(roomiest.mount) / '.cache' / 'hf'}"
+    fix = "free space (cogumi disk status), or set HF_HOME to a larger disk"
     in_memory = f"{disk.mount} is in memory: every start of the box downloads the models again"
     return judge(
         "Hugging Face cache",
@@ -177,10 +167,6 @@ def check_hub_cache(work: Path) -> Finding:
 
 def describe_room(path: Path, disk: Filesystem) -> str:
     return f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
-
-
-def writable_bytes(disk: Filesystem) -> int:
-    return 0 if disk.space.read_only else disk.space.free
 
 
 # --------------------------------------------------------------------------------------------------------- the variables

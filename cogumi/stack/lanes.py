@@ -7,14 +7,14 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.errors import Finding, State, UsageError
-from cogumi.core.formatting import format_bytes, pip_command
+from cogumi.core.errors import Finding
+from cogumi.core.formatting import pip_command
 
 INSTALL = "sh requirements/install.sh"
 MAX_NAMES = 6  # in one line
@@ -24,9 +24,6 @@ NEEDED = (
     "platformdirs", "polars", "psutil", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "tokenizers", "torch",
     "tqdm", "transformers", "trl", "typer",
 )  # fmt: skip
-# Debian removes RECORD from its packages of distributions.
-SYSTEM_PACKAGES = Path("/usr/lib/python3/dist-packages")
-LIBRARY = re.compile(r"\.so(\.\d+)*$")
 
 # (package, version the lane pins, version that is installed or None)
 Drift = tuple[str, str, str | None]
@@ -63,26 +60,6 @@ def lanes() -> dict[str, Lane]:
         plain = {key: entry[key] for key in ("file", "cuda", "driver", "state")}
         by_name[name] = Lane(name, pins=entry["pins"] | entry["pins_apart"].get(here, {}), **plain)
     return by_name
-
-
-def lane_for(driver: str | None) -> Lane:
-    """Return the lane that requirements/install.sh picks for a driver ("580.95.05") or none.
-
-    Raises:
-        UsageError: The driver is too old for every lane, or no version.
-    """
-    if driver is None:
-        return lanes()["cpu"]
-    major = re.match(r"\d+", driver)
-    if major is None:
-        raise UsageError(f"NVIDIA driver {driver!r} is not a version", fix="nvidia-smi prints one such as 580.95.05")
-    for_gpus = [(int(lane.driver), lane) for lane in lanes().values() if lane.driver is not None]
-    for oldest, lane in for_gpus:
-        if oldest <= int(major[0]):
-            return lane
-    oldest, last = min(for_gpus, key=lambda pair: pair[0])
-    too_old = f"NVIDIA driver {driver} is too old: CUDA {last.cuda} needs {oldest} or newer"
-    raise UsageError(too_old, fix="choose another host")
 
 
 def installed_lane() -> Lane | None:
@@ -143,31 +120,6 @@ def torch_build() -> tuple[str | None, str | None]:
 def join_names(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
-
-
-def check_files() -> Iterator[Finding]:
-    """Find interrupted installations: no RECORD or METADATA, libraries that are missing or shorter than recorded."""
-    for distribution in importlib.metadata.distributions():
-        place = Path(str(distribution._path))  # type: ignore[attr-defined]  # there is no public name
-        name = normalize_name(place.name.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
-        version, record = read_metadata(distribution, "Version"), distribution.read_text("RECORD")
-        recorded = record is not None or place.suffix != ".dist-info" or place.parent == SYSTEM_PACKAGES
-        missing = [part for part, exists in {"RECORD": recorded, "METADATA": version}.items() if not exists]
-        broken = []
-        for line in (record or "").splitlines():
-            path, size = line.partition(",")[0], line.rpartition(",")[2]
-            if LIBRARY.search(path) and size.isdigit():
-                library = Path(str(distribution.locate_file(path)))
-                length = library.stat().st_size if library.exists() else 0
-                if length != int(size):
-                    broken.append(f"{library.name} ({format_bytes(length)} of {format_bytes(int(size))})")
-        without = f"without {' and '.join(missing)}" if missing else ""
-        if defects := "; ".join(filter(None, (without, join_names(broken)))):
-            cause = "its installation was interrupted, or files were removed since"
-            again = pip_command(f"install --force-reinstall --no-deps {name}=={version}")
-            fix = f"remove {place}, then {INSTALL}" if missing else again
-            state: State = "fatal" if name in NEEDED else "warning"
-            yield Finding("installed", state, f"{name}: {defects}", cause, fix)
 
 
 def check_lane() -> Finding:
