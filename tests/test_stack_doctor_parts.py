@@ -114,8 +114,6 @@ def test_nothing_in_the_way(tmp_path: Path) -> None:
         ({"BNB_CUDA_VERSION": "124"}, "BNB_CUDA_VERSION", "warning", "124"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES", "warning", "''"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES", "warning", "'-1'"),
-        ({"TRANSFORMERS_OFFLINE": "1"}, "TRANSFORMERS_OFFLINE", "note", "1: nothing is downloaded"),
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "note", "1: torch waits for every kernel"),
     ],
 )  # fmt: skip
 def test_a_variable_in_the_way(tmp_path: Path, environment: dict[str, str], what: str, state: str, figure: str) -> None:

@@ -1,7 +1,7 @@
 """Bind sections of a config to the signatures of the libraries: a wrong key, type or value is one line with its place.
 
-Importing trl takes seconds, and a misspelt key should not wait for them. Keys and types are therefore first read from the
-installed sources, which refuses only what is certain to be wrong. Later a run is bound to the imported classes.
+Importing trl takes seconds, and a misspelt key should not wait for them. Keys and types are therefore read from the
+installed sources, which refuses only what is certain to be wrong. The classes are imported where the source does not say it.
 """
 
 import ast
@@ -122,12 +122,16 @@ def reject_unknown(values: Iterable[str], known: Iterable[str], prefix: str, ori
             raise origins.error(f"unknown key `{prefix}{key}`{where}", f"{prefix}{key}", hint)
 
 
-def bind_values(values: dict[str, Any], section: str, name: str, hints: Hints, origins: Origins) -> dict[str, Any]:
-    """Coerce the section's values to the types (`hints`) of the library's config class `name`."""
+def bind_values(values: dict[str, Any], section: str, name: str, origins: Origins) -> dict[str, Any]:
+    """Coerce the section's values to the types of the library's config class `name`."""
+    hints = hints_in_source(name, values)
     reject_unknown(values, hints, f"{section}.", origins, f" ({name}, {owner_of(name)} {version(owner_of(name))})")
     bound = {}
     for key, value in values.items():
         hint = hints[key]
+        is_class = hint is Any or (Any in get_args(hint) and get_origin(hint) is not dict)
+        if isinstance(value, dict) and is_class:  # of the library, which the source does not resolve
+            hint = hints_imported(name).get(key, hint)
         try:
             if isinstance(value, bool) and hint in (int, float):  # pydantic would read `yes` as 1
                 raise origins.error(f"{section}.{key} = {value}: not a number", f"{section}.{key}")
@@ -172,10 +176,8 @@ def config_class(name: str) -> Any:
     return getattr(importlib.import_module(owner_of(name)), name)
 
 
-def hints_imported(name: str, keys: Iterable[str] = ()) -> Hints:
+def hints_imported(name: str) -> Hints:
     """Return the type of each key of a library's config class."""
-    if name == "BitsAndBytesConfig":
-        return QUANTIZATION
     owner = config_class(name)
     hints = get_type_hints(owner)
     return {field.name: hints[field.name] for field in dataclasses.fields(owner) if field.init}

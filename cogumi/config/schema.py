@@ -6,7 +6,7 @@ then from the call or the command line.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -18,11 +18,8 @@ from cogumi.config.binding import (
     FIXED_LORA_KEYS,
     KEYS_OF_OTHER_BITS,
     PREPARED_INITS,
-    Hints,
     bind_mapping,
     bind_values,
-    hints_imported,
-    hints_in_source,
     losses_in_source,
     nearest,
     refuse_out_of_range,
@@ -298,8 +295,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     `overrides` are dotted names with `__` for the dot (`train__max_steps=5`). Raises UsageError with the key, where it was
     set, and the nearest valid name.
     """
-    run, origins = read_config(config, overrides)
-    return bind_sections(run, hints_imported, origins)
+    return read_config(config, overrides)[0]
 
 
 def read_config(
@@ -346,20 +342,15 @@ def read_config(
             raise origins.error(f"{key} holds an access token", key, "put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:
         run.cogumi.run_dir = Path("runs", "run" if isinstance(config, Mapping) else Path(origins.label).stem)
-    run = bind_sections(run, hints_in_source, origins)
+    bind_sections(run, origins)
     refuse_unknown_names(run, origins)
     return run, origins
 
 
-def bind_sections(run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints], origins: Origins) -> RunConfig:
-    """Bind `train:`, `lora:` and the quantization to the libraries' classes, whose types `hints_of` returns."""
-
-    def bind(values: dict[str, Any], section: str, name: str) -> dict[str, Any]:
-        return bind_values(values, section, name, hints_of(name, values), origins)
-
-    run = run.model_copy(update={"model": run.model.model_copy()})
-    run.train = bind(run.train, "train", TRL_CONFIGS[run.cogumi.method])
-    run.lora = bind(run.lora, "lora", "LoraConfig")
+def bind_sections(run: RunConfig, origins: Origins) -> None:
+    """Bind `train:`, `lora:` and the quantization to the libraries' classes."""
+    run.train = bind_values(run.train, "train", TRL_CONFIGS[run.cogumi.method], origins)
+    run.lora = bind_values(run.lora, "lora", "LoraConfig", origins)
     refuse_out_of_range("train", run.train, origins)
     refuse_out_of_range("lora", run.lora, origins)
     for key, reason in FIXED_LORA_KEYS.items():
@@ -371,7 +362,8 @@ def bind_sections(run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints
         raise origins.error(needs, "lora.init_lora_weights", "drop it")
     if run.model.quantization_config is not None:
         section = "model.quantization_config"
-        bound = run.model.quantization_config = bind(run.model.quantization_config, section, "BitsAndBytesConfig")
+        bound = bind_values(run.model.quantization_config, section, "BitsAndBytesConfig", origins)
+        run.model.quantization_config = bound
         chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
         if len(chosen) != 1:
             problem = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
@@ -380,7 +372,6 @@ def bind_sections(run: RunConfig, hints_of: Callable[[str, Iterable[str]], Hints
             if key.startswith(KEYS_OF_OTHER_BITS[chosen[0]]):
                 ignored = f"{section}.{key} would be ignored with {chosen[0]}: true"
                 raise origins.error(ignored, f"{section}.{key}", "drop it")
-    return run
 
 
 def dump_config(run: RunConfig) -> str:

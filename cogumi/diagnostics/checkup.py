@@ -62,10 +62,12 @@ class DoctorReport:
 
     def __str__(self) -> str:
         lines = [line for finding in self.findings for line in render_finding(finding)]
+        return "\n".join([*lines, "", self.summary()])
+
+    def summary(self) -> str:
         counts = Counter(finding.state for finding in self.findings)
         problems = ", ".join(f"{counts[state]} {state}" for state in ("fatal", "warning", "note") if counts[state])
-        summary = f"{len(self.findings)} checked: {problems or 'nothing to say'}; {self.seconds:.1f} s"
-        return "\n".join([*lines, "", summary])
+        return f"{len(self.findings)} checked: {problems or 'nothing to say'}; {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True)

@@ -125,14 +125,10 @@ def _first_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 def _matched_line(text: str, match: re.Match[str]) -> str:
     """Return the line or wrapped lines of a match, cut to MAX_LINE_CHARS characters around it."""
     # Far more than is shown, so that a secret is redacted before the line is cut.
-    start, end = max(0, match.start() - 4 * MAX_LINE_CHARS), match.end() + 4 * MAX_LINE_CHARS
-    start = max(start, *(text.rfind(newline, start, match.start()) + 1 for newline in "\n\r"))
-    end = min((at for newline in "\n\r" if (at := text.find(newline, match.end(), end)) >= 0), default=end)
-    line = redact_text(_one_line(text[start:end]))
-    if len(line) <= MAX_LINE_CHARS:
-        return line
-    words = _one_line(match.group())
-    at = max(0, line.find(words) - max(0, MAX_LINE_CHARS - len(words)) // 2)
+    before = re.split(r"[\n\r]", text[max(0, match.start() - 4 * MAX_LINE_CHARS) : match.start()])[-1]
+    after = re.split(r"[\n\r]", text[match.end() : match.end() + 4 * MAX_LINE_CHARS])[0]
+    line, words = redact_text(_one_line(before + match.group() + after)), _one_line(match.group())
+    at = max(0, line.find(words) - max(0, MAX_LINE_CHARS - len(words)) // 2) if len(line) > MAX_LINE_CHARS else 0
     return line[at : at + MAX_LINE_CHARS]
 
 

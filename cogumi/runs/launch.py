@@ -1,4 +1,4 @@
-"""Start a run in a process of its own, and undo a start that is interrupted. Loads no torch.
+"""Start a run in a process of its own. Loads no torch.
 
 The other side is `cogumi.runs.supervisor`.
 """
@@ -8,7 +8,7 @@ import logging
 import os
 import pickle
 import select
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,13 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-import psutil
-
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import last_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.run_directory import CONSOLE, START, same_process
-from cogumi.core.worker import kill_with_children
 from cogumi.runs import validate_config
 from cogumi.runs.handle import POLL_SECONDS, Run, show_log
 from cogumi.stack.gpus import without_chosen_gpu
@@ -34,7 +31,7 @@ from cogumi.telemetry.status import format_headline, format_sentence, read_json_
 log = logging.getLogger("cogumi")
 # For the first step, once the configuration is valid: most refusals of libraries come earlier, and a download may take long.
 PATIENCE_SECONDS = 20.0
-ENDING_SECONDS = 30.0  # for the processes of a start to end
+ENDING_SECONDS = 30.0  # for a supervisor to end after a refusal
 
 
 @show_seconds("start: the run is being prepared in a process of its own")
@@ -43,7 +40,7 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
 
     config, overrides: as for `cogumi.train`. Returns when the first step is done, or some seconds after the configuration was
     found good. A run that is under way is attached to, and one that has finished is left as it is. An unfinished one is
-    resumed from its last good checkpoint. An interrupt (Ctrl-C) before it returns cancels the start. Raises UsageError for
+    resumed from its last good checkpoint. An interrupt (Ctrl-C) before it returns stops the run. Raises UsageError for
     what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
     """
     run = Run(validate_config(config, overrides, for_training=True).run_dir.absolute())
@@ -64,8 +61,11 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
                 return run
             await_first_step(run, pipe)
         except KeyboardInterrupt:
-            done = undo_start(launching.result(), run.run_dir)
-            log.warning("the start is cancelled: its processes are ended, and %s", done)
+            with suppress(ProcessLookupError):  # it has ended just now
+                os.killpg(launching.result(), signal.SIGTERM)  # which its supervisor ignores
+            log.warning("the start is cancelled: the run saves its last finished step, if there is one, and ends")
+            while not select.select([pipe], [], [], POLL_SECONDS)[0] or pipe.read(1024):
+                pass  # until all its processes have ended, which closes the pipe
             raise
         log.info("%s", format_headline(run.status()))
     return run
@@ -123,30 +123,3 @@ def await_first_step(run: Run, pipe: BinaryIO) -> None:
     failed_early = started.get("exit") in range(1, 128) and not same_process(started, recorded)
     if status.state in ("died", "failed") or failed_early:
         raise RunFailed(f"{format_sentence(status)}; {relative_path(status.log)} ends in: {last_line(run.logs(5))}")
-
-
-def undo_start(session: int, run_dir: Path) -> str:
-    """End the processes of a start, and remove the directory if this start made it. Returns what was done with it."""
-    processes, started = session_processes(session), read_json_or_empty(run_dir / START)
-    # The directory may belong to another start, at the same time.
-    is_own = started.get("new") and started["pid"] in [process.pid for process in processes]
-    until = time.monotonic() + ENDING_SECONDS
-    while processes and time.monotonic() < until:
-        for process in processes:
-            kill_with_children(process.pid)
-        psutil.wait_procs(processes, POLL_SECONDS)
-        processes = session_processes(session)
-    if not is_own:
-        return "nothing is removed"
-    shutil.rmtree(run_dir)
-    return f"{relative_path(str(run_dir))} is removed"
-
-
-def session_processes(session: int) -> list[psutil.Process]:
-    """List the living processes of a session."""
-    processes = []
-    for process in psutil.process_iter():
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended just now
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                processes.append(process)
-    return processes

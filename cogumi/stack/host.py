@@ -208,9 +208,3 @@ def check_settings(environment: Mapping[str, str]) -> Iterator[Finding]:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         yield Finding("CUDA_VISIBLE_DEVICES", "warning", repr(visible), "every GPU is hidden from torch", "unset it")
-    if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield Finding("CUDA_LAUNCH_BLOCKING", "note", "1: torch waits for every kernel; training is slower")
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if environment.get(name, "").lower() in ("1", "on", "yes", "true"):
-            yield Finding(name, "note", f"{environment[name]}: nothing is downloaded; only the cache is used")
-            return

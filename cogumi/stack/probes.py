@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +101,6 @@ def probe_triton(device: str) -> list[Reading]:
     return [("JIT and run", time.perf_counter() - start, "s", f"triton {triton.__version__}")]
 
 
-def probe_torchvision(device: str) -> list[Reading]:
-    import torch
-    import torchvision
-
-    boxes = torch.tensor([[0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 9.0, 8.0], [20.0, 20.0, 29.0, 29.0]], device=device)
-    indices = torchvision.ops.nms(boxes, torch.tensor([0.9, 0.8, 0.7], device=device), 0.5)
-    if indices.tolist() != [0, 2]:
-        raise RuntimeError(f"nms kept {indices.tolist()}, not [0, 2]")
-    return [("nms", "works", "", f"torchvision {torchvision.__version__}")]
-
-
 def probe_bitsandbytes(device: str) -> list[Reading]:
     import bitsandbytes
     import torch
@@ -155,8 +144,11 @@ def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[
     """
     import torch
 
-    query, key, value = make_qkv(device)
-    key, value = (tensor[:, ::4].detach().requires_grad_() for tensor in (key, value))
+    batch, heads, tokens, width = (4, 32, 2048, 128) if device.startswith("cuda") else (1, 4, 64, 32)
+    query, key, value = (
+        torch.randn(batch, count, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for count in (heads, heads // 4, heads // 4)
+    )
     reference = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     output = flash_attn_func(*(tensor.transpose(1, 2) for tensor in (query, key, value)), causal=True)
     output = (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
@@ -169,21 +161,11 @@ def _flash(flash_attn_func: Callable[..., Any], device: str, name: str) -> list[
     return [("forward and backward", max(forward, backward), "relative", name)]
 
 
-def probe_xformers(device: str) -> list[Reading]:
-    import xformers
-    import xformers.ops
-
-    query, key, value = (tensor.transpose(1, 2) for tensor in make_qkv(device))
-    output = xformers.ops.memory_efficient_attention(query, key, value, attn_bias=xformers.ops.LowerTriangularMask())
-    output.sum().backward()
-    return [("attention, forward and backward", "works", "", f"xformers {xformers.__version__}")]
-
-
-def probe_unsloth(device: str) -> list[Reading]:
+def probe_import(name: str, device: str) -> list[Reading]:
+    """Import a package whose failures show there: it is built for one release of torch or CUDA."""
     start = time.perf_counter()
-    import unsloth
-
-    return [("import", time.perf_counter() - start, "s", f"unsloth {unsloth.__version__}")]
+    module = importlib.import_module(name)
+    return [("import", time.perf_counter() - start, "s", f"{name} {module.__version__}")]
 
 
 @cache
@@ -222,21 +204,13 @@ PROBES: dict[str, Callable[[str], list[Reading]]] = {
     "torch": probe_torch,
     "matmul": probe_matmul,
     "triton": probe_triton,
-    "torchvision": probe_torchvision,
+    "torchvision": partial(probe_import, "torchvision"),
     "bitsandbytes": probe_bitsandbytes,
     "flash_attn": probe_flash_attn,
     "hub_flash_attn": probe_hub_flash_attn,
-    "xformers": probe_xformers,
-    "unsloth": probe_unsloth,
+    "xformers": partial(probe_import, "xformers"),
+    "unsloth": partial(probe_import, "unsloth"),
 }
-
-
-def make_qkv(device: str) -> list[Any]:
-    """Return query, key and value (batch, heads, tokens, head_dim) in bfloat16 that require gradients."""
-    import torch
-
-    shape = (4, 32, 2048, 128) if device.startswith("cuda") else (1, 2, 64, 32)
-    return [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
 
 def _relative(ours: Any, reference: Any) -> float:
