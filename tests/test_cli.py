@@ -1,18 +1,13 @@
 """The command line as a user meets it: output and exit status, of processes where signals, terminals or imports matter."""
 
-import contextlib
-import fcntl
 import importlib.util
 import json
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -277,51 +272,6 @@ def test_a_merge_says_what_it_does_before_it_loads_torch(tmp_path: Path) -> None
         loaded = re.search(r"^import time:.*\| +torch$", done.stderr, re.MULTILINE)
         assert loaded is not None
         assert done.stderr.index(line) < loaded.start()
-
-
-def test_progress_on_a_terminal(tmp_path: Path, for_commands: dict[str, str]) -> None:
-    """On a real one: bytes, speed and time left on standard error, the report alone on standard output."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=24000)
-    model: Any = LlamaForCausalLM(config).bfloat16()
-    model.save_pretrained(tmp_path / "base")
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
-    adapted.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    # Every step is drawn, however fast the machine is. tqdm reads this when it is imported, so the process is a new one.
-    drawn_always = {"TERM": "xterm", "TQDM_MININTERVAL": "0", "TQDM_MINITERS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cogumi", "merge", "adapter", "merged", "--base", "base", "--workers", "1"],
-        cwd=tmp_path,
-        env={name: value for name, value in for_commands.items() if name != "COLUMNS"} | drawn_always,
-        stdout=subprocess.PIPE,
-        stderr=slave,
-    )
-    os.close(slave)
-    shown = b""
-    with contextlib.suppress(OSError):  # EIO is how Linux says that the other end has closed
-        while chunk := os.read(master, 1 << 16):
-            shown += chunk
-    os.close(master)
-    assert process.stdout is not None
-    report = process.stdout.read().decode()
-    process.stdout.close()
-    assert process.wait() == 0, shown
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    bar = r": +\d+%\|[^|]*\| [\d.]+M/[\d.]+M \[\d\d:\d\d<(\d\d:\d\d|\?), +[\d.]+[kMG]B/s\]"
-    assert re.search("merging" + bar, drawn), drawn
-    stages = (
-        "merging adapter into its base, as merged ...",
-        "loading the libraries ...",
-        "reading the adapter and its",
-    )
-    assert sorted(stages, key=drawn.index) == list(stages)
-    assert drawn.index(stages[-1]) < drawn.index("merging: ")
-    assert report.startswith("merged: base with 1 tensors merged")
-    assert "writing" not in report
 
 
 def test_importing_cogumi_is_light() -> None:

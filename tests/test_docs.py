@@ -169,14 +169,6 @@ def parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_fence_is_of_a_known_kind_and_output_is_no_command(page: str) -> None:
-    tags = {tag for tag, _ in fences(page)}
-    assert tags <= {"", "sh", "python", "yaml"}
-    begins = re.compile(r"(cogumi|make|sh|pip|python|git|\.venv/bin/\w+) ")
-    assert [block for tag, block in fences(page) if not tag and begins.match(block)] == []
-
-
-@pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_cogumi_parses_and_its_config_exists(page: str) -> None:
     for command in [*typed(page), *shown(page)]:
         for words in of_cogumi(command):

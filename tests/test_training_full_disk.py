@@ -18,7 +18,7 @@ from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.telemetry import trackers
-from cogumi.telemetry.recorder import RunLog, record_run
+from cogumi.telemetry.recorder import record_run
 from cogumi.telemetry.status import format_screen, status_of
 from cogumi.training import run as module
 from cogumi.training import stages
@@ -193,12 +193,3 @@ def test_a_run_that_ends_on_a_full_disk_ends_with_its_own_error(disk: Path, caps
     with pytest.raises(UsageError, match="what went wrong"):
         fail()
     assert capsys.readouterr().err.count("run.log cannot be written") == 1
-
-
-def test_a_mistake_in_a_line_of_log_is_told_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    handler = RunLog(tmp_path / "run.log")
-    handler.handle(logging.makeLogRecord({"msg": "%d steps", "args": ("ten",), "pathname": "x.py"}))
-    handler.close()
-    said = capsys.readouterr().err
-    assert said.startswith("--- Logging error ---\n")
-    assert "Message: '%d steps'" in said

@@ -190,26 +190,6 @@ def test_pause_waits_until_the_file_is_gone(sft: Config, red: Any, monkeypatch: 
     assert logged(home) == logged(red.run_dir)
 
 
-def test_a_signal_ends_a_paused_run_and_it_goes_on_later(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import signal
-
-    monkeypatch.setattr("cogumi.training.loop.PAUSE_SECONDS", 0.01)
-    home = Path(sft["cogumi"]["run_dir"])
-
-    def provider() -> None:
-        while not (home / "PAUSED").exists() or read_json(home / "status.json")["state"] != "paused":
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=provider, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        cogumi.train(sft, cogumi__on_red="pause", lora__lora_alpha=0)
-    assert read_json(home / "status.json")["state"] == "stopped"
-    assert not (home / "PAUSED").exists()
-    assert len(cogumi.train(sft, lora__lora_alpha=0).series("loss")) == 14
-
-
 def test_watching_changes_nothing_that_is_learned(asked: Config, watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_json(watched.run_dir / "flags.json")["step"] == 14
     for name in ("begin", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_train_end"):

@@ -20,7 +20,6 @@ import cogumi
 from cogumi.checkpoints.manifest import read_run_name
 from cogumi.cli.app import app
 from cogumi.core.disk_space import space_of
-from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health.verdict import judge_training
@@ -208,17 +207,6 @@ def test_a_setting_refused_when_a_run_goes_on_loses_nothing(
     with pytest.raises(UsageError, match="no memory"):
         cogumi.train(sft)
     assert (run_dir / "checkpoints" / "checkpoint-2").is_dir()
-
-
-def test_a_held_directory_is_not_touched(sft: Config, stop_after: Callable[[int], None]) -> None:
-    stop_after(1)
-    with pytest.raises(RuntimeError):
-        cogumi.train(sft)
-    run_dir = Path(sft["cogumi"]["run_dir"])
-    with lock_directory(run_dir) as ours:
-        assert ours
-        with pytest.raises(UsageError, match="under way in another process"):
-            cogumi.train(sft)
 
 
 def fill_last_page(path: Path) -> None:
