@@ -59,6 +59,16 @@ def run_config(
     return config
 
 
+def as_gspo(sft: dict[str, Any], **train: Any) -> dict[str, Any]:
+    """The SFT configuration's model and data in a run of GSPO of eight documents a step."""
+    section = {
+        "max_steps": 6, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+    }  # fmt: skip
+    ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
+    return {**sft, "train": section | train, "cogumi": sft["cogumi"] | ours}
+
+
 def save_base(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
     """A bfloat16 base of the class that `architectures` names in the config, or of the one for language modelling."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ import polars as pl
 import prepared_process
 import pytest
 import yaml
+from builders import run_config, train_adapter
 
 from cogumi import __version__ as package_version
 
@@ -40,21 +41,10 @@ def begins(adapter: object, out: object) -> str:
 @pytest.fixture
 def config(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
-    train = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False, "logging_steps": 1}
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "model": {"name": str(tiny_model)},
-                "data": {
-                    "source": str(code_parquet),
-                    "eval_rows": 8,
-                    "fim": {"max_length": 160, "middle_chars": [8, 32]},
-                },
-                "train": train,
-                "cogumi": {"method": "sft"},
-            }
-        )
-    )
+    section = {"eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
+    values = run_config("sft", tiny_model, code_parquet, "", data_section=section)
+    del values["cogumi"]["run_dir"], values["cogumi"]["merge"]
+    path.write_text(yaml.safe_dump(values))
     return path
 
 
@@ -143,19 +133,9 @@ class MergeInputs:
 @pytest.fixture(scope="module")
 def merge_inputs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> MergeInputs:
     """A base and two adapters for it, saved by PEFT."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     root = tmp_path_factory.mktemp("merge")
-    torch.manual_seed(0)
-    for name in ("adapter", "other"):
-        model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                torch.nn.init.normal_(parameter, std=0.05)
-        adapted.save_pretrained(str(root / name))
+    for seed, name in enumerate(("adapter", "other")):
+        train_adapter(tiny_model, root / name, seed=seed, target_modules=["q_proj", "down_proj"])
     return MergeInputs(tiny_model, root / "adapter", root / "other")
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import prepared_process
 import pytest
 import yaml
+from builders import run_config
 
 from cogumi.core.run_directory import append_jsonl, write_json
 
+DATA = {"eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
 # The command, whose number a test asks for.
 NUMBERED = """
 import os, runpy
@@ -56,13 +58,8 @@ def in_process(
 @pytest.fixture
 def home(tiny_model: Path, code_parquet: Path, tmp_path: Path, none_left_behind: None) -> Path:
     """A directory with tiny.yaml, in which no process is left behind."""
-    train = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_checkpointing": False, "logging_steps": 1}
-    values = {
-        "model": {"name": str(tiny_model)},
-        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": train,
-        "cogumi": {"method": "sft", "compile": "off", "merge": False},
-    }
+    values = run_config("sft", tiny_model, code_parquet, "", data_section=DATA, cogumi={"compile": "off"})
+    del values["cogumi"]["run_dir"]  # runs/tiny
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
     return tmp_path
 

@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -162,46 +161,6 @@ def test_a_broken_environment(heading: str, environment: Environment, tmp_path: 
     assert left_running(environment) == []
 
 
-# Real releases that do not fit: torchvision 0.26.0 is for torch 2.11.0, and pandas 2.0.3 was built against NumPy 1.
-UNFIT = [
-    (["torchvision==0.26.0"], "training libraries", "operator torchvision::nms does not exist", "torchvision"),
-    (["pandas==2.0.3", "pytz", "tzdata"], "data libraries", "pandas: ValueError: numpy.dtype size changed", "numpy"),
-]
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="pandas 2.0.3 has no wheel for it")
-@pytest.mark.parametrize(("wheels", "what", "figure", "cause"), UNFIT, ids=[each[1] for each in UNFIT])
-def test_a_release_that_does_not_fit(
-    wheels: list[str], what: str, figure: str, cause: str, environment: Environment, tmp_path: Path
-) -> None:
-    download = [
-        *(
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-            "-d",
-            str(tmp_path),
-        )
-    ]
-    done = subprocess.run([*download, *wheels], capture_output=True, text=True, timeout=300)
-    if done.returncode != 0:
-        pytest.skip(f"the package index does not answer: {done.stderr.strip().splitlines()[-1]}")
-    for wheel in tmp_path.glob("*.whl"):
-        shutil.unpack_archive(wheel, environment.packages, "zip")
-    report, status = examine(environment)
-    finding = of(report, what, "fatal")
-    assert status == 1
-    assert figure in finding["figure"]
-    assert cause in finding["cause"]
-    assert "install.sh" in finding["fix"]
-
-
 def section(heading: str) -> str:
     """The printed block below a heading of the doc."""
     match = re.search(rf"^### {re.escape(heading)}\n.*?^```\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.DOTALL)
@@ -356,19 +315,6 @@ def test_a_full_disk_for_temporary_files(environment: Environment, tmp_path: Pat
     finding = of(report, "temporary files", "warning")
     assert finding["cause"].startswith(f"TMPDIR={disk} cannot be written to")
     assert "it is full" in finding["cause"]
-
-
-def test_no_disk_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tempfile
-
-    from cogumi.stack.host import check_temporary_files
-
-    def none() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
-
-    monkeypatch.setattr(tempfile, "gettempdir", none)
-    findings = check_temporary_files()
-    assert (findings.state, findings.fix.startswith("free space")) == ("fatal", True)
 
 
 # ------------------------------------------------------------------------------------------------------------- command line

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -46,54 +47,53 @@ def test_another_active_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 # ------------------------------------------------------------------------------------------------------------------ boxes
 
 
-def test_a_work_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
+def disks(work: Path) -> dict[str, Finding]:
+    return {finding.what: finding for finding in host.check_disks(work)}
+
+
+@pytest.mark.parametrize(
+    ("option", "cause"),
+    [
+        ("size=64m", "is in memory: files here are lost when the box stops"),
+        ("ro", "cannot be written to"),
+        ("size=8m,nr_inodes=1", "no inodes are free"),
+    ],
+)
+def test_a_work_directory_that_loses_or_takes_no_file(tmp_path: Path, option: str, cause: str) -> None:
     with mounting(tmp_path) as mount:
-        disk = mount()
-        findings = host.check_directory(disk)
-    assert findings.state == "warning"
-    assert findings.cause == f"{disk} is in memory: files here are lost when the box stops"
+        finding = disks(mount(options=option))["work directory"]
+    assert (finding.state, cause in finding.cause) == ("warning", True)
 
 
 def test_the_disk_of_a_container_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overlay = replace(filesystem_of(tmp_path), kind="overlay")
     monkeypatch.setattr(host, "filesystem_of", lambda path: overlay)
-    findings = host.check_directory(tmp_path)
-    assert (findings.state, "the container's own disk" in findings.figure) == ("note", True)
+    finding = disks(tmp_path)["work directory"]
+    assert (finding.state, "the container's own disk" in finding.figure) == ("note", True)
 
 
-@pytest.mark.parametrize(
-    ("option", "said"), [("ro", "cannot be written to"), ("size=8m,nr_inodes=1", "no inodes are free")]
-)
-def test_a_work_directory_that_takes_no_file(tmp_path: Path, option: str, said: str) -> None:
-    with mounting(tmp_path) as mount:
-        findings = host.check_directory(mount(options=option))
-    assert (findings.state, said in findings.cause) == ("warning", True)
-
-
-def test_the_hub_cache_on_a_small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if filesystem_of(tmp_path).space.free < 1 << 30:
-        pytest.skip("the disk of the tests is nearly full")
-    with mounting(tmp_path) as mount:
-        small = mount(name="small")
-        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HF_HOME", str(small / "hf"))
-        findings = host.check_hub_cache()
-    assert findings.state == "warning"
-    assert "8B model" in findings.cause
-
-
-def test_a_nearly_full_disk_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tempfile
-
+def test_small_disks_for_temporary_files_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with mounting(tmp_path) as mount:
         disk = mount(options="size=100m")
         fill(disk, 0.5)
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", str(disk))
-        findings = host.check_temporary_files()
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HF_HOME", str(disk / "hf"))
+        findings = disks(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", None)
-    assert (findings.state, "200 MB" in findings.cause) == ("warning", True)
+    for what, minimum in (("temporary files", "200 MB"), ("Hugging Face cache", "20.0 GB")):
+        assert (findings[what].state, minimum in findings[what].cause) == ("warning", True)
+
+
+def test_no_disk_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    (finding,) = host.check_disks(tmp_path)
+    assert (finding.state, finding.fix.startswith("free space")) == ("fatal", True)
 
 
 # -------------------------------------------------------------------------------------------------------------- variables

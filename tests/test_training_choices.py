@@ -48,14 +48,40 @@ def decided(run: RunConfig, machine: Machine, asked: Load) -> dict[str, Any]:
     return {choice.key: choice.value for choice in choose(run, machine, asked)}
 
 
-def test_an_h100_with_an_8b_model() -> None:
-    assert decided(run_of(), H100, load(micro_batch=4)) == {
-        "model.attn_implementation": "flash_attention_3",
-        "train.gradient_checkpointing": True,  # 61 GiB are estimated without; the margin is 0.7
-        "train.optim": "adamw_torch_fused",
-    }
-    assert decided(run_of(), H100, load())["train.gradient_checkpointing"] is False
-    assert decided(run_of("gspo"), H100, load())["train.tf32"] is False
+ATTENTION, OPTIM = "model.attn_implementation", "train.optim"
+MICRO_BATCH, CHECKPOINTING = "train.per_device_train_batch_size", "train.gradient_checkpointing"
+SMALL = load(trained=10_000, weights=10**6, length=160, shape=ModelShape(64, 128, 2, 512), element=4)
+NO_8BIT = Machine("H100", (9, 0), 79 * GIB)  # nothing else is installed
+SAID = {"gradient_checkpointing": False, "optim": "adafactor", "tf32": False}
+# The run, the machine, what is loaded; some of the choices, None for what is left alone.
+CHOICES: list[tuple[RunConfig, Machine, Load, dict[str, Any]]] = [
+    # 61 GiB are estimated without checkpointing; the margin is 0.7
+    (run_of(), H100, load(micro_batch=4), {ATTENTION: "flash_attention_3", CHECKPOINTING: True}),
+    (run_of(), H100, load(), {CHECKPOINTING: False, OPTIM: "adamw_torch_fused"}),
+    (run_of("gspo"), H100, load(), {"train.tf32": False}),
+    # moments take 8 bits where 32 do not fit
+    (run_of(), H100, load(trained=8_000_000_000), {OPTIM: "adamw_8bit"}),
+    (run_of(), H100, load(trained=50_000_000_000), {OPTIM: "paged_adamw_8bit"}),
+    (run_of(), NO_8BIT, load(trained=8_000_000_000), {OPTIM: "adamw_torch_fused"}),
+    # a CPU keeps the defaults, and computes nothing twice that fits
+    (run_of(), CPU, SMALL, {CHECKPOINTING: False, OPTIM: None, ATTENTION: None}),
+    (run_of(), CPU, load(element=4), {CHECKPOINTING: True, OPTIM: None, ATTENTION: None}),
+    # what the user says stays
+    (run_of(model={"attn_implementation": "eager"}, **SAID), H100, load(), {ATTENTION: None, OPTIM: None, CHECKPOINTING: None}),
+    (run_of(gradient_checkpointing_kwargs={"use_reentrant": True}), H100, load(length=8), {CHECKPOINTING: None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "machine", "asked", "expected"), CHOICES)
+def test_what_is_chosen(run: RunConfig, machine: Machine, asked: Load, expected: dict[str, Any]) -> None:
+    values = decided(run, machine, asked)
+    assert {key: values.get(key) for key in expected} == expected
+
+
+def test_a_planned_batch_leaves_checkpointing_to_the_planner() -> None:
+    run = run_of("gspo")
+    run.cogumi.docs_per_step = 32
+    assert CHECKPOINTING not in decided(run, H100, load(length=8))
 
 
 @pytest.mark.parametrize(
@@ -78,9 +104,6 @@ def test_attention_is_what_works_on_the_card_and_the_class_has(
     (choice,) = (each for each in choose(run_of(), machine, load(**more)) if each.key == "model.attn_implementation")
     assert choice.value == expected
     assert because in choice.reason
-
-
-MICRO_BATCH, CHECKPOINTING = "train.per_device_train_batch_size", "train.gradient_checkpointing"
 
 
 @pytest.mark.parametrize(
@@ -184,37 +207,6 @@ def test_the_chosen_micro_batch_trains_the_same_step(
     weights = [load_file(each / "adapter_model.safetensors") for each in (whole.adapter, parts.adapter)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("machine", "trained", "expected"),
-    [
-        (H100, 42_000_000, "adamw_torch_fused"),
-        (H100, 8_000_000_000, "adamw_8bit"),
-        (H100, 50_000_000_000, "paged_adamw_8bit"),
-        (Machine("H100", (9, 0), 79 * GIB), 8_000_000_000, "adamw_torch_fused"),  # nothing else is installed
-    ],
-)
-def test_moments_take_8_bits_where_32_do_not_fit(machine: Machine, trained: int, expected: str) -> None:
-    assert decided(run_of(), machine, load(trained=trained))["train.optim"] == expected
-
-
-def test_a_cpu_keeps_the_defaults_and_computes_nothing_twice_that_fits() -> None:
-    small = load(trained=10_000, weights=10**6, length=160, shape=ModelShape(64, 128, 2, 512), element=4)
-    assert decided(run_of(), CPU, small) == {"train.gradient_checkpointing": False}
-    assert decided(run_of(), CPU, load(element=4)) == {"train.gradient_checkpointing": True}
-
-
-def test_what_the_user_says_stays() -> None:
-    said = {"gradient_checkpointing": False, "optim": "adafactor", "tf32": False}
-    assert decided(run_of(model={"attn_implementation": "eager"}, **said), H100, load()) == {}
-    assert "train.gradient_checkpointing" not in decided(
-        run_of(gradient_checkpointing_kwargs={"use_reentrant": True}), H100, load(length=8)
-    )
-    planned = load_config(
-        {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "gspo", "docs_per_step": 32}}
-    )
-    assert "train.gradient_checkpointing" not in decided(planned, H100, load(length=8))
 
 
 @pytest.mark.parametrize(

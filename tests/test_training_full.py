@@ -14,20 +14,11 @@ Config = dict[str, Any]
 
 
 @pytest.fixture
-def sft(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Config:
-    return {
-        "model": {"name": str(tiny_model)},
-        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {
-            "max_steps": 6,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "gradient_checkpointing": False,
-            "save_steps": 3,
-        },
-        "cogumi": {"method": "sft", "tuning": "full", "run_dir": str(tmp_path / "full")},
-    }
+def sft(sft: Config) -> Config:
+    del sft["lora"], sft["data"]["max_rows"]
+    sft["train"] |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 3}
+    sft["cogumi"] |= {"tuning": "full", "merge": True}
+    return sft
 
 
 def test_every_weight_is_trained_and_saved_in_the_dtype_of_the_base(sft: Config, tiny_model: Path) -> None:

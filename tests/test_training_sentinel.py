@@ -1,17 +1,17 @@
 """`cogumi.sanity`, `cogumi.on_red` and flags.json in real runs: what ends early goes on and ends as if it had not."""
 
-import re
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from builders import as_gspo
+from test_training_unfinished import logged, the_same
 
 import cogumi
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json, read_jsonl
+from cogumi.core.run_directory import read_json
 from cogumi.health import sentinel as module
 
 Config = dict[str, Any]
@@ -32,12 +32,7 @@ def asked(sft: Config) -> Config:
 
 @pytest.fixture
 def gspo(sft: Config) -> Config:
-    train = {
-        "max_steps": 6, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3,
-        "gradient_checkpointing": False, "save_strategy": "no",
-    }  # fmt: skip
-    ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
-    return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
+    return as_gspo(sft, save_strategy="no")
 
 
 @pytest.fixture
@@ -50,24 +45,6 @@ def red(sft: Config, train_once: Any, tiny_model: Path) -> Any:
 def watched(asked: Config, train_once: Any, tiny_model: Path) -> Any:
     """What the run of `asked` came to; no test changes it."""
     return train_once("watched", tiny_model, asked).result
-
-
-def logged(run_dir: Path) -> list[dict[str, Any]]:
-    """What was logged, without times, speeds, the disk's figures, and TRL's count of tokens, which begins anew in SFT."""
-    timed = re.compile(r".*num_tokens|time|.*_time|.*runtime|.*_per_second|train_.*|disk/.*|total_flos")
-    return [
-        {key: value for key, value in row.items() if not timed.fullmatch(key)}
-        for row in read_jsonl(run_dir / "metrics.jsonl")
-    ]
-
-
-def weights(directory: Path) -> dict[str, Any]:
-    return load_file(directory / "adapter_model.safetensors")
-
-
-def same(one: Path, other: Path) -> bool:
-    ours, theirs = weights(one), weights(other)
-    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +82,7 @@ def test_a_sanity_check_answers_and_its_steps_are_not_lost(
     assert result.verdict.safe_to_scale is None
     assert "with other versions" not in (home / "run.log").read_text()
     assert logged(home) == logged(whole.run_dir)
-    assert same(result.adapter, whole.adapter)
+    assert the_same(result.run_dir, whole.run_dir)
     assert (home / "DONE").exists()
 
 
@@ -186,7 +163,7 @@ def test_pause_waits_until_the_file_is_gone(sft: Config, red: Any, monkeypatch: 
     assert "adapter moves" in seen["text"]
     assert len(seen["checkpoints"]) == 1  # saved before it waits
     assert len(result.series("loss")) == 14
-    assert same(result.adapter, red.adapter)
+    assert the_same(result.run_dir, red.run_dir)
     assert logged(home) == logged(red.run_dir)
 
 
@@ -195,5 +172,5 @@ def test_watching_changes_nothing_that_is_learned(asked: Config, watched: Any, m
     for name in ("begin", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_train_end"):
         monkeypatch.setattr(module.Sentinel, name, lambda *_, **__: None)
     alone = cogumi.train(asked)
-    assert same(watched.adapter, alone.adapter)
+    assert the_same(watched.run_dir, alone.run_dir)
     assert logged(watched.run_dir) == logged(alone.run_dir)

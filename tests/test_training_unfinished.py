@@ -12,6 +12,7 @@ from typing import Any
 import prepared_process
 import pytest
 import yaml
+from builders import as_gspo
 from disk_mounts import mounting
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -38,12 +39,7 @@ def sft(sft: Config) -> Config:
 
 @pytest.fixture
 def gspo(sft: Config) -> Config:
-    train = {
-        "max_steps": 6, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3,
-        "gradient_checkpointing": False, "save_steps": 4,
-    }  # fmt: skip
-    ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
-    return {**sft, "train": train, "cogumi": sft["cogumi"] | ours}
+    return as_gspo(sft, save_steps=4)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import as_gspo
 from finished_runs import FinishedRun
 from safetensors.torch import load_file
 from torch import equal
@@ -158,10 +159,7 @@ def test_saving_in_a_run_does_not_wait_for_the_disk(sft: Config, monkeypatch: py
 
 
 def test_rollouts_are_what_the_trainer_was_rewarded_for(sft: Config, tmp_path: Path) -> None:
-    train = {"max_steps": 8, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3,
-             "gradient_checkpointing": False, "save_strategy": "no", "reward_weights": [1.0, 0.5]}  # fmt: skip
-    ours = {"method": "gspo", "docs_per_step": 8, "rewards": ["edit_similarity", "parses"]}
-    result = cogumi.train({**sft, "train": train, "cogumi": sft["cogumi"] | ours})
+    result = cogumi.train(as_gspo(sft, max_steps=8, save_strategy="no", reward_weights=[1.0, 0.5]))
     rows = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     assert [row["step"] for row in rows] == [1, 5]  # a rollout is four optimizer steps
     logged = {row["step"]: row for row in result.metrics if row.get("reward") is not None}

@@ -296,31 +296,20 @@ def named_in_help(hint: Any, field: ast.AnnAssign, keys: Container[str]) -> Any:
     return words if hint is str else list[words]
 
 
-class Names(dict[str, Any]):
-    """Namespace of an annotation: builtins, `typing`, and enumerations as Literals of their values."""
-
-    def __init__(self, module: str) -> None:
-        super().__init__(vars(builtins) | {name: getattr(typing, name) for name in typing.__all__})
-        self.module, self.choices = module, set[Any]()
-
-    def __missing__(self, name: str) -> Any:
-        choices = enumeration(self.module, name)
-        if choices is not Any:
-            self.choices.add(choices)
-        return choices
-
-
 def type_of(module: str, annotation: ast.expr) -> Any:
     """Evaluate an annotation without importing its classes: `Any` for a class that is no enumeration."""
-    names = Names(module)
     if isinstance(annotation, ast.Constant) or any(isinstance(node, ast.Attribute) for node in ast.walk(annotation)):
         return Any  # a type in quotes, or a dotted name
+    known = vars(builtins) | {name: getattr(typing, name) for name in typing.__all__}
+    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} - known.keys()
+    classes = {name: enumeration(module, name) for name in names}
     try:
-        hint = eval(ast.unparse(annotation), {"__builtins__": {}}, names)
+        hint = eval(ast.unparse(annotation), {"__builtins__": {}}, known | classes)
     except TypeError:  # a part in quotes, or an unresolved class with a subscript
         return Any
     parts = get_args(hint)
-    if names.choices & set(parts):  # `OptimizerNames | str`: the library converts the text, or raises
+    if set(parts) & {choices for choices in classes.values() if choices is not Any}:
+        # `OptimizerNames | str`: the library converts the text, or raises
         return Union[tuple(part for part in parts if part is not str)]  # noqa: UP007
     return hint
 

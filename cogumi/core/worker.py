@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Event
 from typing import Any
 
 from cogumi.core.errors import UsageError
@@ -47,17 +46,15 @@ class Worker:
             pickle.dump((function, arguments), self.process.stdin)
             self.process.stdin.flush()
 
-    def receive(self, timeout: float | None = None, stopped: Event | None = None) -> Any:
+    def receive(self, timeout: float | None = None) -> Any:
         """Return the function's result.
 
-        Raises its UsageError, and RuntimeError if the process ended, took longer than `timeout` seconds, or was ended
-        because `stopped` was set.
+        Raises its UsageError, and RuntimeError if the process ended or took longer than `timeout` seconds.
         """
         assert self.process.stdout is not None
         began = time.monotonic()
         while not select.select([self.process.stdout], [], [], POLL)[0]:
-            late = timeout is not None and time.monotonic() - began >= timeout
-            if late or (stopped is not None and stopped.is_set()):
+            if timeout is not None and time.monotonic() - began >= timeout:
                 self.stop()
                 raise RuntimeError(f"{self.name} was ended after {time.monotonic() - began:.1f} s without an answer")
         try:

@@ -120,12 +120,6 @@ def doctor(timeout: float = TIMEOUT) -> DoctorReport:
     return DoctorReport(tuple(findings), time.perf_counter() - began)
 
 
-def check_disks(seen: CheckupState) -> Iterator[Finding]:
-    yield host.check_temporary_files()
-    yield host.check_directory(seen.work)
-    yield host.check_hub_cache()
-
-
 def check_driver(seen: CheckupState) -> Iterator[Finding]:
     _, seen.torch_cuda = lanes.torch_build()
     findings = list(host.check_driver(seen.torch_cuda, seen.timeout))
@@ -162,12 +156,7 @@ def check_torch(seen: CheckupState) -> Iterator[Finding]:
 
 def step_environment(scratch: str) -> dict[str, str]:
     """Return variables that send all compiled and written files into a directory that is removed afterwards."""
-    environment = {
-        **os.environ,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONSAFEPATH"] = "1"  # files of the working directory must not shadow modules
     places = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION", "MPLCONFIGDIR")
     return environment | dict.fromkeys(places, scratch)
@@ -229,7 +218,7 @@ def with_explanation(plain: Finding, text: str, state: State | None = None) -> F
 
 CHECKS: tuple[tuple[str, Callable[[CheckupState], Iterable[Finding]]], ...] = (
     ("Python", lambda _: [check_python()]),
-    ("disks", check_disks),
+    ("disks", lambda seen: host.check_disks(seen.work)),
     ("driver", check_driver),
     ("environment", lambda seen: host.check_variables(os.environ, seen.work)),
     ("packages", lambda _: [lanes.check_lane()]),

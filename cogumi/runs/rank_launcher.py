@@ -67,11 +67,9 @@ def train_in_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path,
                     rank.stdin.close()
         outcome = place / OUTCOME
         result, error = pickle.loads(outcome.read_bytes()) if outcome.exists() else (None, None)
-        if first is not None and result is not None:  # a library's thread, say, that aborts a process at its exit
-            how = describe_death(ranks[first].returncode, place / f"rank-{first}.log")
-            log.warning("after the run had ended, process %d %s", first, how)
-        # The first process may only have met the end of another one.
-        elif first is not None and not isinstance(error, UsageError) and (first > 0 or error is None):
+        # A process that a library's thread aborts at its exit takes nothing from the result; the first process may only
+        # have met the end of another one.
+        if result is None and first is not None and not isinstance(error, UsageError) and (first > 0 or error is None):
             raise RunFailed(describe_failed_rank(ranks, first, place, run_dir))
         if error is not None:
             raise error

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from cogumi.core.disk_space import Filesystem, filesystem_of, hub_cache, nearest_existing
+from cogumi.core.disk_space import filesystem_of, hub_cache, nearest_existing
 from cogumi.core.errors import Finding
 from cogumi.core.formatting import format_bytes
 from cogumi.stack.lanes import INSTALL, lanes
@@ -105,68 +105,44 @@ def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
 # ------------------------------------------------------------------------------------------------------------- the disks
 
 
-def judge(title: str, figure: str, *rules: tuple[object, str, str]) -> Finding:
-    """Return a warning for the first broken rule (broken, cause, fix), or a good finding."""
-    for broken, cause, fix in rules:
-        if broken:
-            return Finding(title, "warning", figure, cause, fix)
-    return Finding(title, "ok", figure)
-
-
-def check_temporary_files() -> Finding:
-    """Check that temporary files can be written: compilers, Arrow and tokenizers need some."""
-    title, tmpdir = "temporary files", os.environ.get("TMPDIR")
-    fix = "free space (cogumi disk status), or set TMPDIR to a disk with room"
+def check_disks(work: Path) -> Iterator[Finding]:
+    """Check that temporary files, runs and models can be written, and that runs and models outlive the box."""
+    tmpdir, free_space = os.environ.get("TMPDIR"), "free space (cogumi disk status), or"
     try:
-        place = Path(tempfile.gettempdir())  # writes a file to find out
+        temporary = Path(tempfile.gettempdir())  # writes a file to find out
     except FileNotFoundError:
         cause = "no directory for temporary files can be written to: every disk is full, or read-only"
-        return Finding(title, "fatal", tmpdir or "/tmp", cause, fix)
-    free = filesystem_of(place).space.free
-    useless = f"TMPDIR={tmpdir} cannot be written to (it is full, read-only or no directory), so {place} is taken"
-    return judge(
-        title,
-        f"{place}: {format_bytes(free)} free",
-        (tmpdir and Path(tmpdir).absolute() != place.absolute(), useless, fix),
-        (free < MIN_SCRATCH_BYTES, f"less than {format_bytes(MIN_SCRATCH_BYTES)} is free for temporary files", fix),
-    )
-
-
-def check_directory(path: Path) -> Finding:
-    """Check that the directory for runs can be written to, and that it outlives the box."""
-    disk = filesystem_of(path)
-    closed = disk.space.read_only or not os.access(nearest_existing(path), os.W_OK)
-    refused = "runs/ and checkpoints/ are written here, and it cannot be written to"
-    in_memory = f"{disk.mount} is in memory: files here are lost when the box stops"
-    finding = judge(
-        "work directory",
-        describe_room(path, disk),
-        (closed, refused, "work in a directory that you may write to"),
-        (disk.space.inodes_free == 0, "no inodes are free: no file can be created", "remove many small files"),
-        (disk.kind in MEMORY_FILESYSTEMS, in_memory, "work in a directory on a disk; cogumi.mirror copies checkpoints"),
-    )
-    if finding.state == "ok" and disk.kind in CONTAINER_FILESYSTEMS:
-        lost = f"{finding.figure}; the container's own disk, which is lost with it, or when a pod stops"
-        return Finding(finding.what, "note", lost)
-    return finding
-
-
-def check_hub_cache() -> Finding:
-    """Check that the disk of the models' cache has room and survives a restart of the box."""
-    path = hub_cache()
-    disk = filesystem_of(path)
-    fix = "free space (cogumi disk status), or set HF_HOME to a larger disk"
-    in_memory = f"{disk.mount} is in memory: every start of the box downloads the models again"
-    return judge(
-        "Hugging Face cache",
-        describe_room(path, disk),
-        (disk.space.free < MIN_CACHE_BYTES, f"less than {format_bytes(MIN_CACHE_BYTES)} is free: one 8B model", fix),
-        (disk.kind in MEMORY_FILESYSTEMS, in_memory, "set HF_HOME to a disk that persists"),
-    )
-
-
-def describe_room(path: Path, disk: Filesystem) -> str:
-    return f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
+        yield Finding(
+            "temporary files", "fatal", tmpdir or "/tmp", cause, f"{free_space} set TMPDIR to a disk with room"
+        )
+        return
+    for title, path, minimum, fix in (
+        ("temporary files", temporary, MIN_SCRATCH_BYTES, "set TMPDIR to a disk with room"),
+        ("work directory", work, 0, "work on a disk that you may write to; cogumi.mirror copies checkpoints"),
+        ("Hugging Face cache", hub_cache(), MIN_CACHE_BYTES, "set HF_HOME to a larger disk that persists"),
+    ):
+        disk = filesystem_of(path)
+        figure = f"{path}: {format_bytes(disk.space.free)} free of {format_bytes(disk.space.total)}"
+        causes = {
+            f"TMPDIR={tmpdir} cannot be written to (it is full, read-only or no directory), so {path} is taken": (
+                tmpdir and path == temporary and Path(tmpdir).absolute() != path.absolute()
+            ),
+            "runs are written here, and it cannot be written to": (
+                path == work and (disk.space.read_only or not os.access(nearest_existing(path), os.W_OK))
+            ),
+            "no inodes are free: no file can be created": disk.space.inodes_free == 0,
+            f"less than {format_bytes(minimum)} is free": disk.space.free < minimum,
+            f"{disk.mount} is in memory: files here are lost when the box stops": (
+                disk.kind in MEMORY_FILESYSTEMS and path != temporary
+            ),
+        }
+        if cause := next((cause for cause, applies in causes.items() if applies), ""):
+            yield Finding(title, "warning", figure, cause, f"{free_space} {fix}")
+        elif path == work and disk.kind in CONTAINER_FILESYSTEMS:
+            lost = "the container's own disk, which is lost with it, or when a pod stops"
+            yield Finding(title, "note", f"{figure}; {lost}")
+        else:
+            yield Finding(title, "ok", figure)
 
 
 # --------------------------------------------------------------------------------------------------------- the variables

@@ -178,16 +178,16 @@ def run_preflight(run: RunConfig, base: str, base_config: Any, data: Data, token
             log.warning("preflight: RED: %s: %s; %s", line.stage, line.figure, line.fix)
         else:
             log.info("preflight: %s: %s", line.stage, line.figure)
-    engine = figures.get("vllm")
-    if engine is not None and engine["cannot_start"]:
-        red = next(line for line in lines if line.stage == "vllm")
-        raise RefusedAtSetup(f"vllm: {red.figure}", fix=f"{red.fix} (or cogumi.preflight: off, which starts it anyway)")
-    memory = figures.get("memory")
+    engine, memory = figures.get("vllm"), figures.get("memory")
     awake = engine["engine"] if engine is not None and not engine["sleeps"] else 0
-    if memory is not None and memory["tensors"] + awake > memory["free"]:
-        red = next(line for line in lines if line.stage == "memory")
-        fix = f"{red.fix} (or cogumi.preflight: off, which starts it anyway)"
-        raise RefusedAtSetup(f"memory: {red.figure}", fix=fix)
+    for stage, exceeded in (
+        ("vllm", engine is not None and engine["cannot_start"]),
+        ("memory", memory is not None and memory["tensors"] + awake > memory["free"]),
+    ):
+        if exceeded:
+            red = next(line for line in lines if line.stage == stage)
+            fix = f"{red.fix} (or cogumi.preflight: off, which starts it anyway)"
+            raise RefusedAtSetup(f"{stage}: {red.figure}", fix=fix)
 
 
 def record_backend(run_dir: Path, backend: Backend) -> None:
