@@ -143,15 +143,6 @@ def test_everything_can_be_handed_out(tmp_path: Path) -> None:
         assert copy.read_bytes() == source.read_bytes()
 
 
-def test_the_wheel_has_them() -> None:
-    import tomllib
-
-    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    packaged = pyproject["tool"]["setuptools"]["package-data"]["cogumi"]
-    collected = {path for pattern in packaged for path in PACKAGE.glob(pattern)}
-    assert collected >= {*ALL, *list_templates().values(), PACKAGE / "data" / "tulu.jinja"}
-
-
 def test_a_config_goes_where_it_is_wanted_and_replaces_nothing(tmp_path: Path) -> None:
     assert copy_template("smoke/sft", tmp_path) == tmp_path / "sft.yaml"
     assert (

@@ -15,6 +15,7 @@ import builders
 import pytest
 
 import cogumi
+from cogumi.config.source import list_templates
 from cogumi.core.errors import UsageError, require_extra
 
 REPOSITORY = Path(__file__).parents[1]
@@ -94,6 +95,8 @@ def test_the_wheel_holds_the_package_and_its_data(installed: Path) -> None:
     data = ["configs/smoke/sft.yaml", "py.typed", "models/small-base/model.safetensors"]
     for name in (*data, "stack/lanes.json", "diagnostics/signatures.toml"):
         assert (installed / "cogumi" / name).is_file(), name
+    for path in list_templates().values():
+        assert (installed / path.relative_to(REPOSITORY)).is_file(), path
     assert not (installed / "cogumi/models/small-base/pretraining").exists()
 
 
