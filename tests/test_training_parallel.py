@@ -15,6 +15,7 @@ from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.methods.step_split import TRL_STEP, describe_split, refuse_unshared, split_step
 from cogumi.runs.rank_launcher import dump_outcome, exit_status
 from cogumi.stack.gpus import refuse_ranks
+from cogumi.training.loop import even_batch
 from cogumi.training.parallel import ACCELERATE, read_accelerate
 
 
@@ -44,6 +45,13 @@ def test_what_cannot_be_shared_is_refused_with_sizes_that_can() -> None:
         split_step(a_run(per_device_train_batch_size=16), 3)
     rollout = split_step(a_run(method="gspo", per_device_train_batch_size=8, steps_per_generation=4), 2)
     assert rollout.train["per_device_train_batch_size"] * rollout.train["steps_per_generation"] * 2 == 32
+
+
+def test_held_out_rows_are_counted_once() -> None:
+    assert even_batch(20, 8, 1) == 8
+    assert even_batch(20, 8, 2) == 5
+    assert even_batch(64, 8, 8) == 8
+    assert even_batch(7, 8, 2) == 8  # accelerate fills up
 
 
 def test_the_packages_config_is_what_accelerate_makes_of_it() -> None:

@@ -112,10 +112,17 @@ def follow_screen(run: handle.Run, path: Path) -> None:
 
 def logs(
     run_dir: RunDir,
+    follow: Annotated[bool, Option("-f", "--follow", help="Follow what is written, until the run ends.")] = False,
     last: Annotated[int, Option("-n", "--lines", min=1, help="How many lines, from the end.")] = 50,
 ) -> None:
     """Print a run's log: decisions with their reasons, warnings, and the traceback if it failed."""
-    print_text(handle.attach(run_dir).logs(last))
+    run = handle.attach(run_dir)
+    if not follow:
+        print_text(run.logs(last))
+        return
+    with leaving_on_interrupt(run_dir):
+        for text in run.follow(last):
+            print_text(text, end="")
 
 
 def report(

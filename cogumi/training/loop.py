@@ -223,6 +223,13 @@ def fit(
         recorder.record_rollouts(trainer, telemetry)
     measure_loss = examples.held_out is not None and not rl
     if measure_loss:
+        rows = len(trainer.eval_dataset)
+        shared = rows - rows % ranks.count or rows
+        if shared < rows:
+            trainer.eval_dataset = trainer.eval_dataset.select(range(shared))
+        trainer.args.per_device_eval_batch_size = even_batch(
+            shared, trainer.args.per_device_eval_batch_size, ranks.count
+        )
         trainer.evaluate = recorder.preserve_rng_and_mode(trainer.model)(trainer.evaluate)
     on_the_way = measure_loss and run.train.get("eval_strategy") is None
     control = ControlCallback(trainer, options, telemetry, len(trainer.eval_dataset) if on_the_way else 0)
@@ -277,6 +284,11 @@ def fit(
     if rl:
         checks += judge_gspo(metrics, run_dir)
     return TrainingOutcome(checks, sentinel, ended)
+
+
+def even_batch(rows: int, batch: int, count: int) -> int:
+    """Return the largest batch up to `batch` in which `count` processes see all rows once; `batch` if there is none."""
+    return next((size for size in range(batch, 0, -1) if rows % (size * count) == 0), batch) if count > 1 else batch
 
 
 def log_disk_forecast(run: RunConfig, trainer: Any) -> None:
