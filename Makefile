@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm test-torch27 lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -36,6 +36,10 @@ test-unsloth: .venv-unsloth/lane
 # Not part of `make test`: vLLM on a CPU, in an environment of its own.
 test-vllm: .venv-vllm/lane
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_parity.py tests/test_vllm_sizing.py
+
+# Not part of `make test`: torch 2.7, whose Dynamo cannot trace a 4-bit layer, for graph_break's last strategy.
+test-torch27: .venv-torch27/lane
+	.venv-torch27/bin/python -m pytest --noconftest tests/test_graph_break_older_torch.py
 
 lint: .venv/test
 	$(PYTHON_IN) -m ruff check .
@@ -106,5 +110,11 @@ check-urls: .venv/test
 	sh requirements/install.sh vllm
 	touch $@
 
+.venv-torch27/lane: requirements/torch-2.7.in
+	python3 -m venv .venv-torch27
+	echo '*' >.venv-torch27/.gitignore
+	.venv-torch27/bin/python -m pip install --quiet --retries 1 -r $<
+	touch $@
+
 clean:
-	rm -rf .venv .venv-unsloth .venv-vllm runs
+	rm -rf .venv .venv-unsloth .venv-vllm .venv-torch27 runs

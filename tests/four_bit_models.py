@@ -71,6 +71,22 @@ def straight_line(width: int = 128, layers: int = 4) -> nn.Sequential:
     return nn.Sequential(*(quantized(nn.Linear(width, width)) for _ in range(layers))).requires_grad_(False)
 
 
+def moe_layer(hidden: int = 512, intermediate: int = 512, experts: int = 8) -> Any:
+    """gpt-oss's MLP (router and experts, two for each token) in 4 bits; the router is trained, and never chooses the last."""
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        hidden_size=hidden, intermediate_size=64, num_local_experts=experts, num_experts_per_tok=min(2, experts - 1)
+    )
+    layer: Any = GptOssMLP(config)  # type: ignore[no-untyped-call]
+    layer.experts = LoopedExperts(hidden, intermediate, experts)
+    nn.init.normal_(layer.router.weight, std=hidden**-0.5)
+    starve_the_last_expert(layer.router)
+    return layer
+
+
 def starve_the_last_expert(router: Any) -> None:
     """Zero rows in every step, whatever the tokens."""
     with torch.no_grad():
@@ -132,8 +148,18 @@ def token_ids(vocabulary: int, sequences: int, length: int, step: int) -> Tensor
     return torch.randint(vocabulary, (sequences, length), generator=torch.Generator().manual_seed(1000 + step))
 
 
+def hidden_rows(hidden: int, tokens: int, step: int) -> Tensor:
+    """What reaches an MLP in a step, (1, tokens, hidden), with a gradient to take."""
+    rows = torch.randn(1, tokens, hidden, generator=torch.Generator().manual_seed(2000 + step))
+    return rows.requires_grad_()
+
+
 def tiny_llama(layers: int = 4) -> Any:
     return llama(hidden=128, layers=layers, vocabulary=256)
+
+
+def tiny_moe(experts: int = 4) -> Any:
+    return moe_layer(hidden=64, intermediate=64, experts=experts)
 
 
 def step(model: Any, number: int = 0, sequences: int = 2, length: int = 16) -> float:

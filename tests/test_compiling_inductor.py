@@ -26,6 +26,7 @@ def test_a_run_trains_compiled(tmp_path: Path) -> None:
     said = run.json
     assert len(run.losses) == STEPS
     assert said["strategy"] == "none"
+    assert "no 4-bit experts" in said["strategy_reason"]
     assert said["counts"]["graphs"] >= 2
     assert all(part._compiled_call_impl is not None for part in parts_of(run.trainer.model))
 

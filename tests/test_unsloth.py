@@ -326,7 +326,7 @@ def run_defaults(results: str) -> None:
 
 
 def run_compiled(results: str) -> None:
-    """A 4-bit Llama and a gpt-oss with 4-bit experts, compiled beside unsloth's 4-bit layers."""
+    """A 4-bit Llama and a gpt-oss with 4-bit experts, compiled beside unsloth's 4-bit layers, with the patch and without."""
     unsloth_rl.apply("unsloth")
     import four_bit_models
 
@@ -341,20 +341,22 @@ def run_compiled(results: str) -> None:
     }
     for name, build in shapes.items():
         eager = four_bit_models.step(build())
-        torch.compiler.reset()
-        torch._dynamo.utils.counters.clear()
-        torch._dynamo.utils.clear_compilation_metrics()
-        model = build()
-        graph_break.apply("auto", model)
-        compile_layers(model, backend="aot_eager")
-        decided = graph_break.verdict()
-        assert decided is not None
-        found[name] = {
-            "apart": abs(four_bit_models.step(model) - eager),
-            "strategy": decided.strategy,
-            "breaks": dynamo_counts()["breaks"],
-            "failed": compiled_functions()[1],
-        }
+        for choice in ("off", "auto"):
+            torch.compiler.reset()
+            torch._dynamo.utils.counters.clear()
+            torch._dynamo.utils.clear_compilation_metrics()
+            model = build()
+            graph_break.apply(choice, model)
+            compile_layers(model, backend="aot_eager")
+            decided = graph_break.verdict()
+            assert decided is not None
+            found[f"{name} {choice}"] = {
+                "apart": abs(four_bit_models.step(model) - eager),
+                "strategy": decided.strategy,
+                "breaks": dynamo_counts()["breaks"],
+                "failed": compiled_functions()[1],
+            }
+        graph_break.undo()
     Path(results).write_text(json.dumps(found))
 
 
@@ -586,15 +588,21 @@ def test_a_run_has_trls_defaults_and_not_those_of_unsloths_classes(tmp_path: Pat
 
 
 @with_unsloth
-def test_4_bit_layers_compile_beside_unsloths(tmp_path: Path) -> None:
+def test_4_bit_layers_compile_beside_unsloths_with_the_patch(tmp_path: Path) -> None:
     tests = f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"
     in_a_process(str(HERE), "compiled", "found.json", cwd=tmp_path, PYTHONPATH=tests)
     parsed = json.loads((tmp_path / "found.json").read_text())
     assert any(each.startswith("Linear4bit.forward is unsloth_zoo") for each in parsed["foreign"])
-    for name in ("llama", "gpt-oss"):
-        assert (parsed[name]["apart"], parsed[name]["strategy"], parsed[name]["breaks"]) == (0, "none", {})
-    assert parsed["llama"]["failed"] == {}
-    (why,) = parsed["gpt-oss"]["failed"].values()  # the experts run uncompiled, and no counter of Dynamo says so
+    as_it_is, patched = {"strategy": "", "failed": {}}, {"strategy": "branchless", "failed": {}}
+    wanted = {
+        "llama off": as_it_is, "llama auto": as_it_is | {"strategy": "none"},
+        "gpt-oss off": {"strategy": ""}, "gpt-oss auto": patched,
+    }  # fmt: skip
+    for name, expected in wanted.items():
+        assert parsed[name]["apart"] == 0
+        assert parsed[name]["breaks"] == {}
+        assert parsed[name].items() >= expected.items()
+    (why,) = parsed["gpt-oss off"]["failed"].values()  # the experts run uncompiled, and no counter of Dynamo says so
     assert "graph break" in why
 
 

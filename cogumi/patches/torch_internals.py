@@ -21,6 +21,7 @@ __all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_iter"]
 
 PACKAGE = Path(__file__).parents[1]
 DYNAMO: Any = torch._dynamo.config
+EXPERT_ROWS = "capture_dynamic_output_shape_ops"  # whose rows `torch.where` finds: their number is data
 
 
 def dynamo_counts() -> dict[str, Any]:
@@ -58,12 +59,12 @@ def compiled_functions() -> tuple[dict[str, int], dict[str, str]]:
 
 @contextmanager
 def dynamo_left_as_found() -> Iterator[None]:
-    """Dynamo set so that a failure is raised; afterwards it is as it was, counters included."""
+    """Dynamo set so that a failure is raised and experts can be captured; afterwards it is as it was, counters included."""
     counted = torch._dynamo.utils.counters
     before = copy.deepcopy(dict(counted))
     counted.clear()
     try:
-        with DYNAMO.patch(suppress_errors=False):
+        with DYNAMO.patch(suppress_errors=False, **{EXPERT_ROWS: True}):
             yield
     finally:
         counted.clear()

@@ -30,18 +30,13 @@ def patch(
     """Patch in unsloth's trainer on CUDA, TRL's losses without a GPU, `loss_type="gspo"`, 4-bit layers that compile.
 
     Call it before importing trl, transformers or peft. A second call patches nothing twice. It also has torch prefer other
-    attention to that of a cuDNN below 9.26 (`cogumi.stack.gpus`).
-
-    Args:
-        rl: False changes nothing of TRL and reports the present state.
-        graph_break: "auto" breaks graphs around 4-bit layers if a trial of about a second shows that they do not compile.
-            "off" changes nothing. A strategy of `cogumi.patches.graph_break.STRATEGIES` is applied untried.
-        accept: Names of findings (`cogumi.rl.guards.NAMES`), such as "own-objective", that this process's GSPO trainers
-            let pass. A later call that names some replaces them, and None leaves them.
-        backend: "trl" leaves unsloth out, for runs with `cogumi.backend: trl`; "unsloth" takes it without CUDA too.
-
-    Raises:
-        UsageError: unsloth would come too late, or the name of a strategy or finding is unknown.
+    attention to that of a cuDNN below 9.26 (`cogumi.stack.gpus`). `rl=False` changes nothing
+    of TRL and reports the present state. graph_break: "auto" tries what lets bitsandbytes' 4-bit layers compile, which
+    takes some seconds. "off" changes nothing. A strategy of `cogumi.patches.graph_break.STRATEGIES` is applied untried.
+    accept: names of findings (`cogumi.rl.guards.NAMES`), such as "own-objective", that this process's GSPO trainers
+    let pass. A later call that names some replaces them, and None leaves them. backend: "trl" leaves unsloth out, for
+    runs with `cogumi.backend: trl`; "unsloth" takes it without CUDA too. Raises UsageError where unsloth would come too
+    late, for another graph_break and for a name that is no finding.
     """
     disable_cudnn_attention()
     modules = (unsloth_rl, gspo_loss, fused_head, vllm_engine)  # unsloth first: it puts classes of its own on trl
