@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from cogumi.config.presets import OURS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_memory, one_line
+from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat import read_template, visible_text
 from cogumi.data.rows import RECORD_COLUMN
@@ -41,17 +41,16 @@ from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.generation import share_prefill_and_drop_finished
 from cogumi.rl.guards import check_clip_numbers, rollout_context
 from cogumi.rl.memory_plan import (
-    USABLE,
     ModelShape,
     check_groups,
     count_documents,
     engine_bytes,
     free_memory_bytes,
     nearest_multiples,
+    plan_batch,
     refuse_small_group,
     refuse_uneven,
     repeat_to_rollout,
-    step_bytes,
     total_memory_bytes,
 )
 from cogumi.rl.sampling import (
@@ -121,7 +120,11 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
         )
         raise UsageError(message, fix=f"set {nearest_multiples(rollout, documents)}")
     refuse_uneven(documents, run.cogumi.prompts_per_step, group, rollout // documents, fixed)
-    if processes > 1:  # step_split has refused what they cannot share
+    if processes > 1:
+        if documents % processes:
+            message = f"a step of {documents} completions cannot be shared by {processes} processes"
+            fix = f"take {nearest_multiples(documents, processes)} a step"
+            raise UsageError(message, key="cogumi.processes", fix=fix)
         refuse_uneven(documents // processes, None, group, rollout // documents, fixed)
     return group, documents // processes, rollout // documents, fixed
 
@@ -170,39 +173,23 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts
     return planned
 
 
-def batch_for(run: RunConfig, config: Any, itemsize: int, longest_prompt: int, free: int) -> tuple[dict[str, int], str]:
-    """Return the largest micro-batch that divides the step exactly and fits, as GRPOConfig arguments, and a line with why.
-
-    config: the model's. itemsize: bytes of one of its weights. free: bytes for activations beside weights, gradients and
-    optimizer state. A micro-batch that is set stays. Raises UsageError where none fits.
-    """
-    group, documents, mini_batches, micro_batch = step_sizes(run)
-    completion, checkpointing = setting(run, "max_completion_length"), setting(run, "gradient_checkpointing")
-    element = 4 if run.train.get("bf16") is False else itemsize  # PEFT then copies inputs to float32
-    free = max(0, free)  # negative where weights and optimizer alone do not fit
-    usable, shape, length = int(USABLE * free), ModelShape.of(config), longest_prompt + completion
-    sizes = (n for n in range(documents, 0, -1) if documents % n == 0)
-    need = {n: step_bytes(n, shape, length, element, checkpointing) for n in sizes}
-    micro_batch = micro_batch or next((n for n in need if need[n] <= usable), None)
-    if micro_batch is None:
-        raise UsageError(
-            f"not even one document fits: {longest_prompt} prompt + {completion} completion tokens need about "
-            f"{format_memory(need[1])}, {format_memory(usable)} of {format_memory(free)} free are usable",
-            fix="lower train.max_completion_length, or set train.gradient_checkpointing: true",
-        )
-    reason = f"estimated {format_memory(need[micro_batch])} of {format_memory(usable)} usable"
-    reason += ": more than there is, by the estimate" if need[micro_batch] > usable else ""
-    accumulation = documents // micro_batch
-    line = (
-        f"{documents} documents per step = micro-batches of {micro_batch} x {accumulation} accumulated ({reason}); a rollout "
-        f"is {documents * mini_batches // group} prompts x {group} completions, {mini_batches} optimizer steps"
+def batch_for(
+    run: RunConfig, config: Any, itemsize: int, longest_prompt: int, free_bytes: int
+) -> tuple[dict[str, int], str]:
+    """`plan_batch` for a run with a model of this config."""
+    group, documents, mini_batches, fixed = step_sizes(run)
+    return plan_batch(
+        documents,
+        num_generations=group,
+        per_device_train_batch_size=fixed,
+        mini_batches_per_rollout=mini_batches,
+        shape=ModelShape.of(config),
+        longest_prompt=longest_prompt,
+        max_completion_length=setting(run, "max_completion_length"),
+        free_bytes=free_bytes,
+        bytes_per_element=4 if run.train.get("bf16") is False else itemsize,  # PEFT then copies inputs to float32
+        gradient_checkpointing=setting(run, "gradient_checkpointing"),
     )
-    return {
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_generation": accumulation * mini_batches,
-        "num_generations": group,
-    }, line
 
 
 def prompt_ids(
@@ -296,11 +283,10 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
             log.warning("cogumi.rewards: %s", message)
 
 
-def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: Any) -> list[Any]:
+def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Wrap the rewards: they see completions up to a stop sequence and, with `cogumi.thinking`, the visible part.
 
-    A reward that takes the thought is given it, and one that takes token ids alone is given all of them. tokenizer: the
-    run's; None where nothing reads a thought.
+    A reward that takes the thought is given it, and one that takes token ids alone is given all of them.
     """
     stops, flag = run.cogumi.stop, run.cogumi.thinking
     if stops:
@@ -311,14 +297,17 @@ def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: Any) -> list[A
     if flag is not None or tokenizer.chat_template is not None:
         template = read_template(tokenizer, flag)
         style, prompt_opens_thought = template.thinking.style, template.prompt_opens_thought
-    graded = []
-    for reward in rewards:
-        if reads_thoughts(reward):
-            reward = with_thoughts(reward, tokenizer, style, prompt_opens_thought)
-        elif flag is not None and scores_visible(reward):
-            reward = on_visible(reward, tokenizer, style, prompt_opens_thought)
-        graded.append(reward)
-    return graded
+    return [graded(reward, flag, tokenizer, style, prompt_opens_thought) for reward in rewards]
+
+
+def graded(
+    reward: Any, flag: bool | None, tokenizer: PreTrainedTokenizerBase, style: str, prompt_opens_thought: bool
+) -> Any:
+    if reads_thoughts(reward):
+        return with_thoughts(reward, tokenizer, style, prompt_opens_thought)
+    if flag is None or not scores_visible(reward):
+        return reward
+    return on_visible(reward, tokenizer, style, prompt_opens_thought)
 
 
 def scores_visible(reward: Any) -> bool:
@@ -393,27 +382,27 @@ def describe_sandbox(run: RunConfig, rewards: Sequence[Any]) -> str:
 
     The sandbox is started for it, and raises UsageError where it cannot be.
     """
-    environment = task_of(run).environment
+    environment, sandbox_objects = task_of(run).environment, (Sandbox, default_sandbox, run_tests, unit_tests)
     functions = [*rewards, *([environment.reset] if environment is not None else [])]
-    names = [value for function in functions for value in getattr(inspect.unwrap(function), "__globals__", {}).values()]
-    used = any(callable(value) and value in (Sandbox, default_sandbox, run_tests, unit_tests) for value in names)
+    modules = [getattr(inspect.unwrap(function), "__globals__", {}) for function in functions]
+    used = any(value in sandbox_objects for module in modules for value in module.values() if callable(value))
     return default_sandbox().describe() if used else ""
 
 
 def begin_episodes(run: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int | None) -> Episodes | None:
     """Follow the episodes of a run; None if it has no environment and no tools. context: of the model, in tokens."""
-    task, limit = task_of(run), run.cogumi.episode_seconds
-    if not task.takes_turns:
-        return Episodes(task, limit, record_of) if task else None
-    template = None if run.cogumi.thinking is None else read_template(tokenizer, run.cogumi.thinking)
+    task = task_of(run)
+    if task.takes_turns:
+        template = None if run.cogumi.thinking is None else read_template(tokenizer, run.cogumi.thinking)
 
-    def visible(text: str) -> str:
-        """Cut off the thought, if the run says which there is."""
-        if template is None:
-            return text
-        return visible_text(text, template.thinking.style, template.prompt_opens_thought) or ""
+        def visible(text: str) -> str:
+            """Cut off the thought, if the run says which there is."""
+            if template is None:
+                return text
+            return visible_text(text, template.thinking.style, template.prompt_opens_thought) or ""
 
-    return Dialogue(task, limit, record_of, visible, context)
+        return Dialogue(task, run.cogumi.episode_seconds, record_of, visible, context)
+    return Episodes(task, run.cogumi.episode_seconds, record_of) if task else None
 
 
 def make_trainer(episodes: Episodes | None, rewards: list[Any], args: Any, **options: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_memory
 from cogumi.patches.gspo_loss import trl_defaults
 
 # Share of the free memory that a step may take: the allocator's rounding and fragments get the rest.
@@ -46,6 +47,53 @@ class ModelShape:
         return cls(hidden, intermediate, text.num_hidden_layers, text.vocab_size)
 
 
+def plan_batch(
+    documents: int,
+    *,
+    num_generations: int,
+    shape: ModelShape,
+    longest_prompt: int,
+    max_completion_length: int,
+    free_bytes: int,
+    per_device_train_batch_size: int | None,
+    mini_batches_per_rollout: int,
+    bytes_per_element: int,
+    gradient_checkpointing: bool,
+) -> tuple[dict[str, int], str]:
+    """Return the largest micro-batch that divides the step exactly and fits, as GRPOConfig arguments, and a line with why.
+
+    documents: of an optimizer step, which `refuse_uneven` lets through. Lengths are in tokens. free_bytes: left for
+    activations beside weights, gradients and optimizer state. A micro-batch that is set stays. Raises UsageError where
+    none fits.
+    """
+    free_bytes = max(0, free_bytes)  # negative where weights and optimizer alone do not fit
+    usable, length = int(USABLE * free_bytes), longest_prompt + max_completion_length
+    sizes = (n for n in range(documents, 0, -1) if documents % n == 0)
+    need = {n: step_bytes(n, shape, length, bytes_per_element, gradient_checkpointing) for n in sizes}
+    micro_batch = per_device_train_batch_size or next((n for n in need if need[n] <= usable), None)
+    if micro_batch is None:
+        raise UsageError(
+            f"not even one document fits: {longest_prompt} prompt + {max_completion_length} completion tokens need "
+            f"about {format_memory(need[1])}, {format_memory(usable)} of {format_memory(free_bytes)} free are usable",
+            fix="lower train.max_completion_length, or set train.gradient_checkpointing: true",
+        )
+    reason = f"estimated {format_memory(need[micro_batch])} of {format_memory(usable)} usable"
+    if need[micro_batch] > usable:
+        reason += ": more than there is, by the estimate"
+    accumulation = documents // micro_batch
+    prompts = documents * mini_batches_per_rollout // num_generations
+    line = (
+        f"{documents} documents per step = micro-batches of {micro_batch} x {accumulation} accumulated ({reason}); "
+        f"a rollout is {prompts} prompts x {num_generations} completions, {mini_batches_per_rollout} optimizer steps"
+    )
+    return {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": accumulation * mini_batches_per_rollout,
+        "num_generations": num_generations,
+    }, line
+
+
 def count_documents(documents_per_step: int | None, prompts_per_step: int | None, num_generations: int) -> int:
     """Return the documents per optimizer step, set by one or both numbers. Raises UsageError where the two differ."""
     documents = prompts_per_step * num_generations if prompts_per_step else documents_per_step
@@ -66,7 +114,7 @@ def refuse_uneven(
     mini_batches_per_rollout: int,
     micro_batch: int | None,
 ) -> None:
-    """Raise UsageError, naming the nearest sizes that work, where a step or rollout has a remainder."""
+    """Raise UsageError, naming the nearest sizes below and above that work, where a step or rollout has a remainder."""
     # Whole groups in a rollout: documents * mini_batches_per_rollout is a multiple of num_generations.
     whole_groups = num_generations // math.gcd(num_generations, mini_batches_per_rollout)
     unit = math.lcm(micro_batch or 1, whole_groups)
@@ -132,20 +180,17 @@ def samples_beside(train: Mapping[str, Any]) -> bool:
     return bool(train.get("use_vllm")) and train.get("vllm_mode", "colocate") == "colocate"
 
 
-def engine_share(train: Mapping[str, Any]) -> float:
-    """Return the share of the card that vLLM takes: that of the section `train`, or TRL's."""
-    share = train.get("vllm_gpu_memory_utilization")
-    return float(VLLM_SHARE if share is None else share)
+def engine_bytes(train: Mapping[str, Any], card: int, awake: bool = False) -> int:
+    """Return what vLLM holds of a card of so many bytes beside a training step, or `awake`, in the rollout.
 
-
-def engine_bytes(train: Mapping[str, Any], card: int) -> int:
-    """Return what vLLM holds of a card of so many bytes beside a training step.
-
-    Asleep it keeps its CUDA graphs: TRL's level 2 discards weights and KV cache.
+    train: the section of a config. Asleep it keeps its CUDA graphs: TRL's level 2 discards weights and KV cache.
     """
     if not samples_beside(train):
         return 0
-    return min(GRAPHS, card) if train.get("vllm_enable_sleep_mode") else math.ceil(engine_share(train) * card)
+    if train.get("vllm_enable_sleep_mode") and not awake:
+        return min(GRAPHS, card)
+    share = train.get("vllm_gpu_memory_utilization")
+    return math.ceil(float(VLLM_SHARE if share is None else share) * card)
 
 
 def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:
@@ -159,24 +204,26 @@ def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Datas
 
 
 def check_groups(arguments: Mapping[str, Any]) -> None:
-    """Raise UsageError, before GRPOConfig is built from `arguments`, for groups that TRL refuses and unsloth changes.
+    """Refuse, before GRPOConfig is built from `arguments`, groups that TRL would refuse and unsloth would change.
 
-    Unsloth's generated config sets per_device_train_batch_size to num_generations instead.
+    Unsloth's generated config sets per_device_train_batch_size to num_generations instead, and trains on another batch
+    than was asked for. Raises UsageError with the nearest valid batch sizes.
     """
     micro = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
-    values = trl_defaults((*micro, "num_generations", "generation_batch_size"))
-    values |= {key: value for key, value in arguments.items() if value is not None}
+    defaults = trl_defaults((*micro, "num_generations", "generation_batch_size"))
+    values = defaults | {key: value for key, value in arguments.items() if value is not None}
     group, per_device = values["num_generations"], values["per_device_train_batch_size"]
     refuse_small_group(group)
     key, size, unit = "generation_batch_size", values["generation_batch_size"], math.lcm(group, per_device)
-    completions, counted = size, ""
+    steps, counted = 1, ""
     if size is None:
         steps = values["steps_per_generation"] or values["gradient_accumulation_steps"]
         key, size, unit = "per_device_train_batch_size", per_device, group // math.gcd(group, steps)
-        completions, counted = size * steps, f" x {steps} micro-batches a rollout = {size * steps} completions"
+        counted = f" x {steps} micro-batches a rollout = {size * steps} completions"
     if size % unit:
-        groups = f"groups of train.num_generations {group}"
-        divisor = groups if completions % group else f"micro-batches of {per_device}"
+        divisor = (
+            f"groups of train.num_generations {group}" if size * steps % group else f"micro-batches of {per_device}"
+        )
         fix = f"set train.{key}: {nearest_multiples(size, unit)}"
         raise UsageError(f"train.{key} {size}{counted}, which are no whole {divisor}", fix=fix)
 
