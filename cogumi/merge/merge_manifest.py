@@ -203,8 +203,7 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     layout = manifest.get("expert_layout")
     parts = [(as_installed(resolve_adapter(path), base, layout), weight) for path, weight in adapters]
     plan = build_plan(parts, base, dtype)
-    is_sum = is_full and all(tensor.summed for tensor in plan.tensors)
-    if manifest["format"] == FLOAT32_FORMAT and not is_sum:
+    if manifest["format"] == FLOAT32_FORMAT and not (is_full and plan.summed):
         return replace(report, missing="an earlier version merged it, in float32; merge again to compare")
     with progress_bar(progress, "verifying", plan.shard_bytes) as advance:
         return replace(report, elements=verify_shards(plan, directory, workers, advance))

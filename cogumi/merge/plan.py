@@ -72,11 +72,6 @@ class TensorPlan:
         return same and not (self.updated or self.replaced)
 
     @property
-    def summed(self) -> bool:
-        """Return whether the output is W + B @ A, W or another tensor, with nothing scaled (DoRA) and no rows replaced."""
-        return not any(piece.change and (piece.change.magnitude or piece.change.rows) for piece in self.pieces)
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one row of the output, seen as a matrix."""
         return (self.target.end - self.target.start) // max(1, matrix_shape(self.target.shape)[0])
@@ -155,6 +150,12 @@ class MergePlan:
         """Upper bound for the other files. Manifest and index take some 600 bytes a tensor; blocks have up to 4 KiB."""
         copied = sum(path.stat().st_size + 4096 for path in self.side_files.values())
         return 64 * 1024 + 600 * len(self.tensors) + copied
+
+    @property
+    def summed(self) -> bool:
+        """Return whether the output is W + B @ A, W or another tensor, with nothing scaled (DoRA) and no rows replaced."""
+        changes = [piece.change for tensor in self.tensors for piece in tensor.pieces if piece.change]
+        return not any(change.magnitude or change.rows for change in changes)
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:

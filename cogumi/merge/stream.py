@@ -38,7 +38,6 @@ from cogumi.merge.arithmetic import (
     open_weights,
     read_stored_rows,
     round_once,
-    row_blocks,
 )
 from cogumi.merge.plan import MergePlan, RowRange, ShardPlan
 
@@ -141,7 +140,7 @@ def merge_runs(plan: MergePlan, directory: Path, workers: int | None, outcome: O
     outcome: receives the digests; None where the shards exist and are only compared.
     """
     # A sum is made of short operations, each of which takes Python's lock: two threads with sums hold up each other.
-    workers = workers or (1 if all(tensor.summed for tensor in plan.tensors) else available_cores())
+    workers = workers or (1 if plan.summed else available_cores())
     spare: list[torch.Tensor] = []
     with (
         one_thread_each(),
@@ -362,24 +361,19 @@ def refuse_wrong_elements(run: RowRange, stored: Stored, update: Update, written
 
     2**-40 of an element is allowed: more than float64's error, and far less than an output dtype's.
     """
-    tensor, columns, wrong, message = run.tensor, stored.columns, 0, ""
-    rows = written.view(FLOAT_DTYPES[tensor.target.dtype]).view(-1, columns)
-    for first, last in row_blocks(run.first, run.last, columns):
-        expected = stored.rows(first, last).double()
-        if run.piece.change is not None:
-            expected = apply_update(expected, update, run.piece, first, torch.empty_like(expected))
-        out = rows[first - run.first : last - run.first]
-        nearest = torch.empty_like(out)
-        round_once(expected, nearest)
-        error, least = ((values.double() - expected).abs() for values in (out, nearest))
-        bad = ~((error <= least + 2.0**-40 * expected.abs()) | (out == nearest))  # no comparison holds for NaN
-        wrong += int(bad.sum())
-        if wrong and not message:
-            row, column = bad.nonzero()[0].tolist()
-            element = f"{tensor.target.name}: element {(first + row, column)} is {out[row, column].item():.9g}"
-            message = f"{element} where W + delta is {expected[row, column].item():.9g}"
-    if wrong:
-        raise MergeError(f"{message}; {wrong} elements near it are off")
+    expected = stored.rows(run.first, run.last).double()
+    if run.piece.change is not None:
+        expected = apply_update(expected, update, run.piece, run.first, torch.empty_like(expected))
+    out = written.view(FLOAT_DTYPES[run.tensor.target.dtype]).view(-1, stored.columns)
+    nearest = torch.empty_like(out)
+    round_once(expected, nearest)
+    error, least = ((values.double() - expected).abs() for values in (out, nearest))
+    wrong = ~((error <= least + 2.0**-40 * expected.abs()) | (out == nearest))  # no comparison holds for NaN
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        element = f"{run.tensor.target.name}: element {(run.first + row, column)} is {out[row, column].item():.9g}"
+        message = f"{element} where W + delta is {expected[row, column].item():.9g}"
+        raise MergeError(f"{message}; {int(wrong.sum())} elements near it are off")
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
