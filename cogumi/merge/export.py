@@ -24,9 +24,8 @@ import torch
 from jinja2 import TemplateError
 from safetensors import safe_open
 
-from cogumi.core.disk_space import Need, group_needs
 from cogumi.core.durability import sync_path, write_synced
-from cogumi.core.errors import DiskFull, MergeError, UsageError
+from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes, last_line, one_line
 from cogumi.core.safetensors_file import element_count, read_shard
 from cogumi.data.fim import PSM, SPM, detect_fim_tokens
@@ -117,9 +116,8 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
     except (OSError, ValueError) as error:
         message = f"it has no tokenizer that loads ({one_line(error)[:200]})"
         raise UsageError(message, place=merged, fix="copy the tokenizer's files into it") from None
-    refuse_no_room(merged, out, quant)
     remove_stale(out)
-    with partial_directory(out, {}, SMALL_BYTES) as partial:
+    with partial_directory(out, {}, needed_bytes(merged, quant)) as partial:
         gguf = partial / f"{out.name}-{quant}.gguf"
         written = gguf if quantizer is None else partial / "bf16.gguf"
         convert(converter, merged, written, quant if quantizer is None else "bf16")
@@ -185,16 +183,11 @@ def find_quantizer() -> str | None:
     return next(filter(None, (shutil.which(QUANTIZER, path=place) for place in (*places, None))), None)
 
 
-def refuse_no_room(merged: Path, out: Path, quant: str) -> None:
-    """Raise DiskFull where the disk of `out` has no room for the file, and for bf16 on the way to a quantized one."""
+def needed_bytes(merged: Path, quant: str) -> int:
+    """Return the bytes of the file, and of bf16 on the way to a quantized one."""
     spans = (span for path in merged.glob("*.safetensors") for span in read_shard(path).spans)
-    elements = sum(element_count(span.shape) for span in spans)
     bits = CONVERTED.get(quant) or QUANTIZED[quant] + CONVERTED["bf16"]
-    needed, place = int(elements * bits / 8) + 2 * SMALL_BYTES, out.absolute().parent
-    (disk,) = group_needs([Need("export", place, needed, needed)])
-    if disk.refusal:
-        text = f"out {out} takes {format_bytes(needed)} in {place}, and {disk.refusal}"
-        raise DiskFull(f"{text}; make room or choose another disk; nothing was written", place, needed)
+    return int(sum(element_count(span.shape) for span in spans) * bits / 8) + SMALL_BYTES
 
 
 def convert(converter: list[str], merged: Path, out: Path, outtype: str) -> None:
