@@ -34,7 +34,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from cogumi.merge.logits import NotCompared, check_directory, check_logits, prompt_tokens, trained_tokens
+from cogumi.merge.logits import NotCompared, check_directory, check_logits, prompt_tokens, tokenizer_of, trained_tokens
 
 SIZES = builders.SIZES | {"head_dim": 16}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -409,16 +409,16 @@ def test_prompt(bases: Callable[[str], Path], tmp_path: Path) -> None:
         base, tmp_path / "adapter", {"target_modules": ["q_proj"], "trainable_token_indices": [200, 5, 9]}
     )
     config = load(base).config
-    random = prompt_tokens(base, config, trained_tokens([adapter]))
+    random = prompt_tokens(None, config, trained_tokens([adapter]))
     assert random.shape == (2, 128)
     assert random[0, :2].tolist() == [5, 200]
     assert random[1, 0].item() == 9
-    assert torch.equal(random, prompt_tokens(base, config, [5, 9, 200]))
+    assert torch.equal(random, prompt_tokens(None, config, [5, 9, 200]))
     shutil.copytree(base, tmp_path / "merged")
     letters = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="?"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path / "merged")
-    text = "".join(map(chr, prompt_tokens(tmp_path / "merged", config, []).flatten().tolist()))
+    text = "".join(map(chr, prompt_tokens(tokenizer_of(tmp_path / "merged"), config, []).flatten().tolist()))
     assert text.startswith('"""Compare the logits of a merged')
 
 

@@ -138,6 +138,10 @@ def merge(
         Literal["axis1", "axis2", "axis1-grouped", "axis2-grouped"] | None,
         Option(help="How factors of stacked experts are read, where versions and shapes leave several ways."),
     ] = None,
+    witness: Annotated[
+        Path | None,
+        Option(help="JSON lines of prompt and greedy answer, which the merged model has to give.", metavar="FILE"),
+    ] = None,
     workers: Annotated[
         int | None, Option(min=1, help="Threads that compute; by default one, or with DoRA one for each core.")
     ] = None,
@@ -165,7 +169,16 @@ def merge(
                 from cogumi.merge import merge_adapter
 
             report = merge_adapter(
-                adapters, out, base, revision, base_mode, dtype, verify, expert_layout=expert_layout, workers=workers
+                adapters,
+                out,
+                base,
+                revision,
+                base_mode,
+                dtype,
+                verify,
+                expert_layout=expert_layout,
+                witness=witness,
+                workers=workers,
             )
         print_json(asdict(report)) if as_json else print_text(report)
 

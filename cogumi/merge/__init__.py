@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
@@ -19,7 +20,7 @@ from cogumi.merge.adapter_files import find_adapter, resolve_adapter
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
-from cogumi.merge.logits import LogitCheck, check_directory, check_logits
+from cogumi.merge.logits import LogitCheck, NotCompared, check_directory, check_logits
 from cogumi.merge.merge_manifest import (
     CheckReport,
     build_manifest,
@@ -29,8 +30,9 @@ from cogumi.merge.merge_manifest import (
     write_side_files,
 )
 from cogumi.merge.output_directory import check_target, commit_output, has_tokenizer, partial_directory, remove_stale
-from cogumi.merge.plan import OUTPUT_DTYPES, build_plan
+from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
 from cogumi.merge.stream import progress_bar, write_and_verify
+from cogumi.merge.witness import Answer, AnswerCheck, WitnessCheck, check_answers, check_witness, read_answers
 
 __all__ = [
     "CheckReport",
@@ -72,6 +74,8 @@ class MergeReport:
     delta_retained: float | None
     elements: int
     logits: LogitCheck | None
+    witness: WitnessCheck | None
+    answers: AnswerCheck | None
     readings: tuple[str, ...]
     seconds: float
 
@@ -83,7 +87,7 @@ class MergeReport:
             f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
             f"{self.elements:,} computed elements read back and checked, each the nearest value; "
             f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
-            + "".join(f"\n{line}" for line in (*self.readings, self.logits) if line)
+            + "".join(f"\n{line}" for line in (*self.readings, self.logits, self.witness, self.answers) if line)
         )
 
 
@@ -98,6 +102,7 @@ def merge_adapter(
     verify: str = "elements",
     *,
     expert_layout: str | None = None,
+    witness: AdapterPath | None = None,
     workers: int | None = None,
     progress: bool = True,
 ) -> MergeReport:
@@ -120,6 +125,8 @@ def merge_adapter(
         verify: "elements", or "logits", which also runs base + adapter and the merged model, one at a time.
         expert_layout: How lora_A and lora_B of expert stacks are read ("axis1", "axis2", "axis1-grouped", "axis2-grouped"),
             where the adapter's versions and shapes leave several ways.
+        witness: A file of JSON lines {"prompt": text or messages, "answer": text} with the trained model's greedy answers.
+            The logits that a run of cogumi left beside its adapter are compared without being asked for.
         workers: Threads that compute, by default one, or with DoRA one for each core.
         progress: Show a bar in a terminal.
 
@@ -143,6 +150,7 @@ def merge_adapter(
         raise UsageError("verify='logits' runs the full-precision base", fix=fix)
     target = Path(out)
     check_target(target)
+    answers = None if witness is None else read_answers(Path(witness))
     show_stage(progress, "reading the adapter and its base")
     pairs = weighted(adapter)
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
@@ -156,14 +164,12 @@ def merge_adapter(
         with progress_bar(progress, "merging", plan.shard_bytes) as advance:
             outcome = write_and_verify(plan, partial, workers, advance)
         write_side_files(plan, partial)
-        figures, logits = totals(plan, outcome), None
-        if verify == "logits":
-            show_stage(progress, "running base + adapter and the merged model")
-            loaded = [(part.directory, weight) for part, weight in adapters]
-            logits = check_directory(loaded, partial, source_base.path, kept=figures["delta_retained"])
-            if not logits.passed:
-                raise MergeError(f"{logits}; nothing was committed")
-        write_manifest(partial, build_manifest(plan, outcome, options | {"expert_layout": expert_layout}, logits))
+        figures = totals(plan, outcome)
+        show_stage(progress, "running the merged model")
+        checks = run_models(plan, partial, verify, answers, figures["delta_retained"])
+        if differing := next((check for check in checks.values() if check and not check.passed), None):
+            raise MergeError(f"{differing}; nothing was committed")
+        write_manifest(partial, build_manifest(plan, outcome, options | {"expert_layout": expert_layout}, checks))
         commit_output(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
@@ -175,11 +181,33 @@ def merge_adapter(
     return MergeReport(
         out=target,
         base=source_base.name,
-        logits=logits,
         readings=readings,
         seconds=time.monotonic() - started,
+        **checks,
         **figures,
     )
+
+
+def run_models(
+    plan: MergePlan, merged: Path, verify: str, answers: list[Answer] | None, kept: float | None
+) -> dict[str, Any]:
+    """Compare a merged directory with base + adapter, with what was recorded in training, and with an owner's answers.
+
+    Returns MergeReport's logits, witness and answers. Raises NotCompared for a comparison that was asked for.
+    """
+    base, parts = plan.base.path, [(part.directory, weight) for part, weight in plan.adapters]
+    checks: dict[str, Any] = dict.fromkeys(("logits", "witness", "answers"))
+    if verify == "logits":
+        checks["logits"] = check_directory(parts, merged, base, kept=kept)
+    (first, weight), *others = plan.adapters
+    if weight == 1 and not others:
+        try:
+            checks["witness"] = check_witness(first, base, merged, kept)
+        except NotCompared as error:
+            log.warning("the record of the trained model's logits was not compared: %s", error)
+    if answers is not None:
+        checks["answers"] = check_answers(answers, [path for path, _ in parts], base, merged)
+    return checks
 
 
 def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list[tuple[Path, float]]:

@@ -45,12 +45,16 @@ class NotCompared(UsageError):
 
 @dataclass(frozen=True)
 class Reference:
-    """Logits of base + adapter and of the base, [batch, sequence, vocabulary] on the CPU, and the live model's dtype."""
+    """Logits of base + adapter and of the base, [batch, sequence, vocabulary] on the CPU, and the live model's dtype.
+
+    columns: of the vocabulary, where not all are recorded.
+    """
 
     dtype: torch.dtype
     input_ids: torch.Tensor
     live: torch.Tensor
     base: torch.Tensor
+    columns: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -149,20 +153,37 @@ def run_model(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept: float | None = None) -> LogitCheck:
     """Run a merged model on the reference's tokens. stored: the dtype of its weights; kept: share of the update in them."""
-    logits, live = run_model(merged, reference.input_ids), reference.live
+    return compare_recorded(reference, run_model(merged, reference.input_ids), merged, stored, kept)
+
+
+def compare_recorded(
+    reference: Reference, logits: torch.Tensor, merged: Any, stored: torch.dtype, kept: float | None = None
+) -> LogitCheck:
+    """Compare logits [batch, sequence, vocabulary] that a merged model gave on the reference's tokens."""
+    live = reference.live
+    if reference.columns is not None:
+        logits = logits[..., reference.columns]
     if logits.shape[:-1] != live.shape[:-1]:
         message = f"the merged model's logits are {list(logits.shape)}, the live model's {list(live.shape)}"
         raise UsageError(message, fix="is it the merge of the same base?")
     measured, moved = rms(live, logits), rms(live, reference.base)
-    layers = getattr(merged.config.get_text_config(), "num_hidden_layers", 1)
-    rounding = MIXTURE if any("experts" in name for name, _ in merged.named_modules()) else DENSE
-    share = max(rounding[reference.dtype][0], rounding[merged.dtype][0], rounding[stored][1])
-    centre = live.mean(dim=-1, keepdim=True, dtype=torch.float32) if live.shape[-1] > 1 else torch.zeros(())
-    bound = share * math.sqrt(layers) * rms(live, centre.expand_as(live))
+    bound = rounding_bound(merged, live, reference.dtype, stored)
     # A difference at right angles to the movement lengthens it by half its square.
     lost = 0.0 if kept is None else max(0.0, 1 - kept)
     scale_bound = SCALE_ERROR + lost + (measured / moved) ** 2 / 2 if moved > bound else None
     return LogitCheck(measured, bound, moved, rms(logits, reference.base), scale_bound)
+
+
+def rounding_bound(model: Any, logits: torch.Tensor, *dtypes: torch.dtype) -> float:
+    """Return the largest rms difference by rounding between these logits [..., vocabulary] and those of an equal model.
+
+    dtypes: those that the other model runs in, and that the weights are stored in.
+    """
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+    rounding = MIXTURE if any("experts" in name for name, _ in model.named_modules()) else DENSE
+    share = max(rounding[dtypes[0]][0], rounding[model.dtype][0], rounding[dtypes[-1]][1])
+    centre = logits.mean(dim=-1, keepdim=True, dtype=torch.float32) if logits.shape[-1] > 1 else torch.zeros(())
+    return share * math.sqrt(layers) * rms(logits, centre.expand_as(logits))
 
 
 def rms(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -191,16 +212,25 @@ def check_directory(
 
     adapters = [(adapter, 1.0)] if isinstance(adapter, Path) else list(adapter)
     paths = [path for path, _ in adapters]
-    config = AutoConfig.from_pretrained(merged)
-    kind = adapted_class(config, [span.name for path in paths for span in read_shard(path / ADAPTER_WEIGHTS).spans])
-    labelled = config if kind in head_classes(config) else None
+    loader = loader_of(paths, merged)
     if input_ids is None:
         # A classifier has logits for the last token of each row alone.
-        shape = (2, PROMPT_TOKENS) if labelled is None else (16, PROMPT_TOKENS // 8)
-        input_ids = prompt_tokens(merged, config.get_text_config(), trained_tokens(paths), *shape)
-    loader = Loader(kind, measure_directory(merged)[1], torch.device("cpu"), labelled)
+        shape = (2, PROMPT_TOKENS) if loader.labelled is None else (16, PROMPT_TOKENS // 8)
+        config = AutoConfig.from_pretrained(merged).get_text_config()
+        input_ids = prompt_tokens(tokenizer_of(merged), config, trained_tokens(paths), *shape)
     source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
     return compare_directory(record_directory(adapters, source, merged, input_ids, loader), merged, loader, kept)
+
+
+def loader_of(adapters: Sequence[Path], merged: Path) -> Loader:
+    """Return how a merged directory is loaded on the CPU: in its own dtype, by the class that its adapters were trained on."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(merged)
+    names = [span.name for path in adapters for span in read_shard(path / ADAPTER_WEIGHTS).spans]
+    kind = adapted_class(config, names)
+    labelled = config if kind in head_classes(config) else None
+    return Loader(kind, measure_directory(merged)[1], torch.device("cpu"), labelled)
 
 
 def record_directory(
@@ -266,20 +296,25 @@ def trained_tokens(adapters: list[Path]) -> list[int]:
     return sorted(tokens)
 
 
+def tokenizer_of(directory: Path) -> Any:
+    """Load a directory's tokenizer; None where it has none."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    return AutoTokenizer.from_pretrained(directory) if any((directory / name).is_file() for name in names) else None
+
+
 def prompt_tokens(
-    merged: Path, config: Any, first: list[int], rows: int = 2, columns: int = PROMPT_TOKENS
+    tokenizer: Any, config: Any, first: list[int], rows: int = 2, columns: int = PROMPT_TOKENS
 ) -> torch.Tensor:
     """Return int64 token ids [rows, columns, or fewer where the model has fewer positions].
 
-    They are a built-in text in the tokenizer of `merged`, or seeded random tokens. `first`, the tokens that an adapter trains
-    one by one, fills the first half of the rows in turns.
+    They are a built-in text in the tokenizer, or seeded random tokens where it is None. `first`, the tokens that an adapter
+    trains one by one, fills the first half of the rows in turns.
     """
-    from transformers import AutoTokenizer
-
     columns = min(columns, getattr(config, "max_position_embeddings", columns))
-    if any((merged / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-        text = AutoTokenizer.from_pretrained(merged)(PROMPT)["input_ids"]
-        known = [token for token in text if token < config.vocab_size]
+    if tokenizer is not None:
+        known = [token for token in tokenizer(PROMPT)["input_ids"] if token < config.vocab_size]
         tokens = torch.tensor((known * (1 + rows * columns // len(known)))[: rows * columns]).view(rows, columns)
     else:
         tokens = torch.randint(config.vocab_size, (rows, columns), generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,6 @@ from cogumi.merge.adapter_files import resolve_adapter, weight_files
 from cogumi.merge.arithmetic import DeltaStats
 from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.foreign_adapters import as_installed
-from cogumi.merge.logits import LogitCheck
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.stream import Outcome, available_cores, progress_bar, thread_pool, verify_shards
 
@@ -58,9 +57,9 @@ def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:
 
 
 def build_manifest(
-    plan: MergePlan, outcome: Outcome, options: dict[str, str | None], logits: LogitCheck | None
+    plan: MergePlan, outcome: Outcome, options: dict[str, str | None], checks: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest as plain JSON values. options: dtype, base_mode, verify and expert_layout of the call."""
+    """Return the manifest as plain JSON values. options: of the call. checks: of the models' logits, by name."""
     base = plan.base
     changed = [tensor for tensor in plan.tensors if tensor.updated or tensor.replaced]
     return {
@@ -88,7 +87,7 @@ def build_manifest(
             for adapter, weight in plan.adapters
         ],
         **options,
-        "logits": asdict(logits) if logits else None,
+        **{name: asdict(check) if check else None for name, check in checks.items()},
         "shards": {shard.name: {"bytes": shard.bytes, "blake3": outcome.digests[shard.name]} for shard in plan.shards},
         **totals(plan, outcome),
         "tensors": {tensor.target.name: tensor_entry(tensor, outcome) for tensor in changed},

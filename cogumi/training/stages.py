@@ -48,6 +48,7 @@ from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.parameter_map import auto_class, meta_model
 from cogumi.merge.preflight import Original
+from cogumi.merge.witness import write_witness
 from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.models.loading import resolve_dtype
@@ -206,12 +207,14 @@ def fetch_into(run_dir: Path, download: Download) -> None:
 
 
 def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, revision: str | None) -> Path:
-    """Adapter, tokenizer and a record of the base, written aside and renamed: `adapter/` is whole or not there."""
+    """Adapter, tokenizer and the records of its merge, written aside and renamed: `adapter/` is whole or not there."""
     unfinished, adapter = run_dir / ".adapter", run_dir / "adapter"
     with write_aside(unfinished):
         model.save_pretrained(unfinished, selected_adapters=[TRAINED])  # and not the frozen reference of a warm start
         tokenizer.save_pretrained(unfinished)
         write_base_record(unfinished, model, revision)
+        if read_section(run_dir / DECISIONS, "backend").get("name") != "unsloth":  # its kernels return no logits
+            write_witness(unfinished, model, tokenizer)
     remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
     return unfinished.rename(adapter)
 

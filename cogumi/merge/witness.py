@@ -1,0 +1,253 @@
+"""What an adapter's model answered where it was trained, kept beside the adapter for every later merge of it.
+
+The other checks of a merge read the adapter as the installed libraries do, whose reading of a file can change. A witness
+does not: it holds tokens and the logits that the live model and its base gave for them, or an owner's prompts and answers.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import one_line
+from cogumi.merge.adapter_files import Adapter, quantization_of
+from cogumi.merge.logits import (
+    OUT_OF_MEMORY,
+    Loader,
+    LogitCheck,
+    Reference,
+    compare_recorded,
+    loader_of,
+    measure_directory,
+    prompt_tokens,
+    record_logits,
+    room_for,
+    rounding_bound,
+    run_model,
+    tokenizer_of,
+    trained_tokens,
+)
+
+log = logging.getLogger(__name__)
+
+WITNESS_NAME = "cogumi-witness.safetensors"
+COLUMNS = 128  # of the vocabulary, for 2 x 128 tokens: 130 KB in bfloat16
+# Of the adapter's movement that a merged model makes at least, where training ran on a quantized base, whose logits are others.
+# SmolLM2-135M in NF4: 0.67 for the right merge, 0.04 to 0.11 for scrambled ones, -0.64 for a reversed one.
+FOLLOWED = 0.3
+
+
+@dataclass(frozen=True)
+class WitnessCheck:
+    """Comparison of a merged model with the logits that were recorded in training.
+
+    trained_with: versions, dtype and quantization. followed: the share of the adapter's movement that the merged model makes;
+    of a base that was quantized in training it says the direction alone. logits: the distances, else None.
+    """
+
+    trained_with: str
+    followed: float
+    logits: LogitCheck | None
+
+    @property
+    def passed(self) -> bool:
+        return self.followed >= FOLLOWED if self.logits is None else self.logits.passed
+
+    def __str__(self) -> str:
+        verdict = "agrees with" if self.passed else "DIFFERS FROM"
+        figure = f"the merged model goes {self.followed:.1%} of the adapter's way"
+        if self.logits is not None:
+            figure += f" and ends {self.logits.measured:.3g} rms from it, allowed {self.logits.bound:.3g}"
+        line = f"witness {verdict} the trained model ({self.trained_with}): {figure}"
+        return line if self.passed else f"{line}; if the adapter was trained further since, delete {WITNESS_NAME}"
+
+
+def write_witness(adapter: Path, live: Any, tokenizer: Any) -> None:
+    """Record logits of a trained PEFT model, and of its base, in its adapter's directory.
+
+    The tokens are a built-in text and the tokens that the adapter trains one by one: nothing of the training data.
+    """
+    tokens = prompt_tokens(tokenizer, live.config.get_text_config(), trained_tokens([adapter]))
+    try:
+        reference = record_logits(live, tokens)
+    except OUT_OF_MEMORY as error:
+        log.warning("no witness of the adapter was recorded: memory ran out: %s", one_line(error))
+        return
+    size = reference.live.shape[-1]
+    columns = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:COLUMNS].sort().values
+    tensors = {"input_ids": tokens, "columns": columns}
+    tensors |= {name: getattr(reference, name)[..., columns].contiguous() for name in ("live", "base")}
+    quantized = quantization_of(live.config)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("cogumi", "peft", "transformers"))
+    dtype = str(live.dtype).removeprefix("torch.")
+    facts = {"trained_with": f"{versions}, {quantized or dtype}", "dtype": dtype, "quantized": str(quantized or "")}
+    save_file(tensors, adapter / WITNESS_NAME, metadata=facts)
+
+
+def read_witness(adapter: Path) -> tuple[Reference, dict[str, str]] | None:
+    """Return what was recorded beside an adapter; None without it. Raises UsageError where it cannot be read."""
+    path = adapter / WITNESS_NAME
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            facts = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in ("input_ids", "live", "base", "columns")}
+        return Reference(getattr(torch, facts["dtype"]), **tensors), facts
+    except (SafetensorError, KeyError, TypeError, AttributeError) as error:
+        fix = "fetch it again with the adapter, or delete it to merge without it"
+        raise UsageError(f"{path} is damaged: {one_line(error)}", fix=fix) from error
+
+
+def check_witness(adapter: Adapter, base: Path, merged: Path, kept: float | None = None) -> WitnessCheck | None:
+    """Run a merged directory on the recorded tokens; None without a record. Raises NotCompared.
+
+    base: the full-precision model. kept: the share of the update that was stored.
+    """
+    witness = read_witness(adapter.path)
+    if witness is None:
+        return None
+    (reference, facts), loader = witness, loader_of([adapter.directory], merged)
+    start = reference.base
+    if facts["quantized"]:
+        with room_for(merged, reference.live.numel(), loader) as device:
+            start = run_model(loader.load(base, device), reference.input_ids)[..., reference.columns]
+    with room_for(merged, reference.live.numel(), loader) as device:
+        model = loader.load(merged, device)
+        logits = run_model(model, reference.input_ids)
+        check = None
+        if not facts["quantized"]:
+            check = compare_recorded(reference, logits, model, measure_directory(merged)[1], kept)
+    moved = (reference.live.double() - reference.base.double()).flatten()
+    made = (logits[..., reference.columns].double() - start.double()).flatten()
+    return WitnessCheck(facts["trained_with"], float(made @ moved / (moved @ moved).clamp_min(1e-30)), check)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt, as text or as a chat's messages, and the model's greedy answer."""
+
+    prompt: str | list[dict[str, Any]]
+    answer: str
+
+
+@dataclass(frozen=True)
+class AnswerCheck:
+    """Greedy answers of a merged model beside their owner's.
+
+    answers: how many there are. by_base: how many the base gives as well. differs: the first that the merged model does not
+    give, else "".
+    """
+
+    answers: int
+    by_base: int
+    differs: str
+
+    @property
+    def passed(self) -> bool:
+        return not self.differs
+
+    def __str__(self) -> str:
+        verdict = f"DIFFERS: {self.differs}" if self.differs else "agrees"
+        return f"witness {verdict} ({self.answers} greedy answers, of which the base alone gives {self.by_base})"
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """Read JSON lines of {"prompt": text or messages, "answer": text}. Raises UsageError naming the line."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {one_line(error)}", key="--witness", fix="name a file of JSON lines") from None
+    answers = []
+    for number, line in enumerate(lines, start=1):
+        fix = 'write lines such as {"prompt": "2+2=", "answer": " 4"}; a list of messages is a chat'
+        try:
+            row = json.loads(line)
+            prompt, answer = row["prompt"], row["answer"]
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"{path}, line {number}: {type(error).__name__}: {one_line(error)}"
+            raise UsageError(problem, key="--witness", fix=fix) from None
+        if not isinstance(prompt, str | list) or not prompt or not isinstance(answer, str) or not answer:
+            raise UsageError(f"{path}, line {number}: prompt or answer is empty", key="--witness", fix=fix)
+        answers.append(Answer(prompt, answer))
+    if not answers:
+        raise UsageError(f"{path} holds no prompt", key="--witness", fix="name a file of JSON lines")
+    return answers
+
+
+def encode_answer(tokenizer: Any, answer: Answer) -> tuple[torch.Tensor, int]:
+    """Return token ids [1, length] of prompt and answer, and the length of the prompt."""
+    chat = not isinstance(answer.prompt, str)
+    text = answer.prompt
+    if chat:
+        text = tokenizer.apply_chat_template(answer.prompt, tokenize=False, add_generation_prompt=True)
+    start, whole = (without_end(tokenizer, part, special=not chat) for part in (text, text + answer.answer))
+    if whole[: len(start)] != start:  # a token spans both
+        whole = start + tokenizer(answer.answer, add_special_tokens=False)["input_ids"]
+    return torch.tensor([whole]), len(start)
+
+
+def without_end(tokenizer: Any, text: str, special: bool) -> list[int]:
+    """Return a text's token ids without the end of sequence that some tokenizers add. special: with those at its beginning."""
+    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    if special and ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(str(tokenizer.eos_token)):
+        ids.pop()
+    return ids
+
+
+def given_by(model: Any, tokenizer: Any, answers: Sequence[Answer], stored: torch.dtype) -> list[str]:
+    """Return, for each answer, where a model's greedy one departs from it; "" where it does not.
+
+    A token that is within rounding of the most likely one counts as it: the owner's engine rounds in another order.
+    """
+    departures = []
+    for answer in answers:
+        tokens, start = encode_answer(tokenizer, answer)
+        if int(tokens.max()) >= model.get_input_embeddings().weight.shape[0]:
+            departures.append("its vocabulary is smaller")  # a base, before the adapter's new tokens
+            continue
+        logits = run_model(model, tokens)[0, start - 1 : -1].float()
+        expected = tokens[0, start:]
+        margin = math.sqrt(2) * rounding_bound(model, logits[None], torch.bfloat16, stored)
+        behind = logits.max(dim=-1).values - logits.gather(1, expected[:, None])[:, 0]
+        wrong = (behind > margin).nonzero().flatten().tolist()
+        text = ""
+        if wrong:
+            at = wrong[0]
+            begun = tokenizer.decode(expected[:at])
+            other, right = (tokenizer.decode([int(token)]) for token in (logits[at].argmax(), expected[at]))
+            text = f"after {begun!r} it says {other!r}, not {right!r}"
+        departures.append(text)
+    return departures
+
+
+def answers_of(directory: Path, loader: Loader, tokenizer: Any, answers: Sequence[Answer], size: Path) -> list[str]:
+    """Load a model and return given_by. size: the directory whose size is planned with. Raises NotCompared."""
+    longest = max(encode_answer(tokenizer, answer)[0].numel() for answer in answers)
+    with room_for(size, longest * len(tokenizer), loader) as device:
+        return given_by(loader.load(directory, device), tokenizer, answers, measure_directory(size)[1])
+
+
+def check_answers(answers: Sequence[Answer], adapters: Sequence[Path], base: Path, merged: Path) -> AnswerCheck:
+    """Compare a merged model's greedy answers with their owner's. Raises NotCompared.
+
+    Raises UsageError without a tokenizer, or where the base gives all of the answers, too.
+    """
+    tokenizer, loader = tokenizer_of(merged), loader_of(adapters, merged)
+    if tokenizer is None:
+        raise UsageError("the merged model has no tokenizer", key="--witness", fix="save it beside the adapter")
+    by_base, departures = (answers_of(path, loader, tokenizer, answers, merged) for path in (base, merged))
+    if not any(by_base):
+        fix = "take prompts that the adapter answers in another way than its base"
+        raise UsageError("the base alone gives all of these answers", key="--witness", fix=fix)
+    differs = next((f"answer {n}: {text}" for n, text in enumerate(departures, start=1) if text), "")
+    return AnswerCheck(len(answers), sum(not text for text in by_base), differs)

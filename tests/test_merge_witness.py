@@ -1,0 +1,205 @@
+"""What a model answered where it was trained refuses a merge that reads its adapter in another way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import builders
+import pytest
+import torch
+from builders import FUSED, LINEARS
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
+
+from cogumi.core.errors import UsageError
+from cogumi.merge import MergeError, merge_adapter
+from cogumi.merge.adapter_files import ADAPTER_WEIGHTS
+from cogumi.merge.witness import WITNESS_NAME, read_witness, write_witness
+
+CONFIGS = {
+    "llama": LlamaConfig(**builders.SIZES | {"intermediate_size": 128}, architectures=["LlamaForCausalLM"]),
+    "experts": Qwen3MoeConfig(**builders.SIZES, **builders.EXPERTS, architectures=["Qwen3MoeForCausalLM"]),
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": LINEARS},
+    "experts": {"target_modules": ["q_proj"], "target_parameters": FUSED},
+}
+
+
+def letters(path: Path) -> Any:
+    """A tokenizer of single characters, with a chat template, saved to `path`."""
+    vocabulary = {chr(code): code for code in range(128)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="~")
+    fast.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    fast.save_pretrained(path)
+    return fast
+
+
+def trained(tmp_path: Path, kind: str, **options: Any) -> tuple[Path, Path, Any]:
+    """A base, an adapter with its witness, and the live model, as a run leaves them."""
+    base = builders.save_base(tmp_path / "base", CONFIGS[kind])
+    tokenizer = letters(base)
+    adapter = builders.train_adapter(base, tmp_path / "adapter", **TARGETS[kind])
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, **options)
+    live = PeftModel.from_pretrained(model, str(adapter))
+    write_witness(adapter, live, tokenizer)
+    return base, adapter, live
+
+
+def edit_factors(adapter: Path, change: Any) -> None:
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    tensors = {name: change(name, tensor).contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, adapter / ADAPTER_WEIGHTS)
+
+
+def group_experts(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The columns of lora_B of a stack of four experts, slowest first, as unsloth wrote them."""
+    if "experts" not in name or "lora_B" not in name:
+        return tensor
+    return tensor.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1)
+
+
+def double_alpha(adapter: Path) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_right_merge_agrees(kind: str, tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, kind)
+    report = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    assert report.witness is not None
+    assert report.witness.passed
+    assert report.witness.followed == pytest.approx(1, abs=0.05)
+    assert "witness agrees with the trained model (cogumi" in str(report)
+    manifest = json.loads((tmp_path / "merged" / "cogumi-merge.json").read_text())
+    assert manifest["witness"]["logits"]["measured"] == report.witness.logits.measured
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("llama", double_alpha),
+        ("llama", lambda adapter: edit_factors(adapter, lambda name, t: t.flip(0) if "lora_B" in name else t)),
+        ("experts", lambda adapter: edit_factors(adapter, group_experts)),
+    ],
+    ids=["alpha", "rows", "unsloth's columns"],
+)
+def test_an_adapter_read_in_another_way_is_refused(kind: str, change: Any, tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, kind)
+    change(adapter)
+    with pytest.raises(MergeError, match="witness DIFFERS FROM the trained model") as error:
+        merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    assert f"delete {WITNESS_NAME}" in str(error.value)
+    assert not (tmp_path / "merged").exists()
+    (adapter / WITNESS_NAME).unlink()
+    assert merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).witness is None
+
+
+def test_a_base_quantized_in_training_shows_the_direction(tmp_path: Path) -> None:
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base, adapter, _ = trained(tmp_path, "llama", quantization_config=four_bits)
+    report = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    assert report.witness is not None
+    assert report.witness.logits is None
+    assert "nf4" in report.witness.trained_with
+    edit_factors(adapter, lambda name, t: -t if "lora_B" in name else t)
+    with pytest.raises(MergeError, match="witness DIFFERS"):
+        merge_adapter(adapter, tmp_path / "other", base=base, progress=False)
+
+
+def test_a_sum_of_adapters_has_no_witness(tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    assert merge_adapter([(adapter, 0.5)], tmp_path / "merged", base=base, progress=False).witness is None
+
+
+def test_a_damaged_witness_is_named(tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    path = adapter / WITNESS_NAME
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UsageError, match="is damaged") as error:
+        merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    assert str(path) in str(error.value)
+
+
+def test_too_little_memory_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    monkeypatch.setattr("cogumi.merge.logits.free_memory", lambda device: 1 << 20)
+    assert merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).witness is None
+    assert "was not compared" in caplog.text
+
+
+def test_the_record_is_small(tmp_path: Path) -> None:
+    _, adapter, live = trained(tmp_path, "llama")
+    reference, _ = read_witness(adapter) or pytest.fail("no witness")
+    assert reference.input_ids.shape == (2, 128)
+    assert (adapter / WITNESS_NAME).stat().st_size < 200_000
+    full = live(input_ids=reference.input_ids).logits[..., reference.columns]
+    assert torch.allclose(full.float(), reference.live.float(), atol=0.05)
+
+
+def speaking(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A base of 128 characters, a foreign adapter, and its owner's answers."""
+    config = LlamaConfig(**builders.SIZES | {"vocab_size": 128}, architectures=["LlamaForCausalLM"])
+    base = builders.save_base(tmp_path / "base", config)
+    tokenizer = letters(base)
+    adapter = builders.train_adapter(base, tmp_path / "adapter", target_modules=[*LINEARS, "lm_head"], lora_alpha=64)
+    live = PeftModel.from_pretrained(builders.load(base), str(adapter))
+    rows = []
+    for prompt, text in (("def f(", "def f("), ([{"role": "user", "content": "sum"}], "<sum>")):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        out = live.generate(input_ids=ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        rows.append({"prompt": prompt, "answer": tokenizer.decode(out[0, ids.shape[1] :])})
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return base, adapter, tmp_path / "answers.jsonl"
+
+
+def test_answers_of_the_owner(tmp_path: Path) -> None:
+    base, adapter, answers = speaking(tmp_path)
+    report = merge_adapter(adapter, tmp_path / "merged", base=base, witness=answers, progress=False)
+    assert report.answers is not None
+    assert (report.answers.answers, report.answers.by_base) == (2, 0)
+    edit_factors(adapter, lambda name, t: t.flip(0) if "lora_B" in name else t)
+    with pytest.raises(MergeError, match=r"witness DIFFERS: answer 1: after .* it says .*, not "):
+        merge_adapter(adapter, tmp_path / "other", base=base, witness=answers, progress=False)
+    assert not (tmp_path / "other").exists()
+
+
+def test_answers_of_the_base_prove_nothing(tmp_path: Path) -> None:
+    base, adapter, answers = speaking(tmp_path)
+    tokenizer = letters(tmp_path / "tokenizer")
+    ids = tokenizer("def", return_tensors="pt")["input_ids"]
+    out = builders.load(base).generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    answers.write_text(json.dumps({"prompt": "def", "answer": tokenizer.decode(out[0, 3:])}))
+    with pytest.raises(UsageError, match="the base alone gives all of these answers"):
+        merge_adapter(adapter, tmp_path / "merged", base=base, witness=answers, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "holds no prompt"),
+        ('{"prompt": "a"}', "line 1: KeyError"),
+        ('{"prompt": "a", "answer": "b"}\nnot JSON', "line 2: JSONDecodeError"),
+        ('{"prompt": "a", "answer": ""}', "line 1: prompt or answer is empty"),
+        ('["a", "b"]', "line 1: TypeError"),
+    ],
+)
+def test_a_file_of_answers_that_cannot_be_read(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text(text)
+    with pytest.raises(UsageError, match=problem) as error:
+        merge_adapter(tmp_path / "a", tmp_path / "merged", witness=tmp_path / "answers.jsonl", progress=False)
+    assert error.value.key == "--witness"
