@@ -222,6 +222,26 @@ def export(
 
 
 @app.command()
+def certify(
+    adapter: Annotated[Path, Argument(help="A run, or its adapter's directory.")],
+    merged: Annotated[Path, Option(help="The merged directory.", metavar="DIR")],
+    gguf: Annotated[Path | None, Option(help="A GGUF file of it, or an export.", metavar="FILE")] = None,
+    prompts: Annotated[
+        Path | None, Option(help="JSON lines of prompt and greedy answer, which all have to give.", metavar="FILE")
+    ] = None,
+    base: Annotated[str | None, Option(help="The full-precision base, where the adapter does not name it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare trained, merged and exported model on the same prompts; the result goes into the model card of a push."""
+    with show_waiting("loading, comparing"):
+        from cogumi.merge.certificate import certify as compare
+
+        certificate = compare(adapter, merged, gguf, prompts, base)
+    print_report(certificate, as_json)
+    raise typer.Exit(0 if certificate.passed else 1)
+
+
+@app.command()
 def push(
     source: Annotated[Path, Argument(help="A run, a merged directory or an adapter's directory.")],
     name: Annotated[str, Argument(help="The repository on the hub, as in me/my-model.")],

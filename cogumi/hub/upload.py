@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import filter_repo_objects
 
+from cogumi.core.durability import blake3_file
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.redact import redact_text
@@ -169,7 +170,7 @@ def write_card(title: str, directory: Path, kind: str, run: Path | None) -> str:
     if run is not None:
         shown = {name: without_places(value) for name, value in config.items() if name in SECTIONS}
         text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-        parts += [describe_verdict(run), f"## Configuration\n\n```yaml\n{text}```"]
+        parts += [describe_verdict(run), *describe_certificate(directory), f"## Configuration\n\n```yaml\n{text}```"]
     parts.append("What the model is good for beyond these figures was not measured.")
     return redact_text(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
@@ -185,6 +186,20 @@ def describe_verdict(run: Path) -> str:
             cells = [cell(check[key]) for key in ("name", "figure", "requirement")]
             lines.append(f"| {' | '.join(cells)} | {'yes' if check['passed'] else '**no**'} |")
     return "\n".join(lines).rstrip()
+
+
+def describe_certificate(directory: Path) -> list[str]:
+    """The comparisons of a certificate that is about the weights in this directory, as a table."""
+    path = directory / "cogumi-certificate.json"
+    certificate = read_json(path) if path.exists() else None
+    if certificate is None or certificate["subjects"]["merged"] != {
+        file.name: blake3_file(file) for file in sorted(directory.glob("*.safetensors"))
+    }:
+        return []
+    marks = {True: "yes", False: "**no**", None: "not known"}
+    lines = ["## Certificate", "", "| from, to | figure | passed |", "|---|---|---|"]
+    lines += [f"| {cell(s['name'])} | {cell(s['figure'])} | {marks[s['passed']]} |" for s in certificate["steps"]]
+    return ["\n".join(lines)]
 
 
 def without_places(value: Any) -> Any:

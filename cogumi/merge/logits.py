@@ -56,6 +56,14 @@ class Reference:
     base: torch.Tensor
     columns: torch.Tensor | None = None
 
+    def followed(self, logits: torch.Tensor, base: torch.Tensor | None = None) -> float:
+        """Return the share of the adapter's movement that logits make, from the recorded base's or another's: 1, or less."""
+        size = min(self.live.shape[-1], logits.shape[-1])
+        live, start, made = (tensor[..., :size].double().flatten() for tensor in (self.live, self.base, logits))
+        origin = start if base is None else base[..., :size].double().flatten()
+        moved = live - start
+        return float((made - origin) @ moved / (moved @ moved).clamp_min(1e-30))
+
 
 @dataclass(frozen=True)
 class LogitCheck:
@@ -305,16 +313,21 @@ def tokenizer_of(directory: Path) -> Any:
 
 
 def prompt_tokens(
-    tokenizer: Any, config: Any, first: list[int], rows: int = 2, columns: int = PROMPT_TOKENS
+    tokenizer: Any,
+    config: Any,
+    first: list[int],
+    rows: int = 2,
+    columns: int = PROMPT_TOKENS,
+    text: str = PROMPT,
 ) -> torch.Tensor:
     """Return int64 token ids [rows, columns, or fewer where the model has fewer positions].
 
-    They are a built-in text in the tokenizer, or seeded random tokens where it is None. `first`, the tokens that an adapter
+    They are a text in the tokenizer, or seeded random tokens where it is None. `first`, the tokens that an adapter
     trains one by one, fills the first half of the rows in turns.
     """
     columns = min(columns, getattr(config, "max_position_embeddings", columns))
     if tokenizer is not None:
-        known = [token for token in tokenizer(PROMPT)["input_ids"] if token < config.vocab_size]
+        known = [token for token in tokenizer(text)["input_ids"] if token < config.vocab_size]
         tokens = torch.tensor((known * (1 + rows * columns // len(known)))[: rows * columns]).view(rows, columns)
     else:
         tokens = torch.randint(config.vocab_size, (rows, columns), generator=torch.Generator().manual_seed(0))

@@ -25,6 +25,7 @@ MANIFEST_NAME = "cogumi-merge.json"
 # a *.bin, an adapter_config.json, a tokenizer.json, a *.py.
 UNREAD_FILES = (
     "*.md",
+    "cogumi-certificate.json",
     ".gitattributes",
     ".gitignore",
     ".ds_store",

@@ -127,9 +127,8 @@ def check_witness(adapter: Adapter, base: Path, merged: Path, kept: float | None
         check = None
         if not facts["quantized"]:
             check = compare_recorded(reference, logits, model, measure_directory(merged)[1], kept)
-    moved = (reference.live.double() - reference.base.double()).flatten()
-    made = (logits[..., reference.columns].double() - start.double()).flatten()
-    return WitnessCheck(facts["trained_with"], float(made @ moved / (moved @ moved).clamp_min(1e-30)), check)
+    followed = reference.followed(logits[..., reference.columns], start)
+    return WitnessCheck(facts["trained_with"], followed, check)
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,12 @@ class Answer:
 
     prompt: str | list[dict[str, Any]]
     answer: str
+
+    def text(self, tokenizer: Any) -> str:
+        """Return the prompt as the model reads it."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return str(tokenizer.apply_chat_template(self.prompt, tokenize=False, add_generation_prompt=True))
 
 
 @dataclass(frozen=True)
@@ -161,12 +166,12 @@ class AnswerCheck:
         return f"witness {verdict} ({self.answers} greedy answers, of which the base alone gives {self.by_base})"
 
 
-def read_answers(path: Path) -> list[Answer]:
-    """Read JSON lines of {"prompt": text or messages, "answer": text}. Raises UsageError naming the line."""
+def read_answers(path: Path, key: str = "--witness") -> list[Answer]:
+    """Read JSON lines of {"prompt": text or messages, "answer": text}. Raises UsageError with the line and `key`."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {one_line(error)}", key="--witness", fix="name a file of JSON lines") from None
+        raise UsageError(f"{path}: {one_line(error)}", key=key, fix="name a file of JSON lines") from None
     answers = []
     for number, line in enumerate(lines, start=1):
         fix = 'write lines such as {"prompt": "2+2=", "answer": " 4"}; a list of messages is a chat'
@@ -175,22 +180,19 @@ def read_answers(path: Path) -> list[Answer]:
             prompt, answer = row["prompt"], row["answer"]
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{path}, line {number}: {type(error).__name__}: {one_line(error)}"
-            raise UsageError(problem, key="--witness", fix=fix) from None
+            raise UsageError(problem, key=key, fix=fix) from None
         if not isinstance(prompt, str | list) or not prompt or not isinstance(answer, str) or not answer:
-            raise UsageError(f"{path}, line {number}: prompt or answer is empty", key="--witness", fix=fix)
+            raise UsageError(f"{path}, line {number}: prompt or answer is empty", key=key, fix=fix)
         answers.append(Answer(prompt, answer))
     if not answers:
-        raise UsageError(f"{path} holds no prompt", key="--witness", fix="name a file of JSON lines")
+        raise UsageError(f"{path} holds no prompt", key=key, fix="name a file of JSON lines")
     return answers
 
 
 def encode_answer(tokenizer: Any, answer: Answer) -> tuple[torch.Tensor, int]:
     """Return token ids [1, length] of prompt and answer, and the length of the prompt."""
-    chat = not isinstance(answer.prompt, str)
-    text = answer.prompt
-    if chat:
-        text = tokenizer.apply_chat_template(answer.prompt, tokenize=False, add_generation_prompt=True)
-    start, whole = (without_end(tokenizer, part, special=not chat) for part in (text, text + answer.answer))
+    text, special = answer.text(tokenizer), isinstance(answer.prompt, str)  # a chat template writes its own
+    start, whole = (without_end(tokenizer, part, special) for part in (text, text + answer.answer))
     if whole[: len(start)] != start:  # a token spans both
         whole = start + tokenizer(answer.answer, add_special_tokens=False)["input_ids"]
     return torch.tensor([whole]), len(start)

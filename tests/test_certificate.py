@@ -1,0 +1,88 @@
+"""Certificates: the chain from a trained adapter to its merge and its GGUF file, each link broken once."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from test_merge_witness import edit_factors, speaking, trained
+
+from cogumi.core.errors import UsageError
+from cogumi.hub.upload import describe_certificate
+from cogumi.merge import merge_adapter
+from cogumi.merge.certificate import CERTIFICATE_NAME, certify
+from cogumi.merge.merge_manifest import check_merged
+from cogumi.merge.witness import WITNESS_NAME
+
+
+def passed_of(certificate: Any) -> list[bool | None]:
+    return [step.passed for step in certificate.steps]
+
+
+def test_a_whole_chain(tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+    certificate = certify(adapter, merged, base=str(base))
+    assert passed_of(certificate) == [True, True, True]
+    written = json.loads((merged / CERTIFICATE_NAME).read_text())
+    assert written["passed"]
+    assert set(written["subjects"]) == {"adapter", "merged"}
+    assert str(tmp_path) not in json.dumps(written["steps"])
+    check_merged(merged, progress=False)  # the certificate is no foreign file
+    assert "| trained model, merged model |" in describe_certificate(merged)[0]
+    weights = next(merged.glob("*.safetensors"))
+    save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    assert describe_certificate(merged) == []  # it is about other weights
+
+
+def test_answers_are_run_too(tmp_path: Path) -> None:
+    base, adapter, answers = speaking(tmp_path)
+    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+    certificate = certify(adapter, merged, prompts=answers, base=str(base))
+    assert passed_of(certificate) == [True, None, True, True]
+    assert "2 prompts of answers.jsonl" in str(certificate)
+
+
+def test_weights_that_were_changed(tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+    weights = next(merged.glob("*.safetensors"))
+    tensors = load_file(weights)
+    tensors["model.layers.0.mlp.up_proj.weight"] *= -1
+    save_file(tensors, weights, {"format": "pt"})
+    certificate = certify(adapter, merged, base=str(base))
+    assert passed_of(certificate) == [False, False, False]
+    assert certificate.file is None
+    assert not (merged / CERTIFICATE_NAME).exists()
+
+
+def test_a_merge_of_another_adapter(tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+    edit_factors(adapter, lambda name, t: t.flip(0) if "lora_B" in name else t)
+    certificate = certify(adapter, merged, base=str(base))
+    assert passed_of(certificate) == [False, True, False]
+    assert "was merged from another adapter" in str(certificate)
+
+
+def test_a_merge_by_peft(tmp_path: Path) -> None:
+    base, adapter, live = trained(tmp_path, "llama")
+    live.merge_and_unload().save_pretrained(tmp_path / "merged")
+    shutil.copy(base / "tokenizer.json", tmp_path / "merged")
+    assert passed_of(certify(adapter, tmp_path / "merged", base=str(base))) == [None, True, True]
+    (adapter / WITNESS_NAME).unlink()
+    assert passed_of(certify(adapter, tmp_path / "merged", base=str(base))) == [None, None, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [({"merged": "nothing"}, "--merged"), ({"gguf": "no.gguf"}, "--gguf"), ({"prompts": "no.jsonl"}, "--prompts")],
+)
+def test_a_wrong_path_names_its_option(options: dict[str, str], key: str, tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    places: dict[str, Path] = {"merged": base} | {name: tmp_path / place for name, place in options.items()}
+    with pytest.raises(UsageError) as error:
+        certify(adapter, **places, base=str(base))  # type: ignore[arg-type]
+    assert error.value.key == key
