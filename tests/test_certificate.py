@@ -5,16 +5,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
+from chat_tokenizers import chat_tokenizer
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from test_export import real
 from test_merge_witness import edit_factors, speaking, trained
+from transformers import LlamaConfig
 
 from cogumi.core.errors import UsageError
 from cogumi.hub.upload import describe_certificate
 from cogumi.merge import merge_adapter
 from cogumi.merge.certificate import CERTIFICATE_NAME, certify
+from cogumi.merge.export import export_model
 from cogumi.merge.merge_manifest import check_merged
-from cogumi.merge.witness import WITNESS_NAME
+from cogumi.merge.witness import WITNESS_NAME, write_witness
 
 
 def passed_of(certificate: Any) -> list[bool | None]:
@@ -74,6 +80,25 @@ def test_a_merge_by_peft(tmp_path: Path) -> None:
     assert passed_of(certify(adapter, tmp_path / "merged", base=str(base))) == [None, True, True]
     (adapter / WITNESS_NAME).unlink()
     assert passed_of(certify(adapter, tmp_path / "merged", base=str(base))) == [None, None, True]
+
+
+@real
+def test_a_gguf_file_is_the_last_link(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("qwen2_5")
+    sizes = builders.SIZES | {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 128}
+    config = LlamaConfig(
+        **sizes, architectures=["LlamaForCausalLM"], bos_token_id=None, eos_token_id=tokenizer.eos_token_id
+    )
+    base = builders.save_base(tmp_path / "base", config)
+    tokenizer.save_pretrained(base)
+    adapter = builders.train_adapter(base, tmp_path / "adapter", target_modules=builders.LINEARS)
+    write_witness(adapter, PeftModel.from_pretrained(builders.load(base), str(adapter)), tokenizer)
+    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+    for source, passed in ((merged, True), (base, False)):
+        gguf = export_model(source, tmp_path / f"{source.name}-gguf", "q8_0").out
+        certificate = certify(adapter, merged, gguf, base=str(base))
+        assert passed_of(certificate)[3:] == ([True, True] if passed else [False])
+        assert set(certificate.subjects["gguf"]) == {f"{source.name}-gguf-q8_0.gguf"}
 
 
 @pytest.mark.parametrize(

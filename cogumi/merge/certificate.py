@@ -34,6 +34,7 @@ from cogumi.merge.logits import (
 )
 from cogumi.merge.merge_manifest import MANIFEST_NAME, check_merged
 from cogumi.merge.witness import check_answers, check_witness, read_answers
+from cogumi.patches.trl_internals import load_gguf
 
 CERTIFICATE_NAME = "cogumi-certificate.json"
 
@@ -118,7 +119,7 @@ def certify(
     steps = [check_files(merged, subjects["adapter"])]
     witness = check_witness(part, whole_base.path, merged)
     figure = "no record of its logits is beside the adapter" if witness is None else str(witness)
-    steps.append(Step("trained model, merged model", witness and witness.passed, figure))
+    steps.append(Step("trained model, merged model", None if witness is None else witness.passed, figure))
     loader = loader_of([part.directory], merged)
     text = "".join(answer.text(tokenizer_of(merged)) for answer in answers or ())
     config = AutoConfig.from_pretrained(merged).get_text_config()
@@ -169,16 +170,14 @@ def check_files(merged: Path, digests: dict[str, str]) -> Step:
 
 def check_export(gguf: Path, merged: Path, reference: Reference) -> list[Step]:
     """Compare a GGUF file's tensors with the merged model's, and what they compute in transformers with the recorded logits."""
-    from transformers import AutoModelForCausalLM
-
     names = "merged model, GGUF tensors", "merged model, GGUF logits"
     try:
         steps = [Step(names[0], True, str(check_gguf(gguf, merged, tokenizer_of(merged))))]
     except MergeError as error:
         return [Step(names[0], False, one_line(error))]
     try:
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    except (ValueError, NotImplementedError) as error:
+        model = load_gguf(gguf, torch.float32)
+    except ValueError as error:
         return [*steps, Step(names[1], None, f"transformers does not run it: {one_line(error)}")]
     logits = run_model(model, reference.input_ids)
     followed = reference.followed(logits)

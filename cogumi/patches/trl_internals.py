@@ -5,8 +5,11 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed
 
 from cogumi.patches import replaced
@@ -206,3 +209,14 @@ def swaps_features(layer: Any) -> bool:
 def drop_ignored_keys(model: Any, loading_info: Any) -> None:
     """Take out of what transformers' loader found missing or unexpected what the model's class allows to be so."""
     model._adjust_missing_and_unexpected_keys(loading_info)
+
+
+def load_gguf(path: Path, dtype: torch.dtype) -> Any:
+    """Load a GGUF file into its transformers class, dequantized. Raises ValueError for an architecture that is not known there.
+
+    transformers asks for the version of the package gguf, which llama.cpp's converter brings without one.
+    """
+    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
+
+    with replaced(modeling_gguf_pytorch_utils, {"is_gguf_available": lambda: find_spec("gguf") is not None}):
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
