@@ -1,27 +1,35 @@
 """`cogumi merge --check DIR`: what it says of a good directory and of every way in which one can have gone bad."""
 
 import json
+import mmap
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
+import torch
 from blake3 import blake3
-from builders import EXPERTS as MOE
-from builders import SIZES as BUILDER_SIZES
-from builders import save_base, train_adapter
+from disk_mounts import mounting
 from golden import Golden
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from page_cache import is_in_memory
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from cogumi.cli.app import main
-from cogumi.merge import MergeError, check_merged, merge_adapter
+from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memory, sync_path
+from cogumi.merge import CheckReport, MergeError, check_merged, merge_adapter
+from cogumi.merge.merge_manifest import read_back
 
-SIZES = BUILDER_SIZES | {"head_dim": 16}
+SIZES = builders.SIZES | {"head_dim": 16}
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False)
-EXPERTS = Qwen3MoeConfig(**SIZES, **MOE)
+EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
 
 
 @dataclass(frozen=True)
@@ -35,13 +43,21 @@ class Merged:
 
 
 def make_base(path: Path, config: PreTrainedConfig) -> Path:
-    save_base(path, config, max_shard_size="60KB")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path, max_shard_size="60KB")
     (path / "tokenizer.json").write_text('{"of": "base"}\n')
     return path
 
 
-def make_adapter(base: Path, path: Path, **lora: Any) -> Path:
-    return train_adapter(base, path, **{"target_modules": ["q_proj", "down_proj"]} | lora)
+def make_adapter(base: Path, path: Path, seed: int = 1, **lora: Any) -> Path:
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(**({"r": 4, "target_modules": ["q_proj", "down_proj"]} | lora)))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    adapted.save_pretrained(str(path))
+    return path
 
 
 @pytest.fixture
@@ -102,7 +118,9 @@ def test_a_good_directory(merged: Merged, cli: Callable[..., Said]) -> None:
     done = cli("merge", "--check", merged.out, "--json")
     size = sum(path.stat().st_size for path in sealed)
     assert done.status == 0
-    assert json.loads(done.out) == {
+    said = json.loads(done.out)
+    assert isinstance(said.pop("from_memory"), int | None)
+    assert said == {
         "directory": str(merged.out),
         "files": files,
         "bytes": size,
@@ -267,11 +285,16 @@ def test_what_is_no_merged_directory_is_status_2(
 LOADED = (
     "pytorch_model.bin",
     "adapter_config.json",
+    "adapter_model.safetensors",
+    "special_tokens_map.json",
     "tokenizer.model",
     "merges.txt",
     "chat_template.jinja",
+    "modeling_llama.py",
     "license.safetensors",
     "README.md/model.safetensors",
+    "original/consolidated.00.pth",
+    "onnx/.cache/model.onnx",
     "__pycache__/modeling_llama.cpython-312.pyc",
     "custom_generate/generate.py",
 )
@@ -311,7 +334,7 @@ def test_every_file_that_a_loader_may_read_is_the_merge_s(
             check_merged(merged.out, progress=False)
         (merged.out / name).unlink()
     assert cli("merge", "--check", merged.out).status == 0
-    for name in LOADED[:6]:
+    for name in LOADED[:7]:
         put(merged.out / name)
     done = cli("merge", "--check", merged.out)
     assert (done.status, done.out) == (1, "")
@@ -327,6 +350,16 @@ def test_files_that_no_loader_reads_are_said(merged: Merged, cli: Callable[..., 
     done = cli("merge", "--check", merged.out)
     assert (done.status, done.err) == (0, "")
     golden("merge", done.out[done.out.index("; not written") :])
+
+
+def test_a_directory_that_cannot_be_listed_is_no_whole_one(merged: Merged) -> None:
+    """A loader that knows the name of a file in it can open that."""
+    (merged.out / "original").mkdir(mode=0o311)
+    code = "import sys; from pathlib import Path; from cogumi.merge.merge_manifest import list_files\n"
+    code += "import os; os.chmod('.', 0o755); os.setuid(65534) if os.geteuid() == 0 else None\n"
+    code += "try: print(list(list_files(Path('.'))))\nexcept PermissionError as error: print(error.filename)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=merged.out, capture_output=True, text=True, check=True)
+    assert done.stdout == "original\n"
 
 
 # ------------------------------------------------------------------------------------------------------ options beside --check
@@ -352,3 +385,55 @@ def test_words_of_a_merge_are_refused_beside_check(merged: Merged, cli: Callable
             assert not str(each).startswith("--") or f" {each}" in done.err
         golden("merge", done.err)
     assert cli("merge", "--check", merged.out, "--workers", "1", "--json").status == 0
+
+
+# -------------------------------------------------------------------------------------------------------- memory and the disk
+
+
+def test_the_report_says_what_was_not_read_from_the_disk(golden: Golden) -> None:
+    for from_memory in (0, 4096, None):
+        golden("merge", str(CheckReport(Path("merged"), 3, 1_234_567, from_memory, [], 1_000, None)))
+
+
+def droppable(path: Path) -> None:
+    """Skip where the kernel drops nothing from memory, or does not say."""
+    sync_path(path)
+    drop_from_memory(path)
+    if is_in_memory(path):
+        pytest.skip("this filesystem keeps its files in memory")
+
+
+def test_files_are_read_from_the_disk_unless_a_process_maps_them(merged: Merged) -> None:
+    droppable(shard(merged.out))
+    size, data = shard(merged.out).stat().st_size, bytes(96 << 20)
+    digest = blake3(data).hexdigest()
+    edit_manifest(merged.out, lambda manifest: manifest["files"].update({"large.bin": digest}))
+    (merged.out / "large.bin").write_bytes(data)  # as after a download: not on the disk yet
+    assert check_merged(merged.out, progress=False).from_memory == 0
+    with shard(merged.out).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+        assert sum(view[:: mmap.PAGESIZE]) >= 0  # as a server that has loaded it
+        report = check_merged(merged.out, progress=False)
+    assert report.from_memory == size
+    assert f"but {size:,} of {report.bytes:,} bytes were read from memory, not from the disk" in str(report)
+
+
+def test_a_filesystem_in_memory_has_no_disk(merged: Merged, tmp_path: Path) -> None:
+    with mounting(tmp_path) as mount:
+        out = Path(shutil.copytree(merged.out, mount() / "merged"))
+        report = check_merged(out, progress=False)
+    assert report.from_memory == report.bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux's mincore")
+def test_of_another_s_file_it_is_not_known(tmp_path: Path) -> None:
+    """Linux calls every page of it cached."""
+    passwords = {Path("/etc/passwd"): blake3_file(Path("/etc/passwd"))}
+    read_back(passwords, 1, False, "hashing")  # imports what it needs
+    pid = os.fork()
+    if pid == 0:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        os._exit(read_back(passwords, 1, False, "hashing") != (None, None))
+    assert os.waitpid(pid, 0)[1] == 0
+    (tmp_path / "empty").touch()
+    assert bytes_in_memory(tmp_path / "empty") == 0

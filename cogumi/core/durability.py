@@ -1,9 +1,12 @@
 """Durable writes: fsync, hashing, locks and disk-full errors."""
 
+import ctypes
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,3 +94,27 @@ def drop_from_memory(path: Path, length: int = 0) -> None:
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, length, os.POSIX_FADV_DONTNEED)
+
+
+def bytes_in_memory(path: Path) -> int | None:
+    """Return how many bytes of a file are in the page cache, so that reading them proves nothing about the disk.
+
+    None if unknown: not on Linux, on filesystems that map no files, and for a file that this user neither owns nor may
+    write, for which Linux reports every page as cached (mincore(2)).
+    """
+    import numpy as np
+
+    status = path.stat()
+    if status.st_size == 0:
+        return 0
+    if sys.platform != "linux" or not (status.st_uid == os.geteuid() or os.access(path, os.W_OK)):
+        return None
+    pages = np.empty(-(-status.st_size // mmap.PAGESIZE), dtype=np.uint8)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), status.st_size, prot=mmap.PROT_READ) as view:
+            start = np.frombuffer(view, dtype=np.uint8).ctypes.data
+            where = [ctypes.c_void_p(start), ctypes.c_size_t(status.st_size), ctypes.c_void_p(pages.ctypes.data)]
+            failed = ctypes.CDLL(None).mincore(*where)
+    except OSError:  # such a filesystem
+        return None
+    return None if failed else min(status.st_size, mmap.PAGESIZE * int(np.count_nonzero(pages & 1)))

@@ -1,6 +1,7 @@
 """cogumi-merge.json beside merged weights, and later the check that the directory is still what it says."""
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -9,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.durability import blake3_file, drop_from_memory, sync_path, write_synced
+from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memory, sync_path, write_synced
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
@@ -21,8 +22,8 @@ from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.stream import Outcome, available_cores, progress_bar, thread_pool, verify_shards
 
 MANIFEST_NAME = "cogumi-merge.json"
-# Files that no loader of models reads, in lower case. Any other may be read instead of the merged model, or on top of it:
-# a *.bin, an adapter_config.json, a tokenizer.json, a *.py.
+# Files that no loader of models reads, in lower case: pages, licences, and those of git, the hub and editors. Any other may
+# be read instead of the merged model, or on top of it: a *.bin, an adapter_config.json, a tokenizer.json, a *.py.
 UNREAD_FILES = (
     "*.md",
     "cogumi-certificate.json",
@@ -62,6 +63,8 @@ def build_manifest(
 ) -> dict[str, Any]:
     """Return the manifest as plain JSON values. options: of the call. checks: of the models' logits, by name."""
     base = plan.base
+    # The hub's cache links each shard to a file that is named after its sha256.
+    blobs = {shard.path.name: shard.path.resolve() for shard in base.shards}
     changed = [tensor for tensor in plan.tensors if tensor.updated or tensor.replaced]
     return {
         "format": FORMAT,
@@ -72,6 +75,7 @@ def build_manifest(
             "path": str(base.path.resolve()),
             "commit": base.commit,
             "blake3": {"config.json": blake3_file(base.path / "config.json")} | outcome.inputs,
+            "sha256": {name: blob.name for name, blob in blobs.items() if re.fullmatch("[0-9a-f]{64}", blob.name)},
             "trained_on": base.trained_on,
             "proof": asdict(base.proof) if base.proof else None,
         },
@@ -130,24 +134,31 @@ def tensor_entry(tensor: TensorPlan, outcome: Outcome) -> dict[str, Any]:
 class CheckReport:
     """Result of a check of a merged directory.
 
-    files: compared with the manifest's hashes. bytes: of all of them. beside: files that the merge did not write, and that
-    no loader reads. elements: compared with base + adapter again, None where that was not possible; `missing` says why.
+    files: compared with the manifest's hashes. bytes: of all of them. from_memory: how many of these bytes were in memory
+    when they were read, None where the system does not say. beside: files that the merge did not write, and that no loader
+    reads. elements: compared with base + adapter again, None where that was not possible; `missing` says why.
     """
 
     directory: Path
     files: int
     bytes: int
+    from_memory: int | None
     beside: list[str]
     elements: int | None
     missing: str | None
 
     def __str__(self) -> str:
+        source = "all read from the disk"
+        if self.from_memory is None:
+            source = "but this system does not say whether they were read from the disk or from memory"
+        elif self.from_memory:
+            source = f"but {self.from_memory:,} of {self.bytes:,} bytes were read from memory, not from the disk"
         again = f"not compared with base + adapter again: {self.missing}"
         if self.elements is not None:
             again = f"{self.elements:,} computed elements compared with base + adapter again"
         beside = f"; not written by the merge, and read by no loader: {join_names(self.beside)}" if self.beside else ""
         summary = f"{self.directory}: {self.files} files ({format_bytes(self.bytes)}) are what the manifest says"
-        return f"{summary}; {again}{beside}"
+        return f"{summary}, {source}; {again}{beside}"
 
 
 @show_seconds("check: the merged directory is being read")
@@ -179,12 +190,12 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     if loaded := [file for file in beside if not is_unread(file)]:
         message = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded)}"
         raise MergeError(f"{message}; move it elsewhere, or merge again")
-    changed = read_back(outputs, readers, progress, "hashing")
+    changed, from_memory = read_back(outputs, readers, progress, "hashing")
     if changed:
         raise MergeError(f"{changed}; the directory is not whole: fetch it again, or merge again")
     total = sum(file.stat().st_size for file in outputs)
-    report = CheckReport(directory, len(outputs), total, beside, None, None)
-    missing = read_back(inputs, readers, progress, "hashing base and adapter")
+    report = CheckReport(directory, len(outputs), total, from_memory, beside, None, None)
+    missing, _ = read_back(inputs, readers, progress, "hashing base and adapter")
     if missing:
         return replace(report, missing=missing)
     show_stage(progress, "reading the adapter and its base")
@@ -222,23 +233,27 @@ def join_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def read_back(digests: dict[Path, str], workers: int, progress: bool, name: str) -> str | None:
+def read_back(digests: dict[Path, str], workers: int, progress: bool, name: str) -> tuple[str | None, int | None]:
     """Compare files with their digests. Each is written out and dropped from memory before it is read.
 
     Returns:
-        A description of the first file that is gone or has another digest; None where all match.
+        A description of the first file that is gone or has another digest (None: all match), and the number of bytes
+        served from the page cache despite eviction (None if unknown).
     """
     if gone := next((path for path in digests if not path.is_file()), None):
-        return f"{gone} is gone"
+        return f"{gone} is gone", None
 
-    def read(path: Path) -> str:
+    def read(path: Path) -> tuple[str, int | None]:
         sync_path(path)
         drop_from_memory(path)
-        return blake3_file(path, hashed)
+        held = bytes_in_memory(path)
+        return blake3_file(path, hashed), held
 
-    total = sum(path.stat().st_size for path in digests)
+    total, cached = sum(path.stat().st_size for path in digests), []
     with thread_pool(workers) as pool, progress_bar(progress, name, total) as hashed:
-        for (path, expected), digest in zip(digests.items(), pool.map(read, digests), strict=True):
+        for (path, expected), (digest, held) in zip(digests.items(), pool.map(read, digests), strict=True):
             if digest != expected:
-                return f"{path} has changed since the merge"
-    return None
+                return f"{path} has changed since the merge", None
+            cached.append(held)
+    known = [held for held in cached if held is not None]
+    return None, sum(known) if len(known) == len(cached) else None
