@@ -26,7 +26,7 @@ from cogumi.hub.downloads import status_of
 CARD = "README.md"
 # A directory of a model may hold other things, such as an optimizer's state: only these are uploaded.
 UPLOADED = [f"*.{end}" for end in ("safetensors", "json", "jinja", "txt", "model", "tiktoken", "py", "gguf")]
-UPLOADED += ["Modelfile", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*"]
+UPLOADED += ["Modelfile", "cogumi-witness.logits", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*"]
 HIDDEN = [".*", "*/.*"]
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 LICENCE_KEYS = ("license", "license_name", "license_link")

@@ -39,7 +39,7 @@ from cogumi.merge.logits import (
 
 log = logging.getLogger(__name__)
 
-WITNESS_NAME = "cogumi-witness.safetensors"
+WITNESS_NAME = "cogumi-witness.logits"  # safetensors by another name: some loaders take every such file for weights
 COLUMNS = 128  # of the vocabulary, for 2 x 128 tokens: 130 KB in bfloat16
 # Of the adapter's movement that a merged model makes at least, where training ran on a quantized base, whose logits are others.
 # SmolLM2-135M in NF4: 0.67 for the right merge, 0.04 to 0.11 for scrambled ones, -0.64 for a reversed one.
