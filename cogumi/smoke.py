@@ -255,8 +255,8 @@ def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
     return overrides
 
 
-def run_config(report: Report, method: str, model: str) -> Any:
-    """Train the config of this method on `model`; the checks of its verdict become rows."""
+def train_method(report: Report, method: str, model: str) -> Any:
+    """Train by "sft" or "gspo" on a model, and add the checks of the verdict to the report. Raises RuntimeError without a merge."""
     from cogumi.runs import train
 
     result = train({"sft": SFT, "gspo": GSPO}[method], **overrides_of(report, method, model))
@@ -270,7 +270,7 @@ def run_config(report: Report, method: str, model: str) -> Any:
 
 def check_sft(report: Report, models: dict[str, str]) -> None:
     """Train SFT, and check that the held-out loss falls by a tenth."""
-    result = run_config(report, "sft", models["base"])
+    result = train_method(report, "sft", models["base"])
     before, *_, after = result.series("eval_loss")
     figure = f"{before:.3f} -> {after:.3f} ({after / before - 1:+.0%})"
     report.add("sft", "held-out loss falls by >= 10 %", figure, after <= 0.9 * before)
@@ -279,7 +279,7 @@ def check_sft(report: Report, models: dict[str, str]) -> None:
 
 def check_gspo(report: Report, models: dict[str, str]) -> None:
     """Train GSPO, and check that the reward rises from the first quarter of the rollouts to the last."""
-    result = run_config(report, "gspo", models["SFT"])
+    result = train_method(report, "gspo", models["SFT"])
     rewards = result.series("reward")
     quarter = max(1, len(rewards) // 4)
     first, last = (sum(part) / quarter for part in (rewards[:quarter], rewards[-quarter:]))

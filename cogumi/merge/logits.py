@@ -315,15 +315,15 @@ def tokenizer_of(directory: Path) -> Any:
 def prompt_tokens(
     tokenizer: Any,
     config: Any,
-    first: list[int],
+    trained: list[int],
     rows: int = 2,
     columns: int = PROMPT_TOKENS,
     text: str = PROMPT,
 ) -> torch.Tensor:
     """Return int64 token ids [rows, columns, or fewer where the model has fewer positions].
 
-    They are a text in the tokenizer, or seeded random tokens where it is None. `first`, the tokens that an adapter
-    trains one by one, fills the first half of the rows in turns.
+    They are those of a text, or seeded random ones where there is no tokenizer. The tokens that an adapter trains one by one
+    (`trained`) stand at the beginning of the rows, dealt in turns, in at most half of each.
     """
     columns = min(columns, getattr(config, "max_position_embeddings", columns))
     if tokenizer is not None:
@@ -332,7 +332,7 @@ def prompt_tokens(
     else:
         tokens = torch.randint(config.vocab_size, (rows, columns), generator=torch.Generator().manual_seed(0))
     for row in range(rows):
-        share = first[row::rows][: columns // 2]
+        share = trained[row::rows][: columns // 2]
         tokens[row, : len(share)] = torch.tensor(share, dtype=torch.int64)
     return tokens
 

@@ -250,6 +250,7 @@ def with_thoughts(reward: Reward, tokenizer: Any, style: str, prompt_opens_thoug
     names = parameters_of(reward).keys() & set(THOUGHT_COLUMNS)
 
     def add_thoughts(columns: dict[str, Any]) -> dict[str, Any]:
+        """Add each completion with its thought (replies), and the length of the thought, as far as the reward takes them."""
         completions, ids = columns["completions"], columns.get("completion_ids")
         # Text is not rendered by the chat template, which is what opens thoughts.
         is_open = [prompt_opens_thought and not isinstance(completion, str) for completion in completions]

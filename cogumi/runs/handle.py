@@ -125,9 +125,9 @@ class Run:
 
         statuses = self._statuses(math.inf if timeout is None else time.monotonic() + timeout)
         with show_seconds(f"{self.run_dir.name}: the first step is being waited for"):
-            # A bar without a total would stay one.
+            # tqdm draws a bar only if the total is known when it is made.
             status = next(reached for reached in statuses if reached.steps is not None or reached.ended)
-        hidden = True if status.steps is None else None  # of a run that ended before a step
+        hidden = True if status.steps is None else None  # None: in a terminal only; True: the run ended before a step
         name, done = escape_controls(self.run_dir.name), status.step or 0
         with tqdm(desc=name, unit="step", total=status.steps, initial=done, disable=hidden) as bar:
             for status in statuses:
