@@ -91,6 +91,7 @@ def build_manifest(
         "logits": asdict(logits) if logits else None,
         "shards": {shard.name: {"bytes": shard.bytes, "blake3": outcome.digests[shard.name]} for shard in plan.shards},
         **totals(plan, outcome),
+        "notes": plan.notes,
         "tensors": {tensor.target.name: tensor_entry(tensor, outcome) for tensor in changed},
     }
 
