@@ -227,7 +227,8 @@ def lora_of(adapter: Path, requested: dict[str, Any]) -> dict[str, Any]:
         if resolved.copy is not None:
             problem = f"{adapter} has names or shards that PEFT's save_pretrained does not write"
             raise UsageError(problem, key="model.adapter", fix=MERGE_FIRST)
-        if not any(bool(tensor.any()) for name, tensor in load_file(resolved.weights).items() if ".lora_B" in name):
+        tensors = load_file(resolved.weights).items()
+        if not any(bool(tensor.any()) for name, tensor in tensors if ".lora_B" in name or ".lora_embedding_B" in name):
             raise resolved.refused("it changes nothing: every lora_B is zero", fix="was it saved before training?")
         config = resolved.config
     except UsageError as error:
