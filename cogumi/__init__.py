@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from cogumi.forecast.preflight_report import PreflightReport as PreflightReport
     from cogumi.merge import MergeReport as MergeReport
     from cogumi.merge import merge_adapter as merge_adapter
+    from cogumi.merge.inspection import AdapterReport as AdapterReport
+    from cogumi.merge.inspection import inspect as inspect
     from cogumi.notebook.form import configure as configure
     from cogumi.rl.patching import PatchReport as PatchReport
     from cogumi.rl.patching import patch as patch
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOME = {
+    "AdapterReport": "cogumi.merge.inspection",
     "DiskMonitor": "cogumi.disk.monitor",
     "DiskMonitorCallback": "cogumi.disk.callback",
     "UsageError": "cogumi.core.errors",
@@ -44,6 +47,7 @@ _HOME = {
     "PatchReport": "cogumi.rl.patching",
     "configure": "cogumi.notebook.form",
     "doctor": "cogumi.diagnostics.checkup",
+    "inspect": "cogumi.merge.inspection",
     "last_good_checkpoint": "cogumi.checkpoints.verify",
     "patch": "cogumi.rl.patching",
     "PreflightReport": "cogumi.forecast.preflight_report",
@@ -58,11 +62,12 @@ _HOME = {
     "train": "cogumi.runs",
 }
 _REPORTS = {
+    "AdapterReport": "cogumi.merge.inspection",
     "MergeReport": "cogumi.merge",
     "PreflightReport": "cogumi.forecast.preflight_report",
     "Preview": "cogumi.methods.preview",
 }
-_WITH_TORCH = {"merge_adapter", "patch", "protect"}
+_WITH_TORCH = {"inspect", "merge_adapter", "patch", "protect"}
 __all__ = [*_HOME, "__version__"]
 
 
@@ -75,8 +80,8 @@ def _html_of(report: Any) -> str:
 def _draw_reports(shell: Any) -> None:
     """Have a notebook show reports as HTML. Their modules are named, not imported."""
     formatter = shell.display_formatter.formatters["text/html"]
-    for name in ("MergeReport", "PreflightReport", "Preview"):
-        formatter.for_type_by_name(_REPORTS[name], name, _html_of)
+    for name, home in _REPORTS.items():
+        formatter.for_type_by_name(home, name, _html_of)
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,10 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen3Config, Qwen3
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
+from cogumi.merge.adapter_files import resolve_adapter
 from cogumi.merge.bases import read_model
+from cogumi.merge.completeness import check_output
+from cogumi.merge.parameter_map import read_checkpoint
 from cogumi.merge.preflight import expected_base, plan_adapter
 
 Tensors = dict[str, torch.Tensor]
@@ -122,8 +125,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_base_that_is_not_whole_is_refused_before_anything_is_written(
+UNLOADABLE = ("shape", "embedding-of-another-size", "head-of-another-size", "dtype")
+
+
+@pytest.mark.parametrize("damage", UNLOADABLE)
+def test_a_base_that_does_not_fit_its_class_is_refused_before_anything_is_written(
     damage: str, bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, golden: Golden
 ) -> None:
     family, change, message = DAMAGES[damage]
@@ -131,6 +137,45 @@ def test_a_base_that_is_not_whole_is_refused_before_anything_is_written(
     with golden.raises("merge", message=message):
         merge_adapter(adapters[family], tmp_path / "out", base=base, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - set(UNLOADABLE)))
+def test_a_base_without_a_tensor_merges_to_a_model_without_it(
+    damage: str, bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, golden: Golden
+) -> None:
+    family, change, missing = DAMAGES[damage]
+    base = changed(bases[family], tmp_path / "base", change)
+    report = merge_adapter(adapters[family], tmp_path / "out", base=base, progress=False)
+    assert missing in report.notes[-1]
+    golden("merge", report.notes[-1])
+    assert json.loads((tmp_path / "out" / "cogumi-merge.json").read_text())["notes"] == list(report.notes)
+    assert found_faults(tmp_path / "out") == found_faults(base) != set()
+    merge_adapter(adapters[family], tmp_path / "whole", base=bases[family], progress=False)
+    whole, incomplete = all_tensors(tmp_path / "whole"), all_tensors(tmp_path / "out")
+    assert incomplete.keys() == all_tensors(base).keys() < whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in incomplete.items())
+    with pytest.raises(UsageError, match="verify='logits' loads base"):
+        merge_adapter(adapters[family], tmp_path / "compared", base=base, verify="logits", progress=False)
+    assert not (tmp_path / "compared").exists()
+
+
+def test_an_output_lacks_no_tensor_that_its_base_has(bases: dict[str, Path], adapters: dict[str, Path]) -> None:
+    """No plan does that: this is the check of the plan."""
+    adapter, base = resolve_adapter(adapters["open"]), read_model(str(bases["open"]), None)
+    checkpoint = read_checkpoint(base, adapter)
+    targets = [span for span in base.tensors.values() if span.name != NORM]
+    with pytest.raises(UsageError, match=NORM):
+        check_output(base, checkpoint, adapter, base.config, targets)
+    assert check_output(base, checkpoint, adapter, base.config, list(base.tensors.values())) is None
+
+
+def test_a_tensor_that_the_adapter_changes_has_to_be_there(
+    bases: dict[str, Path], adapters: dict[str, Path], tmp_path: Path, golden: Golden
+) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    base = without_tensor(bases["open"], tmp_path / "base", name)
+    with golden.raises("merge", message=name):
+        merge_adapter(adapters["open"], tmp_path / "out", base=base, progress=False)
 
 
 def test_a_run_is_refused_for_a_base_that_is_not_whole(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -185,8 +230,8 @@ def test_what_a_class_allows_to_be_missing_is_no_fault(
     assert found_faults(base) == reported_faults(base) == set()
 
 
-def test_a_tower_that_no_adapter_reaches_has_to_be_whole_too(tiny_model: Path, tmp_path: Path, golden: Golden) -> None:
-    """The class that a run loads leaves it out; the merged checkpoint is to have it."""
+def test_a_tower_that_no_adapter_reaches_may_be_incomplete(tiny_model: Path, tmp_path: Path) -> None:
+    """The class that a run loads leaves it out, and the one that the merged checkpoint names has it."""
     base = save_multimodal("qwen3_5", tiny_model, tmp_path / "base")
     text = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(text, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
@@ -195,7 +240,7 @@ def test_a_tower_that_no_adapter_reaches_has_to_be_whole_too(tiny_model: Path, t
             if "lora_B" in name:
                 parameter.fill_(0.1)
     adapted.save_pretrained(str(tmp_path / "adapter"))
-    merge_adapter(tmp_path / "adapter", tmp_path / "whole", base=base, progress=False)
+    assert len(merge_adapter(tmp_path / "adapter", tmp_path / "whole", base=base, progress=False).notes) == 1
     file = sorted(base.glob("*.safetensors"))[0]
     with safe_open(file, framework="pt") as shard:
         tensors = {name: shard.get_tensor(name) for name in sorted(shard.keys())}
@@ -206,8 +251,9 @@ def test_a_tower_that_no_adapter_reaches_has_to_be_whole_too(tiny_model: Path, t
         entries = json.loads(index.read_text())
         entries["weight_map"].pop(lost)
         index.write_text(json.dumps(entries))
-    with golden.raises("merge", message=lost):
-        merge_adapter(tmp_path / "adapter", tmp_path / "out", base=base, progress=False)
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "out", base=base, progress=False)
+    assert lost in report.notes[-1]
+    assert all_tensors(tmp_path / "out").keys() == all_tensors(base).keys()
 
 
 # A vocabulary that was resized, of which the adapter brings one side.

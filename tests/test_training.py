@@ -14,12 +14,12 @@ import torch
 import transformers
 import yaml
 from finished_runs import FinishedRun, hashes
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
-from cogumi.models.adapters import lora_config, refuse_unmatched
+from cogumi.models.adapters import check_targets, lora_config
 
 Config = dict[str, Any]
 
@@ -337,7 +337,10 @@ def test_a_mistake_writes_nothing(sft: Config, overrides: dict[str, Any], says: 
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        (["q_prj", "nowhere"], "matches; its linear modules are q_proj, k_proj, v_proj, o_proj, gate_proj"),
+        (
+            ["q_prj", "nowhere"],
+            "matches; did you mean q_proj? its linear modules are q_proj, k_proj, v_proj, o_proj, gate_proj",
+        ),
         ("nowhere", "matches; its linear modules are q_proj"),
         (r".*\.attention\.q_proj", "matches; "),
     ],
@@ -355,12 +358,76 @@ def test_target_modules_that_match_nothing_are_refused_before_the_data_is_prepar
 
 
 @pytest.mark.parametrize(
-    "wanted", [["v_proj"], "all-linear", r".*\.self_attn\.q_proj", ["lm_head"], ["q_proj", "nowhere"]]
+    ("lora", "message", "fix"),
+    [
+        ({"target_modules": ["q_proj", "k_projj"]}, "lora.target_modules: k_projj: no module", "did you mean k_proj"),
+        ({"modules_to_save": ["lm_hed"]}, "lora.modules_to_save: lm_hed: no module", "did you mean lm_head"),
+        ({"exclude_modules": ["layers.7.mlp"]}, "lora.exclude_modules: layers.7.mlp", ""),
+        (
+            {"layers_to_transform": [0, 2], "target_modules": ["q_proj"]},
+            "lora.layers_to_transform: 2: no layer",
+            "0 to 1",
+        ),
+        (
+            {"rank_pattern": {"q_prj": 8}},
+            "lora.rank_pattern: q_prj: no module under the adapter",
+            "did you mean q_proj",
+        ),
+        (
+            {"alpha_pattern": {"v_proj": 8}, "target_modules": ["q_proj"]},
+            "lora.alpha_pattern: v_proj",
+            "add its module",
+        ),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "lora.target_parameters: mlp.experts.down_proj", "are none"),
+    ],
 )
+def test_a_name_that_matches_nothing_is_refused_beside_others(
+    sft: Config, lora: dict[str, Any], message: str, fix: str
+) -> None:
+    for call in (cogumi.train, cogumi.preflight):
+        with pytest.raises(UsageError) as caught:
+            call(sft | {"lora": sft["lora"] | lora})
+        assert str(caught.value).startswith(message)
+        assert fix in str(caught.value)
+    assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_names_of_experts_are_those_that_peft_finds() -> None:
+    """PEFT targets stacks by the names that single experts had, if all of a stack are named."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_experts": 2, "vocab_size": 64}
+    config = Qwen3MoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    by_name = check_targets({"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, config)
+    assert by_name == check_targets({"target_modules": ["q_proj"], "target_parameters": stacks}, config)
+    assert "experts" not in by_name
+    assert "layers.mlp.experts (" in check_targets({"target_modules": ["q_proj"]}, config)
+    with pytest.raises(UsageError, match="without also targeting up_proj"):
+        check_targets({"target_modules": ["q_proj", "gate_proj"]}, config)
+    with pytest.raises(UsageError, match=r"did you mean mlp\.experts\.down_proj"):
+        check_targets({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_projj"]}, config)
+
+
+@pytest.mark.parametrize("wanted", [["v_proj"], "all-linear", r".*\.self_attn\.q_proj", ["lm_head"]])
 def test_target_modules_that_peft_finds_are_not_refused(tiny_model: Path, wanted: Any) -> None:
-    refuse_unmatched({"r": 4, "target_modules": wanted}, AutoConfig.from_pretrained(tiny_model))
+    share = check_targets({"r": 4, "target_modules": wanted}, AutoConfig.from_pretrained(tiny_model))
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    total, names = model.num_parameters(), {"q_proj": ["q_proj"], "all-linear": ["layers"]}
+    parts = names.get(str(wanted).rpartition(".")[2], wanted)
+    size = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and any(part in name for part in parts))
+    assert share.startswith(f"{size / total:.1%} of the parameters")
     assert peft.get_peft_model(model, lora_config({"r": 4, "target_modules": wanted})) is not None
+
+
+def test_an_adapter_with_names_of_other_models_is_trained_further(sft: Config) -> None:
+    """Its tensors say what it is on; the list in its configuration may be wider."""
+    first = cogumi.train(sft, lora__target_modules=["q_proj"])
+    file = first.adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["q_proj", "c_attn"]}))
+    run_dir = f"{sft['cogumi']['run_dir']}-next"
+    result = cogumi.train(sft | {"lora": {}}, model__adapter=str(first.adapter), cogumi__run_dir=run_dir)
+    assert result.passed
+    log = (result.run_dir / "run.log").read_text()
+    assert "% of the parameters are under the adapter; not " in log
 
 
 @pytest.mark.parametrize(

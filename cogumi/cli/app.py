@@ -207,6 +207,21 @@ def parse_weighted_path(word: str) -> tuple[Path, float]:
 
 
 @app.command()
+def inspect(
+    adapter: Annotated[Path, Argument(help="The directory a run saved its adapter to, or PEFT's save_pretrained.")],
+    base: Annotated[str | None, Option(help="The base, where it is not the one that the adapter names.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say who wrote an adapter, what it changes, and what is unusual. Exit status 1 if `cogumi merge` refuses it."""
+    with show_waiting("reading the adapter and its base"), failures_in_one_line():
+        from cogumi.merge.inspection import inspect as inspect_adapter
+
+        report = inspect_adapter(adapter, base)
+    print_report(report, as_json)
+    raise typer.Exit(1 if report.refusal else 0)
+
+
+@app.command()
 def export(
     source: Annotated[Path, Argument(help="A run with a merged model, or a merged directory.")],
     out: Annotated[Path, Argument(help="A directory that does not exist yet.")],

@@ -40,7 +40,7 @@ from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refus
 from cogumi.methods.dpo import REFERENCE
 from cogumi.methods.sampler import refuse_quantized, sampler_settings
 from cogumi.methods.step_split import is_planned, split_step
-from cogumi.models.adapters import lora_of, refuse_unmatched
+from cogumi.models.adapters import check_targets, lora_of
 from cogumi.models.loading import meta_model, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 from cogumi.models.unsloth_models import FAMILIES, choose_backend, needs_exact_ratios
@@ -105,7 +105,7 @@ def forecast_run(
     base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     refuse_without_decoder(base_config)
     if run.cogumi.tuning == "lora":
-        refuse_unmatched(run.lora, base_config)
+        check_targets(run.lora, base_config, is_own=run.model.adapter is None)
         refuse_unmergeable(run, base, base_config)
     refuse_quantized(run, base_config)
     if run.model.quantization_config is not None:

@@ -18,8 +18,10 @@ from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
 from cogumi.merge.adapter_files import find_adapter, resolve_adapter
 from cogumi.merge.bases import resolve_base
+from cogumi.merge.completeness import describe_missing
 from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
+from cogumi.merge.inspection import refuse_raw_factors
 from cogumi.merge.logits import LogitCheck, NotCompared, check_directory, check_logits
 from cogumi.merge.merge_manifest import (
     CheckReport,
@@ -60,6 +62,7 @@ class MergeReport:
     rounding. max_delta_ratio: the largest Frobenius |delta| / |W| of a tensor, on a sample. delta_retained: the share of
     all updates that rounding kept, on a sample; None where all updates are zero. elements: how many were computed, each
     the nearest value to W + delta, and read back. readings: how factors of stacked experts were read, and why, by adapter.
+    notes: the share of the parameters under the adapter, names without effect, and tensors that base and output lack.
     """
 
     out: Path
@@ -77,6 +80,7 @@ class MergeReport:
     witness: WitnessCheck | None
     answers: AnswerCheck | None
     readings: tuple[str, ...]
+    notes: tuple[str, ...]
     seconds: float
 
     def __str__(self) -> str:
@@ -87,7 +91,9 @@ class MergeReport:
             f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
             f"{self.elements:,} computed elements read back and checked, each the nearest value; "
             f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
-            + "".join(f"\n{line}" for line in (*self.readings, self.logits, self.witness, self.answers) if line)
+            + "".join(
+                f"\n{line}" for line in (*self.readings, *self.notes, self.logits, self.witness, self.answers) if line
+            )
         )
 
 
@@ -159,6 +165,10 @@ def merge_adapter(
     if expert_layout is not None and not any(part.reading for part, _ in adapters):
         raise UsageError("no adapter changes stacked experts", key="--expert-layout", fix="leave it out")
     plan = build_plan(adapters, source_base, dtype)
+    if plan.missing and verify == "logits":
+        fix = "use verify='elements', or complete the base"
+        raise UsageError(f"verify='logits' loads base {source_base.name}, and {plan.missing[0]}", fix=fix)
+    refuse_raw_factors(plan)
     remove_stale(target)
     with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
         with progress_bar(progress, "merging", plan.shard_bytes) as advance:
@@ -177,11 +187,14 @@ def merge_adapter(
     if unchanged:
         message = "%d of %d updates are zero (never trained?), the first is %s"
         log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
+    if plan.missing:
+        log.warning("%s", describe_missing(plan.missing))
     readings = tuple(part.reading for part, _ in adapters if part.reading)
     return MergeReport(
         out=target,
         base=source_base.name,
         readings=readings,
+        notes=plan.notes,
         seconds=time.monotonic() - started,
         **checks,
         **figures,

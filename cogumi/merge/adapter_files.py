@@ -127,8 +127,8 @@ def adapters_in(path: Path) -> list[Path]:
     return sorted(config.parent for config in path.glob("*/adapter_config.json"))
 
 
-def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
-    """Read an adapter. Raises UsageError if it is damaged, of a refused kind, or untrained (every update, or tensor, zero)."""
+def resolve_adapter(path: Path) -> Adapter:
+    """Read an adapter. Raises UsageError if it is damaged or of a refused kind."""
     if not (path / "adapter_config.json").is_file():
         problem = "has no adapter_config.json" if path.is_dir() else "is not a directory"
         fix = "pass the directory that PEFT's save_pretrained wrote"
@@ -147,7 +147,7 @@ def resolve_adapter(path: Path, factors_alone: bool = False) -> Adapter:
     if len(files) > 1 or any(name != other for name, other in standard.items()):
         tensors = {standard[name]: tensor for file in files for name, tensor in load_file(file).items()}
         adapter = adapter.rewritten(tensors, config)
-    return replace(adapter, spans=read_trained(adapter, factors_alone))
+    return replace(adapter, spans=read_factors(adapter))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -190,17 +190,20 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
         reason = f"adapter_config.json sets {unknown[0]}={config[unknown[0]]!r}, which this merge does not know"
     else:
         return
-    raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=WITH_PEFT)
+    raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=converted_adapter(path) or WITH_PEFT)
 
 
-def read_trained(adapter: Adapter, factors_alone: bool) -> tuple[Span, ...]:
-    """Read the tensors of an adapter's file. Raises UsageError for one that PEFT does not write, or an unchanged model.
+def converted_adapter(path: Path) -> str:
+    """Return advice to merge the converted adapter that LLaMA-Factory writes beside raw PiSSA factors; "" without one."""
+    homes = (path, path.parent) if path.name in ("pissa_backup", "pissa_init") else (path,)
+    converted = next((home / "pissa_converted" for home in homes if (home / "pissa_converted").is_dir()), None)
+    return f"merge {converted}, which is the same adapter converted to plain LoRA" if converted else ""
 
-    A single zero module is allowed: a layer that never receives gradient keeps its B at zero.
-    """
+
+def read_factors(adapter: Adapter) -> tuple[Span, ...]:
+    """Read the tensors of an adapter's file. Raises UsageError for one that PEFT does not write, or without its other half."""
     path, spans = adapter.path, read_shard(adapter.weights).spans
     names = {span.name for span in spans}
-    pairs, zero = set(), set()
     with safe_open(adapter.weights, framework="pt") as weights:
         for name in sorted(names):
             if not name.startswith(PREFIX):
@@ -215,13 +218,6 @@ def read_trained(adapter: Adapter, factors_alone: bool) -> tuple[Span, ...]:
                 other = "B" if factor["side"] == "A" else "A"
                 if name[: factor.start("side")] + other + name[factor.end("side") :] not in names:
                     raise UsageError(f"adapter {path}: {name} is alone", fix="the other half of its update is gone")
-                pairs.add(factor["module"])
-                if not bool(tensor.any()):
-                    zero.add(factor["module"])
-    if pairs == zero and (factors_alone or len(spans) == 2 * len(pairs)):
-        zero_ones = "every lora_A or lora_B is zero, as right after initialisation"
-        problem = zero_ones if pairs else "it holds no lora_A and lora_B"
-        raise UsageError(f"adapter {path} changes nothing: {problem}", fix="was this adapter saved before training?")
     return spans
 
 

@@ -6,7 +6,7 @@ that have a shape and no memory: those of the base, then those of the planned ou
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +38,10 @@ class Fault:
     stored: str
     needed: str
     tensor: str | None = None
+
+    @property
+    def is_missing(self) -> bool:
+        return not self.stored or self.tensor is not None
 
     def __str__(self) -> str:
         if self.tensor is not None:
@@ -119,10 +123,17 @@ def absent_parts(model: Any, stored: Stored, parameters: Collection[str]) -> dic
     return absent
 
 
-def check_base(base: Base, checkpoint: Checkpoint, adapters: Collection[Adapter]) -> frozenset[str]:
-    """Raise UsageError unless transformers loads the whole base under the class that the adapter was trained on.
+def check_base(
+    base: Base, checkpoint: Checkpoint, adapters: Collection[Adapter]
+) -> tuple[frozenset[str], tuple[Fault, ...]]:
+    """Compare a base with what transformers loads under the class that the adapter was trained on.
 
-    Returns the parameters that an adapter brings whole and that the base lacks, or has in another shape (a head).
+    Returns:
+        The parameters that an adapter brings whole and that the base lacks, or has in another shape (a head), and those
+        that are missing: a merge copies what is there, and only a loader needs the rest.
+
+    Raises:
+        UsageError: A stored tensor has a shape or dtype that the class does not load.
     """
     adapter_tensors = {span.name.removeprefix(PREFIX) for adapter in adapters for span in adapter.spans}
     faults = find_faults(meta_model(checkpoint.config, checkpoint.kind), stored_of(checkpoint.spans.values()))
@@ -131,44 +142,52 @@ def check_base(base: Base, checkpoint: Checkpoint, adapters: Collection[Adapter]
         for fault in faults
         if fault.parameter in adapter_tensors and (fault.parameter in checkpoint.spans or not fault.stored)
     )
-    if lacking := [fault for fault in faults if fault.parameter not in added_parameters]:
-        raise incomplete(base, checkpoint.architecture, lacking)
-    return added_parameters
+    faults = [fault for fault in faults if fault.parameter not in added_parameters]
+    if unfit := [fault for fault in faults if not fault.is_missing]:
+        raise incomplete(base, checkpoint.architecture, unfit)
+    return added_parameters, tuple(faults)
 
 
 def check_output(
-    base: Base,
-    checkpoint: Checkpoint,
-    adapter: Adapter,
-    entries: dict[str, Any],
-    targets: Collection[Span],
-    vocabulary: int | None,
-) -> None:
-    """Raise UsageError unless transformers will load all of the planned output, as its own config.json says.
+    base: Base, checkpoint: Checkpoint, adapter: Adapter, entries: dict[str, Any], targets: Collection[Span]
+) -> tuple[Fault, ...] | None:
+    """Raise UsageError unless transformers will load the planned output as whole as its base, as its own config.json says.
 
-    entries: that config. targets: the planned tensors. vocabulary: its size, where the adapter resized it.
+    entries: that config. targets: the planned tensors.
+
+    Returns:
+        The parameters that base and output lack; None where the output has the base's class, config, names and shapes.
     """
     with TemporaryDirectory() as directory:  # transformers decodes what JSON has no word for (infinity) in files alone
         (Path(directory) / "config.json").write_text(json.dumps(entries), encoding="utf-8")
         config = read_model_config(base, Path(directory))
     kind, stored = named_class(config) or checkpoint.kind, stored_of(targets)
     if kind is checkpoint.kind and entries == base.config and stored == stored_of(checkpoint.spans.values()):
-        return  # what check_base has found whole
+        return None
     faults = find_faults(meta_model(config, kind), stored)
-    if resized := [fault for fault in faults if vocabulary is not None and fault.needed.startswith(f"[{vocabulary}")]:
-        message = (
-            f"it resized the vocabulary to {vocabulary} and does not bring all of it: {resized[0]} in the merged model"
-        )
+    rows = config.get_text_config().vocab_size
+    is_resized = rows != checkpoint.config.get_text_config().vocab_size
+    if resized := [fault for fault in faults if is_resized and fault.needed.startswith(f"[{rows}")]:
+        message = f"it resized the vocabulary to {rows} and does not bring all of it: {resized[0]} in the merged model"
         raise adapter.refused(message, fix=BOTH_SIDES)
-    if faults:
-        raise incomplete(base, kind.__name__, faults)
+    # Under its own config: a head that is tied there and no longer tied in the output is not missing in the base.
+    base_faults = find_faults(meta_model(checkpoint.config, kind), stored_of(base.tensors.values())) if faults else []
+    if lost := [fault for fault in faults if not fault.is_missing or fault not in base_faults]:
+        raise incomplete(base, kind.__name__, lost)
+    return tuple(faults)
 
 
 def stored_of(spans: Collection[Span]) -> Stored:
     return {span.name: (span.shape, span.dtype) for span in spans}
 
 
-def incomplete(base: Base, architecture: str, faults: list[Fault]) -> UsageError:
+def incomplete(base: Base, architecture: str, faults: Sequence[Fault]) -> UsageError:
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
     message = f"base {base.name} is not a whole {architecture}: {faults[0]}{more}"
     return UsageError(message, fix="download it again, or correct its config.json")
+
+
+def describe_missing(missing: Sequence[Fault]) -> str:
+    first, *others = missing
+    more = f", and {len(others)} more" if others else ""
+    return f"the merged model is as incomplete as its base: {first}{more}"

@@ -95,6 +95,7 @@ def build_manifest(
         **{name: asdict(check) if check else None for name, check in checks.items()},
         "shards": {shard.name: {"bytes": shard.bytes, "blake3": outcome.digests[shard.name]} for shard in plan.shards},
         **totals(plan, outcome),
+        "notes": plan.notes,
         "tensors": {tensor.target.name: tensor_entry(tensor, outcome) for tensor in changed},
     }
 

@@ -45,7 +45,8 @@ class Checkpoint:
     """A base under the class that an adapter was trained on.
 
     spans: the stored tensors, without the head of another class. places: of its parameters in them. tied: its tied
-    parameters (head -> embedding). config, kind: of that class, as for meta_model. architecture: its name.
+    parameters (head -> embedding). config, kind: of that class, as for meta_model. architecture: its name. sizes: elements of
+    its parameters.
     """
 
     spans: dict[str, Span]
@@ -54,6 +55,7 @@ class Checkpoint:
     config: Any
     kind: Any
     architecture: str
+    sizes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
         dead = {place.tensor for locations in others.values() for place in locations}
         dead -= {place.tensor for locations in places.values() for place in locations}
         spans = {name: span for name, span in spans.items() if name not in dead}
-    return Checkpoint(spans, places, dict(model.all_tied_weights_keys), config, kind, type(model).__name__)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return Checkpoint(spans, places, dict(model.all_tied_weights_keys), config, kind, type(model).__name__, sizes)
 
 
 def trained_class(base: Base, adapter: Adapter) -> tuple[Any, Any]:

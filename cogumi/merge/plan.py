@@ -1,9 +1,10 @@
 """Plan of a merge: every output tensor, decided and checked before the first byte is written."""
 
 import json
+import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,16 @@ from cogumi.core.safetensors_file import (
     leading_rows_equal,
     make_header,
     matrix_shape,
+    read_shard,
 )
-from cogumi.merge.adapter_files import Adapter
+from cogumi.merge.adapter_files import PREFIX, Adapter, read_json, standard_name, weight_files
 from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
-from cogumi.merge.completeness import check_base, check_output
+from cogumi.merge.completeness import Fault, check_base, check_output, describe_missing, incomplete
 from cogumi.merge.output_directory import output_config, set_head, side_files
-from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
+from cogumi.merge.parameter_map import OWN_PART, Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit
+from cogumi.merge.targets import Coverage, measure_coverage, unmatched_names
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())
@@ -132,7 +135,11 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Everything that a merge writes, planned from headers and configs."""
+    """Everything that a merge writes, planned from headers and configs.
+
+    changes: of the parameters. coverage: their share of the model. missing: parameters that the base and so the output
+    lack. unmatched: names in the adapters' configurations, by key, that match no tensor of theirs.
+    """
 
     adapters: tuple[tuple[Adapter, float], ...]
     base: Base
@@ -140,6 +147,25 @@ class MergePlan:
     index: dict[str, Any] | None
     config: bytes
     side_files: dict[str, Path]
+    changes: dict[str, Change]
+    coverage: Coverage
+    missing: tuple[Fault, ...]
+    unmatched: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines on what is not changed, and on what a loader of the output would not find."""
+        lines = [str(self.coverage)]
+        if self.unmatched:
+            lines.append(f"without effect, as no tensor of the adapter matches: {'; '.join(self.unmatched)}")
+        terms = [change.terms for change in self.changes.values() if change.terms]
+        if zero := sum(not any(term.scaling for term in part) for part in terms):
+            lines.append(
+                f"{zero} of {len(terms)} updates are multiplied by 0: lora_alpha or alpha_pattern is 0 for them"
+            )
+        if self.missing:
+            lines.append(describe_missing(self.missing))
+        return tuple(lines)
 
     @property
     def shard_bytes(self) -> int:
@@ -166,10 +192,13 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     """Plan every tensor of base + the weighted sum of the adapters. Raises UsageError naming a key that does not fit."""
     adapter = adapters[0][0]
     checkpoint = read_checkpoint(base, adapter)
-    added_parameters = check_base(base, checkpoint, [part for part, _ in adapters])
+    added_parameters, missing = check_base(base, checkpoint, [part for part, _ in adapters])
     # PEFT warns those who train and save, of tied weights for one; the merge checks them itself.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         changes = weighted_sum([adapter_changes(part, base, checkpoint) for part, _ in adapters], adapters)
+    if lost := [fault for fault in missing if fault.parameter in changes.parameters]:
+        raise incomplete(base, checkpoint.architecture, lost)
+    check_effect(changes, checkpoint, adapters)
     is_untied, fresh = find_untied(changes, checkpoint, base)
     stored = changes_by_tensor(changes, checkpoint, added_parameters, base, adapter)
     heads = {name: replacement_tensor(stored[name]) for name in sorted(added_parameters - checkpoint.spans.keys())}
@@ -190,9 +219,80 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     text = (base.path / "config.json").read_bytes()  # byte for byte, unless something in it changes
     if config != base.config:
         text = (json.dumps(config, indent=2) + "\n").encode()
-    plan = MergePlan(tuple(adapters), base, tuple(shards), output_index(base, shards), text, files)
-    check_output(base, checkpoint, adapter, config, [tensor.target for tensor in plan.tensors], changes.vocabulary)
-    return plan
+    targets = [tensor.target for shard in shards for tensor in shard.tensors]
+    if (output_missing := check_output(base, checkpoint, adapter, config, targets)) is not None:
+        missing = output_missing
+    matrices = [name for name, change in changes.parameters.items() if not change.rows]
+    coverage = measure_coverage(checkpoint.sizes, matrices)
+    unmatched = dict.fromkeys(name for part, _ in adapters for name in names_without_tensor(part, changes.parameters))
+    return MergePlan(
+        adapters=tuple(adapters),
+        base=base,
+        shards=tuple(shards),
+        index=output_index(base, shards),
+        config=text,
+        side_files=files,
+        changes=changes.parameters,
+        coverage=coverage,
+        missing=missing,
+        unmatched=tuple(unmatched),
+    )
+
+
+def check_effect(changes: Changes, checkpoint: Checkpoint, adapters: Sequence[tuple[Adapter, float]]) -> None:
+    """Raise UsageError where the sum of all updates is zero. Reads factors until one update is found that is not."""
+    for name, change in changes.parameters.items():
+        stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(name, ())]
+        new = change.whole
+        if new and len(stored) == 1 and stored[0].shape == new.shape and leading_rows_equal(new, stored[0]):
+            new = None  # trained whole, and still the base's
+        if new or change.rows or change.magnitude or update_norm(change) > 0:
+            return
+    adapter = adapters[0][0]
+    terms = [term for change in changes.parameters.values() for term in change.terms]
+    if not terms or any(term.scaling for term in terms):
+        if len(adapters) > 1:
+            raise adapter.refused("the sum changes nothing: the updates cancel each other", fix="change the weights")
+        raise adapter.refused("it changes nothing: all its updates are zero", fix="was it saved before training?")
+    key = "alpha_pattern" if adapter.config.get("lora_alpha") else "lora_alpha"
+    fix = f"set {key} in its adapter_config.json to the value it was trained with"
+    if key == "lora_alpha":  # verl's model merger until early 2026, whatever the training had
+        fix += " (verl: lora_alpha of the run's configuration, or of lora_train_meta.json beside the checkpoint)"
+    raise adapter.refused(f"it changes nothing: {key} is 0, which multiplies every update", fix=fix)
+
+
+def update_norm(change: Change) -> float:
+    """Return the Frobenius norm of a change's low-rank updates, 0 where they cancel out to float64's rounding.
+
+    |BA|^2 is the sum of (B^T B) * (A A^T), of all experts of a stack.
+    """
+    lefts, rights = [], []
+    for term in change.terms:
+        with safe_open(term.file, framework="pt") as weights:
+            b = weights.get_tensor(term.key_b).double() * term.scaling
+            a = torch.ones(1, 1).double() if term.key_a is None else weights.get_tensor(term.key_a).double()
+        a = a.view(term.count, -1, a.shape[-1])
+        b = b.view(b.shape[0], -1, term.count).permute(2, 0, 1)
+        a, b = (b.transpose(1, 2), a.transpose(1, 2)) if term.transposed else (a, b)
+        lefts.append(b)
+        rights.append(a)
+    if not lefts:
+        return 0.0
+    left, right = torch.cat(lefts, dim=2), torch.cat(rights, dim=1)
+    products = (left.transpose(1, 2) @ left) * (right @ right.transpose(1, 2))
+    square, size = products.sum().item(), products.abs().sum().item()
+    return math.sqrt(square) if square > 1e-12 * size else 0.0
+
+
+def names_without_tensor(adapter: Adapter, changed: Collection[str]) -> list[str]:
+    """Return the names in an adapter's own configuration that match no tensor of its files, by key. changed: parameters."""
+    config = read_json(adapter.path / "adapter_config.json") | {"exclude_modules": None}
+    if config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):  # PEFT adds the names of all heads that it knows
+        config["modules_to_save"] = None
+    spans = [span for file in weight_files(adapter.path) for span in read_shard(file).spans]
+    modules = {OWN_PART.sub("", standard_name(span.name).removeprefix(PREFIX)) for span in spans}
+    unmatched = unmatched_names(config, modules, changed, {*modules, *changed})
+    return [f"{key} {', '.join(names)}" for key, names in unmatched.items()]
 
 
 def weighted_sum(parts: list[Changes], adapters: Sequence[tuple[Adapter, float]]) -> Changes:

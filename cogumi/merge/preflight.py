@@ -20,7 +20,7 @@ from cogumi.hub.downloads import WEIGHTS, Download, find_commit, plan_download, 
 from cogumi.merge.adapter_files import Adapter, read_json
 from cogumi.merge.bases import Base, cached_snapshot, compare_models, is_local, read_model
 from cogumi.merge.changes import adapter_changes
-from cogumi.merge.completeness import check_base
+from cogumi.merge.completeness import check_base, incomplete
 from cogumi.merge.parameter_map import meta_model, named_class, read_checkpoint
 from cogumi.merge.plan import changes_by_tensor, plan_tensor
 from cogumi.merge.quantized import BNB_4BIT, Mismatch, full_precision_names, is_hub_id, quantization
@@ -111,7 +111,8 @@ def plan_adapter(lora: Any, base_config: Any, base: Base) -> None:
         tensors = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"), directory=Path("lora"))
         checkpoint = read_checkpoint(base, adapter)
-        check_base(base, checkpoint, [])
+        if missing := check_base(base, checkpoint, [])[1]:  # which the run would load as random numbers
+            raise incomplete(base, checkpoint.architecture, missing)
         changes = adapter_changes(adapter, base, checkpoint, lora)
     for name, pieces in changes_by_tensor(changes, checkpoint, frozenset(), base, adapter).items():
         if name in checkpoint.spans:  # else a head that gets a tensor of its own

@@ -1,5 +1,7 @@
 """The LoRA that a run trains, what it did, and starting from one (`model.adapter`)."""
 
+import copy
+import difflib
 import logging
 import re
 import warnings
@@ -7,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import Linear
-from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
@@ -26,6 +28,7 @@ from cogumi.merge.adapter_files import (
     weights_sample,
 )
 from cogumi.merge.parameter_map import meta_model
+from cogumi.merge.targets import measure_coverage, unmatched_names
 from cogumi.patches.trl_internals import commit_of
 
 log = logging.getLogger("cogumi")
@@ -93,33 +96,74 @@ def find_towers(model: Any) -> list[str]:
     return towers
 
 
-def refuse_unmatched(lora: dict[str, Any], base_config: Any) -> None:
-    """Raise UsageError where `lora.target_modules` match no module of the base, before anything is loaded or prepared.
+def check_targets(lora: dict[str, Any], base_config: Any, is_own: bool = True) -> str:
+    """Raise UsageError for a name in `lora:` that matches nothing in the base, before anything is loaded or prepared.
 
-    base_config: its config. A base that cannot be built of it alone is left for PEFT to refuse.
+    is_own: whether `lora:` is the run's own, and not that of the adapter that it starts from, whose tensors decide.
+
+    Returns:
+        The share of the parameters under the adapter, in words; "" for a base that cannot be built of its config alone,
+        which is left for PEFT to refuse.
     """
-    target_modules = lora.get("target_modules")
-    if target_modules is None or target_modules == "all-linear" or lora.get("target_parameters"):
-        return
-    config = lora_config(lora)
     try:
-        base = meta_model(base_config)
+        model = meta_model(base_config)
     except (ValueError, ImportError, RuntimeError):
-        return
-    if any(check_target_module_exists(config, name) for name, _ in base.named_modules()):
-        return
+        return ""
+    config = lora_config(lora, model=model)
+    config.init_lora_weights = True  # others read weights
+    entries = config.to_dict() | {"exclude_modules": lora.get("exclude_modules")}  # without towers of all-linear
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    # gpt-oss in 4 bits by unsloth has a module for each expert of a stack.
+    split = [
+        f"{name}s{end}" for name, parameter in model.named_parameters() if parameter.ndim == 3 for end in ("", ".0")
+    ]
+    modules, adapted, failure = [*(name for name, _ in model.named_modules()), *split], set(), None
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            if not isinstance(config.target_modules, str):
+                # PEFT targets stacks of experts by the names that their single experts had.
+                renamed = copy.deepcopy(config)
+                convert_peft_config_for_transformers(renamed, model=model, conversions=None)
+                entries |= {"target_modules": renamed.target_modules, "target_parameters": renamed.target_parameters}
+        except ValueError as error:  # one of two targets that have become one
+            raise UsageError(one_line(error), key="lora.target_modules") from error
+        try:
+            tuner: Any = get_peft_model(model, config, low_cpu_mem_usage=True).base_model
+            adapted = {*tuner.targeted_parameter_names, *(f"{name}.weight" for name in tuner.targeted_module_names)}
+        except (ValueError, TypeError, re.error) as error:
+            failure = error
+    targeted = {*adapted, *(name.rpartition(".")[0] for name in adapted)}
+    unmatched = unmatched_names(entries, modules, sizes, targeted) if is_own else {}
+    # Without any target the patterns match nothing either.
+    if keys := [key for key in unmatched if adapted or key.startswith("target_")]:
+        raise no_match(keys[0], unmatched[keys[0]], meta_model(base_config))
+    if failure is not None:
+        raise UsageError(one_line(failure), key="lora") from failure
+    saved = tuple(config.modules_to_save or ())
+    adapted |= {name for name in sizes if name.rpartition(".")[0].endswith(saved)}
+    return str(measure_coverage(sizes, adapted))
+
+
+def no_match(key: str, names: list[str], base: Any) -> UsageError:
+    """Return the error for names in `lora:` that match nothing in the base, with those that are near them."""
     head = base.get_output_embeddings()
-    linear = dict.fromkeys(
-        name.rpartition(".")[2]
-        for name, module in base.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
-    )
-    words = [target_modules] if isinstance(target_modules, str) else sorted(target_modules)
-    raise UsageError(
-        f"{', '.join(words)}: no module of {type(base).__name__} matches",
-        key="lora.target_modules",
-        fix=f"its linear modules are {', '.join(linear)} (all-linear takes them all)",
-    )
+    modules = [(name.rpartition(".")[2], module) for name, module in base.named_modules() if name]
+    linear = [name for name, module in modules if isinstance(module, torch.nn.Linear | Conv1D) and module is not head]
+    known = dict.fromkeys(name for name, _ in modules)
+    noun, fix = "module", f"its linear modules are {', '.join(dict.fromkeys(linear))} (all-linear takes them all)"
+    if key == "target_parameters":
+        stacks = (".".join(name.split(".")[-3:]) for name, tensor in base.named_parameters() if tensor.ndim == 3)
+        noun, known = "parameter", dict.fromkeys(stacks)
+        fix = f"its stacks of experts are {', '.join(known) or 'none'}"
+    elif key == "layers_to_transform":
+        noun, fix = "layer", f"its layers are 0 to {base.config.get_text_config().num_hidden_layers - 1}"
+    elif key.endswith("_pattern"):
+        noun, fix = "module under the adapter", "drop it, or add its module to the targets"
+    near = [
+        match for name in names for match in difflib.get_close_matches(name, known, n=1, cutoff=0.75) if match != name
+    ]
+    message = f"{', '.join(names)}: no {noun} of {type(base).__name__} matches"
+    return UsageError(message, key=f"lora.{key}", fix=f"did you mean {', '.join(near)}? {fix}" if near else fix)
 
 
 def keep_float32(model: Any) -> None:
@@ -179,10 +223,13 @@ def lora_of(adapter: Path, requested: dict[str, Any]) -> dict[str, Any]:
     if not (adapter / "adapter_config.json").is_file() and (inside / "adapter_config.json").is_file():
         raise UsageError(f"{adapter} holds no adapter_config.json", key="model.adapter", fix=f"did you mean {inside}?")
     try:
-        resolved = resolve_adapter(adapter, factors_alone=True)
+        resolved = resolve_adapter(adapter)
         if resolved.copy is not None:
             problem = f"{adapter} has names or shards that PEFT's save_pretrained does not write"
             raise UsageError(problem, key="model.adapter", fix=MERGE_FIRST)
+        tensors = load_file(resolved.weights).items()
+        if not any(bool(tensor.any()) for name, tensor in tensors if ".lora_B" in name or ".lora_embedding_B" in name):
+            raise resolved.refused("it changes nothing: every lora_B is zero", fix="was it saved before training?")
         config = resolved.config
     except UsageError as error:
         raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error

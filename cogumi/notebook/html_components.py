@@ -205,6 +205,7 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
         "tensors": f"{changed:,} merged, {manifest['tensors_copied']:,} copied byte by byte",
         "size": format_memory(sum(shard["bytes"] for shard in manifest["shards"].values())),
         "verified": verified,
+        "notes": "; ".join(manifest.get("notes", ())),
         "logits": str(report.logits or "") if report else "",
         "written": f"{manifest['created']}{took}",
     }
@@ -216,8 +217,9 @@ def merged(directory: Path, report: "MergeReport | None" = None) -> str:
 
 
 def render_html(report: Any) -> str:
-    """Return what a notebook shows of a report of a public function: a merge's, a preflight's, a preview."""
+    """Return what a notebook shows of a report of a public function: a merge's, an adapter's, a preflight's, a preview."""
     renderers = {
+        "AdapterReport": lambda report: facts((name, escape_text(text)) for name, text in report.rows.items()),
         "MergeReport": lambda report: merged(report.out, report),
         "PreflightReport": lambda report: preflight(report.as_dict()),
         "Preview": preview,

@@ -31,7 +31,7 @@ from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, 
 from cogumi.methods.gspo import describe_sandbox, try_task
 from cogumi.methods.sampler import refuse_quantized, refuse_settings
 from cogumi.methods.step_split import describe_split, split_step
-from cogumi.models.adapters import check_base, lora_of, refuse_unmatched
+from cogumi.models.adapters import check_base, check_targets, lora_of
 from cogumi.models.loading import resolve_dtype, resolve_model
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 from cogumi.models.unsloth_models import Backend, choose_backend
@@ -139,7 +139,8 @@ def train_leader(
     base = resolve_model(run.model.name, run.model.revision)
     base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     if run.cogumi.tuning == "lora":
-        refuse_unmatched(run.lora, base_config)
+        coverage = check_targets(run.lora, base_config, is_own=run.model.adapter is None)
+        startup_notes += [f"lora: {coverage}"] if coverage else []
     building.refuse_without_decoder(base_config)
     if run.model.adapter is not None:
         check_base(run.model.adapter, base_config, run.model.revision)
