@@ -202,7 +202,9 @@ def weighted_sum(parts: list[Changes], adapters: Sequence[tuple[Adapter, float]]
     total = Changes()
     for changes, (adapter, weight) in zip(parts, adapters, strict=True):
         if changes.vocabulary is not None:
-            raise adapter.refused("it resized the vocabulary, so it cannot be weighted", fix="merge it alone")
+            raise adapter.refused(
+                "it resized the vocabulary, so it cannot be weighted", fix="merge it alone, with weight 1"
+            )
         for name, change in changes.parameters.items():
             if change.whole or change.magnitude or change.rows:
                 message = f"it sets {name} (DoRA, a module trained whole, or trained tokens), so it cannot be weighted"
