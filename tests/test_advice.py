@@ -32,7 +32,7 @@ from hub_server import hub_server
 from peft import LoraConfig, PeftModel, get_peft_model
 from qlora_runs import four_bit_copy
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Lfm2Config, LlamaConfig, Qwen3Config
 
 import cogumi
 from cogumi.core.errors import MergeError, UsageError
@@ -656,3 +656,12 @@ def test_experts_that_are_not_all_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=re.escape(expert)):
         check_loadable(str(damaged), AutoConfig.from_pretrained(damaged))
     check_loadable(str(base), AutoConfig.from_pretrained(base))
+
+
+def test_peft_computes_a_convolution(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]))
+    live = trained(base, LoraConfig(**LORA | {"target_modules": ["conv.conv"], "r": 64}))
+    adapter = tmp_path / "adapter"
+    live.save_pretrained(str(adapter))
+    assert advice_of(adapter, base, tmp_path / "out") == WITH_PEFT
+    assert is_close(logits(PeftModel.from_pretrained(load(base), str(adapter))), logits(live))
