@@ -33,7 +33,7 @@ from cogumi.forecast.vllm_forecast import choose_with_engine, describe_sampler, 
 from cogumi.health.rules import FEW_LOSS_ROWS
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.logits import WORKING_BYTES
-from cogumi.merge.preflight import find_original
+from cogumi.merge.preflight import check_loadable, find_original
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_segments, with_values
 from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder
@@ -104,6 +104,7 @@ def forecast_run(
     base = resolve_model(run.model.name, run.model.revision)
     base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     refuse_without_decoder(base_config)
+    check_loadable(base, base_config)
     if run.cogumi.tuning == "lora":
         check_targets(run.lora, base_config, is_own=run.model.adapter is None)
         refuse_unmergeable(run, base, base_config)

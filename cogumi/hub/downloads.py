@@ -5,6 +5,7 @@ killed (its pull request 4228), so that two files at a time bound the loss.
 """
 
 import errno
+import functools
 import glob
 import hashlib
 import json
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -55,7 +56,7 @@ class Download:
 
     name: str
     commit: str
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int] = field(hash=False)
     kind: str = "model"
 
     @property
@@ -219,6 +220,7 @@ def plan_download(name: str, commit: str | None) -> Download | None:
     return Download(name, commit, {path: sizes[path] for path in sorted({*weights, *beside})})
 
 
+@functools.cache
 def read_headers(download: Download) -> dict[str, Any]:
     """Return tensor -> dtype and shape of a model that is not downloaded yet, from the headers of its files.
 

@@ -28,11 +28,18 @@ from cogumi.patches.trl_internals import commit_of
 log = logging.getLogger(__name__)
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+WEIGHTS_INDEX = f"{ADAPTER_WEIGHTS}.index.json"
 PREFIX = "base_model.model."
 WITH_PEFT = "load it with PEFT on the base instead"
+# When PEFT loads these, it changes the base again as it did before the training. Chance, gradients and data it cannot repeat.
+REBUILT_INITS = ("pissa", "olora", "mica")
+WHERE_TRAINED = (
+    "PEFT cannot rebuild the base that this changed; where it was trained, merge_and_unload() makes a model of it, and "
+    "save_pretrained(..., path_initial_model_for_weight_conversion=<the adapter before training>) plain LoRA"
+)
 BOTH_SIDES = (
-    "save it again with save_pretrained(..., save_embedding_layers=True); "
-    "where only one of embedding and head is targeted, PEFT saves that one alone: target both"
+    "pass base=<the model of that vocabulary, saved before it got the adapter>; where PEFT then saves both embedding and "
+    "head, save_pretrained(..., save_embedding_layers=True) does, too"
 )
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
@@ -48,6 +55,8 @@ KNOWN_ENTRIES = frozenset([
     "lora_alpha", "lora_bias", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "target_parameters", "task_type",
     "trainable_token_indices", "use_dora", "use_rslora",
+    # How the factors began, which init_lora_weights decides.
+    "corda_config", "loftq_config", "lora_ga_config",
     # Of unsloth and its Studio, about the training or, the last two, about the order of factors (expert_layout reads them).
     "unsloth_training_method", "unsloth_load_in_4bit", "nvfp4_merge_aware", "lora_B_layout", "unsloth_fused_expert_lora",
 ])
@@ -91,7 +100,9 @@ class Adapter:
             self, config=config, spans=spans, directory=directory, copy=copy, reading=reading or self.reading
         )
 
-    def refused(self, problem: str, fix: str = WITH_PEFT) -> UsageError:
+    def refused(self, problem: str, fix: str | None = None) -> UsageError:
+        """Return the error, by default with the advice to use PEFT, which reads the adapter where it is not rewritten here."""
+        fix = (WITH_PEFT if self.copy is None else as_written(self.config)) if fix is None else fix
         return UsageError(f"adapter {self.path}: {problem}", fix=fix)
 
 
@@ -152,7 +163,7 @@ def resolve_adapter(path: Path) -> Adapter:
 
 def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of an adapter: one, or those of its index. Raises UsageError where one is missing."""
-    index = path / f"{ADAPTER_WEIGHTS}.index.json"
+    index = path / WEIGHTS_INDEX
     if not (path / ADAPTER_WEIGHTS).is_file() and index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         if missing := [name for name in names if not (path / name).is_file()]:
@@ -160,7 +171,12 @@ def weight_files(path: Path) -> list[Path]:
         if names:
             return [path / name for name in names]
     if not (path / ADAPTER_WEIGHTS).is_file():
-        fix = "save it again with save_pretrained (safetensors)"
+        fix = "download it again, or save it again with save_pretrained"
+        if (
+            path / "adapter_model.bin"
+        ).is_file():  # save_pretrained would record its own version, by which experts are read
+            load = "torch.load('adapter_model.bin', map_location='cpu')"
+            fix = f"run there: python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{ADAPTER_WEIGHTS}')\""
         raise UsageError(f"adapter {path} has no {ADAPTER_WEIGHTS}", fix=fix)
     return [path / ADAPTER_WEIGHTS]
 
@@ -180,17 +196,35 @@ def standard_name(name: str) -> str:
 
 def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     """Raise UsageError unless the config describes LoRA of a kind that is known here: anything else would merge wrongly."""
-    init = config.get("init_lora_weights", True)
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind: Any = config.get("peft_type")
+    init, fix = config.get("init_lora_weights", True), WITH_PEFT
     unknown = sorted(entry for entry in config.keys() - KNOWN_ENTRIES if config[entry])
-    if config.get("peft_type") != "LORA":
-        reason = f"it is a {config.get('peft_type')} adapter and only LORA is supported"
+    if kind != "LORA":
+        reason = f"it is a {kind} adapter and only LORA is supported"
     elif init not in PLAIN_INITS:
         reason = f"init_lora_weights={init!r}: only {PLAIN_INITS} are proven to leave the base as it is"
+        fix = WITH_PEFT if init in REBUILT_INITS else WHERE_TRAINED
     elif unknown:
         reason = f"adapter_config.json sets {unknown[0]}={config[unknown[0]]!r}, which this merge does not know"
     else:
         return
-    raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=converted_adapter(path) or WITH_PEFT)
+    fields, file = getattr(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind), "__dataclass_fields__", {}), path / ADAPTER_WEIGHTS
+    names = [span.name for span in read_shard(file).spans] if file.is_file() else []
+    is_other = bool(config.get("target_parameters")) and config.get("peft_version") != version("peft")
+    if not fields or is_other or any(entry not in fields for entry in unknown):
+        fix = f"PEFT {version('peft')} ignores or misreads a part of that, so {as_written(config)}"
+    elif (
+        any(standard_name(name) != name.replace(".default.", ".") for name in names) or (path / WEIGHTS_INDEX).is_file()
+    ):
+        fix = "PEFT finds no tensors under these names, or in shards, either"
+    raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=converted_adapter(path) or fix)
+
+
+def as_written(config: dict[str, Any]) -> str:
+    """Return the advice for an adapter that the installed versions would misread."""
+    return f"load it with the versions that wrote it (PEFT {config.get('peft_version') or 'up to 0.17'})"
 
 
 def converted_adapter(path: Path) -> str:

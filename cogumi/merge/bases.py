@@ -207,25 +207,34 @@ def snapshot_commit(path: Path) -> str | None:
 
 
 def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
-    """Read the weight files of a base, and whether an index names them. Same precedence as transformers."""
+    """Read the weight files of a base, and whether an index names them. Raises UsageError where the two differ."""
+    shards, weight_map = read_shards(name, path)
+    held = sorted((span.name, span.path.name) for shard in shards for span in shard.spans)
+    if weight_map is not None and held != sorted(weight_map.items()):
+        other = min(set(held) ^ set(weight_map.items()), default=("a tensor", ""))[0]
+        problem = f"the index of base {name} and the shards differ in where {other} is, or hold it twice"
+        raise UsageError(problem, fix="download the base again")
+    return shards, weight_map is not None
+
+
+def read_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], dict[str, str] | None]:
+    """Read the weight files that transformers loads, and the index's map of tensors to them, None without an index."""
     single, index, again = path / "model.safetensors", path / "model.safetensors.index.json", "download the base again"
     if single.is_file():
-        return (read_shard(single),), False
+        return (read_shard(single),), None
     if not index.is_file():
         message = f"base {name} has no model.safetensors and no index of shards in {path}"
-        raise UsageError(message, fix="download all of it, as safetensors: nothing else is merged")
+        raise UsageError(
+            message,
+            fix="download it as safetensors, or save it so (from_pretrained, save_pretrained): nothing else is merged",
+        )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{index} has no weight_map", fix=again)
     files = sorted(set(weight_map.values()))
     if missing := [file for file in files if not (path / file).is_file()]:
         raise UsageError(f"base {name} lacks {missing[0]} ({len(missing)} of {len(files)} shards)", fix=again)
-    shards = tuple(read_shard(path / file) for file in files)
-    held = sorted((span.name, span.path.name) for shard in shards for span in shard.spans)
-    if held != sorted(weight_map.items()):
-        other = min(set(held) ^ set(weight_map.items()), default=("a tensor", ""))[0]
-        raise UsageError(f"{index} and the shards differ in where {other} is, or hold it twice", fix=again)
-    return shards, True
+    return tuple(read_shard(path / file) for file in files), weight_map
 
 
 def compare_models(quantized: Base, full: Base) -> BaseProof:

@@ -11,7 +11,7 @@ from typing import Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, leading_rows_equal
-from cogumi.merge.adapter_files import BOTH_SIDES, OTHER_BASE, PREFIX, WITH_PEFT, Adapter
+from cogumi.merge.adapter_files import BOTH_SIDES, OTHER_BASE, PREFIX, Adapter, as_written
 from cogumi.merge.bases import Base
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, meta_model, trained_class
 from cogumi.patches.trl_internals import swaps_features
@@ -70,7 +70,7 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
         if task not in (None, "CAUSAL_LM"):
             fix = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
         elif f"{key.removeprefix(PREFIX).partition('.lora_')[0]}.weight" in base.tensors:
-            fix = f"it names layers as an older transformers did: {WITH_PEFT}"
+            fix = f"it names layers as another transformers did: {as_written(adapter.config)}"
         raise adapter.refused(message, fix=fix)
     for key in sorted(expected.keys() - spans.keys()):
         raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)

@@ -7,14 +7,14 @@ that have a shape and no memory: those of the base, then those of the planned ou
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from cogumi.core.errors import UsageError
+from cogumi.core.checkpoint_faults import Fault, incomplete
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span
 from cogumi.merge.adapter_files import BOTH_SIDES, PREFIX, Adapter
 from cogumi.merge.bases import Base
@@ -23,32 +23,10 @@ from cogumi.patches.trl_internals import drop_ignored_keys
 
 # The dtypes that transformers casts to a parameter's as they are. Others need a scale, or are packed.
 CAST_DTYPES = (*FLOAT_DTYPES, "F64")
+# Last part of the name of a weight that may be packed or in 8 bits: module.qweight, experts.down_proj_blocks.
+PACKED = re.compile(r"(\.q?weight(_packed)?|_blocks)$")
+SCALES = re.compile(r"scale|absmax|SCB")
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # tensor -> (shape, safetensors' dtype)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A parameter that would not be loaded.
-
-    stored: its shape or dtype in the checkpoint, "" where it is missing. needed: the shape or dtype that the model has.
-    tensor: a stored tensor whose absence explains it, else None.
-    """
-
-    parameter: str
-    stored: str
-    needed: str
-    tensor: str | None = None
-
-    @property
-    def is_missing(self) -> bool:
-        return not self.stored or self.tensor is not None
-
-    def __str__(self) -> str:
-        if self.tensor is not None:
-            return f"{self.tensor} is missing, a part of {self.parameter} {self.needed}"
-        if self.stored:
-            return f"{self.parameter} is {self.stored} where {self.needed} is needed"
-        return f"{self.parameter} {self.needed} is missing, which transformers fills with random numbers"
 
 
 def find_faults(model: Any, stored: Stored) -> list[Fault]:
@@ -123,6 +101,20 @@ def absent_parts(model: Any, stored: Stored, parameters: Collection[str]) -> dic
     return absent
 
 
+def find_unscaled(stored: Stored) -> list[Fault]:
+    """Return the quantized weights of a checkpoint that it has no scales of; transformers loads some as they are."""
+    leaves = [(name, name.rpartition(".")[2]) for name in sorted(stored)]
+    scales = {name: match for name, leaf in leaves if (match := SCALES.search(leaf))}
+    scaled = {name[: match.start() - len(match.string)].rstrip("._") for name, match in scales.items()}
+    faults = []
+    for name, _ in leaves:
+        stem, dtype = PACKED.sub("", name), stored[name][1]
+        is_weight = (stem != name or dtype.startswith("F8")) and dtype not in CAST_DTYPES and name not in scales
+        if is_weight and not scaled & {name, stem, f"{stem}.weight"}:
+            faults.append(Fault(name, dtype, "a scale beside it"))
+    return faults
+
+
 def check_base(
     base: Base, checkpoint: Checkpoint, adapters: Collection[Adapter]
 ) -> tuple[frozenset[str], tuple[Fault, ...]]:
@@ -144,7 +136,7 @@ def check_base(
     )
     faults = [fault for fault in faults if fault.parameter not in added_parameters]
     if unfit := [fault for fault in faults if not fault.is_missing]:
-        raise incomplete(base, checkpoint.architecture, unfit)
+        raise incomplete(base.name, checkpoint.architecture, unfit)
     return added_parameters, tuple(faults)
 
 
@@ -173,18 +165,12 @@ def check_output(
     # Under its own config: a head that is tied there and no longer tied in the output is not missing in the base.
     base_faults = find_faults(meta_model(checkpoint.config, kind), stored_of(base.tensors.values())) if faults else []
     if lost := [fault for fault in faults if not fault.is_missing or fault not in base_faults]:
-        raise incomplete(base, kind.__name__, lost)
+        raise incomplete(base.name, kind.__name__, lost)
     return tuple(faults)
 
 
 def stored_of(spans: Collection[Span]) -> Stored:
     return {span.name: (span.shape, span.dtype) for span in spans}
-
-
-def incomplete(base: Base, architecture: str, faults: Sequence[Fault]) -> UsageError:
-    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-    message = f"base {base.name} is not a whole {architecture}: {faults[0]}{more}"
-    return UsageError(message, fix="download it again, or correct its config.json")
 
 
 def describe_missing(missing: Sequence[Fault]) -> str:

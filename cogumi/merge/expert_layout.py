@@ -88,7 +88,9 @@ def version_numbers(text: str) -> tuple[int, ...]:
     """Return the three numbers of a version such as 0.19.1 or 0.19.2.dev0@abc. Raises UsageError for anything else."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
-        raise UsageError(f"{text!r} is no version of PEFT or transformers", fix="save the adapter again")
+        raise UsageError(
+            f"{text!r} is no version of PEFT or transformers", fix="set it to that which wrote the adapter"
+        )
     return tuple(int(number or 0) for number in match.groups())
 
 

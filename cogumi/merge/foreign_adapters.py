@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span
-from cogumi.merge.adapter_files import FACTOR, OTHER_BASE, PREFIX, Adapter, read_base_record
+from cogumi.merge.adapter_files import FACTOR, OTHER_BASE, PREFIX, Adapter, as_written, read_base_record
 from cogumi.merge.bases import Base
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, read_layout
 from cogumi.merge.parameter_map import (
@@ -121,7 +121,8 @@ def with_model_names(
     config = adapter.config
     has_patterns = bool(config.get("rank_pattern") or config.get("alpha_pattern"))
     if config.get("target_parameters") and (experts or has_patterns):
-        raise adapter.refused("it changes stacked parameters beside modules whose names or ranks are another version's")
+        problem = "it changes stacked parameters beside modules whose names or ranks are another version's"
+        raise adapter.refused(problem, fix=as_written(adapter.config))
     if experts:
         check_promises(adapter, base)
     tensors = load_file(adapter.weights)

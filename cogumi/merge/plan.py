@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from cogumi.core.checkpoint_faults import Fault, incomplete
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import (
     FLOAT_DTYPES,
@@ -26,7 +27,7 @@ from cogumi.core.safetensors_file import (
 from cogumi.merge.adapter_files import PREFIX, Adapter, read_json, standard_name, weight_files
 from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
-from cogumi.merge.completeness import Fault, check_base, check_output, describe_missing, incomplete
+from cogumi.merge.completeness import check_base, check_output, describe_missing
 from cogumi.merge.output_directory import output_config, set_head, side_files
 from cogumi.merge.parameter_map import OWN_PART, Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit
@@ -197,7 +198,7 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         changes = weighted_sum([adapter_changes(part, base, checkpoint) for part, _ in adapters], adapters)
     if lost := [fault for fault in missing if fault.parameter in changes.parameters]:
-        raise incomplete(base, checkpoint.architecture, lost)
+        raise incomplete(base.name, checkpoint.architecture, lost)
     check_effect(changes, checkpoint, adapters)
     is_untied, fresh = find_untied(changes, checkpoint, base)
     stored = changes_by_tensor(changes, checkpoint, added_parameters, base, adapter)
@@ -302,7 +303,9 @@ def weighted_sum(parts: list[Changes], adapters: Sequence[tuple[Adapter, float]]
     total = Changes()
     for changes, (adapter, weight) in zip(parts, adapters, strict=True):
         if changes.vocabulary is not None:
-            raise adapter.refused("it resized the vocabulary, so it cannot be weighted", fix="merge it alone")
+            raise adapter.refused(
+                "it resized the vocabulary, so it cannot be weighted", fix="merge it alone, with weight 1"
+            )
         for name, change in changes.parameters.items():
             if change.whole or change.magnitude or change.rows:
                 message = f"it sets {name} (DoRA, a module trained whole, or trained tokens), so it cannot be weighted"

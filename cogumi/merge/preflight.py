@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
+from cogumi.core.checkpoint_faults import incomplete
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.safetensors_file import Shard, Span
 from cogumi.hub.downloads import WEIGHTS, Download, find_commit, plan_download, read_headers
 from cogumi.merge.adapter_files import Adapter, read_json
-from cogumi.merge.bases import Base, cached_snapshot, compare_models, is_local, read_model
+from cogumi.merge.bases import Base, cached_snapshot, compare_models, is_local, read_model, read_shards
 from cogumi.merge.changes import adapter_changes
-from cogumi.merge.completeness import check_base, incomplete
+from cogumi.merge.completeness import check_base, find_faults, find_unscaled, stored_of
 from cogumi.merge.parameter_map import meta_model, named_class, read_checkpoint
 from cogumi.merge.plan import changes_by_tensor, plan_tensor
-from cogumi.merge.quantized import BNB_4BIT, Mismatch, full_precision_names, is_hub_id, quantization
+from cogumi.merge.quantized import BNB_4BIT, Mismatch, full_precision_names, is_hub_id, quantization, quantized_tensors
 
 NO_MERGE = "set cogumi.merge: false to train without it"
 
@@ -100,6 +101,30 @@ def prove_original(base: str, revision: str | None, original: Original) -> None:
         raise UsageError(message, key="cogumi.merge_base", fix=fix) from mismatch
 
 
+def check_loadable(name: str, base_config: Any, download: Download | None = None) -> None:
+    """Raise UsageError for a base of which transformers would fill a part with random numbers, by its files' headers.
+
+    Nothing is refused of weights that are not in safetensors, nor, before they are downloaded, of quantized ones: the
+    report of what was loaded is read in the end (`load_model`). download: of a model on the hub, in the cache or not.
+    """
+    config, path = base_config.to_dict(), Path(name) if download is None else download.snapshot
+    kind = quantization(config)
+    files = download.sizes if download is not None else [file for file in WEIGHTS if (path / file).is_file()]
+    if not set(WEIGHTS[:2]) & set(files):
+        return
+    if download is not None and download.missing:
+        if kind is not None:
+            return
+        base = expected_base(name, download.commit, base_config, download)
+    else:
+        shards, _ = read_shards(name, path)
+        base = Base(name, path, None, config, shards, False, quantized_tensors(shards, config))
+    model, stored = meta_model(base_config), stored_of(base.tensors.values())
+    faults = find_faults(model, stored) if kind is None or base.quantized else find_unscaled(stored)
+    if faults:
+        raise incomplete(name, type(model).__name__, faults, key="model.name")
+
+
 def plan_adapter(lora: Any, base_config: Any, base: Base) -> None:
     """Plan the merge of an untrained adapter (its LoraConfig) by names, shapes and dtypes. Raises UsageError as build_plan."""
     from peft import get_peft_model, get_peft_model_state_dict
@@ -112,7 +137,7 @@ def plan_adapter(lora: Any, base_config: Any, base: Base) -> None:
         adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"), directory=Path("lora"))
         checkpoint = read_checkpoint(base, adapter)
         if missing := check_base(base, checkpoint, [])[1]:  # which the run would load as random numbers
-            raise incomplete(base, checkpoint.architecture, missing)
+            raise incomplete(base.name, checkpoint.architecture, missing)
         changes = adapter_changes(adapter, base, checkpoint, lora)
     for name, pieces in changes_by_tensor(changes, checkpoint, frozenset(), base, adapter).items():
         if name in checkpoint.spans:  # else a head that gets a tensor of its own

@@ -127,7 +127,7 @@ def read_4bit(spans: dict[str, Span], state_name: str) -> Bnb4bit:
     auxiliary = [state_name]
 
     def refused(problem: str) -> UsageError:
-        fix = "download the quantized base again, or pass base=<the full-precision model>"
+        fix = "download the quantized base again, or name its full-precision model"
         return UsageError(problem, place=state_span.path, fix=fix)
 
     def part(suffix: str, dtype: str, elements: int) -> Span:

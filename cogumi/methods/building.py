@@ -22,7 +22,7 @@ from cogumi.core.formatting import one_line
 from cogumi.core.redact import SECRETS, RedactedStr
 from cogumi.core.run_directory import DECISIONS, read_json, read_section
 from cogumi.hub.downloads import Download, find_commit
-from cogumi.merge.adapter_files import refuse_unsupported
+from cogumi.merge.adapter_files import WHERE_TRAINED, refuse_unsupported
 from cogumi.merge.preflight import Original, expected_base, plan_adapter
 from cogumi.methods import dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence, settle_clip
@@ -165,6 +165,8 @@ def refuse_unmergeable(
         refuse_unsupported(Path("lora"), json.loads(json.dumps(lora.to_dict(), default=list)))
         plan_adapter(lora, base_config, expected)
     except UsageError as error:
+        if error.fix == WHERE_TRAINED:  # nor would it be of use without a merge
+            fix = "drop lora.init_lora_weights"
         raise UsageError(error.message, key=error.key or "lora", fix=fix) from None
     except BUILD_REFUSALS as error:
         raise UsageError(one_line(error), key="lora", fix=fix) from error

@@ -19,6 +19,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.merge.adapter_files import (
     ADAPTER_WEIGHTS,
+    OTHER_BASE,
     PREFIX,
     BaseRecord,
     quantization_of,
@@ -319,7 +320,7 @@ def refuse_other_base_weights(model: Any, adapter: Path) -> None:
         if base[name].shape != saved.shape or not torch.equal(base[name].cpu(), saved.to(base[name].dtype)):
             ours, theirs = list(base[name].shape), list(saved.shape)
             message = f"{adapter} brings a {name} {theirs} that is not the base's {ours}"
-            raise UsageError(message, key="model.adapter", fix=MERGE_FIRST)
+            raise UsageError(message, key="model.adapter", fix=OTHER_BASE if ours == theirs else MERGE_FIRST)
 
 
 def load_exact_values(trainer: Any, adapter: Path, compares: bool) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from cogumi.core.checkpoint_faults import Fault, incomplete
 from cogumi.core.errors import UsageError
 from cogumi.merge.parameter_map import auto_class
 from cogumi.merge.parameter_map import meta_model as meta_model
@@ -82,7 +84,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the base model, on the GPU if there is one. `dtype`, `quantization` and `attention` are those of `model:`.
 
-    Raises UsageError for a base that cannot be quantized, or that would not train on what was quantized.
+    Raises UsageError for a base that cannot be quantized, that would not train on what was quantized, or of which a part
+    would be random.
     """
     loading: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     config = AutoConfig.from_pretrained(name, revision=revision)
@@ -93,13 +96,24 @@ def load_model(
     # FSDP: the first process reads the model, in main memory, and sends it to the others.
     is_sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     with quantizing_experts(quantization) if quantization is not None else nullcontext():
-        model: PreTrainedModel = auto_class(config).from_pretrained(
+        model, report = auto_class(config).from_pretrained(
             name,
             revision=revision,
             dtype=resolve_dtype(dtype),
             device_map=None if is_sharded or not torch.cuda.is_available() else {"": torch.cuda.current_device()},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in one line
             **loading,
         )
+    faults = [Fault(key, "", "of the model") for key in sorted(report["missing_keys"])]
+    faults += [Fault(key, str(list(stored)), str(list(other))) for key, stored, other in report["mismatched_keys"]]
+    if faults:
+        raise incomplete(name, type(model).__name__, faults, key="model.name")
+    loaded = model.state_dict().keys() if report["unexpected_keys"] else ()
+    cut = [key for key in sorted(report["unexpected_keys"]) if re.sub(r"\.\d+\.", ".0.", key, count=1) in loaded]
+    if cut:
+        message = "%d tensors of %s are not loaded, such as %s: has its config.json fewer layers than it?"
+        log.warning(message, len(cut), name, cut[0])
     if type(model.config) is not type(config):
         message = "%s is loaded as %s, the language model alone; a merge keeps the rest of the checkpoint as it is"
         log.info(message, name, type(model).__name__)

@@ -53,9 +53,6 @@ def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None
     quantization = quantization_of(config)
     if quantization is None:
         return
-    if tuning == "full":
-        message = f"{name} is quantized ({quantization}), and quantized weights cannot be trained themselves"
-        raise UsageError(message, key="model.name", fix="drop cogumi.tuning: full, or name the full-precision model")
     full = next(iter(full_precision_names(name, quantization.method)), "the full-precision model")
     fix = f"set model.name to {full}, with model.quantization_config: {{load_in_4bit: true}} where it is too large"
     try:
@@ -68,6 +65,9 @@ def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None
     if not trainable:
         message = f"{name} is quantized ({quantization}), which transformers {version('transformers')} does not train"
         raise UsageError(message, key="model.name", fix=fix)
+    if tuning == "full":
+        message = f"{name} is quantized ({quantization}), and quantized weights cannot be trained themselves"
+        raise UsageError(message, key="model.name", fix="drop cogumi.tuning: full, or name the full-precision model")
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:

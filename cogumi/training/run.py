@@ -25,7 +25,7 @@ from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download, refuse_no_room
 from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.arithmetic import restore_matmul_precision
-from cogumi.merge.preflight import find_original, prove_original
+from cogumi.merge.preflight import check_loadable, find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
 from cogumi.methods.gspo import describe_sandbox, try_task
@@ -145,13 +145,14 @@ def train_leader(
     if run.model.adapter is not None:
         check_base(run.model.adapter, base_config, run.model.revision)
     refuse_quantized(run, base_config)
+    refuse_untrainable(base, base_config, run.cogumi.tuning)
     if run.model.quantization_config is not None:
         refuse_quantized_already(base, base_config)
-    refuse_untrainable(base, base_config, run.cogumi.tuning)
     original, cogumi_settings = None, run.cogumi
     if cogumi_settings.merge and cogumi_settings.tuning == "lora":
         original = find_original(base, base_config, cogumi_settings.merge_base, cogumi_settings.base_mode)
     download = plan_download(base, run.model.revision)
+    check_loadable(base, base_config, download)
     building.refuse_unmergeable(run, base, base_config, download, original)
     original_download = original.download if original is not None else None
     downloads = [needed for needed in (download, original_download) if needed is not None]
@@ -217,6 +218,8 @@ def train_leader(
             chosen.train.setdefault("ddp_find_unused_parameters", mixture)
         followers.start(chosen, base, run_dir)
         try:
+            if download is not None and weights is not None:
+                check_loadable(base, base_config, download)  # with the scales, which are in no header
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
         except UsageError as error:
             raise RefusedAtSetup.like(error) from error

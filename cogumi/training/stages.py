@@ -266,13 +266,15 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *arg
 class LiveModel:
     """Record of the live model for the checks of a merge, once it has left memory.
 
-    reference: None where the merged model is compared with the adapter on the full-precision base, because the live model
-    ran on quantized weights or by unsloth's kernels, as `trained_on` says. missing: why they could not be recorded.
+    again: the command that merges the adapter as the run does. reference: None where the merged model is compared with the
+    adapter on the full-precision base, because the live model ran on quantized weights or by unsloth's kernels, as
+    `trained_on` says. missing: why they could not be recorded.
     """
 
     device: torch.device
     dtype: torch.dtype
     tokens: torch.Tensor
+    again: str
     checks: tuple[Check, ...] = ()
     reference: logits.Reference | None = None
     trained_on: str = ""
@@ -286,7 +288,11 @@ def record_live(
 
     original: of a base that is quantized on disk.
     """
-    live = LiveModel(model.device, resolve_dtype(run.model.dtype), tokens[:, :LOGIT_TOKENS])
+    words = ["cogumi", "merge", str(adapter), "OUT"]
+    if original is not None:
+        words += ["--base", original.name, *(["--revision", original.revision] if original.revision else [])]
+    words += ["--base-mode", "dequant"] if run.cogumi.base_mode == "dequant" else []
+    live = LiveModel(model.device, resolve_dtype(run.model.dtype), tokens[:, :LOGIT_TOKENS], shlex.join(words))
     unsloths = unsloth_rl.restore_classes(model.config.model_type)  # the merged model cannot run with unsloth's methods
     quantized = quantization_of(model.config)
     try:
@@ -309,7 +315,7 @@ def try_merge(
     try:
         return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, original)
     except (UsageError, MergeError, *logits.OUT_OF_MEMORY) as error:
-        later = f"{one_line(error)} (later: cogumi merge {shlex.quote(str(adapter))} OUT)"
+        later = f"{one_line(error)} (later: {live.again})"
         fix = "change what it names, and merge by that command"
         return None, [*live.checks, Check("merge", later, "the adapter goes into its base", False, fix)]
 
@@ -336,11 +342,10 @@ def merge_and_check(
     try:
         checks += compare_merged(live, adapter, report, revision if report.base == merge_base else None)
     except logits.NotCompared as error:  # the elements are proven; this check would confirm their names and meaning
-        elsewhere = f"cogumi merge {shlex.quote(str(adapter))} OUT --verify logits"
-        figure = f"not compared: {error}; to compare, on a larger machine: {elsewhere}"
+        figure = f"not compared: {error}; to compare, on a larger machine: {live.again} --verify logits"
         checks.append(Check("merged logits", figure, "compared where memory allows", True))
     except UsageError as error:
-        required, fix = "compared with the adapter on the base", merge_command(adapter, "--verify logits")
+        required, fix = "compared with the adapter on the base", f"merge again: {live.again} --verify logits"
         checks.append(Check("merged logits", one_line(error), required, False, fix))
     return report.out, checks
 
@@ -357,7 +362,7 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
         reference = logits.record_directory([(adapter, 1.0)], base, report.out, live.tokens, loader)
         beside = f"those of the adapter on the full-precision base (it was trained on {live.trained_on})"
     check = logits.compare_directory(reference, report.out, loader, report.delta_retained)
-    checks = judge_logits(check, beside, report, adapter)
+    checks = judge_logits(check, beside, report, live.again)
     if type(meta_model(config).config) is type(config):
         return checks
     tower_loader = replace(loader, kind=AutoModelForImageTextToText)
@@ -367,22 +372,18 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
     return [*checks, Check("merged logits with the towers", figure, f"<= {towers.bound:.2e}", towers.passed, fix)]
 
 
-def merge_command(adapter: Path, options: str) -> str:
-    return f"merge again: cogumi merge {shlex.quote(str(adapter))} OUT {options}"
-
-
-def judge_logits(check: LogitCheck, beside: str, report: MergeReport, adapter: Path) -> list[Check]:
+def judge_logits(check: LogitCheck, beside: str, report: MergeReport, again: str) -> list[Check]:
     """Two checks of the merged model's logits.
 
     Where rounding took a part of the update, a failed check says so. An update smaller than half the spacing of the
     stored dtype leaves an element as it was.
     """
-    fix, retained = merge_command(adapter, "--verify logits"), report.delta_retained
+    fix, retained = f"merge again: {again} --verify logits", report.delta_retained
     if retained is not None and retained < WELL_RETAINED:
         stored = read_json(report.out / "config.json")
         dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "float32").removeprefix("torch.")
         lost = f"the update is small: {dtype} kept {retained:.0%} of it and rounded the rest away"
-        fix = f"{lost}; train longer, raise train.learning_rate, or {merge_command(adapter, '--dtype float32')}"
+        fix = f"{lost}; train longer, raise train.learning_rate, or merge again: {again} --dtype float32"
         log.warning("merge: %s", fix)
     apart = f"logits rms {check.base_distance:.2e} apart"
     nearer = f"> {check.measured:.2e}, as far as from the adapter"
