@@ -20,6 +20,7 @@ from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.logits import LogitCheck
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.stream import Outcome, available_cores, progress_bar, thread_pool, verify_shards
+from cogumi.merge.tokenizer_files import settle_tokenizer
 
 MANIFEST_NAME = "cogumi-merge.json"
 # Files that no loader of models reads, in lower case. Any other may be read instead of the merged model, or on top of it:
@@ -48,6 +49,7 @@ def write_side_files(plan: MergePlan, partial: Path) -> None:
     for name, source in plan.side_files.items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         write_synced(partial / name, source.read_bytes())
+    settle_tokenizer(partial, plan.base.path)
 
 
 def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:
