@@ -34,6 +34,7 @@ BOTH_SIDES = (
     "save it again with save_pretrained(..., save_embedding_layers=True); "
     "where only one of embedding and head is targeted, PEFT saves that one alone: target both"
 )
+VLLM_RANK = 16  # the default of --max-lora-rank
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
 # Initialisations that leave the base weights as they are and train an ordinary LoRA pair. EVA's A comes from the layers'
@@ -191,6 +192,20 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     else:
         return
     raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=WITH_PEFT)
+
+
+def serving_limits(config: dict[str, Any]) -> str:
+    """Return what vLLM refuses or ignores of an adapter, by its adapter_config.json; "" if it serves all of it."""
+    refused = [key for key in ("modules_to_save", "use_dora", "lora_bias") if config.get(key)]
+    refused += ["bias"] if config.get("bias", "none") != "none" else []
+    # Versions differ in tokens and stacks of experts. Patterns are never read: one rank and one alpha scale every layer.
+    partly = ("target_parameters", "trainable_token_indices", "rank_pattern", "alpha_pattern")
+    limits = [f"refuses {', '.join(refused)}"] if refused else []
+    if ignored := [key for key in partly if config.get(key)]:
+        limits.append(f"may ignore {', '.join(ignored)}")
+    if (rank := max([config["r"], *(config.get("rank_pattern") or {}).values()])) > VLLM_RANK:
+        limits.append(f"needs --max-lora-rank {rank} or more")
+    return f"served as an adapter, vLLM {' and '.join(limits)}: serve the merged model" if limits else ""
 
 
 def read_trained(adapter: Adapter, factors_alone: bool) -> tuple[Span, ...]:
