@@ -25,6 +25,7 @@ from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, read_json
 from cogumi.merge.arithmetic import ieee_matmul
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.parameter_map import adapted_class, head_classes
+from cogumi.patches.trl_internals import experts_of
 
 # Largest rms difference for each square root of a layer, in units of the logits' standard deviation over the vocabulary:
 # where the models run in this dtype, and where the merged weights are stored in it. The larger of the two counts.
@@ -168,13 +169,13 @@ def runnable_experts(model: Any) -> Iterator[None]:
     inner = getattr(model, "get_base_model", lambda: model)()
     stacks = [tensor for name, tensor in inner.named_parameters() if tensor.ndim == 3 and "experts" in name]
     lengths = [size * tensor.itemsize for tensor in stacks for size in tensor.shape[1:]]
-    before = inner.config._experts_implementation if stacks else None
+    before = experts_of(inner.config)
     if any(length % 16 for length in lengths) or any(tensor.dtype == torch.float64 for tensor in stacks):
         inner.set_experts_implementation("eager")
     try:
         yield
     finally:
-        if stacks:
+        if experts_of(inner.config) != before:
             inner.set_experts_implementation(before)
 
 
