@@ -105,8 +105,9 @@ def settle_tokenizer(directory: Path, base: Path) -> None:
 def settled_files(own: Files, theirs: Files, base: Path, is_classifier: bool) -> Files | None:
     """Return the files of settle_tokenizer; None for a changed tokenizer that transformers loads as another class."""
     (ours,) = as_loaded(own, base, times=1)
-    # transformers loses some settings when it saves, such as add_bos_token: the file may have lost them, or not.
-    known = min(as_loaded(theirs, base, times=2), key=lambda state: len(changed_keys(ours, state)))
+    (known,) = as_loaded(theirs, base, times=1)
+    if changed_keys(ours, known):  # transformers loses some settings when it saves, such as add_bos_token
+        known = min(known, as_loaded(theirs, base, times=2)[1], key=lambda state: len(changed_keys(ours, state)))
     changed = changed_keys(ours, known)
     if "pad_token" not in known and ours.get("pad_token") in (ours.get("eos_token"), known.get("eos_token")):
         changed -= set() if is_classifier else {"pad_token"}
