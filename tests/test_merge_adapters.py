@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import check_merged, merge_adapter
-from cogumi.merge.adapter_files import standard_name
+from cogumi.merge.adapter_files import serving_limits, standard_name
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +213,23 @@ def test_a_model_whose_own_module_is_called_module_is_no_wrapped_one(base: Path,
     )
     with pytest.raises(UsageError, match="belongs to nothing"):
         merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ""),
+        ({"use_rslora": True, "bias": "none", "rank_pattern": {}}, ""),
+        ({"modules_to_save": ["lm_head"], "use_dora": True}, "refuses modules_to_save, use_dora: serve"),
+        ({"bias": "all", "lora_bias": True}, "refuses lora_bias, bias: serve"),
+        (
+            {"target_parameters": ["experts.down_proj"], "r": 32},
+            "ignore target_parameters and needs --max-lora-rank 32",
+        ),
+        ({"rank_pattern": {"q_proj": 64}}, "ignore rank_pattern and needs --max-lora-rank 64"),
+        ({"trainable_token_indices": [1]}, "may ignore trainable_token_indices: serve the merged model"),
+    ],
+)
+def test_limits_of_a_served_adapter(settings: dict[str, Any], words: str) -> None:
+    limits = serving_limits({"r": 16, "bias": "none"} | settings)
+    assert (words in limits) if words else limits == ""

@@ -33,6 +33,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
+from cogumi.merge.adapter_files import weights_sample
 
 # Vocabularies that grew or shrank while the adapter was trained.
 
@@ -252,6 +253,61 @@ def test_refuses_to_weight_what_replaces(
     ]
     with golden.raises("merge", message="cannot be weighted"):
         merge_adapter(pairs, tmp_path / "out", base=base, progress=False)
+
+
+def recorded_at(adapter: Path, base: Path | str | None, **record: Any) -> Path:
+    """Record another base: in PEFT's configuration, and in cogumi's record where it gets a name or a sample."""
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base and str(base)}))
+    if record:
+        plain = {"name": str(base), "commit": None, "revision": None, "quantization": None, "dtype": "bfloat16"}
+        (adapter / "cogumi-base.json").write_text(json.dumps(plain | record))
+    return adapter
+
+
+@pytest.fixture
+def of_two_bases(small_bases: dict[str, Path], tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Return two bases of equal shapes, and the directory of `first`, of the one, and `second`, of the other."""
+    one, other = (shutil.copytree(small_bases["open"], tmp_path / name) for name in ("one", "other"))
+    head = next(file for file in sorted(other.glob("*.safetensors")) if "lm_head.weight" in load_file(file))
+    save_file(load_file(head) | {"lm_head.weight": torch.zeros(256, 64, dtype=torch.bfloat16)}, head, {"format": "pt"})
+    for name, base in (("first", one), ("second", other)):
+        recorded_at(train_adapter(base, tmp_path / name, target_modules=["q_proj"]), base)
+    return one, other, tmp_path
+
+
+def sum_up(place: Path, **options: Any) -> None:
+    merge_adapter([(place / "first", 0.5), (place / "second", 0.5)], place / "out", progress=False, **options)
+
+
+def test_a_sum_of_two_bases_names_the_adapter(of_two_bases: tuple[Path, Path, Path], golden: Golden) -> None:
+    one, other, place = of_two_bases
+    with golden.raises("merge", message=f"adapter {place / 'second'}: it was trained on {other}") as error:
+        sum_up(place)
+    assert str(one) in str(error.value)
+    assert not (place / "out").exists()
+    sum_up(place, base=one)  # both, by the user's word, as for the first alone
+
+
+def test_a_further_base_that_is_gone_is_known_by_its_weights(of_two_bases: tuple[Path, Path, Path]) -> None:
+    one, other, place = of_two_bases
+    recorded_at(place / "second", "/gone/base")
+    with pytest.raises(UsageError, match=f"adapter {place / 'second'}: base /gone/base"):
+        sum_up(place)
+    recorded_at(place / "second", "/gone/base", weights=weights_sample(str(other)))
+    with pytest.raises(UsageError, match="second"):
+        sum_up(place)
+    recorded_at(place / "second", "/gone/base", weights=weights_sample(str(one)))
+    sum_up(place)
+
+
+def test_a_further_base_may_be_a_copy_or_unknown(of_two_bases: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    one, _, place = of_two_bases
+    recorded_at(place / "second", shutil.copytree(one, tmp_path / "copy"))
+    sum_up(place)
+    shutil.rmtree(place / "out")
+    recorded_at(place / "second", None)
+    sum_up(place)
 
 
 # What else a base may hold.

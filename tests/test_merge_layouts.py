@@ -3,6 +3,8 @@
 Every merge is reloaded through transformers and compared with the live adapter, as in test_merge_kinds.py.
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +284,34 @@ def test_layout(layout: str, layout_bases: dict[str, Path], tmp_path: Path) -> N
     check_merge(base, train_adapter(base, tmp_path / "adapter", **lora), tmp_path / "out")
     after = {key: value.shape for key, value in all_tensors(tmp_path / "out").items()}
     assert before.items() <= after.items()
+
+
+def test_the_writer_of_a_square_stack_says_how_it_is_stored(
+    layout_bases: dict[str, Path], tmp_path: Path, golden: Golden
+) -> None:
+    """transformers 4 stored [in, out], and 5 stores [out, in] and turns what has another shape, which no square has."""
+    new = layout_bases["experts-square"]
+    adapter = train_adapter(new, tmp_path / "adapter", target_modules=LANGUAGE, target_parameters=STACKS)
+    old = shutil.copytree(new, tmp_path / "old")
+    tensors = load_file(new / "model.safetensors")
+    turned = {key: value.mT.contiguous() if ".experts." in key else value for key, value in tensors.items()}
+    save_file(turned, old / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((old / "config.json").read_text())
+    (old / "config.json").write_text(json.dumps(config | {"transformers_version": "4.57.6"}))
+    for base in (new, old):
+        merge_adapter(adapter, tmp_path / f"{base.name}-out", base=base, progress=False)
+    expected, actual = (all_tensors(tmp_path / f"{base.name}-out") for base in (new, old))
+    assert "gate_up_proj" in str(
+        [key for key, value in tensors.items() if value.ndim == 3 and value.shape[1] == value.shape[2]]
+    )
+    for key, value in expected.items():
+        assert torch.equal(actual[key], value.mT if ".experts." in key else value), key
+    del config["transformers_version"]
+    (old / "config.json").write_text(json.dumps(config))
+    with golden.raises("merge", message="gate_up_proj, which is square", fix="transformers_version"):
+        merge_adapter(adapter, tmp_path / "refused", base=old, progress=False)
+    dense = train_adapter(new, tmp_path / "dense", target_modules=LANGUAGE)
+    merge_adapter(dense, tmp_path / "dense-out", base=old, progress=False)
 
 
 def test_refuses_a_module_trained_whole_that_is_stored_with_others(

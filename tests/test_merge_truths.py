@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from builders import load, train_adapter
 from expert_truths.make import config_of
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from cogumi.core.errors import UsageError
-from cogumi.merge import check_merged, merge_adapter
+from cogumi.merge import check_logits, check_merged, merge_adapter
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, expert_factors, read_layout
 
 TRUTHS = Path(__file__).parent / "expert_truths"
@@ -121,6 +123,22 @@ def test_verify_logits_loads_the_adapter_as_it_was_trained(root: Path, tmp_path:
     for truth in truths("peft-0.18.1-transformers-5.17.0.safetensors"), truths(FILES[0]):
         for case in (case for case in truth if case.name in wanted):
             assert largest_error(case, root, tmp_path, verify="logits") < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_verify_logits_runs_experts_that_torch_cannot_group(kind: str, dtype: str, root: Path, tmp_path: Path) -> None:
+    """Rows of 12 bfloat16 are no multiple of 16 bytes, and float64 has no grouped product."""
+    base, _ = base_of(kind, 12, root)
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=stacks)
+    out = tmp_path / "out"
+    report = merge_adapter(adapter, out, base=base, dtype=dtype, verify="logits", progress=False)
+    assert report.logits is not None
+    if dtype == "keep":
+        live, merged = PeftModel.from_pretrained(load(base).double(), str(adapter)).double(), load(out).double()
+        assert check_logits(live, merged, torch.arange(16)[None]).passed
+        assert merged.config._experts_implementation == load(out).config._experts_implementation
 
 
 @pytest.mark.parametrize("other", [Reading(1, False), Reading(2, False), Reading(1, True), Reading(2, True)])

@@ -17,7 +17,7 @@ from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
 from cogumi.merge.adapter_files import find_adapter, resolve_adapter
-from cogumi.merge.bases import resolve_base
+from cogumi.merge.bases import check_further_base, resolve_base
 from cogumi.merge.completeness import describe_missing
 from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
@@ -160,7 +160,10 @@ def merge_adapter(
     show_stage(progress, "reading the adapter and its base")
     pairs = weighted(adapter)
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
-    source_base = resolve_base(adapters[0][0], None if base is None else os.fspath(base), base_revision, base_mode)
+    given = None if base is None else os.fspath(base)
+    source_base = resolve_base(adapters[0][0], given, base_revision, base_mode)
+    for part, _ in adapters[1:]:
+        check_further_base(part, source_base, given, base_revision, base_mode)
     adapters = [(as_installed(part, source_base, expert_layout), weight) for part, weight in adapters]
     if expert_layout is not None and not any(part.reading for part, _ in adapters):
         raise UsageError("no adapter changes stacked experts", key="--expert-layout", fix="leave it out")

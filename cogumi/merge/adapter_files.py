@@ -41,6 +41,7 @@ BOTH_SIDES = (
     "pass base=<the model of that vocabulary, saved before it got the adapter>; where PEFT then saves both embedding and "
     "head, save_pretrained(..., save_embedding_layers=True) does, too"
 )
+VLLM_RANK = 16  # the default of --max-lora-rank
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
 # Initialisations that leave the base weights as they are and train an ordinary LoRA pair. EVA's A comes from the layers'
@@ -225,6 +226,20 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
 def as_written(config: dict[str, Any]) -> str:
     """Return the advice for an adapter that the installed versions would misread."""
     return f"load it with the versions that wrote it (PEFT {config.get('peft_version') or 'up to 0.17'})"
+
+
+def serving_limits(config: dict[str, Any]) -> str:
+    """Return what vLLM refuses or ignores of an adapter, by its adapter_config.json; "" if it serves all of it."""
+    refused = [key for key in ("modules_to_save", "use_dora", "lora_bias") if config.get(key)]
+    refused += ["bias"] if config.get("bias", "none") != "none" else []
+    # Versions differ in tokens and stacks of experts. Patterns are never read: one rank and one alpha scale every layer.
+    partly = ("target_parameters", "trainable_token_indices", "rank_pattern", "alpha_pattern")
+    limits = [f"refuses {', '.join(refused)}"] if refused else []
+    if ignored := [key for key in partly if config.get(key)]:
+        limits.append(f"may ignore {', '.join(ignored)}")
+    if (rank := max([config["r"], *(config.get("rank_pattern") or {}).values()])) > VLLM_RANK:
+        limits.append(f"needs --max-lora-rank {rank} or more")
+    return f"served as an adapter, vLLM {' and '.join(limits)}: serve the merged model" if limits else ""
 
 
 def converted_adapter(path: Path) -> str:

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, leading_rows_equal, read_shard
-from cogumi.merge.adapter_files import Adapter, BaseRecord, read_base_record, read_json
+from cogumi.merge.adapter_files import Adapter, BaseRecord, read_base_record, read_json, weights_sample
 from cogumi.merge.quantized import (
     BNB_4BIT,
     Bnb4bit,
@@ -101,6 +101,25 @@ def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_
     if kind := quantization(model.config):
         return find_full_precision(model, kind)
     return compare_with_recorded(model, record, recorded, trained_at)
+
+
+def check_further_base(adapter: Adapter, first: Base, base: str | None, revision: str | None, base_mode: str) -> None:
+    """Raise UsageError unless another adapter of a sum, alone, would go into the same base, or equal weights elsewhere.
+
+    One that records no base is taken. base, revision, base_mode: as for resolve_base.
+    """
+    record, sample = read_base_record(adapter.path), weights_sample(str(first.path))
+    is_recorded = bool(record or adapter.config.get("base_model_name_or_path"))
+    if base is None and (not is_recorded or (record and record.weights == sample is not None)):
+        return
+    fix = "pass base=<the model that all of them are added to>"
+    try:
+        other = resolve_base(adapter, base, revision, base_mode)
+    except UsageError as error:
+        raise adapter.refused(error.message, fix=error.fix if base else fix) from error
+    if other.path.resolve() != first.path.resolve() and weights_sample(str(other.path)) != sample:
+        name, known = (" at ".join(filter(None, (model.name, model.commit))) for model in (other, first))
+        raise adapter.refused(f"it was trained on {name}, and the first adapter on {known}", fix=fix)
 
 
 def compare_with_recorded(base: Base, record: BaseRecord | None, recorded: str | None, revision: str | None) -> Base:

@@ -25,12 +25,23 @@ from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, read_json
 from cogumi.merge.arithmetic import ieee_matmul
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.parameter_map import adapted_class, head_classes
+from cogumi.patches.trl_internals import experts_of
 
 # Largest rms difference for each square root of a layer, in units of the logits' standard deviation over the vocabulary:
 # where the models run in this dtype, and where the merged weights are stored in it. The larger of the two counts.
-DENSE = {torch.float32: (1e-5, 1e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)}
+DENSE = {
+    torch.float64: (1e-5, 1e-5),
+    torch.float32: (1e-5, 1e-5),
+    torch.float16: (4e-3, 2e-3),
+    torch.bfloat16: (3e-2, 1e-2),
+}
 # Rounding also changes the choice between two experts of nearly equal weight.
-MIXTURE = {torch.float32: (4e-5, 4e-5), torch.float16: (1.6e-2, 4e-3), torch.bfloat16: (4e-2, 4e-2)}
+MIXTURE = {
+    torch.float64: (4e-5, 4e-5),
+    torch.float32: (4e-5, 4e-5),
+    torch.float16: (1.6e-2, 4e-3),
+    torch.bfloat16: (4e-2, 4e-2),
+}
 SCALE_ERROR = 0.01  # largest error of the update's scale, beside what rounding explains
 POSITIONS_AT_ONCE = 16  # in float64: 20 MB a copy for a vocabulary of 150 000
 WORKING_BYTES = 1 << 30  # activations and statistics, beside the model and the logits
@@ -149,7 +160,12 @@ def run_model(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     replaced = [(module, vars(module).pop("forward")) for module, _ in modes if "forward" in vars(module)]
     model.eval()
     try:
-        with ieee_matmul(), torch.no_grad(), torch.autocast(model.device.type, model.dtype, enabled=mixed):
+        with (
+            runnable_experts(model),
+            ieee_matmul(),
+            torch.no_grad(),
+            torch.autocast(model.device.type, model.dtype, enabled=mixed),
+        ):
             rows = input_ids.to(model.device).split(1)
             return torch.cat([model(input_ids=row, use_cache=False).logits.cpu() for row in rows])
     finally:
@@ -157,6 +173,22 @@ def run_model(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
             module.forward = forward
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def runnable_experts(model: Any) -> Iterator[None]:
+    """Run experts one by one where torch has no grouped product: in float64, and for rows that are no multiple of 16 bytes."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    stacks = [tensor for name, tensor in inner.named_parameters() if tensor.ndim == 3 and "experts" in name]
+    lengths = [size * tensor.itemsize for tensor in stacks for size in tensor.shape[1:]]
+    before = experts_of(inner.config)
+    if any(length % 16 for length in lengths) or any(tensor.dtype == torch.float64 for tensor in stacks):
+        inner.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        if experts_of(inner.config) != before:
+            inner.set_experts_implementation(before)
 
 
 def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept: float | None = None) -> LogitCheck:

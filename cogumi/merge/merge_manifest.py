@@ -20,6 +20,7 @@ from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.stream import Outcome, available_cores, progress_bar, thread_pool, verify_shards
+from cogumi.merge.tokenizer_files import settle_tokenizer
 
 MANIFEST_NAME = "cogumi-merge.json"
 # Files that no loader of models reads, in lower case: pages, licences, and those of git, the hub and editors. Any other may
@@ -49,6 +50,7 @@ def write_side_files(plan: MergePlan, partial: Path) -> None:
     for name, source in plan.side_files.items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         write_synced(partial / name, source.read_bytes())
+    settle_tokenizer(partial, plan.base.path)
 
 
 def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:

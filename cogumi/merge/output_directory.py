@@ -23,19 +23,20 @@ from cogumi.core.errors import DiskFull, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.merge.adapter_files import read_json
 from cogumi.merge.parameter_map import Checkpoint, head_classes
+from cogumi.merge.tokenizer_files import (
+    TEMPLATE_FILES,
+    TOKENIZER_FILES,
+    VOCABULARY_FILES,
+    glob_files,
+    same_vocabulary,
+    tokenizer_config,
+    tokenizer_home,
+    tokens_of,
+)
 
 log = logging.getLogger(__name__)
 
 WAIT = "wait for it or choose another out"
-# Each of these is a vocabulary by itself, or half of one (vocab.json with merges.txt). Without one there is no tokenizer.
-# fmt: off
-VOCABULARY_FILES = (
-    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tiktoken.model",
-    "tekken.json", "vocab.json", "vocab.txt", "merges.txt",
-)
-# fmt: on
-TOKENIZER_FILES = (*VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # custom_generate/ is where transformers looks for a model's own decoding loop.
 MODEL_FILES = ("generation_config.json", "*.py", "custom_generate/*")
@@ -181,47 +182,6 @@ def side_files(adapter: Path, base: Path) -> dict[str, Path]:
 def has_tokenizer(names: Iterable[str]) -> bool:
     """Return whether there is a vocabulary among these files of a model."""
     return any(fnmatch(name, pattern) for name in names for pattern in VOCABULARY_FILES)
-
-
-def tokenizer_home(adapter: Path) -> Path:
-    """Return the directory of the adapter's tokenizer: its own, or the trainer's around a checkpoint, never another one."""
-    run = adapter.resolve().parent
-    is_checkpoint = adapter.resolve().name.startswith("checkpoint-") or (run / "training_args.bin").is_file()
-    if is_checkpoint and not glob_files(adapter, VOCABULARY_FILES) and glob_files(run, VOCABULARY_FILES):
-        return run
-    return adapter
-
-
-def same_vocabulary(one: Path, other: Path) -> bool:
-    """Return whether two tokenizer.json hold the same tokens under the same ids, with the same merges."""
-    files = one / "tokenizer.json", other / "tokenizer.json"
-    if not all(file.is_file() for file in files):
-        return False
-    ours, theirs = (tokens_of(read_json(file)) for file in files)
-    return bool(ours[0]) and ours == theirs
-
-
-def tokens_of(content: dict[str, Any]) -> tuple[Any, list[Any], dict[str, int]]:
-    """Return (vocabulary, merges, added tokens) of a tokenizer.json."""
-    model = content.get("model") or {}
-    # Older files write a merge as "a b", newer ones as ["a", "b"]: no token of the older ones holds a space.
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
-    return model.get("vocab"), merges, {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-
-
-def tokenizer_config(directory: Path) -> dict[str, Any]:
-    path = directory / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
-
-
-def glob_files(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    """Return path within the directory -> file, sorted. Raises UsageError for a link that leads nowhere."""
-    # A pattern is a name, too: glob does not report a link that leads nowhere under its plain name.
-    paths = sorted({path for pattern in patterns for path in (directory / pattern, *directory.glob(pattern))})
-    for path in paths:
-        if path.is_symlink() and not path.exists():
-            raise UsageError(f"{path} is a link to a file that is not there", fix=f"download {directory} again")
-    return {path.relative_to(directory).as_posix(): path for path in paths if path.is_file()}
 
 
 def output_config(

@@ -239,8 +239,9 @@ def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Plac
     places = {
         name: matrices_of(spans[tensor]) for name, tensor in plain.items() if spans[tensor].shape == parameters[name]
     }
+    writer = getattr(model.config, "transformers_version", None)
     for (name, number), stored in converted.items():
-        places |= converted_places(name, converters[number], stored, parameters)
+        places |= converted_places(name, converters[number], stored, parameters, writer)
     return {name: pieces for name, pieces in places.items() if covers_parameter(pieces, parameters[name], spans)}
 
 
@@ -276,9 +277,16 @@ def matrices_of(span: Span, offset: int = 0, transposed: bool = False) -> tuple[
 
 
 def converted_places(
-    name: str, converter: Any, stored: dict[str, list[Span]], parameters: dict[str, tuple[int, ...]]
+    name: str,
+    converter: Any,
+    stored: dict[str, list[Span]],
+    parameters: dict[str, tuple[int, ...]],
+    writer: str | None,
 ) -> dict[str, tuple[Place, ...]]:
-    """Return {parameter: places} of one converter, {} if unknown. stored: source pattern -> tensors, in transformers' order."""
+    """Return {parameter: places} of one converter, {} if unknown.
+
+    stored: source pattern -> tensors, in transformers' order. writer: the version of transformers that wrote the checkpoint.
+    """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
 
     groups = [stored[pattern] for pattern in converter.source_patterns if pattern in stored]
@@ -289,6 +297,10 @@ def converted_places(
             return split_places(name, converter.target_patterns, groups[0][0], parameters)
         case [Transpose(dim0=1, dim1=2, check_dims=True)] if len(groups) == 1 and name in parameters:
             span = groups[0][0]
+            if (
+                len(span.shape) == 3 and span.shape[1] == span.shape[2]
+            ):  # [in, out] by transformers 4, and [out, in] by 5
+                return {name: matrices_of(span, transposed=writer.startswith("4."))} if writer else {}
             return {name: matrices_of(span, transposed=len(span.shape) == 3 and span.shape != parameters[name])}
         case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
             if len(groups) > 1 and len(converter.operations) == 1:

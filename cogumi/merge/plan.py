@@ -388,6 +388,10 @@ def changes_by_tensor(
         if parameter in added_parameters and change.whole:
             places = (Place(parameter, 0, matrix_shape(checkpoint.spans.get(parameter, change.whole).shape)[0]),)
         if not places:
+            shape = checkpoint.spans[parameter].shape if parameter in checkpoint.spans else ()
+            if len(shape) == 3 and shape[1] == shape[2] and not checkpoint.config.transformers_version:
+                message = f"it changes {parameter}, which is square: [in, out] if transformers 4 wrote the base, else [out, in]"
+                raise adapter.refused(message, fix="set transformers_version in the base's config.json")
             message = (
                 f"it changes {parameter}, which base {base.name} lacks or stores in a layout that is not known here"
             )

@@ -184,6 +184,11 @@ def attention_of(config: Any) -> str:
     return getattr(config, "_attn_implementation", None) or ""
 
 
+def experts_of(config: Any) -> str | None:
+    """Return how a model that was loaded multiplies its stacked experts."""
+    return getattr(config, "_experts_implementation", None)
+
+
 def supported_attention(model: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     """("sdpa", "flash" and "flex" where the model's class can, the hub's kernels that it names as compatible)."""
     names = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn", "flex": "_supports_flex_attn"}

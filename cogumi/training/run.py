@@ -23,7 +23,7 @@ from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, r
 from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict
 from cogumi.hub.downloads import plan_download, refuse_no_room
-from cogumi.merge.adapter_files import quantization_of
+from cogumi.merge.adapter_files import quantization_of, read_json, serving_limits
 from cogumi.merge.arithmetic import restore_matmul_precision
 from cogumi.merge.preflight import check_loadable, find_original, prove_original
 from cogumi.methods import auto_settings, building, gspo
@@ -264,6 +264,8 @@ def train_leader(
             merged, merge_checks = stages.try_merge(run, adapter, base, live, original)
             checks += merge_checks
         verdict = stages.record_verdict(run_dir, fitted)
+        if adapter is not None and (limits := serving_limits(read_json(adapter / "adapter_config.json"))):
+            log.info("%s", limits)
     return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
 
 

@@ -20,7 +20,7 @@ from cogumi.checkpoints.saving import RETRY_SECONDS
 from cogumi.config.schema import RunConfig, Thresholds, dump_config
 from cogumi.core.disk_space import space_of
 from cogumi.core.durability import lock_directory, write_error
-from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError
+from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError, best_effort
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import (
     DECISIONS,
@@ -48,12 +48,14 @@ from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.parameter_map import auto_class, meta_model
 from cogumi.merge.preflight import Original
+from cogumi.merge.tokenizer_files import settle_tokenizer
 from cogumi.merge.witness import write_witness
 from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.models.loading import resolve_dtype
 from cogumi.models.unsloth_models import Backend
 from cogumi.patches import unsloth_rl
+from cogumi.patches.trl_internals import commit_of
 from cogumi.telemetry.recorder import set_status, terminal_loggers
 from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, NON_FINITE, SANITY_CHECKED, STOPPED
 from cogumi.training.loop import TrainingOutcome
@@ -215,6 +217,8 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
         write_base_record(unfinished, model, revision)
         if read_section(run_dir / DECISIONS, "backend").get("name") != "unsloth":  # its kernels return no logits
             write_witness(unfinished, model, tokenizer)
+        with best_effort("compare the tokenizer with the base's", UsageError):
+            settle_tokenizer(unfinished, directory_of(model.config.name_or_path, commit_of(model.config)))
     remove_if_there(adapter)  # the same one: the run had come as far as this, and ended before its end
     return unfinished.rename(adapter)
 
@@ -229,7 +233,13 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dt
     with write_aside(unfinished):
         model.to(dtype).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+        with best_effort("compare the tokenizer with the base's", UsageError):
+            settle_tokenizer(unfinished, directory_of(model.config.name_or_path, commit_of(model.config)))
     return unfinished.rename(merged)
+
+
+def directory_of(base: str, commit: str | None) -> Path:
+    return Path(base) if Path(base).is_dir() else cached_snapshot(base, commit)
 
 
 def judge_saved(model: Any, saved: Path) -> Check:
@@ -358,7 +368,7 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
     loader = logits.Loader(auto_class(config), live.dtype, live.device)
     reference, beside = live.reference, "the live adapter's"
     if reference is None:
-        base = Path(report.base) if Path(report.base).is_dir() else cached_snapshot(report.base, revision)
+        base = directory_of(report.base, revision)
         reference = logits.record_directory([(adapter, 1.0)], base, report.out, live.tokens, loader)
         beside = f"those of the adapter on the full-precision base (it was trained on {live.trained_on})"
     check = logits.compare_directory(reference, report.out, loader, report.delta_retained)
