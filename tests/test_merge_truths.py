@@ -21,9 +21,11 @@ from safetensors.torch import save_file
 from cogumi.core.errors import UsageError
 from cogumi.merge import check_logits, check_merged, merge_adapter
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, expert_factors, read_layout
+from cogumi.models.adapters import refuse_other_reading
 
 TRUTHS = Path(__file__).parent / "expert_truths"
-FILES = sorted(path.name for path in TRUTHS.glob("*.safetensors"))
+FILES = sorted(path.name for path in TRUTHS.glob("peft-*"))
+UNSLOTH = sorted(path.name for path in TRUTHS.glob("unsloth-*"))
 EXPERT = re.compile(r"(?P<root>.*experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w[123])\.weight")
 
 
@@ -203,6 +205,19 @@ def test_the_recorded_transformers_decides_a_square_stack() -> None:
         assert layout.readings["experts.down_proj"].axis == axis
 
 
+@pytest.mark.parametrize("file", UNSLOTH)
+def test_a_merge_is_what_unsloth_trained(file: str, root: Path, tmp_path: Path) -> None:
+    """make.py took each update from unsloth's own forward. Which axis it read of a square stack depends on its version."""
+    for truth in truths(file):
+        is_square = "8-8" in truth.name or "8-4-stacked" in truth.name
+        options = {}
+        if is_square and "2026.10" not in file and "peft-0.18" in file and truth.kind == "qwen3_moe":
+            with pytest.raises(UsageError, match=r"axis1-grouped .* or axis2-grouped"):
+                largest_error(truth, root, tmp_path / "refused")
+            options = {"expert_layout": "axis2-grouped"}
+        assert largest_error(truth, root, tmp_path, **options) < 2e-5, truth.name
+
+
 @pytest.mark.parametrize(("case", "is_grouped"), [("qwen3_moe-8-12-stacked", True), ("olmoe-8-12-stacked", False)])
 def test_unsloths_old_order_merges_to_the_same_update(case: str, is_grouped: bool, root: Path, tmp_path: Path) -> None:
     """Column j of expert e stands at e * r + j, by hand here; other families were trained by PEFT's own forward."""
@@ -256,3 +271,26 @@ def test_a_layout_for_an_adapter_without_stacks_is_refused(root: Path, tmp_path:
     config = truth.config | {"target_parameters": None}
     with pytest.raises(UsageError, match="no adapter changes stacked experts"):
         largest_error(replace(truth, adapter=dense, config=config), root, tmp_path, expert_layout="axis1")
+
+
+@pytest.mark.parametrize(
+    ("file", "case", "reason"),
+    [
+        ("peft-0.18.1-transformers-5.17.0.safetensors", "qwen3_moe-8-8-stacked", "another order of factors .*axis1"),
+        ("peft-0.21.2-transformers-5.17.0.safetensors", "gpt_oss-8-8-down", "is square"),
+    ],
+)
+def test_a_run_does_not_start_from_factors_that_peft_reads_otherwise(
+    file: str, case: str, reason: str, root: Path, tmp_path: Path
+) -> None:
+    truth = next(truth for truth in truths(file) if truth.name == case)
+    config = transformers.AutoConfig.from_pretrained(base_of(truth.kind, truth.inner, root)[0])
+    with pytest.raises(UsageError, match=reason) as caught:
+        refuse_other_reading(config, truth.save(tmp_path / case), None)
+    assert "cogumi merge" in str(caught.value)
+
+
+def test_a_run_starts_from_factors_that_peft_reads_as_they_were_trained(root: Path, tmp_path: Path) -> None:
+    truth = next(truth for truth in truths(FILES[-1]) if truth.name == "qwen3_moe-8-8-stacked")
+    config = transformers.AutoConfig.from_pretrained(base_of(truth.kind, truth.inner, root)[0])
+    refuse_other_reading(config, truth.save(tmp_path / "adapter"), None)

@@ -54,7 +54,7 @@ KNOWN_ENTRIES = frozenset([
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
     "lora_alpha", "lora_bias", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version",
-    "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "target_parameters", "task_type",
+    "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters", "task_type",
     "trainable_token_indices", "use_dora", "use_rslora",
     # How the factors began, which init_lora_weights decides.
     "corda_config", "loftq_config", "lora_ga_config",
@@ -147,7 +147,7 @@ def resolve_adapter(path: Path) -> Adapter:
         if not path.exists() and is_hub_id(str(path)):
             fix += f"; one of the hub comes by: hf download {path} --local-dir {path.name}"
         raise UsageError(f"adapter {path} {problem}", fix=fix)
-    config = read_json(path / "adapter_config.json")
+    config = {"peft_type": "LORA"} | read_json(path / "adapter_config.json")  # Tinker leaves it out
     refuse_unsupported(path, config)
     files = weight_files(path)
     names = [span.name for file in files for span in read_shard(file).spans]
@@ -156,9 +156,11 @@ def resolve_adapter(path: Path) -> Adapter:
         problem = f"adapter {path} holds several tensors that are {twice[0]}"
         raise UsageError(problem, fix="save one adapter in a directory of its own")
     adapter = Adapter(path, config, (), directory=path)
-    if len(files) > 1 or any(name != other for name, other in standard.items()):
+    shapes = [span.shape for file in files for span in read_shard(file).spans if FACTOR.fullmatch(standard[span.name])]
+    is_stacked = any(len(shape) == 3 for shape in shapes)
+    if len(files) > 1 or is_stacked or any(name != other for name, other in standard.items()):
         tensors = {standard[name]: tensor for file in files for name, tensor in load_file(file).items()}
-        adapter = adapter.rewritten(tensors, config)
+        adapter = adapter.rewritten(split_experts(tensors), config)
     return replace(adapter, spans=read_factors(adapter))
 
 
@@ -182,9 +184,26 @@ def weight_files(path: Path) -> list[Path]:
     return [path / ADAPTER_WEIGHTS]
 
 
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Split `experts.w1.lora_A` [experts, r, in] (Tinker) into one for each expert; [1, r, in] is for all (Megatron-Bridge)."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        root, is_expert, rest = name.partition(".experts.")
+        if tensor.ndim != 3 or not is_expert or not FACTOR.fullmatch(name):
+            out[name] = tensor
+            continue
+        other = rest.replace(".lora_A", ".lora_*").replace(".lora_B", ".lora_A").replace(".lora_*", ".lora_B")
+        single = re.compile(rf"{re.escape(root)}\.experts\.\d+\.{re.escape(other)}")
+        stacked = tensors.get(f"{root}.experts.{other}")
+        others = len(stacked) if stacked is not None else sum(1 for key in tensors if single.fullmatch(key))
+        parts = tensor.expand(max(len(tensor), others), -1, -1)
+        out |= {f"{root}.experts.{number}.{rest}": part.clone() for number, part in enumerate(parts)}
+    return out
+
+
 def standard_name(name: str) -> str:
     """Return the name under which PEFT's save_pretrained stores a tensor of an adapter that has another form of it."""
-    name = WRAPPERS.sub("", name).replace(".modules_to_save.default.", ".")
+    name = WRAPPERS.sub("", name).replace(".modules_to_save.default.", ".").replace(PREFIX + PREFIX, PREFIX)
     match = FACTOR_NAME.fullmatch(name)
     if match is None:
         return name

@@ -11,7 +11,7 @@ from typing import Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, leading_rows_equal
-from cogumi.merge.adapter_files import BOTH_SIDES, OTHER_BASE, PREFIX, Adapter, as_written
+from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter, as_written
 from cogumi.merge.bases import Base
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, meta_model, trained_class
 from cogumi.patches.trl_internals import swaps_features
@@ -80,6 +80,11 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
             message = (
                 f"{key} has shape {span.shape} where base {base.name} and the adapter's configuration need {needed}"
             )
+            factor = FACTOR.fullmatch(key)
+            if factor and len(span.shape) == len(needed) == 2:
+                sides = ("rank", "in") if factor["side"] == "A" else ("out", "rank")
+                sizes = zip(sides, span.shape, needed, strict=True)
+                message += ": " + " and ".join(f"{side} is {a}, not {b}" for side, a, b in sizes if a != b)
             rows = resized_rows(layers.get_base_model(), key, span.shape, needed)
             if rows is not None:
                 message += f"; it resized the vocabulary to {rows} and does not bring the embedding of that"

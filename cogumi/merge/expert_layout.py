@@ -25,6 +25,10 @@ UNSLOTH_GROUPED = frozenset([
     "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
 ])
 # fmt: on
+# Of these, the ones that read lora_A as the outputs until 2026.4, and the ones that came later.
+UNSLOTH_REVERSED = frozenset(["gemma4", "qwen3_5_moe", "qwen3_moe", "qwen3_next"])
+UNSLOTH_LATER = frozenset(["ernie4_5_moe", "ernie4_5_vl_moe", "lfm2_moe", "mixtral"])
+UNSLOTH_OLD = "unsloth up to 2026.9.5, which groups lora_B by expert"
 EXPERT_LAYOUTS = ("axis1", "axis2", "axis1-grouped", "axis2-grouped")
 
 
@@ -45,6 +49,14 @@ class Stack:
     def fits(self, axis: int) -> bool:
         a, b = self.factors
         return (a[1], b[0]) == (self.shape[axis], self.shape[3 - axis])
+
+    @property
+    def is_square(self) -> bool:
+        return self.fits(1) and self.fits(2)
+
+    def fitting(self, axis: int) -> int:
+        """Return this axis where it fits, else the other."""
+        return axis if self.fits(axis) else 3 - axis
 
 
 @dataclass(frozen=True)
@@ -117,8 +129,26 @@ def column_order(config: Mapping[str, Any], stack: Stack) -> tuple[bool, str]:
     if orders or not (isinstance(mapping, dict) and mapping.get("unsloth_fixed")):
         return False, ""
     if stack.family in UNSLOTH_GROUPED:
-        return True, "unsloth up to 2026.9.5, which groups lora_B by expert"
+        return True, UNSLOTH_OLD
     return False, "unsloth, which left this family to PEFT"
+
+
+def unsloth_axis(stack: Stack, version: tuple[int, ...], is_early: bool) -> int:
+    """Return the axis that lora_A reads by unsloth's own forward until 2026.9.5: shapes decide, and code where they are square.
+
+    From 2026.5 on it took lora_A for the outputs of a square stack where PEFT had swapped the axes, until 2026.4 by family.
+    """
+    if stack.stored_in_out:
+        return stack.fitting(1)
+    late = 1 if version >= (0, 19, 1) else 2
+    early = late if stack.family in UNSLOTH_LATER else 1 if stack.family in UNSLOTH_REVERSED else 2
+    return stack.fitting(early if is_early else late)
+
+
+def is_megatron_bridge(config: Mapping[str, Any]) -> bool:
+    """Return whether Megatron-Bridge exported an adapter: full names, and only some of the entries that PEFT always writes."""
+    names = [] if "layers_to_transform" in config else config.get("target_parameters") or []
+    return bool(names) and all(re.search(r"\.layers\.\d+\.", name) for name in names)
 
 
 def read_layout(
@@ -142,39 +172,57 @@ def read_layout(
         UsageError: No reading fits, or several do and none was chosen.
     """
     orders = {stack.parameter: column_order(config, stack) for stack in stacks}
+    squares = [stack.parameter for stack in stacks if stack.is_square]
     if chosen is not None:
         axis, grouped = int(chosen[4]), chosen.endswith("-grouped")
-        if unfit := next((stack for stack in stacks if not stack.fits(axis)), None):
+        unfit = next((stack for stack in stacks if not stack.fits(axis)), None)
+        if unfit and not (squares and unfit.fits(3 - axis)):  # the choice is for the square ones
             raise UsageError(no_fit(unfit), key="--expert-layout", fix=f"{chosen} does not fit; leave it out")
-        return ExpertLayout({stack.parameter: Reading(axis, grouped) for stack in stacks}, f"--expert-layout {chosen}")
+        readings = {stack.parameter: Reading(stack.fitting(axis), grouped) for stack in stacks}
+        return ExpertLayout(readings, f"--expert-layout {chosen}")
     text = config.get("peft_version")  # written from 0.18 on
-    version = version_numbers(str(text or "0.17"))
-    candidates: dict[int, dict[str, Reading]] = {}
-    for major in (5, 4) if transformers is None else (version_numbers(transformers)[0],):
-        readings = {
-            stack.parameter: Reading(peft_axis(version, stack.stored_in_out and major > 4), orders[stack.parameter][0])
-            for stack in stacks
+    version, writer = version_numbers(str(text or "0.17")), f"PEFT {text}" if text else "PEFT up to 0.17"
+    majors = (5, 4) if transformers is None else (version_numbers(transformers)[0],)
+    axes = {
+        f"transformers {major}": [peft_axis(version, stack.stored_in_out and major > 4) for stack in stacks]
+        for major in majors
+    }
+    if any(reason == UNSLOTH_OLD for _, reason in orders.values()):
+        eras = {"unsloth until 2026.4": True, "unsloth 2026.5 to 2026.9.5": False}
+        axes = {era: [unsloth_axis(stack, version, early) for stack in stacks] for era, early in eras.items()}
+    if is_megatron_bridge(config):  # its lora_A has the outputs
+        writer, orders = "Megatron-Bridge", dict.fromkeys(orders, (True, ""))
+        axes = {
+            writer: [stack.fitting(2 if stack.stored_in_out or stack.family == "llama4" else 1) for stack in stacks]
         }
+    candidates: dict[str, dict[str, Reading]] = {}
+    for engine, numbers in axes.items():
+        pairs = zip(stacks, numbers, strict=True)
+        readings = {stack.parameter: Reading(axis, orders[stack.parameter][0]) for stack, axis in pairs}
         if readings not in candidates.values() and all(stack.fits(readings[stack.parameter].axis) for stack in stacks):
-            candidates[major] = readings
-    writer = f"PEFT {text}" if text else "PEFT up to 0.17"
+            candidates[engine] = readings
     if not candidates:
-        raise UsageError(
-            f"{no_fit(stacks[0])}, as {writer} reads them", fix="is this the base the adapter was trained on?"
-        )
+        unfit = next((stack for stack in stacks if not stack.fits(stack.fitting(1))), stacks[0])
+        fix = "is this the base the adapter was trained on?"
+        raise UsageError(f"{no_fit(unfit)}, as {writer} reads them", fix=fix)
     if len(candidates) > 1:
-        first = stacks[0].parameter
-        message = f"{first} is square, so {writer} under transformers 4 or 5 may have written its factors"
-        axes = [f"{readings[first]} (transformers {major})" for major, readings in candidates.items()]
-        fix = f"pass --expert-layout {' or '.join(axes)}"
-        raise UsageError(message, fix=fix)
+        message = f"{squares[0]} is square, so {writer} under {' or '.join(axes)} may have written its factors"
+        choices = [f"{readings[squares[0]]} ({engine})" for engine, readings in candidates.items()]
+        raise UsageError(message, fix=f"pass --expert-layout {' or '.join(choices)}")
     evidence = "; ".join(dict.fromkeys([f"written by {writer}", *(reason for _, reason in orders.values() if reason)]))
     return ExpertLayout(next(iter(candidates.values())), evidence)
 
 
 def no_fit(stack: Stack) -> str:
-    (a_rows, a_columns), (b_rows, b_columns) = stack.factors
-    return f"lora_A [{a_rows}, {a_columns}] and lora_B [{b_rows}, {b_columns}] do not fit {stack.parameter} {list(stack.shape)}"
+    a, b = stack.factors
+    first, last = stack.shape[1:]
+    if a[0] != b[1]:
+        reason = f"their ranks differ, {a[0]} and {b[1]}"
+    elif {a[1], b[0]} == {first, last}:
+        reason = "in and out are the other way round"
+    else:
+        reason = f"in and out are {a[1]} and {b[0]}, not {first} and {last} or {last} and {first}"
+    return f"lora_A {list(a)} and lora_B {list(b)} do not fit {stack.parameter} {list(stack.shape)}: {reason}"
 
 
 def expert_factors(

@@ -32,15 +32,26 @@ from cogumi.merge.parameter_map import (
 from cogumi.patches.trl_internals import swaps_features
 
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
-# gpt-oss in 4 bits by unsloth: a linear layer for each expert, [out, in], of a stack that is [in, out].
-SPLIT_STACK = re.compile(r"(?P<stack>.*\.experts\.(?:gate_up|down)_proj)s\.(?P<number>\d+)")
+# Layers of single experts where even the checkpoint has a stack: of unsloth's gpt-oss in 4 bits, and of Tinker.
+SPLIT_STACK = re.compile(
+    r"(?P<root>.*\.experts)\.(?:(?P<stack>gate_up|down)_projs\.(?P<index>\d+)|(?P<number>\d+)\.(?P<part>gate|up|down)_proj)"
+)
+# Tinker's names of modules, and transformers'.
+TINKER_NAMES = {r"\.attn\.": ".self_attn.", r"\.w1$": ".gate_proj", r"\.w2$": ".down_proj", r"\.w3$": ".up_proj"}
+TINKER_NAMES |= {r"^(model\.)?(language_model\.)?unembed_tokens$": "lm_head"}
+# Layers that one side has in one and the other has apart; rows follow each other.
+FUSED_LAYERS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 
 @dataclass(frozen=True)
 class Expert:
     """A linear layer of one expert, and where the model stacks it: part `part` of `parts` of a matrix's outputs.
 
-    axis: of the stack [experts, first, last], which holds the layer's inputs.
+    axis: of the stack [experts, first, last], which holds the layer's inputs. interleaved: the parts alternate row by row.
     """
 
     module: str
@@ -49,6 +60,7 @@ class Expert:
     axis: int
     part: int = 0
     parts: int = 1
+    interleaved: bool = False
 
 
 def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None) -> Adapter:
@@ -60,18 +72,21 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
     modules = {module.removeprefix(PREFIX) for module in modules}
     config = read_model_config(base, base.path)
     renamed, experts, model = locate_modules(modules, config)
-    if renamed or experts:
+    is_unnamed = adapter.config.get("target_modules") in (None, "all-linear") and not adapter.config.get(
+        "target_parameters"
+    )
+    if renamed or experts or (modules and is_unnamed):
         adapter = with_model_names(adapter, base, model, renamed, experts)
     if not adapter.config.get("target_parameters") or experts:
         return adapter
     return with_installed_order(adapter, base, model, expert_layout)
 
 
-def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, str], list[Expert], Any]:
+def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str, ...]], list[Expert], Any]:
     """Find an adapter's modules in the model of a base.
 
     Returns:
-        Modules that have another name in the model, experts that the model stacks, and the model on the meta device. The
+        Names in the model of modules that have another one, or several, layers that the model stacks, and that model. The
         first class in which every module is found is taken; modules that no class has are left to the plan's own error.
     """
     first = None
@@ -80,24 +95,78 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, str], list
         known = {name for name, _ in model.named_modules()}
         unknown = {module for module in modules if module.replace(".base_layer", "") not in known}
         parameters = {name for name, _ in model.named_parameters()}
-        renamed, experts = {}, []
-        names = {f"{module}.weight": module for module in unknown}
+        renamed: dict[str, tuple[str, ...]] = {}
+        found: dict[str, Expert] = {}
+        names = {f"{module}.weight": module for module in unknown} | {
+            f"{other_name(module)}.weight": module for module in unknown
+        }
         for name, parameter, pattern in renamed_tensors(model, names):
             module = names[name]
-            split, number = SPLIT_STACK.fullmatch(module), EXPERT_NUMBER.search(module)
+            number = EXPERT_NUMBER.search(module)
             patterns = stacked_patterns(model, pattern) if pattern else []
-            if split and split["stack"] in parameters:
-                experts.append(Expert(module, split["stack"], int(split["number"]), axis=1))
-            elif pattern is None and parameter.removesuffix(".weight") in known:
-                renamed[module] = parameter.removesuffix(".weight")
+            if pattern is None and parameter.removesuffix(".weight") in known:
+                renamed[module] = (parameter.removesuffix(".weight"),)
             elif patterns and number and parameter in parameters:
                 part = patterns.index(str(pattern))
-                experts.append(Expert(module, parameter, int(number[1]), axis=2, part=part, parts=len(patterns)))
+                found[module] = Expert(module, parameter, int(number[1]), axis=2, part=part, parts=len(patterns))
+        for module in unknown - renamed.keys() - found.keys():
+            if expert := expert_of_stack(model, module, parameters) or part_of_layer(model, module, known):
+                found[module] = expert
+            elif layers := split_layers(model, module, known):
+                renamed[module] = layers
+        experts = [found[module] for module in sorted(found)]
         if len(renamed) + len(experts) == len(unknown):
             return renamed, experts, model
         first = first or (renamed, experts, model)
     assert first is not None, "a config has at least one class"
     return first
+
+
+def other_name(module: str) -> str:
+    """Return the name that transformers has for a module of Tinker's, or the same name."""
+    for pattern, name in TINKER_NAMES.items():
+        module = re.sub(pattern, name, module)
+    return module
+
+
+def expert_of_stack(model: Any, module: str, parameters: set[str]) -> Expert | None:
+    """Return where a model stacks a layer of one expert that no checkpoint of it stores; None if it has no such stack."""
+    match = SPLIT_STACK.fullmatch(other_name(module))
+    if match is None:
+        return None
+    kind = match["stack"] or {"gate": "gate_up", "up": "gate_up"}.get(match["part"], match["part"])
+    _, parameter, _ = next(iter(renamed_tensors(model, [f"{match['root']}.{kind}_proj"])))
+    if parameter not in parameters:
+        return None
+    stack = model.get_submodule(parameter.rpartition(".")[0])
+    part, parts = (int(match["part"] == "up"), 2) if match["part"] in ("gate", "up") else (0, 1)
+    axis = 1 if getattr(stack, "is_transposed", False) or stack_family(stack) == "llama4" else 2
+    number, interleaved = int(match["index"] or match["number"]), not getattr(stack, "is_concatenated", True)
+    return Expert(module, parameter, number, axis, part, parts, interleaved)
+
+
+def part_of_layer(model: Any, module: str, known: set[str]) -> Expert | None:
+    """Return where a model fuses a layer, such as q_proj in qkv_proj; None if it has no such layer."""
+    parent, _, leaf = module.rpartition(".")
+    for fused, parts in FUSED_LAYERS.items():
+        if leaf in parts:
+            _, parameter, _ = next(iter(renamed_tensors(model, [f"{parent}.{fused}.weight"])))
+            if parameter.removesuffix(".weight") in known:
+                return Expert(module, parameter, 0, axis=2, part=parts.index(leaf), parts=len(parts))
+    return None
+
+
+def split_layers(model: Any, module: str, known: set[str]) -> tuple[str, ...]:
+    """Return the layers of a model that a layer such as qkv_proj fuses, in the order of its rows; () if there are none."""
+    parent, _, leaf = module.rpartition(".")
+    names = [f"{parent}.{part}.weight" for part in FUSED_LAYERS.get(leaf, ())]
+    layers = [next(iter(renamed_tensors(model, [name])))[1].removesuffix(".weight") for name in names]
+    return tuple(layers) if known.issuperset(layers) else ()
+
+
+def stack_family(stack: Any) -> str:
+    """Return transformers' folder of a class."""
+    return type(stack).__module__.rpartition(".")[0].rpartition(".")[2]
 
 
 def stacked_patterns(model: Any, pattern: str) -> list[str]:
@@ -115,7 +184,7 @@ def stacked_patterns(model: Any, pattern: str) -> list[str]:
 
 
 def with_model_names(
-    adapter: Adapter, base: Base, model: Any, renamed: Mapping[str, str], experts: list[Expert]
+    adapter: Adapter, base: Base, model: Any, renamed: Mapping[str, tuple[str, ...]], experts: list[Expert]
 ) -> Adapter:
     """Rename modules and stack experts. The configuration names every module, so that PEFT matches no pattern of old names."""
     config = adapter.config
@@ -123,8 +192,9 @@ def with_model_names(
     if config.get("target_parameters") and (experts or has_patterns):
         problem = "it changes stacked parameters beside modules whose names or ranks are another version's"
         raise adapter.refused(problem, fix=as_written(adapter.config))
+    parameters = dict(model.named_parameters())
     if experts:
-        check_promises(adapter, base)
+        check_promises(adapter, base, experts, {name: len(parameter) for name, parameter in parameters.items()})
     tensors = load_file(adapter.weights)
     of_experts = {expert.module for expert in experts}
     kinds = dict(model.named_modules())
@@ -137,19 +207,33 @@ def with_model_names(
             if match is None:
                 raise adapter.refused(f"{name} is of a kind that no expert has", fix="only lora_A and lora_B merge")
             continue
-        target = renamed.get(module, module)
-        out[name.replace(f"{PREFIX}{module}", f"{PREFIX}{target}", 1)] = tensor
-        is_matrix = getattr(getattr(kinds.get(target), "weight", None), "ndim", 0) == 2  # a stack of experts is none
-        if match and match["side"] == "A" and is_matrix:
-            modules.add(target)
-            scalings[target] = len(tensor), scaling_of(config, module) * len(tensor)
+        targets = renamed.get(module, (module,))
+        is_a = match is not None and match["side"] == "A"
+        heights = [len(kinds[target].weight) for target in targets] if len(targets) > 1 and not is_a else [len(tensor)]
+        if sum(heights) != len(tensor):
+            raise adapter.refused(
+                f"{name} has {len(tensor)} rows for {', '.join(targets)} of {heights}", fix=OTHER_BASE
+            )
+        for target, part in zip(targets, tensor.split(heights) * (len(targets) if is_a else 1), strict=False):
+            out[name.replace(f"{PREFIX}{module}", f"{PREFIX}{target}", 1)] = part.clone()
+            is_matrix = (
+                getattr(getattr(kinds.get(target), "weight", None), "ndim", 0) == 2
+            )  # a stack of experts is none
+            if is_a and is_matrix:
+                modules.add(target)
+                scalings[target] = len(tensor), scaling_of(config, module) * len(tensor)
     stacks: dict[str, list[Expert]] = defaultdict(list)
     for expert in experts:
         stacks[expert.parameter].append(expert)
-    parameters = dict(model.named_parameters())
     factors = {}
     for parameter, members in sorted(stacks.items()):
         a, b, scaling = stack_factors(adapter, members, tensors, parameters[parameter].shape)
+        if parameters[parameter].ndim == 2:
+            module = parameter.removesuffix(".weight")
+            modules.add(module)
+            out |= {f"{PREFIX}{module}.lora_A.weight": a[0], f"{PREFIX}{module}.lora_B.weight": b[0]}
+            scalings[module] = a.shape[1], scaling * a.shape[1]
+            continue
         factors[parameter] = a, b
         scalings[parameter] = a.shape[1], scaling * a.shape[1]
     config = {key: value for key, value in config.items() if not key.startswith(("layers_", "exclude_"))}
@@ -161,8 +245,8 @@ def with_model_names(
         config |= {"r": rank, "lora_alpha": alpha, "use_rslora": False}
         config["rank_pattern"] = {name: pair[0] for name, pair in others.items()}
         config["alpha_pattern"] = {name: pair[1] for name, pair in others.items()}
-    if experts:
-        config["target_parameters"] = sorted(stacks)
+    if factors:
+        config["target_parameters"] = sorted(factors)
         for key, wrapper in expert_wrappers(adapter, base, model, config).items():
             a, b = factors[wrapper.parameter]
             count, rank = a.shape[:2]
@@ -174,8 +258,8 @@ def with_model_names(
     return adapter.rewritten(out, config, reading)
 
 
-def check_promises(adapter: Adapter, base: Base) -> None:
-    """Raise UsageError where target_modules match a stored expert that the file has no factors of.
+def check_promises(adapter: Adapter, base: Base, experts: list[Expert], counts: Mapping[str, int]) -> None:
+    """Raise UsageError where target_modules match an expert that the file has no factors of. counts: experts of each stack.
 
     With layers_to_transform the numbers that PEFT compares are the experts' in some versions, so nothing is promised.
     """
@@ -185,12 +269,13 @@ def check_promises(adapter: Adapter, base: Base) -> None:
     lora = LoraConfig.from_pretrained(str(adapter.directory))
     if lora.layers_to_transform is not None or not lora.target_modules:
         return
-    names = {span.name for span in adapter.spans}
-    for tensor in sorted(base.tensors):
-        module = tensor.removesuffix(".weight")
-        if ".experts." not in module or not check_target_module_exists(lora, module):
-            continue
-        if not any(f"{PREFIX}{module}.lora_{end}" in names for end in ("A.weight", "embedding_A")):
+    modules = {expert.module for expert in experts}
+    stored = {tensor.removesuffix(".weight") for tensor in base.tensors if ".experts." in tensor}
+    if not stored & modules:  # the base has stacks, or other names: promised are all experts of a layer that has one
+        patterns = {(EXPERT_NUMBER.sub(".experts.{}.", expert.module), counts[expert.parameter]) for expert in experts}
+        stored = {pattern.format(number) for pattern, count in patterns for number in range(count)}
+    for module in sorted(stored - modules):
+        if check_target_module_exists(lora, module):
             problem = f"it lacks {module}, which its configuration promises for base {base.name}"
             raise adapter.refused(problem, fix=OTHER_BASE)
 
@@ -222,25 +307,24 @@ def stack_factors(
     scaling = scalings[members[0]]
     is_uniform = len(set(scalings.values())) == 1
     dtype = pairs[members[0]][0].dtype if is_uniform else torch.float32
-    (a0, b0), count = pairs[members[0]], shape[0]
-    rows = b0.shape[0]
+    first, parts, axis = members[0], members[0].parts, members[0].axis
+    (a0, b0), (count, *sides) = pairs[first], shape if len(shape) == 3 else (1, *shape)
+    heights = [
+        next((len(pairs[e][1]) for e in members if e.part == part), sides[2 - axis] // parts) for part in range(parts)
+    ]
+    if (a0.shape[1], sum(heights)) != (sides[axis - 1], sides[2 - axis]) or any(e.number >= count for e in members):
+        sizes = f"lora_A {tuple(a0.shape)} and lora_B {tuple(b0.shape)} of {first.module}"
+        raise adapter.refused(f"{sizes} do not fit {first.parameter} {tuple(shape)}", fix=OTHER_BASE)
     a = torch.zeros(count, sum(ranks), a0.shape[1], dtype=dtype)
-    b = torch.zeros(count, rows * members[0].parts, sum(ranks), dtype=dtype)
-    axis = members[0].axis
-    if (a.shape[2], b.shape[1]) != (shape[axis], shape[3 - axis]) or any(e.number >= count for e in members):
-        name = members[0].parameter
-        sizes = f"lora_A {tuple(a0.shape)} and lora_B {tuple(b0.shape)}"
-        problem = f"its experts have {sizes}, which do not fit {name} {tuple(shape)}"
-        raise adapter.refused(problem, fix=OTHER_BASE)
+    b = torch.zeros(count, sum(heights), sum(ranks), dtype=dtype)
     for expert, (left, right) in pairs.items():
-        if (left.shape[1], right.shape[0]) != (a0.shape[1], rows):
-            raise adapter.refused(
-                f"{expert.module} has factors of another size than {members[0].module}", fix=OTHER_BASE
-            )
-        first, rank = sum(ranks[: expert.part]), len(left)
-        a[expert.number, first : first + rank] = left
+        if (left.shape[1], len(right)) != (a0.shape[1], heights[expert.part]):
+            raise adapter.refused(f"{expert.module} has factors of another size than {first.module}", fix=OTHER_BASE)
+        column, rank, row = sum(ranks[: expert.part]), len(left), sum(heights[: expert.part])
+        rows = slice(expert.part, None, parts) if expert.interleaved else slice(row, row + heights[expert.part])
+        a[expert.number, column : column + rank] = left
         share = right if is_uniform else right.float() * (scalings[expert] / scaling)
-        b[expert.number, expert.part * rows : (expert.part + 1) * rows, first : first + rank] = share
+        b[expert.number, rows, column : column + rank] = share
     return a, b, scaling
 
 
@@ -272,7 +356,7 @@ def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[st
             parameter = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
             experts = module.get_base_layer()
             is_in_out = bool(getattr(experts, "is_transposed", False))
-            family = type(experts).__module__.rpartition(".")[0].rpartition(".")[2]
+            family = stack_family(experts)
             reading, shape = Reading(2 if swaps_features(module) else 1, grouped=False), tuple(module.get_param().shape)
             wrappers[f"{PREFIX}{name}"] = ExpertWrapper(parameter, shape, is_in_out, family, reading)
     return wrappers

@@ -28,6 +28,8 @@ from cogumi.merge.adapter_files import (
     resolve_adapter,
     weights_sample,
 )
+from cogumi.merge.bases import read_model
+from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.parameter_map import meta_model
 from cogumi.merge.targets import measure_coverage, unmatched_names
 from cogumi.patches.trl_internals import commit_of
@@ -292,6 +294,7 @@ def load_adapter(model: Any, adapter: Path, revision: str | None) -> PeftModel:
         then, here = (str(quantization or "full precision") for quantization in (record.quantization, now))
         log.warning("it was trained on the base in %s; this run has it in %s", then, here)
     refuse_other_base_weights(model, adapter)
+    refuse_other_reading(model.config, adapter, revision)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of missing keys: `load_exact_values` raises
@@ -303,6 +306,21 @@ def load_adapter(model: Any, adapter: Path, revision: str | None) -> PeftModel:
     config.base_model_name_or_path = model.config.name_or_path
     config.revision = commit_of(model.config) or revision
     return adapted
+
+
+def refuse_other_reading(config: Any, adapter: Path, revision: str | None) -> None:
+    """Raise UsageError where the version that wrote stacked experts read their factors otherwise than the installed PEFT."""
+    trained = resolve_adapter(adapter)
+    if not trained.config.get("target_parameters"):
+        return
+    try:
+        read = as_installed(trained, read_model(config.name_or_path, commit_of(config) or revision))
+    except UsageError as error:
+        fix = f"{error.fix}; for that merge it (cogumi merge --expert-layout) and set model.name to the result"
+        raise UsageError(error.message, key="model.adapter", fix=fix) from error
+    if read.copy is not None:
+        message = f"{adapter} has another order of factors than the installed PEFT ({read.reading})"
+        raise UsageError(message, key="model.adapter", fix=MERGE_FIRST)
 
 
 def refuse_other_base_weights(model: Any, adapter: Path) -> None:
