@@ -309,6 +309,8 @@ def check_tensors(path: Path, reader: Any, merged: Path, template: bool) -> Gguf
                 for (_, name, part, parts), tensor in zip(sources, loaded, strict=True)
             ]
             is_stack = sources[0].expert >= 0
+            if not is_stack and not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+                refuse(path, merged, f"{target} is {name} and {sources[-1].name}")
             expected = torch.stack(tensors) if is_stack else tensors[0]
             error = distance(stored, expected, EXP_ERROR if name.endswith("A_log") else 0.0)
             if error is None:
