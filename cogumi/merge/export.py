@@ -175,7 +175,8 @@ def convert(converter: list[str], merged: Path, out: Path, outtype: str, no_mtp:
         patched = [sys.executable, "-m", "cogumi.patches.gguf_pre_tokenizer", *command[1:]]
     again = shlex.join([*converter, str(merged.absolute()), "--outfile", out.name, "--outtype", outtype])
     try:
-        run_tool([*patched, *["--no-mtp"] * no_mtp], out, f"to see all: {again}")
+        option = ["--no-mtp"] * no_mtp
+        run_tool([*patched, *option], out, f"to see all: {shlex.join([*shlex.split(again), *option])}")
     except UsageError as error:
         if not no_mtp or not NO_OPTION.search(error.message):
             raise
