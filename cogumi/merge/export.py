@@ -1,34 +1,35 @@
 """A merged model as GGUF with Ollama's Modelfile: converted by llama.cpp's tools, read back, and whole or absent.
 
 What chat programs get wrong most is not in the weights: another chat template, another end of sequence. Both are compared
-with the tokenizer's, and so are all tokens of a BPE vocabulary. Tensors in bf16, f16 and f32 are compared bit by bit with
-the stored ones, quantized ones by their distance.
+with the tokenizer's, and so are all tokens of a BPE vocabulary. `gguf_check` compares every tensor.
 
 Ollama does not run the chat template in a GGUF file. If its own list has none that is near, it prompts the model without
 one (ollama#6823), which the Modelfile says.
 """
 
+import errno
 import importlib.util
-import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
-from safetensors import safe_open
 
-from cogumi.core.durability import sync_path, write_synced
+from cogumi.core.disk_space import try_allocate
+from cogumi.core.durability import NO_SPACE, sync_path, write_synced
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes, last_line, one_line
 from cogumi.core.safetensors_file import element_count, read_shard
 from cogumi.data.fim import PSM, SPM, detect_fim_tokens
+from cogumi.merge.adapter_files import read_json
+from cogumi.merge.gguf_check import GgufCheck, check_tensors
 from cogumi.merge.output_directory import check_target, commit_output, partial_directory, remove_stale
 
 # Bits of an element of a large tensor. The converter writes the first three itself.
@@ -36,39 +37,12 @@ CONVERTED = {"bf16": 16.0, "f16": 16.0, "q8_0": 8.5}
 QUANTIZED = {"q4_k_m": 4.9}
 SCRIPT, QUANTIZER, MODELFILE = "convert_hf_to_gguf.py", "llama-quantize", "Modelfile"
 SMALL_BYTES = 16 << 20  # a vocabulary of 250,000 tokens with its merges
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of these the converter copies every tensor, or changes the order of rows (llama's queries and keys). Of others it changes
-# some (Gemma's norms, stacked experts), which are named in the report.
-COPIED = ("llama", "qwen2", "qwen3")
-MADE = ("rope_freqs.weight",)  # by the converter, from rope_scaling
-# The largest |stored - tensor| / |tensor| that is taken. Q8_0: half a step of 1/127 of the largest of 32 values, and half a
-# unit of a float16 scale. Others: a file of another model is 1.4 away, the coarsest format here about 0.1.
-Q8_0_LIMIT, LIMIT = 0.0235, 0.5
-
-
-@dataclass(frozen=True)
-class GgufCheck:
-    """Result of comparing a GGUF file with the merged model.
-
-    exact: tensors that are equal bit for bit. changed: names of those that the converter stores in another form.
-    largest_error: of a tensor, the Frobenius |stored - tensor| / |tensor|. template: whether there is a chat template.
-    """
-
-    architecture: str
-    tensors: int
-    exact: int
-    largest_error: float
-    changed: tuple[str, ...]
-    template: bool
-
-    def __str__(self) -> str:
-        tensors = f"{self.tensors} tensors read back: {self.exact} bit for bit"
-        if rest := self.tensors - self.exact - len(self.changed):
-            tensors += f", {rest} quantized, at most {self.largest_error:.1%} away"
-        if self.changed:
-            tensors += f", {len(self.changed)} not compared (llama.cpp stores them in another form: {self.changed[0]})"
-        template = "chat template" if self.template else "no chat template"
-        return f"{tensors}; end of sequence and {template} as in the tokenizer"
+PROBE_BYTES = 1 << 20
+# Of the config: how many blocks predict further tokens (Qwen3.5, GLM-4.5, DeepSeek). Of a Qwen3-Next it does not say.
+PREDICTING = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+WITHOUT_COUNT = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+# A class without such blocks, or an older converter without the option.
+NO_OPTION = re.compile(r"not supported for|unrecognized arguments: --no-mtp")
 
 
 @dataclass(frozen=True)
@@ -120,7 +94,7 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
     with partial_directory(out, {}, needed_bytes(merged, quant)) as partial:
         gguf = partial / f"{out.name}-{quant}.gguf"
         written = gguf if quantizer is None else partial / "bf16.gguf"
-        convert(converter, merged, written, quant if quantizer is None else "bf16")
+        convert(converter, merged, written, quant if quantizer is None else "bf16", lacks_predicting_blocks(merged))
         if quantizer is not None:
             command = [quantizer, str(written), str(gguf), quant.upper()]
             run_tool(command, gguf, "use --quant q8_0, which the converter writes")
@@ -190,57 +164,65 @@ def needed_bytes(merged: Path, quant: str) -> int:
     return int(sum(element_count(span.shape) for span in spans) * bits / 8) + SMALL_BYTES
 
 
-def convert(converter: list[str], merged: Path, out: Path, outtype: str) -> None:
-    """Write `out` from a merged directory. Raises UsageError with the converter's last line where it fails."""
+def convert(converter: list[str], merged: Path, out: Path, outtype: str, no_mtp: bool = False) -> None:
+    """Write `out` from a merged directory. Raises UsageError with the converter's last line where it fails.
+
+    no_mtp: use the option --no-mtp, where the converter has it for this class.
+    """
     command = [*converter, str(merged.absolute()), "--outfile", str(out.absolute()), "--outtype", outtype]
     patched = command
     if converter[0] == sys.executable:
         patched = [sys.executable, "-m", "cogumi.patches.gguf_pre_tokenizer", *command[1:]]
     again = shlex.join([*converter, str(merged.absolute()), "--outfile", out.name, "--outtype", outtype])
-    run_tool(patched, out, f"to see all: {again}")
+    try:
+        option = ["--no-mtp"] * no_mtp
+        run_tool([*patched, *option], out, f"to see all: {shlex.join([*shlex.split(again), *option])}")
+    except UsageError as error:
+        if not no_mtp or not NO_OPTION.search(error.message):
+            raise
+        run_tool(patched, out, f"to see all: {again}")
+
+
+def lacks_predicting_blocks(merged: Path) -> bool:
+    """Return whether a model's config or class tells the converter of multi-token prediction that has no tensors."""
+    config = read_json(merged / "config.json")
+    config |= config.get("text_config") or {}
+    if not any(config.get(key) for key in PREDICTING) and config.get("model_type") not in WITHOUT_COUNT:
+        return False
+    names = [span.name for path in merged.glob("*.safetensors") for span in read_shard(path).spans]
+    further = f"layers.{config.get('num_hidden_layers')}."
+    return not any(name.removeprefix("model.").startswith("mtp.") or further in name for name in names)
 
 
 def run_tool(command: list[str], out: Path, fix: str) -> None:
-    """Run a program of llama.cpp's that writes `out`. Raises UsageError with its last line where it does not."""
+    """Run a program of llama.cpp's that writes `out`.
+
+    Raises UsageError with its last line where it does not, and OSError where the disk was full.
+    """
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode != 0 or not out.is_file():
-        message = (
-            f"llama.cpp made no GGUF (exit status {done.returncode}: {last_line(done.stdout)}); nothing was written"
-        )
-        raise UsageError(message, fix=fix)
+    if done.returncode == 0 and out.is_file():
+        return
+    # llama-quantize names no cause; then the disk is asked.
+    causes = [code for code in NO_SPACE if os.strerror(code) in done.stdout]
+    causes += [errno.EFBIG] * (done.returncode == -signal.SIGXFSZ)
+    code = next(iter(causes), 0) or try_allocate(out.parent, PROBE_BYTES)
+    if code in NO_SPACE:
+        raise OSError(code, os.strerror(code))
+    message = f"llama.cpp made no GGUF (exit status {done.returncode}: {last_line(done.stdout)}); nothing was written"
+    raise UsageError(message, fix=fix)
 
 
 def check_gguf(path: Path, merged: Path, tokenizer: Any) -> GgufCheck:
     """Compare a GGUF file with the merged directory and the tokenizer it was made of. Raises MergeError where they differ."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(path)
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise MergeError(f"{path}: it is no whole GGUF file ({one_line(error)}); nothing was written") from error
     stored = {name: field.contents() for name, field in reader.fields.items() if name.startswith(("tok", "gen"))}
     check_tokenizer(stored, tokenizer)
-    architecture = stored["general.architecture"]
-    config = json.loads((merged / "config.json").read_text(encoding="utf-8"))
-    unread = {tensor.name: tensor for tensor in reader.tensors}
-    exact, worst, changed = 0, 0.0, []
-    for name, gguf_name, tensor in stored_tensors(merged, architecture, config):
-        stored_tensor = unread.pop(gguf_name, None)
-        kind = "" if stored_tensor is None else stored_tensor.tensor_type.name
-        expected = to_llama_order(gguf_name, tensor, architecture, config)
-        error = None if stored_tensor is None else relative_error(stored_tensor, expected)
-        if error is None or error > (Q8_0_LIMIT if kind == "Q8_0" else LIMIT):
-            if architecture in COPIED:
-                problem = "is missing" if stored_tensor is None else f"is not {name}"
-                raise MergeError(f"{path}: {gguf_name} {problem} of {merged}; nothing was written")
-            changed.append(name)
-        elif kind in DTYPES:
-            exact += 1
-        else:
-            worst = max(worst, error)
-    left = [name for name in unread if name not in MADE]
-    if left and architecture in COPIED:
-        raise MergeError(f"{path}: {left[0]} is no tensor of {merged}; nothing was written")
-    return GgufCheck(
-        architecture, len(reader.tensors), exact, worst, (*changed, *left), chat_template(tokenizer) is not None
-    )
+    return check_tensors(path, reader, merged, chat_template(tokenizer) is not None)
 
 
 def check_tokenizer(stored: dict[str, Any], tokenizer: Any) -> None:
@@ -263,40 +245,6 @@ def check_tokenizer(stored: dict[str, Any], tokenizer: Any) -> None:
 def chat_template(tokenizer: Any) -> str | None:
     template = tokenizer.chat_template  # one, or several by name
     return template.get("default") if isinstance(template, dict) else template
-
-
-def stored_tensors(merged: Path, architecture: str, config: dict[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(name, name in GGUF, tensor) of each tensor of a merged directory; of an unknown one its own name twice."""
-    import gguf
-
-    kind = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    layers = config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers", 0)
-    names = gguf.get_tensor_name_map(kind, layers)
-    for shard in sorted(merged.glob("*.safetensors")):
-        with safe_open(shard, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                yield name, names.get_name(name, try_suffixes=(".weight", ".bias")) or name, file.get_tensor(name)
-
-
-def to_llama_order(name: str, tensor: torch.Tensor, architecture: str, config: dict[str, Any]) -> torch.Tensor:
-    """A tensor with its rows where llama.cpp has them: of a llama, rotary pairs lie beside each other, and not in halves."""
-    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
-    if architecture != "llama" or heads is None:
-        return tensor
-    count = config.get(heads) or config["num_attention_heads"]
-    return tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-
-
-def relative_error(stored: Any, tensor: torch.Tensor) -> float | None:
-    """Return the Frobenius |stored - tensor| / |tensor|; None for another shape, or other bits in bf16, f16 or f32."""
-    from gguf.quants import dequantize
-
-    values = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
-    if values.shape != tensor.shape:
-        return None
-    if (dtype := DTYPES.get(stored.tensor_type.name)) is not None:
-        return 0.0 if torch.equal(values, tensor.to(dtype).float()) else None
-    return float((values - tensor.float()).norm() / tensor.float().norm().clamp_min(1e-30))
 
 
 def modelfile(gguf_name: str, tokenizer: Any) -> tuple[str, str]:
