@@ -18,8 +18,8 @@ from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import write_json
 from cogumi.merge.adapter_files import find_adapter, read_json, resolve_adapter, weight_files
 from cogumi.merge.bases import resolve_base
+from cogumi.merge.export import check_gguf
 from cogumi.merge.foreign_adapters import as_installed
-from cogumi.merge.gguf_check import check_gguf
 from cogumi.merge.logits import (
     PROMPT,
     Reference,
