@@ -38,6 +38,7 @@ from cogumi.forecast.training_step import keep_on_meta, without_machine
 from cogumi.hub.downloads import find_commit, plan_download
 from cogumi.merge.parameter_map import named_class
 from cogumi.merge.preflight import find_original
+from cogumi.merge.witness import witness_bytes
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
 from cogumi.models.adapters import keep_float32, lora_config, lora_of
@@ -217,7 +218,8 @@ def forecast_trainer(
     need, held = checkpoints_need(directory, ours, checkpoint.total, keep + beside, saves)
     needs = [need, *more]
     if adapter_into is not None:
-        needs.append(Need(ADAPTER, adapter_into, 0, checkpoint.weights + checkpoint.tokenizer))
+        beside = checkpoint.tokenizer + witness_bytes(trainer.model)
+        needs.append(Need(ADAPTER, adapter_into, 0, checkpoint.weights + beside))
     if merged_into is not None:
         config = trainer.model.config
         if config.name_or_path:  # a merge keeps the dtype on disk; a loaded model's config has the one it was loaded in

@@ -156,8 +156,8 @@ def resolve_adapter(path: Path) -> Adapter:
         problem = f"adapter {path} holds several tensors that are {twice[0]}"
         raise UsageError(problem, fix="save one adapter in a directory of its own")
     adapter = Adapter(path, config, (), directory=path)
-    shapes = [span.shape for file in files for span in read_shard(file).spans if FACTOR.fullmatch(standard[span.name])]
-    is_stacked = any(len(shape) == 3 for shape in shapes)
+    spans = [span for file in files for span in read_shard(file).spans]
+    is_stacked = any(len(s.shape) == 3 and ".experts." in s.name and FACTOR.fullmatch(standard[s.name]) for s in spans)
     if len(files) > 1 or is_stacked or any(name != other for name, other in standard.items()):
         tensors = {standard[name]: tensor for file in files for name, tensor in load_file(file).items()}
         adapter = adapter.rewritten(split_experts(tensors), config)

@@ -22,6 +22,7 @@ from cogumi.core.formatting import one_line
 from cogumi.merge.adapter_files import Adapter, quantization_of
 from cogumi.merge.logits import (
     OUT_OF_MEMORY,
+    PROMPT_TOKENS,
     Loader,
     LogitCheck,
     Reference,
@@ -91,6 +92,14 @@ def write_witness(adapter: Path, live: Any, tokenizer: Any) -> None:
     dtype = str(live.dtype).removeprefix("torch.")
     facts = {"trained_with": f"{versions}, {quantized or dtype}", "dtype": dtype, "quantized": str(quantized or "")}
     save_file(tensors, adapter / WITNESS_NAME, metadata=facts)
+
+
+def witness_bytes(model: Any) -> int:
+    """Return the bytes of the record of a model, without its header: columns of both sets of logits, and the tokens."""
+    config = model.config.get_text_config()
+    tokens = 2 * min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
+    columns = min(COLUMNS, config.vocab_size)
+    return tokens * columns * 2 * model.dtype.itemsize + 8 * (tokens + columns)
 
 
 def read_witness(adapter: Path) -> tuple[Reference, dict[str, str]] | None:
