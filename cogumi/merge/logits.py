@@ -359,7 +359,7 @@ def prompt_tokens(
     """
     columns = min(columns, getattr(config, "max_position_embeddings", columns))
     if tokenizer is not None:
-        known = [token for token in tokenizer(text)["input_ids"] if token < config.vocab_size]
+        known = [token for token in tokenizer(text, verbose=False)["input_ids"] if token < config.vocab_size]
         tokens = torch.tensor((known * (1 + rows * columns // len(known)))[: rows * columns]).view(rows, columns)
     else:
         tokens = torch.randint(config.vocab_size, (rows, columns), generator=torch.Generator().manual_seed(0))
