@@ -64,6 +64,7 @@ class Mirror:
         self.changed = threading.Condition()
         self.waiting: Path | None = None
         self.under_way: Path | None = None
+        self.given_up: Path | None = None  # by `finish`, while its last try was under way
         self.stopped = False
         self.thread: threading.Thread | None = None
         self.lost: dict[Path, str] = {}
@@ -119,7 +120,7 @@ class Mirror:
                 troubled = min(troubled, time.monotonic() + TROUBLE_SECONDS) if self.failing else math.inf
             for path in self.pending():
                 self.lose(path, self.trouble or "it took too long")
-            self.waiting, self.stopped, self.failing = None, True, False
+            self.given_up, self.waiting, self.stopped, self.failing = self.under_way, None, True, False
             self.changed.notify_all()
             lost, self.lost = self.lost, {}
             return list(lost)
@@ -132,7 +133,7 @@ class Mirror:
         """Mirror what waits, and retry what failed, until nothing is left. Runs in the thread."""
         while True:
             with self.changed:
-                self.under_way, self.waiting = self.waiting, None
+                self.under_way, self.waiting, self.given_up = self.waiting, None, None
                 if self.under_way is None:
                     self.thread = None
                     self.changed.notify_all()
@@ -144,7 +145,7 @@ class Mirror:
                     self.reached, self.behind = step_of(checkpoint), int(self.waiting is not None)
                 elif isinstance(failure, CheckpointDamaged | ValueError):  # of the disk, or a mistake: it stays so
                     self.lose(checkpoint, describe(failure))
-                else:
+                elif checkpoint != self.given_up:  # else it says nothing of what was sent since
                     self.trouble, self.failing = describe(failure), not self.stopped
                     log.warning("mirroring %s to %s failed (%s)", checkpoint.name, self, self.trouble)
                     self.changed.wait_for(lambda: self.waiting or self.stopped, RETRY_SECONDS)
