@@ -218,7 +218,7 @@ def forecast_trainer(
     need, held = checkpoints_need(directory, ours, checkpoint.total, keep + beside, saves)
     needs = [need, *more]
     if adapter_into is not None:
-        beside = checkpoint.tokenizer + witness_bytes(trainer.model)
+        beside = checkpoint.tokenizer + (witness_bytes(trainer.model) if hasattr(trainer.model, "peft_config") else 0)
         needs.append(Need(ADAPTER, adapter_into, 0, checkpoint.weights + beside))
     if merged_into is not None:
         config = trainer.model.config
