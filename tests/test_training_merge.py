@@ -22,13 +22,14 @@ from cogumi.training import stages
 
 GSPO = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8}
 MODEL, CARD = (LlamaForCausalLM, "forward"), (AutoModelForCausalLM, "from_pretrained")
-# Quantized or not, what runs out of memory, and at which call since the training. Eight rows of logits are eight calls.
+# Quantized or not, what runs out of memory, and at which call since the training. Eight rows of logits are eight calls,
+# and the witness takes two of the merged model, after two of the base where that is quantized.
 PLACES: dict[str, tuple[bool, tuple[Any, str], int]] = {
     "live logits": (False, MODEL, 1), "base logits": (False, MODEL, 12),
-    "merge": (False, (stages, "merge_adapter"), 1), "loading": (False, CARD, 1), "merged logits": (False, MODEL, 17),
+    "merge": (False, (stages, "merge_adapter"), 1), "loading": (False, CARD, 1), "merged logits": (False, MODEL, 19),
     "comparing adapters": (True, (stages, "differing_tensors"), 1), "loading the base": (True, CARD, 1),
-    "loading the adapter": (True, (PeftModel, "from_pretrained"), 1), "full-precision logits": (True, MODEL, 9),
-    "loading the merged model": (True, CARD, 2), "merged logits of a quantized run": (True, MODEL, 24),
+    "loading the adapter": (True, (PeftModel, "from_pretrained"), 1), "full-precision logits": (True, MODEL, 13),
+    "loading the merged model": (True, CARD, 2), "merged logits of a quantized run": (True, MODEL, 28),
 }  # fmt: skip
 
 
