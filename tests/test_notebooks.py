@@ -148,7 +148,7 @@ def test_what_it_calls_is_there_and_takes_what_it_is_given(source: Path) -> None
 # What each is to have said when it was run. Steps are few (COGUMI_TRAIN__MAX_STEPS), where the notebook does not say itself.
 SAID = {
     "00": ["finished, step 8/8", "data:image/svg+xml", "report.html", "exactly right"],
-    "01": ["4-bit layers", "memory", "H100 SXM", "form.write("],
+    "01": ["Python", "memory", "H100 SXM", "form.write("],
     "02": ["1,265", 'class="learned"', "data:image/svg+xml"],
     "03": ["step 8/8", "safe to scale: not shown", "pass  merged logits", "data:image/svg+xml"],
     "04": ["rejected", "finished, step 8/8", "data:image/svg+xml"],
