@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_export import real
 from test_merge_witness import edit_factors, speaking, trained
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 
 from cogumi.core.errors import UsageError
 from cogumi.hub.upload import describe_certificate
@@ -71,6 +71,37 @@ def test_a_merge_of_another_adapter(tmp_path: Path) -> None:
     certificate = certify(adapter, merged, base=str(base))
     assert passed_of(certificate) == [False, True, False]
     assert "was merged from another adapter" in str(certificate)
+
+
+def test_what_the_merge_was_told_is_read_from_its_manifest(tmp_path: Path) -> None:
+    """A square stack of gpt-oss by PEFT 0.18 has two readings: the certificate takes the one that the merge was given."""
+    sizes = builders.SIZES | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    base = builders.save_base(tmp_path / "base", GptOssConfig(**sizes, architectures=["GptOssForCausalLM"]))
+    adapter = builders.train_adapter(base, tmp_path / "adapter", target_modules=[], target_parameters=["down_proj"])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"peft_version": "0.19.1"}))
+    with pytest.raises(UsageError, match="is square"):
+        merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    options: dict[str, Any] = {"expert_layout": "axis2", "dtype": "float32", "progress": False}
+    merged = merge_adapter(adapter, tmp_path / "merged", base=base, **options).out
+    assert passed_of(certify(adapter, merged, base=str(base))) == [True, None, True]
+
+
+def test_a_weighted_merge_is_not_the_adapters(tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    merged = merge_adapter([(adapter, 0.5)], tmp_path / "merged", base=base, progress=False).out
+    (merged / CERTIFICATE_NAME).write_text("{}")
+    certificate = certify(adapter, merged, base=str(base))
+    assert passed_of(certificate) == [False, False, False]
+    assert "a weighted sum of 1 adapters" in str(certificate)
+    assert not (merged / CERTIFICATE_NAME).exists(), "an earlier one does not stay"
+
+
+def test_too_little_memory_leaves_links_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+    monkeypatch.setattr("cogumi.merge.logits.free_memory", lambda device: 1 << 20)
+    assert passed_of(certify(adapter, merged, base=str(base))) == [True, None]
 
 
 def test_a_merge_by_peft(tmp_path: Path) -> None:

@@ -142,6 +142,15 @@ def test_too_little_memory_is_a_warning(
     assert "was not compared" in caplog.text
 
 
+def test_a_model_that_does_not_run_costs_the_witness_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, adapter, live = trained(tmp_path, "llama")
+    (adapter / WITNESS_NAME).unlink()
+    live.base_model.model.model.layers[1] = torch.nn.Identity()  # returns no hidden states for keywords
+    write_witness(adapter, live, letters(tmp_path / "letters"))
+    assert "cannot record the logits of the trained model" in caplog.text
+    assert not (adapter / WITNESS_NAME).exists()
+
+
 def test_the_record_is_small(tmp_path: Path) -> None:
     _, adapter, live = trained(tmp_path, "llama")
     reference, _ = read_witness(adapter) or pytest.fail("no witness")

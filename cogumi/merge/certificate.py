@@ -4,6 +4,7 @@ The parts are those of the merge and the export; here they run in a chain on the
 of what it is about.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -16,12 +17,14 @@ from cogumi.core.durability import blake3_file
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import write_json
-from cogumi.merge.adapter_files import find_adapter, read_json, resolve_adapter, weight_files
+from cogumi.merge.adapter_files import Adapter, find_adapter, read_json, resolve_adapter, weight_files
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.export import check_gguf
 from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.logits import (
     PROMPT,
+    LogitCheck,
+    NotCompared,
     Reference,
     compare_directory,
     loader_of,
@@ -33,12 +36,10 @@ from cogumi.merge.logits import (
     trained_tokens,
 )
 from cogumi.merge.merge_manifest import MANIFEST_NAME, check_merged
-from cogumi.merge.witness import check_answers, check_witness, read_answers
+from cogumi.merge.witness import Answer, check_answers, check_witness, read_answers
 from cogumi.patches.trl_internals import load_gguf
 
 CERTIFICATE_NAME = "cogumi-certificate.json"
-
-
 MARKS = {True: "pass", False: "FAIL", None: "not known"}
 # Of the adapter's movement that a quantized GGUF file makes at least. Of SmolLM2-135M in 4 bits the right one made 0.97, and
 # that of the base alone 0.30.
@@ -101,44 +102,62 @@ def certify(
     Raises:
         UsageError: One of them cannot be read, or they do not fit together.
     """
-    from transformers import AutoConfig
-
-    answers = None if prompts is None else read_answers(prompts, key="--prompts")
+    answers = [] if prompts is None else read_answers(prompts, key="--prompts")
     if not list(merged.glob("*.safetensors")):
         raise UsageError("there is no merged model there", key="--merged", place=merged, fix="name a merged directory")
     if gguf is not None:
         gguf = find_gguf(gguf)
+    manifest = read_json(merged / MANIFEST_NAME) if (merged / MANIFEST_NAME).is_file() else {}
     source = resolve_adapter(find_adapter(adapter))
-    whole_base = resolve_base(source, base, None, "full")
-    part = as_installed(source, whole_base)
+    whole = resolve_base(source, base, None, manifest.get("base_mode", "full"))
+    part = as_installed(source, whole, manifest.get("expert_layout"))
     files = [source.path / "adapter_config.json", *weight_files(source.path)]
     subjects = {
         "adapter": {file.name: blake3_file(file) for file in files},
         "merged": {file.name: blake3_file(file) for file in sorted(merged.glob("*.safetensors"))},
     }
-    steps = [check_files(merged, subjects["adapter"])]
-    witness = check_witness(part, whole_base.path, merged)
-    figure = "no record of its logits is beside the adapter" if witness is None else str(witness)
-    steps.append(Step("trained model, merged model", None if witness is None else witness.passed, figure))
-    loader = loader_of([part.directory], merged)
-    text = "".join(answer.text(tokenizer_of(merged)) for answer in answers or ())
-    config = AutoConfig.from_pretrained(merged).get_text_config()
-    tokens = prompt_tokens(tokenizer_of(merged), config, trained_tokens([part.directory]), text=text or PROMPT)
-    reference = record_directory([(part.directory, 1.0)], whole_base.path, merged, tokens, loader)
-    check = compare_directory(reference, merged, loader)
-    steps.append(Step("adapter on its base, merged model", check.passed, str(check)))
-    if answers is not None:
-        given = check_answers(answers, [part.directory], whole_base.path, merged)
-        steps.append(Step("the owner's answers, merged model", given.passed, str(given)))
+    steps = [check_files(merged, manifest, subjects["adapter"])]
+    pair, reference = "trained model, merged model", None
+    try:
+        witness = check_witness(part, whole.path, merged)
+        if witness is None:
+            steps.append(Step(pair, None, "no record of its logits is beside the adapter"))
+        else:
+            steps.append(Step(pair, witness.passed, str(witness)))
+        pair = "adapter on its base, merged model"
+        reference, check = compare_pair(part, whole.path, merged, answers)
+        steps.append(Step(pair, check.passed, str(check)))
+        if answers:
+            pair = "the owner's answers, merged model"
+            given = check_answers(answers, [part.directory], whole.path, merged)
+            steps.append(Step(pair, given.passed, str(given)))
+    except NotCompared as error:
+        steps.append(Step(pair, None, str(error)))
     if gguf is not None:
         subjects["gguf"] = {gguf.name: blake3_file(gguf)}
         steps += check_export(gguf, merged, reference)
-    kind = "a built-in text" if prompts is None else f"{len(answers or ())} prompts of {prompts.name}"
-    certificate = Certificate(tuple(steps), subjects, whole_base.name, kind)
-    if certificate.passed:
+    kind = f"{len(answers)} prompts of {prompts.name}" if prompts else "a built-in text"
+    certificate = Certificate(tuple(steps), subjects, whole.name, kind)
+    if not certificate.passed:
+        (merged / CERTIFICATE_NAME).unlink(missing_ok=True)  # an earlier one, which no longer holds
+    else:
         certificate = replace(certificate, file=merged / CERTIFICATE_NAME)
         write_json(merged / CERTIFICATE_NAME, certificate.as_dict())
     return certificate
+
+
+def compare_pair(adapter: Adapter, base: Path, merged: Path, answers: Sequence[Answer]) -> tuple[Reference, LogitCheck]:
+    """Compare a merged directory with base + adapter on the prompts, or else on the built-in text. Raises NotCompared."""
+    from transformers import AutoConfig
+
+    tokenizer, config = tokenizer_of(merged), AutoConfig.from_pretrained(merged).get_text_config()
+    if answers and tokenizer is None:
+        raise UsageError("the merged model has no tokenizer to read prompts with", key="--prompts", fix="leave it out")
+    text = "".join(answer.text(tokenizer) for answer in answers)
+    tokens = prompt_tokens(tokenizer, config, trained_tokens([adapter.directory]), text=text or PROMPT)
+    loader = loader_of([adapter.directory], merged)
+    reference = record_directory([(adapter.directory, 1.0)], base, merged, tokens, loader)
+    return reference, compare_directory(reference, merged, loader)
 
 
 def find_gguf(path: Path) -> Path:
@@ -152,13 +171,14 @@ def find_gguf(path: Path) -> Path:
     return files[0]
 
 
-def check_files(merged: Path, digests: dict[str, str]) -> Step:
-    """Check a merged directory by its manifest, which has to name the adapter with these digests."""
-    name = "adapter's file, merged files"
-    if not (merged / MANIFEST_NAME).is_file():
-        return Step(name, None, f"{merged} has no {MANIFEST_NAME}: cogumi did not merge it")
-    made_of = read_json(merged / MANIFEST_NAME)["adapters"]
-    if [adapter["blake3"] for adapter in made_of] != [digests]:
+def check_files(merged: Path, manifest: dict[str, Any], digests: dict[str, str]) -> Step:
+    """Check a merged directory by its manifest, which has to name the adapter with these digests alone."""
+    name, made_of = "adapter's file, merged files", manifest.get("adapters", [])
+    if not manifest:
+        return Step(name, None, f"there is no {MANIFEST_NAME}: cogumi did not merge it")
+    if len(made_of) > 1 or made_of[0]["weight"] != 1:
+        return Step(name, False, f"it is a weighted sum of {len(made_of)} adapters")
+    if made_of[0]["blake3"] != digests:
         return Step(name, False, f"{merged} was merged from another adapter: {made_of[0]['path']}")
     try:
         report = check_merged(merged, progress=False)
@@ -168,13 +188,15 @@ def check_files(merged: Path, digests: dict[str, str]) -> Step:
     return Step(name, True, f"{report.files} files are what the manifest says; {again}")
 
 
-def check_export(gguf: Path, merged: Path, reference: Reference) -> list[Step]:
+def check_export(gguf: Path, merged: Path, reference: Reference | None) -> list[Step]:
     """Compare a GGUF file's tensors with the merged model's, and what they compute in transformers with the recorded logits."""
     names = "merged model, GGUF tensors", "merged model, GGUF logits"
     try:
         steps = [Step(names[0], True, str(check_gguf(gguf, merged, tokenizer_of(merged))))]
     except MergeError as error:
         return [Step(names[0], False, one_line(error))]
+    if reference is None:
+        return [*steps, Step(names[1], None, "the logits of adapter and base could not be recorded")]
     try:
         model = load_gguf(gguf, torch.float32)
     except ValueError as error:

@@ -214,14 +214,14 @@ def compare_recorded(
     return LogitCheck(measured, bound, moved, rms(logits, reference.base), scale_bound)
 
 
-def rounding_bound(model: Any, logits: torch.Tensor, *dtypes: torch.dtype) -> float:
+def rounding_bound(model: Any, logits: torch.Tensor, other: torch.dtype, stored: torch.dtype) -> float:
     """Return the largest rms difference by rounding between these logits [..., vocabulary] and those of an equal model.
 
-    dtypes: those that the other model runs in, and that the weights are stored in.
+    other: the dtype that the equal model runs in. stored: the one that the weights are stored in.
     """
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
     rounding = MIXTURE if any("experts" in name for name, _ in model.named_modules()) else DENSE
-    share = max(rounding[dtypes[0]][0], rounding[model.dtype][0], rounding[dtypes[-1]][1])
+    share = max(rounding[other][0], rounding[model.dtype][0], rounding[stored][1])
     centre = logits.mean(dim=-1, keepdim=True, dtype=torch.float32) if logits.shape[-1] > 1 else torch.zeros(())
     return share * math.sqrt(layers) * rms(logits, centre.expand_as(logits))
 

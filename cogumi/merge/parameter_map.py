@@ -297,9 +297,8 @@ def converted_places(
             return split_places(name, converter.target_patterns, groups[0][0], parameters)
         case [Transpose(dim0=1, dim1=2, check_dims=True)] if len(groups) == 1 and name in parameters:
             span = groups[0][0]
-            if (
-                len(span.shape) == 3 and span.shape[1] == span.shape[2]
-            ):  # [in, out] by transformers 4, and [out, in] by 5
+            is_square = len(span.shape) == 3 and span.shape[1] == span.shape[2]
+            if is_square:  # [in, out] by transformers 4, and [out, in] by 5
                 return {name: matrices_of(span, transposed=writer.startswith("4."))} if writer else {}
             return {name: matrices_of(span, transposed=len(span.shape) == 3 and span.shape != parameters[name])}
         case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:

@@ -1,11 +1,10 @@
-"""What an adapter's model answered where it was trained, kept beside the adapter for every later merge of it.
+"""Compare merged models with what their adapters' models answered where they were trained.
 
 The other checks of a merge read the adapter as the installed libraries do, whose reading of a file can change. A witness
 does not: it holds tokens and the logits that the live model and its base gave for them, or an owner's prompts and answers.
 """
 
 import json
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.formatting import one_line
 from cogumi.merge.adapter_files import Adapter, quantization_of
 from cogumi.merge.logits import (
-    OUT_OF_MEMORY,
     PROMPT_TOKENS,
     Loader,
     LogitCheck,
@@ -37,8 +35,6 @@ from cogumi.merge.logits import (
     tokenizer_of,
     trained_tokens,
 )
-
-log = logging.getLogger(__name__)
 
 WITNESS_NAME = "cogumi-witness.logits"  # safetensors by another name: some loaders take every such file for weights
 COLUMNS = 128  # of the vocabulary, for 2 x 128 tokens: 130 KB in bfloat16
@@ -77,15 +73,15 @@ def write_witness(adapter: Path, live: Any, tokenizer: Any) -> None:
 
     The tokens are a built-in text and the tokens that the adapter trains one by one: nothing of the training data.
     """
-    tokens = prompt_tokens(tokenizer, live.config.get_text_config(), trained_tokens([adapter]))
-    try:
+    reference = None
+    with best_effort("record the logits of the trained model for later merges"):  # the adapter itself was paid for
+        tokens = prompt_tokens(tokenizer, live.config.get_text_config(), trained_tokens([adapter]))
         reference = record_logits(live, tokens)
-    except OUT_OF_MEMORY as error:
-        log.warning("no witness of the adapter was recorded: memory ran out: %s", one_line(error))
+    if reference is None:
         return
     size = reference.live.shape[-1]
     columns = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:COLUMNS].sort().values
-    tensors = {"input_ids": tokens, "columns": columns}
+    tensors = {"input_ids": reference.input_ids, "columns": columns}
     tensors |= {name: getattr(reference, name)[..., columns].contiguous() for name in ("live", "base")}
     quantized = quantization_of(live.config)
     versions = ", ".join(f"{name} {version(name)}" for name in ("cogumi", "peft", "transformers"))
@@ -228,6 +224,8 @@ def given_by(model: Any, tokenizer: Any, answers: Sequence[Answer], stored: torc
             continue
         logits = run_model(model, tokens)[0, start - 1 : -1].float()
         expected = tokens[0, start:]
+        if not len(expected):
+            raise UsageError(f"the answer {answer.answer!r} has no tokens", fix="leave it out")
         margin = math.sqrt(2) * rounding_bound(model, logits[None], torch.bfloat16, stored)
         behind = logits.max(dim=-1).values - logits.gather(1, expected[:, None])[:, 0]
         wrong = (behind > margin).nonzero().flatten().tolist()
@@ -255,10 +253,10 @@ def check_answers(answers: Sequence[Answer], adapters: Sequence[Path], base: Pat
     """
     tokenizer, loader = tokenizer_of(merged), loader_of(adapters, merged)
     if tokenizer is None:
-        raise UsageError("the merged model has no tokenizer", key="--witness", fix="save it beside the adapter")
+        raise UsageError("the merged model has no tokenizer to read prompts with", fix="save it beside the adapter")
     by_base, departures = (answers_of(path, loader, tokenizer, answers, merged) for path in (base, merged))
     if not any(by_base):
         fix = "take prompts that the adapter answers in another way than its base"
-        raise UsageError("the base alone gives all of these answers", key="--witness", fix=fix)
+        raise UsageError("the base alone gives all of these answers", fix=fix)
     differs = next((f"answer {n}: {text}" for n, text in enumerate(departures, start=1) if text), "")
     return AnswerCheck(len(answers), sum(not text for text in by_base), differs)
