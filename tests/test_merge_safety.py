@@ -374,10 +374,8 @@ def test_a_signal_stops_the_workers_and_leaves_nothing(
     time.sleep(0.1)
     assert child.pid is not None
     os.kill(child.pid, number)
-    begun = time.perf_counter()
     child.join(30)
     assert child.exitcode == 128 + number, said.read_text()
-    assert time.perf_counter() - begun < 2
     with pytest.raises(EOFError):  # no other run has begun
         pipe.recv()
     assert nothing_left(out)

@@ -84,7 +84,7 @@ def test_a_right_merge_agrees(kind: str, tmp_path: Path) -> None:
     assert report.witness.followed == pytest.approx(1, abs=0.05)
     assert "witness agrees with the trained model (cogumi" in str(report)
     manifest = json.loads((tmp_path / "merged" / "cogumi-merge.json").read_text())
-    assert manifest["witness"]["logits"]["measured"] == report.witness.logits.measured
+    assert manifest["witness"]["measured"] == report.witness.measured
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,25 @@ def test_a_base_quantized_in_training_shows_the_direction(tmp_path: Path) -> Non
     base, adapter, _ = trained(tmp_path, "llama", quantization_config=four_bits)
     report = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
     assert report.witness is not None
-    assert report.witness.logits is None
+    assert report.witness.bound is None
     assert "nf4" in report.witness.trained_with
     edit_factors(adapter, lambda name, t: -t if "lora_B" in name else t)
+    with pytest.raises(MergeError, match="witness DIFFERS"):
+        merge_adapter(adapter, tmp_path / "other", base=base, progress=False)
+
+
+@pytest.mark.parametrize("size", [0.2, 0.6])
+def test_a_small_update_is_judged_beside_its_rounding(size: float, tmp_path: Path) -> None:
+    """In training it ran in float32, and its merge in bfloat16: a shift by rounding is no error of the update's size."""
+    base = builders.save_base(tmp_path / "base", CONFIGS["llama"])
+    adapter = builders.train_adapter(base, tmp_path / "adapter", **TARGETS["llama"])
+    edit_factors(adapter, lambda name, t: t * size if "lora_B" in name else t)
+    live = PeftModel.from_pretrained(builders.load(base), str(adapter))
+    write_witness(adapter, live, letters(tmp_path / "letters"))
+    witness = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).witness
+    assert witness is not None
+    assert witness.scale_bound is not None
+    edit_factors(adapter, lambda name, t: t * 1.1 if "lora_B" in name else t)
     with pytest.raises(MergeError, match="witness DIFFERS"):
         merge_adapter(adapter, tmp_path / "other", base=base, progress=False)
 

@@ -193,16 +193,7 @@ def runnable_experts(model: Any) -> Iterator[None]:
 
 def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept: float | None = None) -> LogitCheck:
     """Run a merged model on the reference's tokens. stored: the dtype of its weights; kept: share of the update in them."""
-    return compare_recorded(reference, run_model(merged, reference.input_ids), merged, stored, kept)
-
-
-def compare_recorded(
-    reference: Reference, logits: torch.Tensor, merged: Any, stored: torch.dtype, kept: float | None = None
-) -> LogitCheck:
-    """Compare logits [batch, sequence, vocabulary] that a merged model gave on the reference's tokens."""
-    live = reference.live
-    if reference.columns is not None:
-        logits = logits[..., reference.columns]
+    logits, live = run_model(merged, reference.input_ids), reference.live
     if logits.shape[:-1] != live.shape[:-1]:
         message = f"the merged model's logits are {list(logits.shape)}, the live model's {list(live.shape)}"
         raise UsageError(message, fix="is it the merge of the same base?")
