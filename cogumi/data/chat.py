@@ -3,8 +3,8 @@
 Shapes: OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`, `input`,
 `output`. `reasoning_content`, `tool_calls`, `tool_call_id` and `name` are kept.
 
-- Null fields are absent fields: columns give every message the keys of all others, and templates test `'tool_calls' in
-  message`. Arguments of a tool call may be JSON text, as OpenAI's API writes them, in which a null stays null.
+- A message's null fields are absent fields: templates test `'tool_calls' in message`. In tools and in the arguments of a
+  call, which may be JSON text as OpenAI's API writes it, a null stays null; `rows.cells_of` removes those of Arrow.
 - Parts of text are joined. A row with a picture or a sound is dropped.
 - Consecutive turns of one role stay: the template decides whether that is a conversation.
 
@@ -90,14 +90,6 @@ def _read_text(value: Any) -> str:
     return value
 
 
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
-    return value
-
-
 def read_messages(value: Any) -> list[Message]:
     """Return the messages in a cell: a list of objects, or its JSON text. Raises BadRow."""
     messages = _read_list(value, "whose messages are neither a list nor JSON")
@@ -153,11 +145,10 @@ def _read_tool_call(raw: Any) -> dict[str, Any]:
     call = function if isinstance(function, Mapping) else raw
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise BadRow("with a tool call that names no function")
-    arguments, reason = call.get("arguments"), "with tool-call arguments that are no JSON object"
+    reason = "with tool-call arguments that are no JSON object"
+    arguments = {} if call.get("arguments") is None else call["arguments"]
     if isinstance(arguments, str):
         arguments = _parse_json(arguments, reason)
-    else:
-        arguments = without_nulls({} if arguments is None else arguments)
     if not isinstance(arguments, Mapping):
         raise BadRow(reason)
     result: dict[str, Any] = {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
@@ -175,7 +166,7 @@ def _read_tools(value: Any) -> list[dict[str, Any]] | None:
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise BadRow(reason)
     # `or None`: Llama's template mentions tools even for an empty list.
-    return [without_nulls(tool) for tool in tools] or None
+    return list(tools) or None
 
 
 def _last_turn(messages: Sequence[Message], role: str) -> int:

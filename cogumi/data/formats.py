@@ -66,6 +66,7 @@ from cogumi.data.rows import (
     record_columns,
     try_each,
 )
+from cogumi.data.selection import Read, question_of
 
 Mask = npt.NDArray[np.int8]
 FORMATS = {
@@ -166,6 +167,31 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
         return partial(fim_sft_chunk, controls=controls, config=options.fim)
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
     return partial(make_chunk, using=Rendering(options, tokenizer, special_texts(tokenizer)))
+
+
+def reader_for(options: FormatOptions) -> Read | None:
+    """Return the function that reads the question and the example of a row; None for fim."""
+    format = options.format
+    if format == "fim":
+        return None
+    if options.method == "gspo":
+        make: Any = read_question if format == "chat" else read_prompt
+    else:
+        conversation = partial(read_conversation, learn=options.learn)
+        make = {"chat": conversation, "prompt_completion": read_completion, "preference": read_pair}[format]
+
+    def read(row: dict[str, Any]) -> tuple[str, Any]:
+        parsed = make(row)
+        if isinstance(parsed, Conversation):
+            return question_of(parsed.messages), [parsed.messages, parsed.tools]
+        if isinstance(parsed, tuple):
+            return question_of(parsed[0]), parsed
+        if isinstance(parsed, dict):
+            return question_of(parsed["prompt"]), parsed
+        rewarded = {name: value for name, value in row.items() if name not in FIELDS[format]}
+        return question_of(parsed.prompt), [parsed.prompt, parsed.answer, parsed.tools, rewarded]
+
+    return read
 
 
 def layout_note(options: FormatOptions, tokenizer: Any) -> str:

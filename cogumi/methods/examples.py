@@ -20,7 +20,7 @@ from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
 from cogumi.data.chat import prints_date, read_template
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
+from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.rows import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import locate
@@ -49,6 +49,7 @@ class Examples:
     held_out: Data | None
     prompts: Dataset | None
     key: str
+    split: str
     today: str | None
     sources: tuple[str, ...] = ()
     max_length: int | None = None
@@ -65,7 +66,17 @@ class Examples:
 
         `lengths`: (first, last, examples) in tokens, [] of prompts.
         """
-        section = {"key": self.key, "today": self.today, "max_length": self.max_length, "held_out": None}
+        before = read_section(run_dir / DECISIONS, DATA)
+        if before and before.get("split") != self.split:
+            log.warning("the held-out rows may be others than when the run began, which may have trained on some of them: the "
+                        "data or the version of cogumi changed. For a comparable eval_loss begin a new run")  # fmt: skip
+        section = {
+            "key": self.key,
+            "split": self.split,
+            "today": self.today,
+            "max_length": self.max_length,
+            "held_out": None,
+        }
         accounts = [asdict(account_for(data)) | {"lengths": data.lengths.buckets(BARS)} for data in self.parts()]
         write_section(run_dir / DECISIONS, DATA, section | dict(zip(("train", "held_out"), accounts, strict=False)))
 
@@ -82,19 +93,23 @@ class Shares:
     duplicated: int
     tokens: int
     learned: int
+    sharing: int = 0
 
     def __str__(self) -> str:
         of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
         left_out = ", ".join(f"{format_share(count, self.rows)} {reason}" for reason, count in of_rows.items())
         learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
-        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}"
+        sharing = f"; {self.sharing:,} rows share their question with another row" if self.sharing else ""
+        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}{sharing}"
 
 
 def account_for(data: Data) -> Shares:
     """Account for every row."""
     dropped = {reason: drop.count for reason, drop in data.dropped.items()}
     name, examples, tokens = redact_text(data.name), len(data.dataset), data.lengths.tokens
-    return Shares(name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned)
+    return Shares(
+        name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned, data.sharing
+    )
 
 
 def prepare_examples(
@@ -115,6 +130,7 @@ def prepare_examples(
         prepared.held_out,
         held_out_prompts(prepared.held_out.dataset, options, tokenizer) if prepared.held_out else None,
         prepared.key,
+        prepared.split,
         options.today,
         (*prepared.sources, *notes),
         options.max_length,
@@ -166,6 +182,7 @@ def sources_of(
             options=options.as_json(),
             weight=getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
+            read=reader_for(options),
         )
         sources.append((entry, options))
     return sources
