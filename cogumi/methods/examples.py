@@ -23,7 +23,7 @@ from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.rows import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
-from cogumi.data.source_files import locate
+from cogumi.data.source_files import is_hub_id, locate
 from cogumi.data.sources import column_names
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, setting, task_of
@@ -147,11 +147,17 @@ def sources_of(
     room, fim = room_for_prompts(run, base_config), run.data.fim
     if room is not None:
         fim = fim.model_copy(update={"max_length": min(fim.max_length, room)})
-    entries: Sequence[MixEntry | DataSection] = run.data.mix or [run.data]
+    entries: list[MixEntry | DataSection] = list(run.data.mix) or [run.data]
+    if run.data.eval_source is not None:
+        no_hub = dict.fromkeys(("revision", "split", "subset"))
+        entries.append(run.data.model_copy(update={"source": run.data.eval_source, "mix": [], **no_hub}))
     sources = []
-    for item in entries:
+    for number, item in enumerate(entries):
+        is_eval = number == len(run.data.mix or [run.data])
         task = None if item.source else task_of(run)
         source = str(write_rows(own_rows(task), task.name)) if task else item.source or ""
+        if is_eval and (Path(source).is_dir() or (is_hub_id(source) and not Path(source).exists())):
+            raise UsageError(f"{source} is no file", key="data.eval_source", fix="name the file, or a pattern")
         name, files, identity = locate(source, revision=item.revision, split=item.split, subset=item.subset)
         name = f"cogumi.environment {task.name}" if task else name
         options = FormatOptions(
@@ -180,7 +186,7 @@ def sources_of(
             tokenize=tokenize_for(options, tokenizer),
             identity=identity,
             options=options.as_json(),
-            weight=getattr(item, "weight", 1.0),
+            weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
             read=reader_for(options),
         )
