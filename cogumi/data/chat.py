@@ -41,6 +41,7 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
+REPR = re.compile(r"\s*(?:array\()?\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -77,6 +78,7 @@ def _read_list(value: Any, reason: str) -> list[Any]:
     """Return the list in a cell, or in its JSON text."""
     value = decode_cell(value)
     if isinstance(value, str):
+        _refuse_repr(value)
         value = _parse_json(value, reason)
     if not isinstance(value, list | tuple):
         raise BadRow(reason)
@@ -189,8 +191,31 @@ def _refuse_empty_prompt(prompt: Side) -> None:
         raise BadRow("with an empty prompt")
 
 
+def _refuse_repr(text: str) -> None:
+    if REPR.match(text):
+        raise BadRow("of Python's repr of a list, which is not JSON (json.dumps writes that)", text)
+
+
 def _text_or_messages(value: Any) -> Side:
-    return read_messages(value) if isinstance(value, list) else _read_text(value)
+    """Return the messages in a cell, also in its JSON text; any other text is text."""
+    if isinstance(value, list):
+        return read_messages(value)
+    text = _read_text(value)
+    if text.lstrip()[:1] in ("[", "a"):
+        _refuse_repr(text)
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
+            return read_messages(parsed)
+    return text
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not {"content", "value", "tool_calls"} & value.keys():
+        return False
+    return str(value.get("role") or value.get("from")).strip().lower() in (*ROLES, *CALL_ROLES)
 
 
 def _as_messages(side: Side, role: str) -> list[Message]:
@@ -324,10 +349,9 @@ def read_question(row: dict[str, Any]) -> Question:
 
 def read_prompt(row: dict[str, Any]) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
-    completion = row.get("completion")
-    if isinstance(completion, list):
-        completion = read_messages(completion)[-1]["content"]
-    answer = None if completion is None else split_thought(_read_text(completion))[1]
+    completion = None if row.get("completion") is None else _text_or_messages(row["completion"])
+    answer = completion[-1]["content"] if isinstance(completion, list) else completion
+    answer = None if answer is None else split_thought(answer)[1]
     prompt = _text_or_messages(row["prompt"])
     _refuse_empty_prompt(prompt)
     return Question(prompt, answer, None if isinstance(prompt, str) else _read_tools(row.get("tools")))

@@ -33,6 +33,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 EXCERPT = 80  # characters
 MESSAGE_KEYS = {"role", "content"}
+NO_OBJECT = "(JSON that is no object)"
+"""The only key of the record of a JSON value that is no object, and of each of its cells."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,11 @@ def row_dicts(rows: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def decode_cell(value: Any) -> Any:
-    """Return bytes as text and anything else unchanged. Raises BadRow for null and for bytes that are not UTF-8."""
+    """Return bytes as text and anything else unchanged. Raises BadRow for null, bytes that are not UTF-8 and no object."""
     if value is None:
         raise BadRow("null")
+    if isinstance(value, dict) and NO_OBJECT in value:
+        raise BadRow("of JSON that is no object", json.dumps(value[NO_OBJECT]))
     if isinstance(value, bytes):
         try:
             return value.decode()
