@@ -89,6 +89,8 @@ class Source:
     """True: `tokenize` also gets each original row, in the column `record`."""
     read: Read | None = None
     """Finds rows of one question or example; None: by their columns."""
+    unused: Sequence[str] = ()
+    """Columns of the files that nothing is made of."""
 
     def batches(self, files: Sequence[Path] | None = None, records: bool = False) -> Iterator[pl.DataFrame]:
         """Iterate over the rows of all files, or of `files`, by field; `records` adds original rows if they are kept."""

@@ -112,7 +112,8 @@ def _read_message(raw: Any) -> Message:
         return {"role": "assistant", "content": "", "tool_calls": list(map(_read_tool_call, parsed))}
     if role not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
-    calls = raw.get("tool_calls")
+    # `function_call` is how OpenAI's API wrote one call before `tool_calls`.
+    calls = raw.get("tool_calls") or ([raw["function_call"]] if raw.get("function_call") else None)
     if calls and not isinstance(calls, list | tuple):
         raise BadRow("with tool calls that are no list")
     if content is None and not calls:
@@ -248,15 +249,23 @@ def is_missing_reasoning(messages: Sequence[Message]) -> bool:
 
 
 def _row_messages(row: dict[str, Any]) -> list[Message]:
-    """Return the messages of a chat row of any shape; Alpaca's input is put below the instruction."""
+    """Return the messages of a chat row of any shape; Alpaca's input is put below the instruction.
+
+    Raises BadRow also for a column `system` beside another system message.
+    """
     if "instruction" not in row:
-        return read_messages(row["messages"] if "messages" in row else row["conversations"])
-    question = _read_text(row["instruction"])
-    if row.get("input") is not None and (extra := _read_text(row["input"])).strip():
-        question = f"{question}\n\n{extra}"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": _read_text(row["output"])}]
+        messages = read_messages(row["messages"] if "messages" in row else row["conversations"])
+    else:
+        question = _read_text(row["instruction"])
+        if row.get("input") is not None and (extra := _read_text(row["input"])).strip():
+            question = f"{question}\n\n{extra}"
+        answer = {"role": "assistant", "content": _read_text(row["output"])}
+        messages = [{"role": "user", "content": question}, answer]
     if row.get("system") is not None and (system := _read_text(row["system"])).strip():
-        messages.insert(0, {"role": "system", "content": system})
+        if messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": system}, *messages]
+        if messages[0]["content"].strip() != system.strip():
+            raise BadRow("with a system message beside another one in `system`", system)
     return messages
 
 

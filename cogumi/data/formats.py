@@ -87,7 +87,13 @@ SHAPES: dict[str, list[tuple[str, ...]]] = {
     "prompt_completion": [("prompt", "completion")],
     "preference": [("chosen", "rejected")],
 }
-OPTIONAL = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}
+OPTIONAL = {
+    "messages": ("system",),
+    "conversations": ("system",),
+    "instruction": ("input", "system"),
+    "chosen": ("prompt",),
+    "prompt": ("completion",),
+}
 RESERVED = (
     RECORD_COLUMN,
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
@@ -119,6 +125,8 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
             fix = f"give it another name; in the original row it is record[{column!r}]"
             raise UsageError(f"rewards are given `{name}` whatever the data has", key=key, fix=fix)
     available = {name: name for name in FIELDS[format] if name in names} | dict(options.columns)
+    if format == "chat" and "functions" in names:  # OpenAI's name before `tools`
+        available.setdefault("tools", "functions")
     if format == "fim" and options.column in names:
         available["source"] = options.column
     shapes = [("prompt",)] if format == "prompt_completion" and method == "gspo" else SHAPES[format]
@@ -132,6 +140,10 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
         raise UsageError(f"{format} needs the columns {needed}", key="data.format", fix=fix)
     tools = () if format == "fim" else ("tools",)
     used = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *rewarded_columns(options)]
+    for name in options.columns:
+        if name not in used:
+            message = f"would be ignored: rows are made of {', '.join(shape)}"
+            raise UsageError(message, key=f"data.columns.{name}", fix="drop it")
     return {name: available[name] for name in dict.fromkeys(used) if name in available}
 
 

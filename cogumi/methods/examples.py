@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,16 @@ class Examples:
     today: str | None
     sources: tuple[str, ...] = ()
     max_length: int | None = None
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Columns that nothing is made of, by source."""
 
     def parts(self) -> list[Data]:
         return [self.train] if self.held_out is None else [self.train, self.held_out]
 
     def reports(self) -> list[str]:
         dropped = [line for data in self.parts() for line in data.examples_dropped()]
-        return [*self.sources, *(data.report() for data in self.parts()), *dropped]
+        unused = [f"{name}: columns that are not used: {', '.join(columns)}" for name, columns in self.unused.items()]
+        return [*self.sources, *unused, *(data.report() for data in self.parts()), *dropped]
 
     def record(self, run_dir: Path) -> None:
         """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people.
@@ -134,6 +137,7 @@ def prepare_examples(
         options.today,
         (*prepared.sources, *notes),
         options.max_length,
+        {source.name: source.unused for source, _ in sources if source.unused},
     )
 
 
@@ -189,6 +193,7 @@ def sources_of(
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
             read=reader_for(options),
+            unused=() if run.cogumi.method == "gspo" else [name for name in names if name not in columns.values()],
         )
         sources.append((entry, options))
     return sources
