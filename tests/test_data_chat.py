@@ -67,7 +67,8 @@ def test_alpaca_input_and_system() -> None:
         ({"role": "assistant", "content": "",
           "tool_calls": [{"name": "add", "arguments": {"a": 2, "b": None, "c": [{"d": None}]}}]},
          {"role": "assistant", "content": "",
-          "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "c": [{}]}}}]}),
+          "tool_calls": [{"type": "function", "function": {
+              "name": "add", "arguments": {"a": 2, "b": None, "c": [{"d": None}]}}}]}),
         ({"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
          {"role": "assistant", "content": "", "tool_calls": [CALL]}),
         ({"role": "assistant", "content": "x", "thinking": "hm"},

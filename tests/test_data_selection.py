@@ -12,6 +12,7 @@ from cogumi.data.selection import (
     NOTHING,
     TRAIN,
     UNUSED,
+    RowHashes,
     Selection,
     choose_rows,
     count_states,
@@ -65,7 +66,8 @@ def test_any_choice_is_what_sorting_all_rows_gives(monkeypatch, block):
             deduplicate=bool(rng.random() < 0.5),
         )
         states = np.zeros(len(hashes), np.uint8)
-        duplicates = choose_rows(hashes, states, bounds, weights, asked)
+        duplicates, sharing = choose_rows(RowHashes(hashes, hashes), states, bounds, weights, asked)
+        assert sharing == 0
 
         held_out, trained = (hashes[states == state].tolist() for state in (HELD_OUT, TRAIN))
         assert len(set(held_out)) == len(held_out) <= asked.eval_rows
@@ -96,7 +98,7 @@ def test_more_rows_move_few_others():
     chosen = []
     for hashes in (before, after):
         states = np.zeros(len(hashes), np.uint8)
-        choose_rows(hashes, states, [0, len(hashes)], [1.0], Selection(eval_rows=50, max_rows=300))
+        choose_rows(RowHashes(hashes, hashes), states, [0, len(hashes)], [1.0], Selection(eval_rows=50, max_rows=300))
         chosen.append(set(hashes[states == TRAIN].tolist()))
     assert len(chosen[0] & chosen[1]) >= 285
 
@@ -107,5 +109,5 @@ def test_shares_are_exact_in_decimals():
     assert divide_by_shares(11, shares) == [10, 1]
     states = np.zeros(10_100, np.uint8)
     hashes = np.arange(10_100, dtype=np.uint64)
-    choose_rows(hashes, states, [0, 9_000, 10_100], [0.9, 0.1], Selection())
+    choose_rows(RowHashes(hashes, hashes), states, [0, 9_000, 10_100], [0.9, 0.1], Selection())
     assert [count_states(part)[TRAIN] for part in (states[:9_000], states[9_000:])] == [9_000, 1_000]

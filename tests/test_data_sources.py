@@ -168,11 +168,8 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('\ufeff{"a": "x"}\n\n{"a": "y"}\n{"a": \n{"a": "z"}\n')
     assert refused(path, ["a"]).place == f"{path}:4"
-    path.write_text('{"a": "x"}\n[1]\n')
-    error = refused(path, ["a"])
-    assert (error.place, "not an object" in error.message) == (f"{path}:2", True)
     path.write_text("[" * 100_000)
-    assert "jq -c '.[]' rows.jsonl" in refused(path, ["a"]).fix
+    assert refused(path, ["a"]).place == f"{path}:1"
     path.write_text('{"a": 1}\n' + '{"a": ' * 100_000)
     assert refused(path, ["a"]).place == f"{path}:2"
 

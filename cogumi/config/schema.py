@@ -135,6 +135,9 @@ class DataSection(Section):
     eval_rows: int | None = Field(default=None, ge=0)
     """Rows held out of training: their loss is measured, and the first are the prompts of samples.jsonl. One row in fifty by
     default, at most 64; 0: none."""
+    eval_source: str | None = None
+    """A file, or a glob, that is held out instead of rows of the source: all of it, or `eval_rows`. Questions in it are not
+    trained on."""
     deduplicate: bool = False
     """Train on the first of equal rows only. They are counted in any case."""
     bad_rows: Literal["drop", "fail"] = "drop"
@@ -328,6 +331,9 @@ def read_config(
             ignored = f"data.{key} beside data.mix would be ignored"
             raise origins.error(ignored, f"data.{key}", "give it in an entry of the mix")
     run = validate_sections(values, origins)
+    if run.data.eval_source is not None and run.data.eval_rows == 0:
+        ignored = "data.eval_source beside data.eval_rows: 0 would be ignored"
+        raise origins.error(ignored, "data.eval_source", "drop one of the two")
     refuse_ignored(run, origins)
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
         message = f"{run.cogumi.sharding} shares the model among several processes, and there is one"

@@ -43,13 +43,16 @@ from cogumi.data.selection import (
     COPY,
     HELD_OUT,
     LIKE_HELD_OUT,
+    SAME_QUESTION,
     TRAIN,
     UNUSED,
+    Read,
+    RowHashes,
     Selection,
     States,
     choose_rows,
     count_states,
-    row_hashes,
+    example_hashes,
 )
 from cogumi.data.sources import ORIGINALS, batches
 
@@ -60,7 +63,11 @@ log = logging.getLogger("cogumi")
 
 LIBRARIES = ("tokenizers", "transformers", "trl", "polars", "pyarrow", "datasets")
 RECORD = "prepared.json"
-EQUAL = {COPY: "equal to an earlier row", LIKE_HELD_OUT: "equal to a held-out row"}
+EQUAL = {
+    COPY: "equal to an earlier row",
+    LIKE_HELD_OUT: "equal to a held-out row",
+    SAME_QUESTION: "with the question of a held-out row",
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,13 @@ class Source:
     options: Any
     """Everything that decides the result of `tokenize` for a row, as JSON: the format and its settings."""
     weight: float = 1.0
+    """Its share of the examples; 0: all rows are held out."""
     keeps_records: bool = False
     """True: `tokenize` also gets each original row, in the column `record`."""
+    read: Read | None = None
+    """Finds rows of one question or example; None: by their columns."""
+    unused: Sequence[str] = ()
+    """Columns of the files that nothing is made of."""
 
     def batches(self, files: Sequence[Path] | None = None, records: bool = False) -> Iterator[pl.DataFrame]:
         """Iterate over the rows of all files, or of `files`, by field; `records` adds original rows if they are kept."""
@@ -98,6 +110,8 @@ class Data:
     truncated: int
     duplicates: int
     """Rows equal to an earlier one; also among `dropped` with `data.deduplicate`."""
+    sharing: int
+    """Rows with the question of another row and another answer."""
     lengths: Lengths
     learned: int
     """Tokens with a completion mask of 1; 0 without a mask."""
@@ -117,6 +131,8 @@ class Data:
             line += f"; truncated {self.truncated:,}"
         if self.duplicates and EQUAL[COPY] not in self.dropped:
             line += f"; {self.duplicates:,} equal to an earlier row are kept (data.deduplicate: true drops them)"
+        if self.sharing:
+            line += f"; {self.sharing:,} share their question with another row"
         return f"{line} ({self.note})" if self.note else line
 
     def examples_dropped(self) -> list[str]:
@@ -148,6 +164,8 @@ class Prepared:
     directory: Path
     sources: Sequence[str]
     """One line per source of a mixture: how much of it is used."""
+    split: str
+    """Hash of the choice of each row."""
 
 
 def prepare(
@@ -186,7 +204,7 @@ def prepare(
     if bad_rows == "fail":
         for data in loaded.values():
             data.refuse_bad_rows()
-    return Prepared(loaded["train"], loaded.get("held_out"), key, directory, record["sources"])
+    return Prepared(loaded["train"], loaded.get("held_out"), key, directory, record["sources"], record["split"])
 
 
 def code_and_libraries() -> dict[str, str]:
@@ -334,24 +352,30 @@ def describe_counts(name: str, used: int, dropped: Mapping[str, Dropped]) -> str
 
 def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
     try:
-        counts, duplicates, states = _select(sources, selection, out)
+        counts, (duplicates, sharing), states = _select(sources, selection, out)
         train, held_out = _tokenize(sources, states, out)
         used = sum(count[TRAIN] for count in counts)
         left = used + sum(count[UNUSED] + count[COPY] for count in counts)
-        name = sources[0].name if len(sources) == 1 else f"{len(sources)} sources"
+        trained, own = (
+            [source for source in sources if source.weight],
+            [source for source in sources if not source.weight],
+        )
+        name = trained[0].name if len(trained) == 1 else f"{len(trained)} sources"
+        held_out_name = f"{own[0].name} (data.eval_source)" if own else "held out (data.eval_rows)"
         note = f"{used:,} of {len(states):,} rows chosen" if used < left else ""
         has_held_out = selection.eval_rows or held_out.files  # a default that makes no example refuses no run
         record = {
-            "train": train.close(name) | {"duplicates": duplicates, "note": note},
-            "held_out": held_out.close("held out (data.eval_rows)") | {"duplicates": 0} if has_held_out else None,
+            "train": train.close(name) | {"duplicates": duplicates, "sharing": sharing, "note": note},
+            "held_out": held_out.close(held_out_name) | {"duplicates": 0, "sharing": 0} if has_held_out else None,
+            "split": hashlib.blake2b(states.tobytes(), digest_size=12).hexdigest(),
             "sources": [
                 f"{source.name}: {count[TRAIN]:,} of {sum(count):,} rows ({count[TRAIN] / sum(count):.0%})"
                 + (f", {count[HELD_OUT]:,} held out" if count[HELD_OUT] else "")
                 for source, count in zip(sources, counts, strict=True)
-                if len(sources) > 1
+                if len(trained) > 1 and source.weight
             ],
         }
-        for temporary in ("hashes", "states"):
+        for temporary in (*RowHashes._fields, "states"):
             (out / temporary).unlink()
     except OSError as error:
         if error.errno not in NO_SPACE:
@@ -362,32 +386,39 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
     sync_path(out)
 
 
-def _select(sources: Sequence[Source], selection: Selection, out: Path) -> tuple[list[list[int]], int, States]:
-    """Choose rows by their hashes: (counts of states by source, duplicates, state of each row of all sources)."""
-    heights = [0] * len(sources)
-    with (out / "hashes").open("wb") as file:
+def _select(
+    sources: Sequence[Source], selection: Selection, out: Path
+) -> tuple[list[list[int]], tuple[int, int], States]:
+    """Choose rows by their hashes: (counts of states by source, as `choose_rows`, state of each row of all sources)."""
+    heights, is_same = [0] * len(sources), True
+    with (out / "examples").open("wb") as examples, (out / "questions").open("wb") as questions:
         for number, _, rows in _numbered(sources, "choosing rows", None, records=False):
-            file.write(row_hashes(rows, selection.seed).tobytes())
+            batch = example_hashes(rows, sources[number].read, selection.seed)
+            for file, part in zip((examples, questions), batch, strict=True):
+                file.write(part.tobytes())
+            is_same &= batch.questions is batch.examples
             heights[number] += rows.height
     for source, height in zip(sources, heights, strict=True):
         if not height:
             raise UsageError("it has no rows", place=source.name, fix="check what wrote it, or give another file")
     bounds = [0, *np.cumsum(heights).tolist()]
-    hashes = np.memmap(out / "hashes", np.uint64, "r")
+    first = np.memmap(out / "examples", np.uint64, "r")
+    hashes = RowHashes(first, first if is_same else np.memmap(out / "questions", np.uint64, "r+"))
     states = np.memmap(out / "states", np.uint8, "w+", shape=(bounds[-1],))
-    duplicates = choose_rows(hashes, states, bounds, [source.weight for source in sources], selection)
+    copies = choose_rows(hashes, states, bounds, [source.weight for source in sources], selection)
     counts = [count_states(states[start:stop]) for start, stop in pairwise(bounds)]
     if any(count[TRAIN] for count in counts):
-        return counts, duplicates, states
+        return counts, copies, states
     for source, count in zip(sources, counts, strict=True):
-        if not count[UNUSED]:
+        if source.weight and not count[UNUSED]:
             raise UsageError(
                 f"of its {sum(count):,} rows {count[HELD_OUT]:,} are held out (data.eval_rows), "
-                f"{count[LIKE_HELD_OUT]:,} are equal to those and {count[COPY]:,} to earlier ones: none is left to train on",
+                f"{count[LIKE_HELD_OUT] + count[SAME_QUESTION]:,} are equal to those and {count[COPY]:,} to earlier ones: "
+                "none is left to train on",
                 place=source.name,
                 fix="lower data.eval_rows" if count[HELD_OUT] else "data.deduplicate=false keeps copies",
             )
-    return counts, duplicates, states
+    return counts, copies, states
 
 
 def _tokenize(sources: Sequence[Source], states: States, out: Path) -> tuple[ExamplesWriter, ExamplesWriter]:
@@ -400,7 +431,8 @@ def _tokenize(sources: Sequence[Source], states: States, out: Path) -> tuple[Exa
             if len(equal):
                 first = int(equal[0])
                 shown = rows.drop(RECORD_COLUMN, strict=False).row(first)
-                count_dropped(train.dropped, reason, first_row + first, shown, len(equal))
+                part = train if sources[number].weight else held_out
+                count_dropped(part.dropped, reason, first_row + first, shown, len(equal))
         for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
             chosen = np.flatnonzero(batch_states == state)
             if len(chosen):

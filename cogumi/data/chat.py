@@ -3,8 +3,8 @@
 Shapes: OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, value) and Alpaca's `instruction`, `input`,
 `output`. `reasoning_content`, `tool_calls`, `tool_call_id` and `name` are kept.
 
-- Null fields are absent fields: columns give every message the keys of all others, and templates test `'tool_calls' in
-  message`. Arguments of a tool call may be JSON text, as OpenAI's API writes them, in which a null stays null.
+- A message's null fields are absent fields: templates test `'tool_calls' in message`. In tools and in the arguments of a
+  call, which may be JSON text as OpenAI's API writes it, a null stays null; `rows.cells_of` removes those of Arrow.
 - Parts of text are joined. A row with a picture or a sound is dropped.
 - Consecutive turns of one role stay: the template decides whether that is a conversation.
 
@@ -41,6 +41,7 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
+REPR = re.compile(r"\s*(?:array\()?\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -77,6 +78,7 @@ def _read_list(value: Any, reason: str) -> list[Any]:
     """Return the list in a cell, or in its JSON text."""
     value = decode_cell(value)
     if isinstance(value, str):
+        _refuse_repr(value)
         value = _parse_json(value, reason)
     if not isinstance(value, list | tuple):
         raise BadRow(reason)
@@ -87,14 +89,6 @@ def _read_text(value: Any) -> str:
     value = decode_cell(value)
     if not isinstance(value, str):
         raise BadRow("with a field that is no text", f"{value!r}")
-    return value
-
-
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
     return value
 
 
@@ -118,7 +112,8 @@ def _read_message(raw: Any) -> Message:
         return {"role": "assistant", "content": "", "tool_calls": list(map(_read_tool_call, parsed))}
     if role not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
-    calls = raw.get("tool_calls")
+    # `function_call` is how OpenAI's API wrote one call before `tool_calls`.
+    calls = raw.get("tool_calls") or ([raw["function_call"]] if raw.get("function_call") else None)
     if calls and not isinstance(calls, list | tuple):
         raise BadRow("with tool calls that are no list")
     if content is None and not calls:
@@ -153,11 +148,10 @@ def _read_tool_call(raw: Any) -> dict[str, Any]:
     call = function if isinstance(function, Mapping) else raw
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise BadRow("with a tool call that names no function")
-    arguments, reason = call.get("arguments"), "with tool-call arguments that are no JSON object"
+    reason = "with tool-call arguments that are no JSON object"
+    arguments = {} if call.get("arguments") is None else call["arguments"]
     if isinstance(arguments, str):
         arguments = _parse_json(arguments, reason)
-    else:
-        arguments = without_nulls({} if arguments is None else arguments)
     if not isinstance(arguments, Mapping):
         raise BadRow(reason)
     result: dict[str, Any] = {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
@@ -175,7 +169,7 @@ def _read_tools(value: Any) -> list[dict[str, Any]] | None:
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise BadRow(reason)
     # `or None`: Llama's template mentions tools even for an empty list.
-    return [without_nulls(tool) for tool in tools] or None
+    return list(tools) or None
 
 
 def _last_turn(messages: Sequence[Message], role: str) -> int:
@@ -198,8 +192,31 @@ def _refuse_empty_prompt(prompt: Side) -> None:
         raise BadRow("with an empty prompt")
 
 
+def _refuse_repr(text: str) -> None:
+    if REPR.match(text):
+        raise BadRow("of Python's repr of a list, which is not JSON (json.dumps writes that)", text)
+
+
 def _text_or_messages(value: Any) -> Side:
-    return read_messages(value) if isinstance(value, list) else _read_text(value)
+    """Return the messages in a cell, also in its JSON text; any other text is text."""
+    if isinstance(value, list):
+        return read_messages(value)
+    text = _read_text(value)
+    if text.lstrip()[:1] in ("[", "a"):
+        _refuse_repr(text)
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
+            return read_messages(parsed)
+    return text
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not {"content", "value", "tool_calls"} & value.keys():
+        return False
+    return str(value.get("role") or value.get("from")).strip().lower() in (*ROLES, *CALL_ROLES)
 
 
 def _as_messages(side: Side, role: str) -> list[Message]:
@@ -232,15 +249,23 @@ def is_missing_reasoning(messages: Sequence[Message]) -> bool:
 
 
 def _row_messages(row: dict[str, Any]) -> list[Message]:
-    """Return the messages of a chat row of any shape; Alpaca's input is put below the instruction."""
+    """Return the messages of a chat row of any shape; Alpaca's input is put below the instruction.
+
+    Raises BadRow also for a column `system` beside another system message.
+    """
     if "instruction" not in row:
-        return read_messages(row["messages"] if "messages" in row else row["conversations"])
-    question = _read_text(row["instruction"])
-    if row.get("input") is not None and (extra := _read_text(row["input"])).strip():
-        question = f"{question}\n\n{extra}"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": _read_text(row["output"])}]
+        messages = read_messages(row["messages"] if "messages" in row else row["conversations"])
+    else:
+        question = _read_text(row["instruction"])
+        if row.get("input") is not None and (extra := _read_text(row["input"])).strip():
+            question = f"{question}\n\n{extra}"
+        answer = {"role": "assistant", "content": _read_text(row["output"])}
+        messages = [{"role": "user", "content": question}, answer]
     if row.get("system") is not None and (system := _read_text(row["system"])).strip():
-        messages.insert(0, {"role": "system", "content": system})
+        if messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": system}, *messages]
+        if messages[0]["content"].strip() != system.strip():
+            raise BadRow("with a system message beside another one in `system`", system)
     return messages
 
 
@@ -333,10 +358,9 @@ def read_question(row: dict[str, Any]) -> Question:
 
 def read_prompt(row: dict[str, Any]) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
-    completion = row.get("completion")
-    if isinstance(completion, list):
-        completion = read_messages(completion)[-1]["content"]
-    answer = None if completion is None else split_thought(_read_text(completion))[1]
+    completion = None if row.get("completion") is None else _text_or_messages(row["completion"])
+    answer = completion[-1]["content"] if isinstance(completion, list) else completion
+    answer = None if answer is None else split_thought(answer)[1]
     prompt = _text_or_messages(row["prompt"])
     _refuse_empty_prompt(prompt)
     return Question(prompt, answer, None if isinstance(prompt, str) else _read_tools(row.get("tools")))

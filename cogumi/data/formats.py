@@ -66,6 +66,7 @@ from cogumi.data.rows import (
     record_columns,
     try_each,
 )
+from cogumi.data.selection import Read, question_of
 
 Mask = npt.NDArray[np.int8]
 FORMATS = {
@@ -86,7 +87,13 @@ SHAPES: dict[str, list[tuple[str, ...]]] = {
     "prompt_completion": [("prompt", "completion")],
     "preference": [("chosen", "rejected")],
 }
-OPTIONAL = {"instruction": ("input", "system"), "chosen": ("prompt",), "prompt": ("completion",)}
+OPTIONAL = {
+    "messages": ("system",),
+    "conversations": ("system",),
+    "instruction": ("input", "system"),
+    "chosen": ("prompt",),
+    "prompt": ("completion",),
+}
 RESERVED = (
     RECORD_COLUMN,
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
@@ -118,6 +125,8 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
             fix = f"give it another name; in the original row it is record[{column!r}]"
             raise UsageError(f"rewards are given `{name}` whatever the data has", key=key, fix=fix)
     available = {name: name for name in FIELDS[format] if name in names} | dict(options.columns)
+    if format == "chat" and "functions" in names:  # OpenAI's name before `tools`
+        available.setdefault("tools", "functions")
     if format == "fim" and options.column in names:
         available["source"] = options.column
     shapes = [("prompt",)] if format == "prompt_completion" and method == "gspo" else SHAPES[format]
@@ -131,6 +140,10 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
         raise UsageError(f"{format} needs the columns {needed}", key="data.format", fix=fix)
     tools = () if format == "fim" else ("tools",)
     used = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *rewarded_columns(options)]
+    for name in options.columns:
+        if name not in used:
+            message = f"would be ignored: rows are made of {', '.join(shape)}"
+            raise UsageError(message, key=f"data.columns.{name}", fix="drop it")
     return {name: available[name] for name in dict.fromkeys(used) if name in available}
 
 
@@ -166,6 +179,31 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
         return partial(fim_sft_chunk, controls=controls, config=options.fim)
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
     return partial(make_chunk, using=Rendering(options, tokenizer, special_texts(tokenizer)))
+
+
+def reader_for(options: FormatOptions) -> Read | None:
+    """Return the function that reads the question and the example of a row; None for fim."""
+    format = options.format
+    if format == "fim":
+        return None
+    if options.method == "gspo":
+        make: Any = read_question if format == "chat" else read_prompt
+    else:
+        conversation = partial(read_conversation, learn=options.learn)
+        make = {"chat": conversation, "prompt_completion": read_completion, "preference": read_pair}[format]
+
+    def read(row: dict[str, Any]) -> tuple[str, Any]:
+        parsed = make(row)
+        if isinstance(parsed, Conversation):
+            return question_of(parsed.messages), [parsed.messages, parsed.tools]
+        if isinstance(parsed, tuple):
+            return question_of(parsed[0]), parsed
+        if isinstance(parsed, dict):
+            return question_of(parsed["prompt"]), parsed
+        rewarded = {name: value for name, value in row.items() if name not in FIELDS[format]}
+        return question_of(parsed.prompt), [parsed.prompt, parsed.answer, parsed.tools, rewarded]
+
+    return read
 
 
 def layout_note(options: FormatOptions, tokenizer: Any) -> str:

@@ -33,6 +33,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 EXCERPT = 80  # characters
 MESSAGE_KEYS = {"role", "content"}
+NO_OBJECT = "(JSON that is no object)"
+"""The only key of the record of a JSON value that is no object, and of each of its cells."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,36 @@ def describe_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def without_nulls(value: Any) -> Any:
+    """Remove the keys of nested mappings whose value is null."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def cells_of(column: pl.Series) -> list[Any]:
+    """Return the cells of a column as Python values.
+
+    Arrow gives a struct every key that any row has, with null where a row lacks it: such nulls are removed. A column of
+    Python objects holds JSON, whose nulls were written by the user.
+    """
+    return without_nulls(column.to_list()) if column.dtype.is_nested() else column.to_list()  # type: ignore[no-any-return]
+
+
+def row_dicts(rows: pl.DataFrame) -> Iterator[dict[str, Any]]:
+    """Iterate over the rows as {column: cell}."""
+    for values in zip(*map(cells_of, rows), strict=True):
+        yield dict(zip(rows.columns, values, strict=True))
+
+
 def decode_cell(value: Any) -> Any:
-    """Return bytes as text and anything else unchanged. Raises BadRow for null and for bytes that are not UTF-8."""
+    """Return bytes as text and anything else unchanged. Raises BadRow for null, bytes that are not UTF-8 and no object."""
     if value is None:
         raise BadRow("null")
+    if isinstance(value, dict) and NO_OBJECT in value:
+        raise BadRow("of JSON that is no object", json.dumps(value[NO_OBJECT]))
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -166,9 +194,8 @@ def parse_rows(
     special: list[str],
 ) -> tuple[list[T], list[int]]:
     """Apply `make` to each row as {column: value}: (results, their rows); a text with a control token drops the row."""
-    values = zip(*(column.to_list() for column in rows), strict=True)
     indices = range(first_row, first_row + rows.height)
-    parsed, at = try_each(values, indices, lambda row: make(dict(zip(rows.columns, row, strict=True))), dropped)
+    parsed, at = try_each(row_dicts(rows), indices, make, dropped, lambda row: tuple(row.values()))
     texts = pl.Series(["\0".join(iter_strings(value)) for value in parsed], dtype=pl.String)
     has_special = texts.str.contains_any(special)
 

@@ -7,6 +7,7 @@ turn integers into floats, and name no line of a broken file (`cogumi.data.rows`
 
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -20,8 +21,8 @@ import pyarrow.parquet as pq
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
-from cogumi.data.rows import encode_record, encode_table
-from cogumi.data.source_files import CSV, JSON_LINES, kind_of
+from cogumi.data.rows import NO_OBJECT, encode_record, encode_table
+from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, kind_of
 
 BATCH_BYTES = 8 * 2**20
 """File data per batch. Tokenizing a batch takes about 50 times the memory of its text."""
@@ -30,6 +31,9 @@ MOST_ROWS = 16_384
 BUFFER_BYTES = 2**20
 MOST_NESTED = 256
 """Nesting limit of a JSON line. Code that walks it makes two calls per level, and Python allows 1,000."""
+MOST_VALUE = 2**26
+"""Characters of one value of an array, or of an object over several lines."""
+SEPARATORS = re.compile(r"[\s,]*")
 ORIGINALS = "\0original"
 """The column of a batch that holds its rows as text; no file has a column of this name."""
 
@@ -41,7 +45,7 @@ def column_names(files: Sequence[Path]) -> list[str]:
         with _report_damage(file):
             columns: Iterable[str]
             if kind_of(file) == JSON_LINES:
-                columns = chain.from_iterable(next(_record_blocks(file), []))
+                columns = _keys(next(_record_blocks(file), []))
             elif kind_of(file) == CSV:
                 columns = _csv_reader(file, None).schema.names
             else:
@@ -69,7 +73,7 @@ def _report_damage(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
-        message = f"not a {kind_of(file)} file, or a damaged one ({_first_line(error)})"
+        message = f"not a {kind_of(file) or PARQUET} file, or a damaged one ({_first_line(error)})"
         raise UsageError(message, place=file, fix="write or download it again") from error
 
 
@@ -112,27 +116,37 @@ def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Ite
 def _json_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
     seen: dict[str, None] = {}
     for block in _record_blocks(file):
-        seen.update(dict.fromkeys(chain.from_iterable(block)))
-        frame = pl.DataFrame([_series(column, [record.get(column) for record in block]) for column in columns])
+        seen.update(dict.fromkeys(_keys(block)))
+        frame = pl.DataFrame([_series(column, [_cell(record, column) for record in block]) for column in columns])
         yield _with_originals(frame, list(map(encode_record, block))) if originals else frame
     if seen:
         _refuse_missing_columns(file, columns, seen)
 
 
+def _keys(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+    return (key for record in records for key in record if key != NO_OBJECT)
+
+
+def _cell(record: dict[str, Any], column: str) -> Any:
+    """Return a cell; of a value that is no object each cell is the whole record, which `decode_cell` refuses."""
+    return record if NO_OBJECT in record else record.get(column)
+
+
 def _record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
-    """Iterate over the objects of about BATCH_BYTES of lines; blank lines are skipped."""
+    """Iterate over the objects of about BATCH_BYTES of a file: one a line, the items of an array, or over several lines.
+
+    Blank lines are skipped. Another JSON value than an object is {NO_OBJECT: value}.
+    """
     if file.stat().st_size == 0:
         raise UsageError("it is empty", place=file, fix="check what wrote it, or give another file")
     records: list[dict[str, Any]] = []
     size = 0
-    with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
-            records.append(_record(file, number, text))
-            size += len(line)
+    with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as raw:
+        # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
+        encoding = json.detect_encoding(raw.peek(4)[:4])
+        for record, length in _records(file, io.TextIOWrapper(raw, encoding, "surrogateescape", newline="\n")):
+            records.append(record)
+            size += length
             if size >= BATCH_BYTES or len(records) == MOST_ROWS:
                 yield records
                 records, size = [], 0
@@ -140,16 +154,59 @@ def _record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
         yield records
 
 
-def _record(file: Path, number: int, text: str) -> dict[str, Any]:
-    if number == 1 and text.lstrip().startswith("["):
-        fix = f"convert it: jq -c '.[]' {file.name} > rows.jsonl"
-        raise UsageError("one array, not one object a line", place=file, fix=fix)
-    try:
-        record, problem = json.loads(text), "not an object, as a row is"
-    except (ValueError, RecursionError) as error:
-        record, problem = None, f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
-    if not isinstance(record, dict):
-        raise UsageError(problem, place=f"{file}:{number}", fix="write or download the file again")
+def _records(file: Path, lines: io.TextIOWrapper) -> Iterator[tuple[dict[str, Any], int]]:
+    """Iterate over (record, characters)."""
+    is_first = True
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = None if is_first and line.lstrip().startswith("[") else json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if not is_first:
+                raise _not_json(file, number, error) from None
+            value = None
+        if is_first and value is None:
+            yield from _records_over_lines(file, line, lines, number)
+            return
+        is_first = False
+        yield _record(file, number, line, value), len(line)
+
+
+def _records_over_lines(
+    file: Path, text: str, lines: io.TextIOWrapper, number: int
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Iterate over the items of arrays, and over values that follow one another, from `text` on; it begins line `number`."""
+    decode, is_inside, at = json.JSONDecoder().raw_decode, False, 0
+    while True:
+        start, at = at, SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
+        number += text.count("\n", start, at)
+        if text[at : at + 1] == ("]" if is_inside else "["):
+            is_inside, at = not is_inside, at + 1
+            continue
+        try:
+            value, end = decode(text, at)
+        except (ValueError, RecursionError) as error:
+            more = lines.read(BUFFER_BYTES) if isinstance(error, ValueError) and len(text) - at < MOST_VALUE else ""
+            if not more and at == len(text) and not is_inside:
+                return
+            if not more:
+                number += text.count("\n", at, getattr(error, "pos", at))
+                raise _not_json(file, number, error) from None
+            text, at = text[at:] + more, 0
+            continue
+        yield _record(file, number, text[at:end], value), end - at
+        number += text.count("\n", at, end)
+        at = end
+
+
+def _not_json(file: Path, number: int, error: Exception) -> UsageError:
+    problem = f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
+    return UsageError(problem, place=f"{file}:{number}", fix="write or download the file again")
+
+
+def _record(file: Path, number: int, text: str, value: Any) -> dict[str, Any]:
+    record = value if isinstance(value, dict) else {NO_OBJECT: value}
     if text.count("[") + text.count("{") > MOST_NESTED and _is_deeper(record, MOST_NESTED):
         message = f"nested more than {MOST_NESTED} deep"
         raise UsageError(message, place=f"{file}:{number}", fix="leave the line out, or keep that value as text")
@@ -196,9 +253,12 @@ def _series(name: str, values: list[Any]) -> pl.Series:
 def _csv_reader(file: Path, columns: Sequence[str] | None) -> pyarrow.csv.CSVStreamingReader:
     # Without types every column is guessed from the first block, and a guess of numbers rejects text later.
     types = {name: pa.binary() for name in columns or ()}
+    with pa.input_stream(str(file), compression="detect") as start:
+        guess = json.detect_encoding(start.read(4))
+    encoding = guess if guess.startswith("utf-16") else "utf8"
     return pyarrow.csv.open_csv(
         pa.input_stream(str(file), compression="detect"),
-        pyarrow.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False),
+        pyarrow.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False, encoding=encoding),
         pyarrow.csv.ParseOptions(delimiter="\t" if ".tsv" in file.suffixes[-2:] else ",", newlines_in_values=True),
         pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns, strings_can_be_null=False),
     )

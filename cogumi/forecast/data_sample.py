@@ -69,7 +69,7 @@ def sample_data(run: RunConfig, tokenizer: Any, base_config: Any = None) -> Data
     dropped: Counter[str] = Counter()
     lengths: list[int] = []
     tables = []
-    sources = sources_of(run, tokenizer, base_config)
+    sources = [pair for pair in sources_of(run, tokenizer, base_config) if pair[0].weight]
     for source, _ in sources:
         first = first_rows(source, SAMPLED_ROWS // len(sources))
         chunk = source.tokenize(first, 0)
@@ -88,7 +88,9 @@ def sample_data(run: RunConfig, tokenizer: Any, base_config: Any = None) -> Data
         reasons = ", ".join(f"{count:,} are {reason}" for reason, count in dropped.items())
         problem = f"of the first {looked_at:,} rows none makes an example: {reasons or 'there are none'}"
         raise UsageError(problem, key="data")
-    chosen = max(0, round((rows - held_out_rows(rows, run.data.eval_rows)) * run.data.fraction))
+    chosen = max(
+        0, round((rows - held_out_rows(rows, 0 if run.data.eval_source else run.data.eval_rows)) * run.data.fraction)
+    )
     trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
     packed = examples_per_row(run, Dataset(tables[0]))
     return DataSample(looked_at, examples, truncated, dropped, Lengths(lengths), rows, trained, packed)

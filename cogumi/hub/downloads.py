@@ -269,10 +269,10 @@ def fetch_dataset(name: str, commit: str, paths: Sequence[str]) -> list[Path]:
     return [download.snapshot / path for path in paths]
 
 
-def split_of(directory: str, split: str) -> list[Path]:
+def split_of(directory: str, split: str | None, subset: str | None = None) -> list[Path]:
     """Return the files of one split of a local directory that is laid out like a data set of the hub."""
     with hub_errors_refused(directory, None, "dataset"):
-        splits = split_files(directory, None, None)
+        splits = split_files(directory, subset, None)
     return [Path(file) for file in choose_split(directory, splits, split)]
 
 

@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
 from cogumi.data.chat import prints_date, read_template
 from cogumi.data.encoding import FormatOptions
-from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
+from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.rows import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
-from cogumi.data.source_files import locate
+from cogumi.data.source_files import is_hub_id, locate
 from cogumi.data.sources import column_names
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, setting, task_of
@@ -49,23 +49,37 @@ class Examples:
     held_out: Data | None
     prompts: Dataset | None
     key: str
+    split: str
     today: str | None
     sources: tuple[str, ...] = ()
     max_length: int | None = None
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Columns that nothing is made of, by source."""
 
     def parts(self) -> list[Data]:
         return [self.train] if self.held_out is None else [self.train, self.held_out]
 
     def reports(self) -> list[str]:
         dropped = [line for data in self.parts() for line in data.examples_dropped()]
-        return [*self.sources, *(data.report() for data in self.parts()), *dropped]
+        unused = [f"{name}: columns that are not used: {', '.join(columns)}" for name, columns in self.unused.items()]
+        return [*self.sources, *unused, *(data.report() for data in self.parts()), *dropped]
 
     def record(self, run_dir: Path) -> None:
         """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people.
 
         `lengths`: (first, last, examples) in tokens, [] of prompts.
         """
-        section = {"key": self.key, "today": self.today, "max_length": self.max_length, "held_out": None}
+        before = read_section(run_dir / DECISIONS, DATA)
+        if before and before.get("split") != self.split:
+            log.warning("the held-out rows may be others than when the run began, which may have trained on some of them: the "
+                        "data or the version of cogumi changed. For a comparable eval_loss begin a new run")  # fmt: skip
+        section = {
+            "key": self.key,
+            "split": self.split,
+            "today": self.today,
+            "max_length": self.max_length,
+            "held_out": None,
+        }
         accounts = [asdict(account_for(data)) | {"lengths": data.lengths.buckets(BARS)} for data in self.parts()]
         write_section(run_dir / DECISIONS, DATA, section | dict(zip(("train", "held_out"), accounts, strict=False)))
 
@@ -82,19 +96,23 @@ class Shares:
     duplicated: int
     tokens: int
     learned: int
+    sharing: int = 0
 
     def __str__(self) -> str:
         of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
         left_out = ", ".join(f"{format_share(count, self.rows)} {reason}" for reason, count in of_rows.items())
         learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
-        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}"
+        sharing = f"; {self.sharing:,} rows share their question with another row" if self.sharing else ""
+        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}{sharing}"
 
 
 def account_for(data: Data) -> Shares:
     """Account for every row."""
     dropped = {reason: drop.count for reason, drop in data.dropped.items()}
     name, examples, tokens = redact_text(data.name), len(data.dataset), data.lengths.tokens
-    return Shares(name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned)
+    return Shares(
+        name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned, data.sharing
+    )
 
 
 def prepare_examples(
@@ -115,9 +133,11 @@ def prepare_examples(
         prepared.held_out,
         held_out_prompts(prepared.held_out.dataset, options, tokenizer) if prepared.held_out else None,
         prepared.key,
+        prepared.split,
         options.today,
         (*prepared.sources, *notes),
         options.max_length,
+        {source.name: source.unused for source, _ in sources if source.unused},
     )
 
 
@@ -131,11 +151,17 @@ def sources_of(
     room, fim = room_for_prompts(run, base_config), run.data.fim
     if room is not None:
         fim = fim.model_copy(update={"max_length": min(fim.max_length, room)})
-    entries: Sequence[MixEntry | DataSection] = run.data.mix or [run.data]
+    entries: list[MixEntry | DataSection] = list(run.data.mix) or [run.data]
+    if run.data.eval_source is not None:
+        no_hub = dict.fromkeys(("revision", "split", "subset"))
+        entries.append(run.data.model_copy(update={"source": run.data.eval_source, "mix": [], **no_hub}))
     sources = []
-    for item in entries:
+    for number, item in enumerate(entries):
+        is_eval = number == len(run.data.mix or [run.data])
         task = None if item.source else task_of(run)
         source = str(write_rows(own_rows(task), task.name)) if task else item.source or ""
+        if is_eval and (Path(source).is_dir() or (is_hub_id(source) and not Path(source).exists())):
+            raise UsageError(f"{source} is no file", key="data.eval_source", fix="name the file, or a pattern")
         name, files, identity = locate(source, revision=item.revision, split=item.split, subset=item.subset)
         name = f"cogumi.environment {task.name}" if task else name
         options = FormatOptions(
@@ -164,8 +190,10 @@ def sources_of(
             tokenize=tokenize_for(options, tokenizer),
             identity=identity,
             options=options.as_json(),
-            weight=getattr(item, "weight", 1.0),
+            weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
+            read=reader_for(options),
+            unused=() if run.cogumi.method == "gspo" else [name for name in names if name not in columns.values()],
         )
         sources.append((entry, options))
     return sources

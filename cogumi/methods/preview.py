@@ -6,7 +6,7 @@ Nothing is trained and no run directory is made; the prepared data stays in its 
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -49,13 +49,22 @@ class Preview:
     lengths: tuple[tuple[int, int, int], ...]
     examples: tuple[tuple[tuple[str, str], ...], ...]
     max_length: int | None = None
+    unused_columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
         """In words, bars and marks."""
-        lines = [*self.reports, "", *(str(shares) for shares in (self.train, self.held_out) if shares is not None)]
+        unused = [
+            f"{name}: columns that are not used: {', '.join(names)}" for name, names in self.unused_columns.items()
+        ]
+        lines = [
+            *self.reports,
+            *unused,
+            "",
+            *(str(shares) for shares in (self.train, self.held_out) if shares is not None),
+        ]
         most = max((count for *_, count in self.lengths), default=0)
         for first, last, count in self.lengths:
             bar = "█" * round(BAR_WIDTH * count / most)
@@ -86,6 +95,7 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
         lengths=tuple(prepared.train.lengths.buckets(BARS)),
         examples=tuple(tuple(split_example(row, tokenizer, tools)) for row in rows),
         max_length=prepared.max_length,
+        unused_columns=prepared.unused,
     )
 
 

@@ -21,6 +21,7 @@ from cogumi.data.packing import (
     with_labels,
 )
 from cogumi.patches import unsloth_rl
+from cogumi.patches.trl_internals import wrap_method
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 
@@ -63,7 +64,38 @@ def build_trainer(run: RunConfig, ranks: Ranks | None = None, **common: Any) -> 
     if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.is_in_place():
         trainer.data_collator = partial(collate_rows_apart, trainer.data_collator)
     refuse_other_labels(trainer, common["train_dataset"])
+    weigh_held_out_loss(trainer)
     return trainer
+
+
+def weigh_held_out_loss(trainer: Any) -> None:
+    """Make `eval_loss` the sum over learned tokens divided by their number; transformers averages the means of batches."""
+    sums = [0.0, 0.0]  # of the loss, of the tokens
+
+    def step(original: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        learned = int(learned_labels(inputs).sum())
+        output = original(model, inputs, *args, **kwargs)
+        if learned and output[0] is not None:
+            sums[:] = sums[0] + float(output[0]) * learned, sums[1] + learned
+        return output
+
+    def loop(original: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        sums[:] = 0.0, 0.0
+        output = original(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, tokens = trainer.accelerator.reduce(torch.tensor(sums, device=trainer.accelerator.device), "sum").tolist()
+        if tokens:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / tokens
+        return output
+
+    wrap_method(trainer, "prediction_step", step)
+    wrap_method(trainer, "evaluation_loop", loop)
+
+
+def learned_labels(batch: dict[str, Any]) -> torch.Tensor:
+    """Mark the labels of a batch that are learned: nothing predicts the first token of an example."""
+    labels = batch["labels"]
+    starts = batch["position_ids"] == 0 if "position_ids" in batch else torch.arange(labels.shape[1]) == 0
+    return (labels != -100) & ~starts.to(labels.device)
 
 
 def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, tokenizer: Any) -> dict[str, Any]:
@@ -149,8 +181,7 @@ def refuse_other_labels(trainer: Any, dataset: Any) -> None:
     for i in range(min(4, len(dataset))):
         expected.append(count_learned(dataset[i]))
         batch = trainer.data_collator([trainer.train_dataset[i]])
-        starts = batch["position_ids"] == 0 if "position_ids" in batch else torch.arange(batch["labels"].shape[1]) == 0
-        learned.append(int(((batch["labels"] != -100) & ~starts).sum()))
+        learned.append(int(learned_labels(batch).sum()))
     if learned != expected:
         difference = f"learn {learned} tokens of the first examples, of which {expected} are to be learned"
         raise RuntimeError(f"{type(trainer).__name__} would {difference}")

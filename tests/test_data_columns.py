@@ -1,0 +1,103 @@
+"""A column that is named is used or refused, and a null that is meant stays."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+import cogumi
+from cogumi.core.errors import UsageError
+from cogumi.data.chat import read_conversation
+from cogumi.data.encoding import FormatOptions
+from cogumi.data.formats import columns_for
+from cogumi.data.rows import BadRow, row_dicts
+from cogumi.data.sources import batches
+from tests.builders import run_config
+from tests.test_data_leaks import prepared, turn, write_lines
+
+CHAT = [turn("user", "q"), turn("assistant", "a")]
+SCHEMA = {
+    "name": "find",
+    "parameters": {"properties": {"limit": {"type": ["integer", "null"], "default": None, "const": None}}},
+}
+
+
+def conversation_of(row: dict[str, Any]) -> Any:
+    options = FormatOptions("sft", "chat")
+    return read_conversation({name: row[column] for name, column in columns_for(options, list(row)).items()})
+
+
+@pytest.mark.parametrize("shape", ["messages", "conversations"])
+def test_a_system_column_is_the_system_message(shape: str) -> None:
+    told = [turn("system", "Be kind."), *CHAT]
+    assert conversation_of({shape: CHAT, "system": "Be kind."}).messages == told
+    assert conversation_of({shape: CHAT, "system": None}).messages == CHAT
+    assert conversation_of({shape: CHAT, "system": " "}).messages == CHAT
+    assert conversation_of({shape: told, "system": "Be kind.\n"}).messages == told
+    with pytest.raises(BadRow, match="beside another one"):
+        conversation_of({shape: told, "system": "Be brief."})
+
+
+def test_functions_are_tools() -> None:
+    assert conversation_of({"messages": CHAT, "functions": json.dumps([SCHEMA])}).tools == [SCHEMA]
+    assert conversation_of({"messages": CHAT, "functions": [SCHEMA], "tools": None}).tools is None
+    call = {"name": "find", "arguments": '{"limit": null}'}
+    called = conversation_of({"messages": [CHAT[0], turn("assistant", None, function_call=call)]}).messages[1]
+    assert called["tool_calls"] == [{"type": "function", "function": {"name": "find", "arguments": {"limit": None}}}]
+
+
+@pytest.mark.parametrize(
+    ("format", "columns"),
+    [
+        ("chat", {"messages": "m", "instruction": "i"}),
+        ("chat", {"messages": "m", "output": "i"}),
+        ("fim", {"prefix": "m"}),
+    ],
+)
+def test_a_named_column_that_makes_nothing_is_refused(format: Any, columns: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="would be ignored: rows are made of"):
+        columns_for(FormatOptions("sft", format, columns=columns), ["m", "i", "source"])
+
+
+def test_the_preview_lists_unused_columns_and_shared_questions(tiny_model: Path, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [turn("user", f"{n // 2}?"), turn("assistant", f"{n}")], "score": n, "id": n} for n in range(20)
+    ]
+    file = write_lines(tmp_path / "a.jsonl", [*rows, {"messages": "x"}])
+    train = {"chat_template_path": "cogumi:tulu"}
+    config = run_config("sft", tiny_model, file, tmp_path / "run", data_section={"format": "chat"}, train=train)
+    shown = cogumi.preview(config, examples=1)
+    assert f"{file}: columns that are not used: score, id" in str(shown)
+    assert "20 rows share their question with another row" in str(shown)
+    assert "1 whose messages are neither a list nor JSON, the first is row 20: x" in str(shown)
+    told = json.loads(json.dumps(shown.as_dict()))
+    assert told["unused_columns"] == {file: ["score", "id"]}
+    assert told["train"]["sharing"] == 20
+
+
+def test_nulls_of_json_stay_and_those_of_arrow_go(tmp_path: Path) -> None:
+    call = {"function": {"name": "find", "arguments": {"limit": None}}}
+    row = {"messages": [CHAT[0], turn("assistant", None, tool_calls=[call])], "tools": [SCHEMA]}
+    write_lines(tmp_path / "a.jsonl", [row])
+    (frame,) = batches([tmp_path / "a.jsonl"], ["messages", "tools"])
+    (read,) = map(conversation_of, row_dicts(frame))
+    assert read.messages[1]["tool_calls"][0]["function"]["arguments"] == {"limit": None}
+    assert read.tools == [SCHEMA]
+
+    other = {"function": {"name": "add", "arguments": {"a": 1, "b": [None, 2]}}}
+    rows = [{"messages": [CHAT[0], turn("assistant", None, tool_calls=[one])]} for one in (call, other)]
+    pl.DataFrame(rows).write_parquet(tmp_path / "a.parquet")
+    (frame,) = batches([tmp_path / "a.parquet"], ["messages"])
+    calls = [conversation_of(one).messages[1]["tool_calls"][0]["function"] for one in row_dicts(frame)]
+    assert [one["arguments"] for one in calls] == [{}, {"a": 1, "b": [None, 2]}]
+
+
+def test_rows_that_differ_by_a_null_are_two_examples(tmp_path: Path) -> None:
+    rows = []
+    for arguments in ({"limit": None}, {}, {"limit": None}):
+        call = {"function": {"name": "find", "arguments": arguments}}
+        rows.append({"messages": [CHAT[0], turn("assistant", "a", tool_calls=[call])]})
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    assert prepared("sft", [file], tmp_path, eval_rows=0)[0].train.duplicates == 1

@@ -1,0 +1,125 @@
+"""Which files of a directory, a pattern or a hub layout are trained on, and what is evaluated."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from golden import Golden
+
+from cogumi.config.schema import load_config
+from cogumi.core.errors import UsageError
+from cogumi.data.source_files import find_files, locate
+from cogumi.methods.examples import Examples, prepare_examples
+from tests.builders import run_config
+from tests.chat_tokenizers import chat_tokenizer
+
+
+def write(path: Path, numbers: range) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in numbers]
+    if path.suffix == ".parquet":
+        pl.DataFrame(rows).write_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def names(source: Path | str, **options: Any) -> list[str]:
+    return sorted(file.name for file in locate(str(source), **options)[1])
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["train.jsonl", "validation.jsonl"], ["train.jsonl"]),
+        (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"],
+         ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]),
+        (["train/a.jsonl", "dev/b.jsonl"], ["a.jsonl"]),
+        (["my_train.jsonl", "my_VAL.jsonl", "my_test.jsonl"], ["my_train.jsonl"]),
+        (["test-0.jsonl", "test-1.jsonl"], ["test-0.jsonl", "test-1.jsonl"]),
+        (["a.jsonl", "latest.jsonl", "training_free.jsonl.bak"], ["a.jsonl", "latest.jsonl"]),
+        (["train.json", "test.json", "dataset_info.json"], ["train.json"]),
+    ],
+)  # fmt: skip
+def test_a_directory_is_read_as_its_names_say(tmp_path: Path, files: list[str], expected: list[str]) -> None:
+    for name in files:
+        write(tmp_path / name, range(1))
+    assert names(tmp_path) == expected
+
+
+def test_files_of_other_splits_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train.jsonl", "validation.jsonl", "more.csv"):
+        write(tmp_path / name, range(1))
+    locate(str(tmp_path))
+    assert "the split train is used" in caplog.text
+    assert "validation.jsonl" in caplog.text
+    assert "only JSON lines is read of a directory): more.csv" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "files", [["train.jsonl", "extra.jsonl", "test.jsonl"], ["test.jsonl", "validation.jsonl"], ["train_test.jsonl", "a.jsonl"]]
+)  # fmt: skip
+def test_a_layout_that_may_mean_two_things_is_refused(tmp_path: Path, golden: Golden, files: list[str]) -> None:
+    for name in files:
+        write(tmp_path / name, range(1))
+    with golden.raises("data", place=str(tmp_path)):
+        find_files(tmp_path)
+    assert names(f"{tmp_path}/*.jsonl") == sorted(files)
+
+
+def test_a_data_set_card_says_what_the_files_are(tmp_path: Path) -> None:
+    for name in ("good.jsonl", "held.jsonl"):
+        write(tmp_path / name, range(1))
+    parts = "".join(
+        f"  - {{split: {split}, path: {name}.jsonl}}\n" for split, name in (("train", "good"), ("test", "held"))
+    )
+    front = f"configs:\n- config_name: default\n  data_files:\n{parts}"
+    (tmp_path / "README.md").write_text(f"---\n{front}---\nAbout\n")
+    assert names(tmp_path) == ["good.jsonl"]
+    assert names(tmp_path, split="test") == ["held.jsonl"]
+
+
+def test_a_pattern_leaves_out_what_holds_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        write(tmp_path / name, range(1))
+    (tmp_path / "README.md").write_text("about")
+    assert names(f"{tmp_path}/*") == ["test.jsonl", "train.jsonl"]
+    assert "README.md" in caplog.text
+    assert "several splits, which are all used: test, train" in caplog.text
+
+
+def test_a_home_directory_is_found_as_the_shell_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "rows.jsonl", range(1))
+    assert names("~/rows.jsonl") == ["rows.jsonl"]
+    with pytest.raises(UsageError, match="braces are expanded by a shell only"):
+        find_files(tmp_path / "{a,b}.jsonl")
+
+
+def examples_of(home: Path, **data: Any) -> Examples:
+    data = {"format": "prompt_completion", **data}
+    config = run_config("sft", home, home / "train.jsonl", home / "run", data_section=data)
+    return prepare_examples(load_config(config), chat_tokenizer("qwen3"))
+
+
+def test_a_file_of_ones_own_is_evaluated_and_not_trained_on(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(100))
+    write(tmp_path / "own.jsonl", range(90, 130))
+    examples = examples_of(tmp_path, eval_source=str(tmp_path / "own.jsonl"))
+    assert examples.held_out is not None
+    assert (len(examples.train.dataset), len(examples.held_out.dataset)) == (90, 40)
+    assert examples.train.dropped["equal to a held-out row"].count == 10
+    assert examples.held_out.report().startswith(f"{tmp_path}/own.jsonl (data.eval_source): 40 rows, 40 used")
+    assert examples.train.report().startswith(f"{tmp_path}/train.jsonl: 100 rows, 90 used")
+    fewer = examples_of(tmp_path, eval_source=str(tmp_path / "own.jsonl"), eval_rows=5)
+    assert fewer.held_out is not None
+    assert len(fewer.held_out.dataset) == 5
+
+
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(10))
+    with pytest.raises(UsageError, match="no file"):
+        examples_of(tmp_path, eval_source=str(tmp_path))
+    with pytest.raises(UsageError, match=r"data\.eval_rows: 0 would be ignored"):
+        examples_of(tmp_path, eval_source="x.jsonl", eval_rows=0)
