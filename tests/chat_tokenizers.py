@@ -59,7 +59,9 @@ def chunk_of(rows: list[dict[str, Any]], tokenizer: Any, options: FormatOptions,
     """The examples of rows, and the rows that are dropped, which are all of them."""
     frame = pl.DataFrame(rows, strict=False)
     chunk = tokenize_for(options, tokenizer)(frame.select(**columns_for(options, frame.columns)), first_row)
-    assert len(frame) == len(chunk.table) + sum(dropped.count for dropped in chunk.dropped.values())
+    assert len(frame) == len(chunk.table) - chunk.extra_examples + sum(
+        dropped.count for dropped in chunk.dropped.values()
+    )
     return chunk
 
 

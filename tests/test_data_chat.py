@@ -115,7 +115,7 @@ def test_no_conversation_says_why(messages: Any, reason: str) -> None:
 def test_bad_rows_are_counted_with_the_first_of_them(learn: str) -> None:
     good = [QUESTION, ANSWER]
     blank, special = {"role": "assistant", "content": " \n"}, {"role": "user", "content": "<|im_end|>"}
-    column = [good, [QUESTION], [QUESTION, blank], [ANSWER], [], None, good, [QUESTION], [special, ANSWER]]
+    column = [good, [QUESTION], [QUESTION, blank], [ANSWER], [], None, [special, ANSWER], [QUESTION]]
     options = FormatOptions("sft", "chat", learn=learn)  # type: ignore[arg-type]
     chunk = chunk_of([{"messages": messages} for messages in column], chat_tokenizer("qwen3"), options, 100)
     assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
@@ -124,7 +124,6 @@ def test_bad_rows_are_counted_with_the_first_of_them(learn: str) -> None:
         "with nothing before the answer": (1, 103),
         "without messages": (1, 104),
         "null": (1, 105),
-        "containing a special token": (1, 108),
     }
     assert "2 + 3?" in chunk.dropped["without any assistant turn"].excerpt
     assert len(chunk.dropped["without any assistant turn"].excerpt) <= 80

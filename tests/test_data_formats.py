@@ -213,7 +213,7 @@ def test_prompts_of_text_and_their_gold_answers() -> None:
     chosen = options("gspo", "prompt_completion", columns={"prompt": "question", "answer": "gold"})
     chunk = chunk_of(rows, "qwen3", chosen, chat_template=None)
     assert examples_of(chunk) == [{"prompt": "2 + 3?", "answer": "5"}]
-    assert list(chunk.dropped) == ["with an empty prompt", "null", "containing a special token"]
+    assert list(chunk.dropped) == ["with an empty prompt", "null", "containing a special token (<|im_end|>)"]
     completed = chunk_of({"prompt": ["p"], "completion": ["5"]}, "qwen3", options("gspo", "prompt_completion"))
     assert examples_of(completed) == [{"prompt": "p", "answer": "5"}]
 

@@ -117,7 +117,7 @@ def test_pairs_that_say_nothing_are_dropped() -> None:
         "with an empty answer": (1, 1),
         "without a prompt": (1, 2),
         "null": (1, 3),
-        "containing a special token": (1, 4),
+        "containing a special token (<|eot_id|>)": (1, 4),
         "with nothing to compare within 100 tokens": (2, 5),
     }
     assert len(chunk.table) == 1

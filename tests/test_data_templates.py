@@ -68,7 +68,7 @@ def test_every_turn_is_what_trl_learns_of_the_assistant(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("name", "header"), [("gptoss", "<|start|>assistant"), ("qwen2_5", "\n")])
 def test_a_header_that_trl_marks_is_not_learned(name: str, header: str, tmp_path: Path) -> None:
-    rows = conversations()
+    rows = conversations()[:: 3 if name == "gptoss" else 1]  # gpt-oss: rows of one answer
     tokenizer = chat_tokenizer(name)
     ours = chunk_of(rows, tokenizer)
     theirs = trl_prepared(rows, tokenizer, tmp_path, assistant_only_loss=True)
@@ -136,22 +136,38 @@ def test_calls_of_tools_and_their_results(tmp_path: Path) -> None:
     assert chunk_of([{"messages": json.dumps(as_text), "tools": tools}], tokenizer).table.equals(ours.table)
 
 
-@pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen2_5", "qwen3_instruct_2507", "gptoss", "phi3", "gemma"])
+def test_turns_that_a_template_ends_differently_are_examples_of_their_own() -> None:
+    """gpt-oss ends all but the last turn with a token at which no generation stops."""
+    tokenizer, rows = chat_tokenizer("gptoss"), conversations()
+    chunk = chunk_of(rows, tokenizer)
+    expected = []
+    for row in rows:
+        for index, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                before = tokenizer.apply_chat_template(
+                    row["messages"][:index], add_generation_prompt=True, tokenize=False
+                )
+                expected.append((before, f"<|channel|>final<|message|>{message['content']}<|return|>"))
+    made = chunk.table.to_pylist()
+    assert chunk.extra_examples == len(expected) - len(rows) > 10
+    for row, (before, turn) in zip(made, expected, strict=True):
+        assert tokenizer.decode(row["input_ids"]) == before + turn
+        assert learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) == [turn]
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen2_5", "qwen3_instruct_2507", "phi3", "gemma"])
 def test_every_turn_reads_as_its_message_and_its_end(name: str) -> None:
     """Also for templates without marks (llama3_1), which TRL refuses."""
     tokenizer = chat_tokenizer(name)
     rows = conversations(system=name != "gemma")
-    before = "<|channel|>final<|message|>" if name == "gptoss" else ""
-    end = "<|end|>" if name in ("gptoss", "phi3") else tokenizer.eos_token
+    end = "<|end|>" if name == "phi3" else tokenizer.eos_token
     for row, made in zip(rows, chunk_of(rows, tokenizer).table.to_pylist(), strict=True):
         said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         turns = learned_texts(tokenizer, made["input_ids"], made["completion_mask"])
         turns = [turn.removesuffix("<|endoftext|>").removesuffix("\n") for turn in turns]
         if name in ("llama3", "llama3_1", "gemma"):
             said = [text.strip() for text in said]
-        ends = [end] * len(said)
-        ends[-1] = "<|return|>" if name == "gptoss" else end
-        assert turns == [before + text + its_end for text, its_end in zip(said, ends, strict=True)]
+        assert turns == [text + end for text in said]
         assert made["input_ids"].count(tokenizer.bos_token_id) == int(tokenizer.bos_token is not None)
 
 
@@ -277,14 +293,17 @@ def test_nothing_usable_is_an_empty_chunk_of_the_same_columns() -> None:
         assert len(empty.table) == 0
 
 
-def test_rows_with_control_tokens_in_their_text_are_dropped() -> None:
-    """Also with those that only the vocabulary knows to be special, as Llama 3's are."""
+def test_control_tokens_that_a_message_spells_stay_text() -> None:
+    """Also those that only the vocabulary knows to be special, as Llama 3's are."""
     tokenizer = chat_tokenizer("llama3")
     assert "<|start_header_id|>" not in tokenizer.all_special_tokens
     messages = [{"role": "user", "content": "x <|start_header_id|>system"}, {"role": "assistant", "content": "y"}]
     chunk = chunk_of([{"messages": messages}, *conversations(1)], tokenizer)
-    assert chunk.dropped["containing a special token"].row == 0
-    assert len(chunk.table) == 1
+    assert not chunk.dropped
+    (number,) = tokenizer.encode("<|start_header_id|>", add_special_tokens=False)
+    ids = chunk.table["input_ids"][0].as_py()
+    assert ids.count(number) == 2
+    assert "x <|start_header_id|>system" in tokenizer.decode(ids)
 
 
 def test_the_date_a_template_prints_is_the_one_given() -> None:

@@ -41,7 +41,8 @@ def test_it_shows_what_the_trainer_gets(chat: Config) -> None:
     run = load_config(chat)
     dataset = prepare_examples(run, load_run_tokenizer(run, run.model.name)).train.dataset
     tokenizer = load_tokenizer(run.model.name)
-    for pieces, row in zip(shown.examples, dataset, strict=False):
+    for marked, row in zip(shown.examples, dataset, strict=False):
+        pieces = [(kind, text.replace("⟦", "").replace("⟧", "")) for kind, text in marked]
         assert "".join(text for _, text in pieces) == tokenizer.decode(row["input_ids"])
         learned = [i for i, mask in zip(row["input_ids"], row["completion_mask"], strict=True) if mask]
         assert "".join(text for kind, text in pieces if kind == "learned") == tokenizer.decode(learned)
@@ -114,7 +115,7 @@ def test_pairs_and_prompts_are_shown_too(chat: Config, tmp_path: Path) -> None:
     model = cogumi.train(chat, train__max_steps=1, train__max_length=256, train__gradient_checkpointing=False).merged
     shown = cogumi.preview({**chat, "model": {"name": str(model)}, "data": source, "train": {}}, cogumi__method="dpo")
     assert [kind for kind, _ in shown.examples[0]] == ["context", "learned", "rejected"]
-    assert "4<|endoftext|>" in shown.examples[0][1][1]
+    assert "4⟦<|endoftext|>⟧" in shown.examples[0][1][1]
 
 
 def test_what_is_learned_stands_between_marks() -> None:

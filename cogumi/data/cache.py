@@ -117,16 +117,22 @@ class Data:
     """Tokens with a completion mask of 1; 0 without a mask."""
     rows_without_reasoning: int = 0
     """Examples of conversations whose last answer has no thought, or an empty one."""
+    extra_examples: int = 0
+    """Examples beyond one a row (`Chunk.extra_examples`)."""
     note: str = ""
 
     @property
     def total(self) -> int:
         """Number of rows: examples and dropped ones."""
-        return len(self.dataset) + sum(dropped.count for dropped in self.dropped.values())
+        return len(self.dataset) - self.extra_examples + sum(dropped.count for dropped in self.dropped.values())
 
     def report(self) -> str:
         """Describe the rows: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
-        line = describe_counts(self.name, len(self.dataset), self.dropped)
+        line = describe_counts(self.name, len(self.dataset) - self.extra_examples, self.dropped)
+        if self.extra_examples:
+            line += (
+                f"; {self.extra_examples:,} earlier turns are examples of their own, as the chat template shows them"
+            )
         if self.truncated:
             line += f"; truncated {self.truncated:,}"
         if self.duplicates and EQUAL[COPY] not in self.dropped:
@@ -286,7 +292,7 @@ class ExamplesWriter:
     def __init__(self, directory: Path, part: str) -> None:
         self.directory, self.part = directory, part
         self.files: dict[str, Any] = {}
-        self.rows = self.truncated = self.learned = self.rows_without_reasoning = 0
+        self.rows = self.truncated = self.learned = self.rows_without_reasoning = self.extra_examples = 0
         self.dropped: dict[str, Dropped] = {}
         self.encoded: dict[str, bool] = {}  # by column
         self.lengths = Lengths()
@@ -299,13 +305,14 @@ class ExamplesWriter:
             raise KindsDiffer(*(int(at[row - self.rows]) for row in error.rows)) from None
         table = chunk.table.replace_schema_metadata(None)
         lost = sum(dropped.count for dropped in chunk.dropped.values())
-        if len(table) + lost != len(at):
+        if len(table) + lost - chunk.extra_examples != len(at):
             raise RuntimeError(f"{len(at)} rows became {len(table)} examples and {lost} dropped")
         for reason, dropped in chunk.dropped.items():
             count_dropped(self.dropped, reason, int(at[dropped.row - self.rows]), dropped.excerpt, dropped.count)
         self.rows += len(at)
         self.truncated += chunk.truncated
         self.rows_without_reasoning += chunk.rows_without_reasoning
+        self.extra_examples += chunk.extra_examples
         if not len(table):
             return
         for name in table.column_names:
@@ -338,6 +345,7 @@ class ExamplesWriter:
             "dropped": {reason: [drop.count, drop.row, drop.excerpt] for reason, drop in self.dropped.items()},
             "truncated": self.truncated,
             "rows_without_reasoning": self.rows_without_reasoning,
+            "extra_examples": self.extra_examples,
             "encoded": [name for name, is_encoded in self.encoded.items() if is_encoded],
             "lengths": sorted(self.lengths.items()),
             "learned": self.learned,

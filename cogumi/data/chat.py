@@ -10,9 +10,9 @@ Shapes: OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, v
 
 Templates write thoughts as `<think>...</think>` before the answer (Qwen3, DeepSeek-R1 and many others) or in gpt-oss's
 harmony channels (`analysis` before `final`). `{% generation %}` marks, the template's own or those of TRL's training
-version, say where the assistant's turns are: the marked text without the generation prompt is learned. A template without
-marks (Llama 3.1's) is rendered twice per turn, up to it with the generation prompt and to its end; the row is dropped if
-one of the two texts is no prefix of the whole conversation.
+version, say where the assistant's turns are: the marked text without the generation prompt is learned. Without marks (Llama
+3.1's), and where earlier turns have thoughts or other end tokens, turns are rendered as at inference: up to the turn with
+the generation prompt, and to its end. A turn that later ones show differently becomes an example of its own.
 """
 
 import json
@@ -20,6 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import cached_property
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -223,17 +224,24 @@ def _as_messages(side: Side, role: str) -> list[Message]:
     return [{"role": role, "content": side}] if isinstance(side, str) else side
 
 
+def closes_thought(before: str, after: str) -> bool:
+    """Tell whether the first `</think>` ends a thought: one that begins the content, or an unopened one on its own line."""
+    if before.lstrip().startswith(OPEN):
+        return True
+    starts_line = not before.strip() or before.rstrip(" ").endswith("\n")
+    return OPEN not in before and starts_line and after.lstrip(" ")[:1] in ("", "\n")
+
+
 def split_thought(content: str) -> tuple[str | None, str]:
     """Split content that starts with a thought into (thought, answer); (None, content) if tags elsewhere are text.
 
-    A content may close a thought that it does not open: DeepSeek-R1's prompt has opened it. Raises BadRow for a thought
-    that never closes.
+    A content may close a thought that it does not open, on a line by itself: DeepSeek-R1's prompt has opened it. Raises
+    BadRow for a thought that never closes.
     """
     before, close, answer = content.partition(CLOSE)
-    is_opened = before.lstrip().startswith(OPEN)
-    if is_opened and not close:
+    if before.lstrip().startswith(OPEN) and not close:
         raise BadRow("with a thought that never closes")
-    if not close or (not is_opened and OPEN in before):
+    if not close or not closes_thought(before, answer):
         return None, content
     return before.strip().removeprefix(OPEN).strip("\n"), answer.lstrip("\n")
 
@@ -417,7 +425,9 @@ def adapt_thought(message: dict[str, Any], thinking: Thinking) -> dict[str, Any]
         return message
     thought, content = message.get("reasoning_content"), message["content"]
     if thought is None:
-        if thinking.flag is None or (CLOSE not in content and not content.lstrip().startswith(OPEN)):
+        has_place = thinking.key in ("reasoning_content", "thinking")  # the template would split by other rules
+        is_left = thinking.flag is None and not has_place
+        if is_left or (CLOSE not in content and not content.lstrip().startswith(OPEN)):
             return message
         thought, content = split_thought(content)
         if thought is None or (thinking.flag and thinking.key == "content"):
@@ -453,6 +463,19 @@ def visible_text(reply: str, style: str, prompt_opens_thought: bool = False) -> 
 
 
 PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+ANSWER = "An5wer"
+TURN: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+CALL_NAMES = ("probe_1", "probe_2")
+CALLS = [
+    {"id": f"{name}00", "type": "function", "function": {"name": name, "arguments": {"key": "value"}}}
+    for name in CALL_NAMES
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "probe_1", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 Spans = list[tuple[int, int]]
 """Character positions in a rendered text, in order."""
 # Raised by a template's `raise_exception`, and by Python for a message that a template does not expect.
@@ -474,6 +497,8 @@ class ChatTemplate:
     header: str = ""
     """The part of the generation prompt that lies inside the marks."""
     prompt_opens_thought: bool = False
+    ends_differ: bool = False
+    """The marked template ends earlier turns with another token than the last one (gpt-oss's)."""
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
         return self.render(messages, tools)[0]
@@ -482,31 +507,106 @@ class ChatTemplate:
         """Render the messages and the generation prompt, as the model sees them at its turn."""
         return self.render(messages, tools, add_generation_prompt=True)[0]
 
-    def turns(self, conversation: Conversation) -> tuple[str, Spans]:
-        """Render a conversation: (text, spans of the assistant's turns behind the prompt)."""
+    def turns(self, conversation: Conversation) -> list[tuple[str, Spans]]:
+        """Render a conversation: (text, spans of the assistant's turns behind the prompt) of each example, mostly of one."""
         messages, tools, first = conversation.messages, conversation.tools, conversation.prompt_length
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.marked is None:
-            text = self.whole(messages, tools)
-            return text, [self._span(text, messages, tools, index) for index in answers if index >= first]
+        learned = [index for index in answers if index >= first]
+        thoughts = any(self.thought_of(messages[index]) for index in learned)
+        if self.marked is None or thoughts or (self.ends_differ and len(learned) > 1):
+            return self._turns_as_at_inference(messages, tools, learned)
         text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
         spans = [(start + len(self.header) * text.startswith(self.header, start), end) for start, end in spans]
-        if first and len(spans) != len(answers):
+        if len(spans) == len(answers):
+            spans = [span for index, span in zip(answers, spans, strict=True) if index >= first]
+            for index, (start, end) in zip(learned, spans, strict=True):
+                self.refuse_lost_words("", text[start:end], [messages[index]])
+        elif first:
             raise BadRow("whose turns the chat template does not mark one by one")
-        return text, [span for index, span in zip(answers, spans, strict=True) if index >= first] if first else spans
+        else:
+            self.refuse_lost_words("", text, [messages[index] for index in learned])
+        return [(text, spans)]
 
-    def _span(self, text: str, messages: Sequence[Message], tools: Any, index: int) -> tuple[int, int]:
-        before = self.prompt(messages[:index], tools)
-        through_turn = text if index == len(messages) - 1 else self.whole(messages[: index + 1], tools)
-        if not text.startswith(through_turn) or not through_turn.startswith(before):
-            rest = "(train.completion_only_loss: true learns the last alone)"
-            raise BadRow(f"whose earlier turns the chat template rewrites {rest}")
-        return len(before), len(through_turn)
+    def _turns_as_at_inference(
+        self, messages: Sequence[Message], tools: Any, learned: Sequence[int]
+    ) -> list[tuple[str, Spans]]:
+        """Render each turn behind the generation prompt; it joins the next turn's example if that begins with its text."""
+        examples: list[tuple[str, Spans]] = []
+        for index in reversed(learned):
+            if not index:  # a greeting: nothing asks for it
+                continue
+            before, through = self.prompt(messages[:index], tools), self.whole(messages[: index + 1], tools)
+            self.refuse_lost_words(before, through, [messages[index]])
+            if not through.startswith(before):
+                rest = "(train.completion_only_loss: true learns the last alone)"
+                raise BadRow(f"whose earlier turns the chat template rewrites {rest}")
+            span = len(before), len(through)
+            if examples and examples[-1][0].startswith(through):
+                examples[-1][1].insert(0, span)
+            else:
+                examples.append((through, [span]))
+        return examples[::-1]
+
+    def thought_of(self, message: Message) -> str:
+        """Return the thought that the template renders with a message; "" if there is none."""
+        adapted = adapt_thought(message, self.thinking)
+        inline = split_thought(adapted["content"])[0] if self.thinking.style == "tags" else None
+        return (adapted.get(self.thinking.key) if self.thinking.key != "content" else None) or inline or ""
+
+    def refuse_lost_words(self, prompt: str, text: str, messages: Sequence[Message]) -> None:
+        """Raise BadRow unless the assistant's contents stand behind the prompt in order, of one message its thought as well."""
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if not text.startswith(prompt) and answers and self.thought_of(answers[0]):
+            raise BadRow("with a thought that the generation prompt has no room for (see cogumi.thinking)")
+        text, at = text.removeprefix(prompt), 0
+        for message in answers:
+            content = adapt_thought(message, self.thinking)["content"]
+            answer = split_thought(content)[1] if self.thinking.style == "tags" else content
+            at = text.find(answer.strip(), at)
+            thought = self.thought_of(message).strip() if len(answers) == 1 else ""
+            if at < 0 or thought not in text:
+                raise BadRow("of whose answer the chat template loses words", answer)
+            at += len(answer.strip())
+
+    @cached_property
+    def calls_shown(self) -> int:
+        """Calls of one message that the template shows: 0, 1, or 2 if it shows all or refuses several by itself."""
+        for calls in (CALLS, CALLS[:1]):
+            try:
+                text, _ = self._render([PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}], TOOLS)
+            except BadRow:
+                continue
+            without, _ = self._render([PROBE[0], {"role": "assistant", "content": ""}], TOOLS)
+            names = CALL_NAMES[: len(calls)]
+            shown = sum(text.count(name) > without.count(name) for name in names)
+            return 2 if shown == len(calls) else shown
+        return 2
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        try:
+            return "probe_1" in self._render(PROBE[:1], TOOLS)[0]
+        except BadRow:
+            return True
 
     def render(
         self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
     ) -> tuple[str, Spans]:
-        """Render (text, spans); spans need `return_assistant_tokens_mask`. Raises BadRow with the template's message."""
+        """Render (text, spans); spans need `return_assistant_tokens_mask`. Raises BadRow with the template's message.
+
+        Raises BadRow also for tools and calls that the template does not show: the model would be taught to answer nothing.
+        """
+        calls = max((len(message.get("tool_calls") or ()) for message in messages), default=0)
+        if calls and min(calls, 2) > self.calls_shown:
+            some = "" if self.calls_shown == 0 else "all "
+            raise BadRow(f"of whose tool calls the chat template does not show {some or 'any'}".rstrip())
+        if tools and not self.shows_tools:
+            raise BadRow("with tools that the chat template does not show")
+        return self._render(messages, tools, template, **options)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
+    ) -> tuple[str, Spans]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         adapted = [adapt_thought(message, self.thinking) for message in messages]
@@ -516,7 +616,9 @@ class ChatTemplate:
                 conversations=[adapted], tools=tools, chat_template=chosen, **options, **self.variables
             )
         except REFUSALS as error:
-            raise BadRow("that the chat template refuses", f"{error}" or type(error).__name__) from error
+            talk = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "")
+            start = "that begins with the assistant's turn, which" if talk == "assistant" else "that"
+            raise BadRow(f"{start} the chat template refuses", f"{error}" or type(error).__name__) from error
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
 
@@ -557,7 +659,31 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
         if marked.startswith(generation_prompt, start - before):  # it begins right before the marks
             header = generation_prompt[before:]
             break
-    return replace(bare, header=header, prompt_opens_thought=opens)
+    return replace(bare, header=header, prompt_opens_thought=opens, ends_differ=_ends_differ(bare, tokenizer))
+
+
+def _ends_differ(template: ChatTemplate, tokenizer: Any) -> bool:
+    if template.marked is None:
+        return False
+    try:
+        text, spans = template.render(TURN * 2, None, template.marked, return_assistant_tokens_mask=True)
+    except BadRow:
+        return False
+    turns = [text[start:end] for start, end in spans]
+    return len({_first_control(turn, tokenizer) for turn in turns if ANSWER in turn}) > 1
+
+
+def end_of_turn(tokenizer: Any) -> str:
+    """Return the first control token that the chat template writes behind an answer; "" if there is none."""
+    return _first_control(read_template(tokenizer).whole(TURN), tokenizer)
+
+
+def _first_control(text: str, tokenizer: Any) -> str:
+    """Return the first added token behind the answer of TURN."""
+    after = text.rpartition(ANSWER)[2]
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    places = [(after.index(token), -len(token), token) for token in tokens if token in after]
+    return min(places, default=(0, 0, ""))[2]
 
 
 def prints_date(tokenizer: Any) -> bool:

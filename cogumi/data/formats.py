@@ -14,6 +14,7 @@ For gspo the original record as `record`, every other column that `data.columns`
 to the rewards.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -45,7 +46,6 @@ from cogumi.data.encoding import (
     FormatOptions,
     Ids,
     batches,
-    encode,
     keep_end,
     list_array,
     refuse_slow,
@@ -53,7 +53,8 @@ from cogumi.data.encoding import (
     shared_prefix,
     special_texts,
 )
-from cogumi.data.fim import fim_prompts_chunk, fim_sft_chunk, read_controls
+from cogumi.data.fim import detect_fim_tokens, fim_prompts_chunk, fim_sft_chunk, read_controls
+from cogumi.data.literal import HIDDEN, LiteralText, map_strings
 from cogumi.data.rows import (
     RECORD_COLUMN,
     BadRow,
@@ -62,12 +63,14 @@ from cogumi.data.rows import (
     KindsDiffer,
     Tokenize,
     encode_record,
+    iter_strings,
     parse_rows,
     record_columns,
     try_each,
 )
 from cogumi.data.selection import Read, question_of
 
+log = logging.getLogger("cogumi")
 Mask = npt.NDArray[np.int8]
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
@@ -178,7 +181,7 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
             return partial(fim_prompts_chunk, controls=controls, config=options.fim, rewarded=rewarded_columns(options))
         return partial(fim_sft_chunk, controls=controls, config=options.fim)
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
-    return partial(make_chunk, using=Rendering(options, tokenizer, special_texts(tokenizer)))
+    return partial(make_chunk, using=Rendering(options, tokenizer, LiteralText(tokenizer)))
 
 
 def reader_for(options: FormatOptions) -> Read | None:
@@ -217,8 +220,46 @@ class Rendering:
 
     options: FormatOptions
     tokenizer: Any
-    special: list[str]
-    """Texts that the tokenizer reads as control tokens."""
+    literal: LiteralText
+
+    @cached_property
+    def special(self) -> list[str]:
+        """Texts that drop a row of text, and are kept as text in messages."""
+        return list(dict.fromkeys([*special_texts(self.tokenizer), *self.literal.spellings]))
+
+    @cached_property
+    def fim_tokens(self) -> list[str]:
+        tokens = detect_fim_tokens(self.tokenizer)
+        return tokens.texts() if tokens is not None else []
+
+    def keep_as_text(self, row: Any) -> Any:
+        """Hide control tokens that a row's messages spell; of plain text, tags alone are no control tokens.
+
+        Returns None for text with a control token. Raises BadRow for a prompt in a fill-in-the-middle layout.
+        """
+        texts = list(iter_strings(row))
+        if self.fim_tokens and any(all(token in text for token in self.fim_tokens) for text in texts):
+            raise BadRow(
+                "with a fill-in-the-middle prompt, whose pieces data.format: fim takes as prefix, middle, suffix"
+            )
+        if any(HIDDEN.search(text) for text in texts):
+            raise BadRow("with characters of the last private-use plane, which stand for control tokens here")
+        hide, tools = self.literal.hide_messages, partial(map_strings, change=self.literal.hide)
+        if isinstance(row, Conversation):
+            return replace(row, messages=hide(row.messages), tools=row.tools and tools(row.tools))
+        if isinstance(row, Question) and not isinstance(row.prompt, str):
+            return replace(row, prompt=hide(row.prompt), tools=row.tools and tools(row.tools))
+        if isinstance(row, dict) and not isinstance(row["prompt"], str):
+            return {key: value and (tools if key == "tools" else hide)(value) for key, value in row.items()}
+        special = special_texts(self.tokenizer)
+        return None if any(token in text for text in texts for token in special) else row
+
+    def warn_of_text(self) -> None:
+        """Warn once of rows of text for a model with a chat template."""
+        if self.tokenizer.chat_template and not self.literal.told_of_text:
+            self.literal.told_of_text.append(True)
+            log.warning("data.format: %s has text, which is learned without this model's chat template; as conversations: give "
+                        "lists of messages, [{\"role\": \"user\", \"content\": ...}]", self.options.format)  # fmt: skip
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -247,24 +288,33 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     dropped: dict[str, Dropped] = {}
     options, learn, tokenizer = using.options, using.options.learn, using.tokenizer
     make = read_completion if "prompt" in rows.columns else partial(read_conversation, learn=learn)
-    parsed, at = parse_rows(rows, first_row, make, dropped, using.special)
+    parsed, at = parse_rows(rows, first_row, make, dropped, using.special, using.keep_as_text)
     plain = are_text([isinstance(row, tuple) for row in parsed], at)
     by_turns = learn == "turns" and not plain
 
-    def render(row: Conversation | tuple[str, str]) -> tuple[str, Any]:
-        """Return (text, its prompt or the spans of its turns)."""
+    def render(row: Conversation | tuple[str, str]) -> list[tuple[str, Any]]:
+        """Return (text, its prompt or the spans of its turns) of each example."""
         if isinstance(row, tuple):
             using.refuse_thinking()
-            return row[0] + row[1] + tokenizer.eos_token, row[0]
+            using.warn_of_text()
+            return [(row[0] + row[1] + tokenizer.eos_token, row[0])]
         if by_turns:
             return using.template.turns(row)
         prompt = "" if learn == "all" else using.template.prompt(row.messages[: row.prompt_length], row.tools)
-        return using.template.whole(row.messages, row.tools), prompt
+        text = using.template.whole(row.messages, row.tools)
+        using.template.refuse_lost_words(prompt, text, row.messages[row.prompt_length :])
+        return [(text, prompt)]
 
-    rendered, rows_at = try_each(parsed, at, render, dropped, lambda row: getattr(row, "messages", row))
+    by_row, rows_at = try_each(
+        parsed, at, render, dropped, lambda row: using.literal.reveal(getattr(row, "messages", row))
+    )
+    rows_at = [row for row, of_row in zip(rows_at, by_row, strict=True) for _ in of_row]
+    rendered, extra = list(chain.from_iterable(by_row)), sum(map(len, by_row)) - len(by_row)
     texts, parts = [text for text, _ in rendered], [part for _, part in rendered]
     examples = (
-        learn_spans(tokenizer, texts, parts) if by_turns else learn_completions(tokenizer, parts, texts, plain, learn)
+        learn_spans(using.literal, texts, parts)
+        if by_turns
+        else learn_completions(using.literal, parts, texts, plain, learn)
     )
     without_reasoning: set[int] = set()
     if options.thinking:
@@ -287,18 +337,20 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         return ids, mask, is_long
 
     pairs = zip(examples, texts, strict=True)
-    fitting, example_rows = try_each(pairs, rows_at, fit, dropped, lambda example: example[1])
+    fitting, example_rows = try_each(pairs, rows_at, fit, dropped, lambda example: using.literal.reveal(example[1]))
     lengths = [len(ids) for ids, _, _ in fitting]
     table = {
         "input_ids": list_array([ids for ids, _, _ in fitting], lengths, pa.int32()),
         "completion_mask": list_array([mask for _, mask, _ in fitting], lengths, pa.int8()),
     }
     truncated = sum(is_long for _, _, is_long in fitting)
-    return Chunk(pa.table(table), dropped, truncated, sum(row in without_reasoning for row in example_rows))
+    without = sum(row in without_reasoning for row in example_rows)
+    return Chunk(pa.table(table), dropped, truncated, without, extra)
 
 
-def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
+def learn_spans(literal: LiteralText, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
     """Tokenize each text with its spans learned. Raises UsageError for a tokenizer without offsets."""
+    tokenizer = literal.tokenizer
     refuse_slow(tokenizer)
     encode_batch = reset_backend(tokenizer).encode_batch
     encodings = chain.from_iterable(encode_batch(part, add_special_tokens=False) for part in batches(texts))
@@ -310,6 +362,11 @@ def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) ->
 
     examples = []
     for encoding, text, text_spans in zip(encodings, texts, spans, strict=True):
+        ids = encoding.ids
+        if HIDDEN.search(text):
+            text_spans = [(len(literal.restore(text[:a])), len(literal.restore(text[:b]))) for a, b in text_spans]
+            text = literal.restore(text)
+            encoding, ids = literal.encoding(text)
         mask = np.zeros(len(encoding.ids), np.int8)
         for start, end in text_spans:
             if start < end:
@@ -317,21 +374,21 @@ def learn_spans(tokenizer: Any, texts: Sequence[str], spans: Sequence[Spans]) ->
                 last = encoding.char_to_token(end - 1)
                 stop = max(first_token(encoding, end, len(text)), 0 if last is None else last + 1)
                 mask[first_token(encoding, start, len(text)) : stop] = 1
-        examples.append((np.array(encoding.ids, np.int32), mask))
+        examples.append((np.array(ids, np.int32), mask))
     return examples
 
 
 def learn_completions(
-    tokenizer: Any, prompts: Sequence[str], wholes: Sequence[str], special_tokens: bool, learn: str
+    literal: LiteralText, prompts: Sequence[str], wholes: Sequence[str], special_tokens: bool, learn: str
 ) -> list[tuple[Ids, Mask]]:
     """Tokenize each whole text; learned is all behind the tokens it shares with its prompt, or everything.
 
     special_tokens: the tokenizer adds its own (a beginning of sequence), which a chat template does by itself.
     """
-    ids_of_whole = encode(tokenizer, wholes, special_tokens)
+    ids_of_whole = literal.encode(wholes, special_tokens)
     starts = [0] * len(ids_of_whole)
     if learn != "all":
-        starts = list(map(shared_prefix, encode(tokenizer, prompts, special_tokens), ids_of_whole))
+        starts = list(map(shared_prefix, literal.encode(prompts, special_tokens), ids_of_whole))
     pairs = zip(ids_of_whole, starts, strict=True)
     return [(ids, (np.arange(len(ids)) >= start).astype(np.int8)) for ids, start in pairs]
 
@@ -342,7 +399,7 @@ def learn_completions(
 def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """Make `prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer (trl 1.15, dpo_trainer.py, tokenize_fn)."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = parse_rows(rows, first_row, read_pair, dropped, using.special)
+    pairs, at = parse_rows(rows, first_row, read_pair, dropped, using.special, using.keep_as_text)
     plain = are_text([isinstance(pair["prompt"], str) for pair in pairs], at)
 
     def render(pair: dict[str, Any]) -> tuple[str, str, str]:
@@ -350,19 +407,20 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         prompt, chosen, rejected, tools = pair.values()
         if isinstance(prompt, str):
             using.refuse_thinking()
+            using.warn_of_text()
             end = using.tokenizer.eos_token
             return prompt, prompt + chosen + end, prompt + rejected + end
-        render_all = using.template.whole
-        return (
-            using.template.prompt(prompt, tools),
-            render_all(prompt + chosen, tools),
-            render_all(prompt + rejected, tools),
-        )
+        before = using.template.prompt(prompt, tools)
+        wholes = [using.template.whole(prompt + side, tools) for side in (chosen, rejected)]
+        for text, side in zip(wholes, (chosen, rejected), strict=True):
+            using.template.refuse_lost_words(before, text, side)
+        return before, wholes[0], wholes[1]
 
-    texts, at = try_each(pairs, at, render, dropped, lambda pair: tuple(pair.values()))
-    ids = [encode(using.tokenizer, [text[side] for text in texts], plain) for side in range(3)]
+    texts, at = try_each(pairs, at, render, dropped, lambda pair: using.literal.reveal(tuple(pair.values())))
+    ids = [using.literal.encode([text[side] for text in texts], plain) for side in range(3)]
     fit = partial(fit_pair, options=using.options)
-    fitting, _ = try_each(zip(*ids, texts, strict=True), at, fit, dropped, lambda example: example[3][0])
+    examples = zip(*ids, texts, strict=True)
+    fitting, _ = try_each(examples, at, fit, dropped, lambda example: using.literal.reveal(example[3][0]))
     columns = {}
     for side, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
         side_ids = [pair[side] for pair, _ in fitting]
@@ -407,7 +465,8 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     dropped: dict[str, Dropped] = {}
     fields = rows.drop(RECORD_COLUMN, strict=False)
     chat = "prompt" not in fields.columns
-    parsed, at = parse_rows(fields, first_row, read_question if chat else read_prompt, dropped, using.special)
+    read = read_question if chat else read_prompt
+    parsed, at = parse_rows(fields, first_row, read, dropped, using.special, using.keep_as_text)
     text = are_text([isinstance(question.prompt, str) for question in parsed], at)
     if parsed and not text and options.overlong == "truncate":
         message = "truncate cuts the beginning of text, and these prompts are messages"
@@ -416,10 +475,12 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     def render(question: Question) -> tuple[Question, str]:
         """Return (the question, its prompt as the model sees it)."""
         if isinstance(question.prompt, str):
+            using.warn_of_text()
             return question, question.prompt
         adapted = [adapt_thought(message, using.template.thinking) for message in question.prompt]
         tools = [*(question.tools or []), *options.tools]
-        return replace(question, prompt=adapted), using.template.prompt(adapted, tools or None)
+        # The trainer renders the messages, as `keep_data_as_text` has it do.
+        return replace(question, prompt=using.literal.reveal(adapted)), using.template.prompt(adapted, tools or None)
 
     def fit(example: tuple[Question, Ids]) -> tuple[Question, bool]:
         """Return (the question, whether its beginning was cut away)."""
@@ -433,7 +494,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     rendered, at = try_each(parsed, at, render, dropped, lambda question: question.prompt)
     questions, truncated = [question for question, _ in rendered], 0
     if options.max_length is not None:
-        ids = encode(using.tokenizer, [prompt for _, prompt in rendered], special_tokens=text)
+        ids = using.literal.encode([prompt for _, prompt in rendered], special_tokens=text)
         pairs = zip(questions, ids, strict=True)
         fitting, at = try_each(pairs, at, fit, dropped, lambda example: example[0].prompt)
         questions, truncated = [question for question, _ in fitting], sum(is_cut for _, is_cut in fitting)

@@ -48,7 +48,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The examples of consecutive rows, in order: len(rows) = len(table) + the counts of `dropped`.
+    """The examples of consecutive rows, in order: len(rows) = len(table) - `extra_examples` + the counts of `dropped`.
 
     The table has, for sft, `input_ids` (list of int32) and `completion_mask` (list of int8); for dpo `prompt_ids`,
     `chosen_ids` and `rejected_ids` (lists of int32); for gspo `prompt` and the columns of the rewards.
@@ -61,6 +61,8 @@ class Chunk:
     """Examples in the table that were shortened."""
     rows_without_reasoning: int = 0
     """Examples of conversations whose last answer has no thought, or an empty one."""
+    extra_examples: int = 0
+    """Examples beyond one a row: turns that a later turn's rendering shows differently."""
     encoded: tuple[str, ...] = ()
     """Columns of the table that hold encoded values, which `decode_rows` decodes."""
 
@@ -192,17 +194,23 @@ def parse_rows(
     make: Callable[[dict[str, Any]], T],
     dropped: dict[str, Dropped],
     special: list[str],
+    keep: Callable[[T], T | None],
 ) -> tuple[list[T], list[int]]:
-    """Apply `make` to each row as {column: value}: (results, their rows); a text with a control token drops the row."""
+    """Apply `make` to each row as {column: value}: (results, their rows); a text with a control token drops the row.
+
+    keep: returns a result with the token as text, or None if it cannot.
+    """
     indices = range(first_row, first_row + rows.height)
     parsed, at = try_each(row_dicts(rows), indices, make, dropped, lambda row: tuple(row.values()))
     texts = pl.Series(["\0".join(iter_strings(value)) for value in parsed], dtype=pl.String)
     has_special = texts.str.contains_any(special)
 
     def refuse_special(index: int) -> T:
-        if has_special[index]:
-            raise BadRow("containing a special token")
-        return parsed[index]
+        if not has_special[index]:
+            return parsed[index]
+        if (result := keep(parsed[index])) is not None:
+            return result
+        raise BadRow(f"containing a special token ({next(token for token in special if token in texts[index])})")
 
     return try_each(range(len(parsed)), at, refuse_special, dropped, texts.__getitem__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from cogumi.config.schema import DataSection, MixEntry, RunConfig
 from cogumi.core.errors import UsageError
@@ -18,9 +18,10 @@ from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
-from cogumi.data.chat import prints_date, read_template
+from cogumi.data.chat import end_of_turn, prints_date, read_template
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
+from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import is_hub_id, locate
@@ -123,6 +124,8 @@ def prepare_examples(
     base_config: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
     """
     sources = sources_of(run, tokenizer, base_config)
+    if base_config is not None:
+        refuse_other_end(run, tokenizer, base_config)
     data, options = run.data, sources[0][1]
     selection = Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
@@ -197,6 +200,26 @@ def sources_of(
         )
         sources.append((entry, options))
     return sources
+
+
+def refuse_other_end(run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig) -> None:
+    """Raise UsageError where the chat template ends the assistant's turn with a token at which no generation stops."""
+    if run.data.format == "fim" or not tokenizer.chat_template:
+        return
+    end, name = end_of_turn(tokenizer), base_config._name_or_path
+    try:
+        generation = GenerationConfig.from_pretrained(name, revision=run.model.revision or "main")
+    except (OSError, ValueError):
+        generation = GenerationConfig.from_model_config(base_config)
+    known = generation.eos_token_id
+    stops = known if isinstance(known, list) else [] if known is None else [known]
+    stopping = [tokenizer.eos_token, *map(str, tokenizer.convert_ids_to_tokens(stops))]
+    if end and end not in stopping:
+        message = (
+            f"the chat template ends an answer with {end}, and generation stops at {', '.join(dict.fromkeys(stopping))} (of "
+            "the tokenizer and generation_config.json): the trained model would not stop"
+        )
+        raise UsageError(message, key="train.eos_token", fix=f"set train.eos_token: '{end}'")
 
 
 def room_for_prompts(run: RunConfig, base_config: PretrainedConfig | None) -> int | None:
@@ -283,12 +306,11 @@ def render_prompts(
     tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[str], list[list[int]]]:
     """Prompts, all text or all messages, as the model sees them: (texts, their ids)."""
-    if plain := isinstance(prompts[0], str):
-        texts = prompts
-    else:
-        template = read_template(tokenizer, thinking, today)
-        texts = [template.prompt(prompt, list(tools) or None) for prompt in prompts]
-    return texts, tokenizer(texts, add_special_tokens=plain)["input_ids"]
+    if isinstance(prompts[0], str):
+        return prompts, tokenizer(prompts)["input_ids"]
+    template, literal = read_template(tokenizer, thinking, today), LiteralText(tokenizer)
+    texts = [template.prompt(literal.hide_messages(prompt), list(tools) or None) for prompt in prompts]
+    return [literal.reveal(text) for text in texts], [ids.tolist() for ids in literal.encode(texts)]
 
 
 def first_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, rows: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.chat import read_template, visible_text
+from cogumi.data.literal import keep_data_as_text
 from cogumi.data.rows import RECORD_COLUMN
 from cogumi.environments.dialogue import Dialogue
 from cogumi.environments.episodes import Episodes
@@ -229,6 +230,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         apply_thinking(run.cogumi.thinking, args, common["processing_class"])
     context, _ = rollout_context(common["model"].config, args, args.use_vllm)
     episodes = begin_episodes(run, common["processing_class"], context)
+    keep_data_as_text(common["processing_class"])
     with engine_options(**engine_of(run)):
         trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does

@@ -17,6 +17,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
+from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, describe_value
 from cogumi.methods.building import load_run_tokenizer, pin_revision
 from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 # The marks between which a piece of an example is shown: as context, learned, preferred less.
 MARKS = {"context": ("", ""), "learned": ("«", "»"), "rejected": ("‹", "›")}
+CONTROL = ("⟦", "⟧")  # around a control token; the same spelling without them is text
 BARS, BAR_WIDTH = 12, 40
 BATCH = 50  # prompts that a comparison completes at once
 ANSWERS = ("answer", "middle")
@@ -93,32 +95,45 @@ def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 
         held_out=None if prepared.held_out is None else account_for(prepared.held_out),
         reports=(*prepared.sources, *([f"{note} kept ({why})"] if note else []), *dropped),
         lengths=tuple(prepared.train.lengths.buckets(BARS)),
-        examples=tuple(tuple(split_example(row, tokenizer, tools)) for row in rows),
+        examples=tuple(tuple(split_example(row, tokenizer, tools, run.cogumi.thinking)) for row in rows),
         max_length=prepared.max_length,
         unused_columns=prepared.unused,
     )
 
 
 def split_example(
-    row: dict[str, Any], tokenizer: Any, tools: Sequence[dict[str, Any]] = ()
+    row: dict[str, Any], tokenizer: Any, tools: Sequence[dict[str, Any]] = (), thinking: bool | None = None
 ) -> Iterator[tuple[str, str]]:
     """One example in runs of the same kind, each decoded as a whole: a character may be several tokens."""
     if "input_ids" in row:
         marked = zip(row["completion_mask"], row["input_ids"], strict=True)
         for learned, run in groupby(marked, key=lambda pair: pair[0]):
-            yield "learned" if learned else "context", tokenizer.decode([token for _, token in run])
+            yield "learned" if learned else "context", show_controls([token for _, token in run], tokenizer)
     elif "chosen_ids" in row:
         for kind, name in (("context", "prompt_ids"), ("learned", "chosen_ids"), ("rejected", "rejected_ids")):
-            yield kind, tokenizer.decode(row[name])
+            yield kind, show_controls(row[name], tokenizer)
     else:
         prompt = row["prompt"]
         if not isinstance(prompt, str):
-            shown = list(tools) or None
-            prompt = tokenizer.apply_chat_template(prompt, shown, add_generation_prompt=True, tokenize=False)
+            _, (ids,) = render_prompts([prompt], tokenizer, thinking, tools=tools)
+            prompt = show_controls(ids, tokenizer)
         yield "context", prompt
         for name, value in row.items():
             if name not in ("prompt", RECORD_COLUMN):
                 yield "context", f"\n{name}: {describe_value(value)}"
+
+
+def show_controls(ids: Sequence[int], tokenizer: Any) -> str:
+    """Decode ids with marks around control tokens."""
+    controls = set(LiteralText(tokenizer).controls.values())
+    runs = [(is_control, list(run)) for is_control, run in groupby(ids, key=controls.__contains__)]
+    parts = [
+        "".join(f"{CONTROL[0]}{tokenizer.decode([token])}{CONTROL[1]}" for token in run)
+        if is_control
+        else tokenizer.decode(run)
+        for is_control, run in runs
+    ]
+    return "".join(parts)
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison
