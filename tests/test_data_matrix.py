@@ -200,3 +200,19 @@ def test_text_that_spells_no_control_token_has_the_same_ids_in_the_copy() -> Non
         literal = LiteralText(tokenizer)
         text = tokenizer.apply_chat_template(KINDS["turns"], tokenize=False)
         assert literal.encoding(literal.restore(text))[1].tolist() == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("place", [0x100000, 0x108000])
+def test_characters_that_stand_for_control_tokens_drop_a_conversation(place: int) -> None:
+    messages = [ask(f"x{chr(place)}"), say("y")]
+    options = FormatOptions("sft", "chat", learn="turns")
+    chunk = chunk_of([{"messages": json.dumps(messages)}], tokenizer_of("qwen3"), options)
+    assert list(chunk.dropped) == ["with characters of the last private-use plane, which stand for control tokens here"]
+
+
+def test_text_keeps_characters_of_the_last_private_use_plane() -> None:
+    options = FormatOptions("sft", "prompt_completion", learn="completion")
+    tokenizer = tokenizer_of("qwen3")
+    chunk = chunk_of([{"prompt": "x", "completion": f" {chr(0x100000)}"}], tokenizer, options)
+    (example,) = chunk.table.to_pylist()
+    assert tokenizer.decode(example["input_ids"]).startswith(f"x {chr(0x100000)}")

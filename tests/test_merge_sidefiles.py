@@ -11,7 +11,7 @@ from golden import Golden
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Gemma3Config, LlamaConfig
 from transformers import Gemma3ForConditionalGeneration as Gemma3
 
-from cogumi.merge.output_directory import has_tokenizer, output_config, side_files
+from cogumi.merge.output_directory import add_end_token, has_tokenizer, output_config, side_files
 
 BASE_TEMPLATE = "base: {{ messages[0]['content'] }}"
 OWN_TEMPLATE = "own: {{ messages[0]['content'] }}"
@@ -295,3 +295,17 @@ def test_a_multimodal_config_changes_in_its_language_model(recorded: bool, tmp_p
         model = Gemma3(AutoConfig.from_pretrained(write_config(out, tmp_path / "out")))
     assert not model.all_tied_weights_keys
     assert model.lm_head.weight.shape == (264, 32)
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+def test_the_end_token_of_training_ends_what_the_merged_model_writes(base: Path, place: str) -> None:
+    (base / "generation_config.json").unlink()
+    before = json.loads((base / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    end, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")
+    (base / place).write_text(json.dumps({**before, "eos_token_id": other}))
+    add_end_token(base)
+    assert AutoModelForCausalLM.from_pretrained(base).generation_config.eos_token_id == [end, other]
+    written = (base / place).read_bytes()
+    add_end_token(base)
+    assert (base / place).read_bytes() == written

@@ -54,7 +54,7 @@ from cogumi.data.encoding import (
     special_texts,
 )
 from cogumi.data.fim import detect_fim_tokens, fim_prompts_chunk, fim_sft_chunk, read_controls
-from cogumi.data.literal import HIDDEN, LiteralText, map_strings
+from cogumi.data.literal import HIDDEN, HIDDEN_FIRST, OWN_FIRST, RESERVED, LiteralText, map_strings
 from cogumi.data.rows import (
     RECORD_COLUMN,
     BadRow,
@@ -97,7 +97,7 @@ OPTIONAL = {
     "chosen": ("prompt",),
     "prompt": ("completion",),
 }
-RESERVED = (
+REWARD_ARGUMENTS = (
     RECORD_COLUMN,
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
 )
@@ -124,7 +124,7 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"no column {column!r}", key=key, fix=suggest(column, names))
         if name not in FIELDS[format] and method != "gspo":
             raise UsageError(f"{key} is no field of data.format: {format}", fix=suggest(name, FIELDS[format]))
-        if name in RESERVED:
+        if name in REWARD_ARGUMENTS:
             fix = f"give it another name; in the original row it is record[{column!r}]"
             raise UsageError(f"rewards are given `{name}` whatever the data has", key=key, fix=fix)
     available = {name: name for name in FIELDS[format] if name in names} | dict(options.columns)
@@ -225,7 +225,9 @@ class Rendering:
     @cached_property
     def special(self) -> list[str]:
         """Texts that drop a row of text, and are kept as text in messages."""
-        return list(dict.fromkeys([*special_texts(self.tokenizer), *self.literal.spellings]))
+        spellings = self.literal.spellings
+        reserved = [chr(first + index) for first in (HIDDEN_FIRST, OWN_FIRST) for index in range(len(spellings))]
+        return list(dict.fromkeys([*special_texts(self.tokenizer), *spellings, *reserved]))
 
     @cached_property
     def fim_tokens(self) -> list[str]:
@@ -242,17 +244,18 @@ class Rendering:
             raise BadRow(
                 "with a fill-in-the-middle prompt, whose pieces data.format: fim takes as prefix, middle, suffix"
             )
-        if any(HIDDEN.search(text) for text in texts):
+        prompt = row["prompt"] if isinstance(row, dict) else row.prompt if isinstance(row, Question) else row
+        if isinstance(prompt, str | tuple):
+            special = special_texts(self.tokenizer)
+            return None if any(token in text for text in texts for token in special) else row
+        if any(RESERVED.search(text) for text in texts):
             raise BadRow("with characters of the last private-use plane, which stand for control tokens here")
         hide, tools = self.literal.hide_messages, partial(map_strings, change=self.literal.hide)
         if isinstance(row, Conversation):
             return replace(row, messages=hide(row.messages), tools=row.tools and tools(row.tools))
-        if isinstance(row, Question) and not isinstance(row.prompt, str):
-            return replace(row, prompt=hide(row.prompt), tools=row.tools and tools(row.tools))
-        if isinstance(row, dict) and not isinstance(row["prompt"], str):
-            return {key: value and (tools if key == "tools" else hide)(value) for key, value in row.items()}
-        special = special_texts(self.tokenizer)
-        return None if any(token in text for text in texts for token in special) else row
+        if isinstance(row, Question):
+            return replace(row, prompt=hide(prompt), tools=row.tools and tools(row.tools))
+        return {key: value and (tools if key == "tools" else hide)(value) for key, value in row.items()}
 
     def warn_of_text(self) -> None:
         """Warn once of rows of text for a model with a chat template."""

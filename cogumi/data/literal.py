@@ -25,10 +25,10 @@ from cogumi.data.rows import BadRow
 TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Texts that templates look for in contents, whether or not they are tokens."""
 CALL = re.compile(r"^(<tool_call>)(\s*(?:\{.*?\}|<function=.*?)\s*)(</tool_call>)", re.DOTALL | re.MULTILINE)
-HIDDEN_FIRST, OWN_FIRST = 0x100000, 0x101000
-HIDDEN = re.compile("[\U00100000-\U00100fff]")
-RESERVED = "[\U00100000-\U00101fff]"
-"""Of Unicode's last private-use plane: a spelling of the data, and a control token of the template."""
+# Of Unicode's last private-use plane: a spelling of the data, and a control token of the template.
+HIDDEN_FIRST, OWN_FIRST = 0x100000, 0x108000
+HIDDEN = re.compile("[\U00100000-\U00107fff]")
+RESERVED = re.compile("[\U00100000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class LiteralText:
                 raise BadRow(f"containing a special token ({match[0]})")
             return chr(HIDDEN_FIRST + self.spellings.index(match[0]))
 
-        return self.pattern.sub(hide_one, text)
+        return self.pattern.sub(hide_one, RESERVED.sub("\ufffd", text))  # `keep_as_text` drops rows with those
 
     def is_text(self, spelling: str) -> bool:
         """Tell whether the copy reads a spelling as text: a vocabulary may have control tokens as words, too."""

@@ -18,6 +18,7 @@ from cogumi.merge.adapter_files import resolve_adapter, weight_files
 from cogumi.merge.arithmetic import DeltaStats
 from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.foreign_adapters import as_installed
+from cogumi.merge.output_directory import add_end_token
 from cogumi.merge.plan import INDEX_NAME, MergePlan, TensorPlan, build_plan
 from cogumi.merge.stream import Outcome, available_cores, progress_bar, thread_pool, verify_shards
 from cogumi.merge.tokenizer_files import settle_tokenizer
@@ -51,6 +52,7 @@ def write_side_files(plan: MergePlan, partial: Path) -> None:
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         write_synced(partial / name, source.read_bytes())
     settle_tokenizer(partial, plan.base.path)
+    add_end_token(partial)
 
 
 def write_manifest(partial: Path, manifest: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ model's own files are the base's. The tokenizer is the one that training used: t
 
 import copy
 import errno
+import json
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.disk_space import space_of
-from cogumi.core.durability import NO_SPACE, lock_directory, sync_path
+from cogumi.core.durability import NO_SPACE, lock_directory, sync_path, write_synced
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.merge.adapter_files import read_json
@@ -238,7 +239,7 @@ def set_head(config: dict[str, Any], checkpoint: Checkpoint, files: dict[str, Pa
     labels = checkpoint.config.id2label
     config["id2label"] = {str(number): label for number, label in labels.items()}
     config["label2id"] = {label: number for number, label in labels.items()}
-    token = padding_token(files)
+    token = token_id(files, "pad_token")
     if token is not None:
         for section in language_sections(config):
             section["pad_token_id"] = token
@@ -247,11 +248,25 @@ def set_head(config: dict[str, Any], checkpoint: Checkpoint, files: dict[str, Pa
         log.warning(message, checkpoint.architecture)
 
 
-def padding_token(files: dict[str, Path]) -> int | None:
-    """Return the id of the tokenizer's padding token; None where there is no such token or no tokenizer.json."""
+def add_end_token(directory: Path) -> None:
+    """Let the merged model stop also at its tokenizer's end token, with which training ended each answer."""
+    token = token_id(glob_files(directory, ("tokenizer.json", "tokenizer_config.json")), "eos_token")
+    path = directory / "generation_config.json"
+    if not path.is_file():  # transformers reads them from there then
+        path = directory / "config.json"
+    settings = read_json(path)
+    stops = settings.get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [stops]
+    if token is not None and stops != [None] and token not in stops:
+        path.unlink()
+        write_synced(path, (json.dumps(settings | {"eos_token_id": [token, *stops]}, indent=2) + "\n").encode())
+
+
+def token_id(files: dict[str, Path], name: str) -> int | None:
+    """Return the id of the tokenizer's `pad_token` or `eos_token`; None where there is none, or no tokenizer.json."""
     if not {"tokenizer.json", "tokenizer_config.json"} <= files.keys():
         return None
-    token = read_json(files["tokenizer_config.json"]).get("pad_token")
+    token = read_json(files["tokenizer_config.json"]).get(name)
     text = token.get("content") if isinstance(token, dict) else token
     vocabulary, _, added = tokens_of(read_json(files["tokenizer.json"]))
     if text in added:

@@ -1,0 +1,58 @@
+"""Training is refused where the chat template ends an answer with a token at which no generation stops."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from cogumi.config.schema import load_config
+from cogumi.core.errors import UsageError
+from cogumi.methods.building import load_run_tokenizer
+from cogumi.methods.examples import prepare_examples
+from tests.chat_tokenizers import chat_tokenizer, tiny_for
+
+ROWS = [{"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]} for n in range(4)]
+
+
+def prepare(tmp_path: Path, eos: str, stops: list[str] | None, **train: Any) -> Any:
+    """stops: of generation_config.json; None: there is no such file, and config.json has the tokenizer's token."""
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.eos_token = eos
+    tokenizer.save_pretrained(tmp_path / "base")
+    tiny_for(tokenizer).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "generation_config.json"
+    file.unlink(missing_ok=True)
+    if stops is not None:
+        file.write_text(json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(stops)}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    config = {
+        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run")},
+        "model": {"name": str(tmp_path / "base")},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "format": "chat", "eval_rows": 0},
+        "train": {"max_steps": 1, **train},
+    }
+    run = load_config(config)
+    tokenizer = load_run_tokenizer(run, run.model.name)
+    return prepare_examples(run, tokenizer, AutoConfig.from_pretrained(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("stops", [None, ["<|endoftext|>"]])
+def test_an_end_of_turn_at_which_nothing_stops_is_refused(tmp_path: Path, stops: list[str] | None) -> None:
+    with pytest.raises(
+        UsageError, match=r"ends an answer with <\|im_end\|>, and generation stops at <\|endoftext\|>"
+    ) as refused:
+        prepare(tmp_path, "<|endoftext|>", stops)
+    assert refused.value.key == "train.eos_token"
+    assert refused.value.fix == "set train.eos_token: '<|im_end|>'"
+
+
+def test_the_advice_is_followed(tmp_path: Path) -> None:
+    assert len(prepare(tmp_path, "<|endoftext|>", ["<|endoftext|>"], eos_token="<|im_end|>").train.dataset) == 4
+
+
+@pytest.mark.parametrize("stops", [["<|im_end|>", "<|endoftext|>"], None])
+def test_one_of_several_ends_is_enough(tmp_path: Path, stops: list[str] | None) -> None:
+    eos = "<|im_end|>" if stops is None else "<|endoftext|>"
+    assert len(prepare(tmp_path, eos, stops).train.dataset) == 4
