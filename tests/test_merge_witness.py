@@ -228,3 +228,16 @@ def test_a_file_of_answers_that_cannot_be_read(text: str, problem: str, tmp_path
     with pytest.raises(UsageError, match=problem) as error:
         merge_adapter(tmp_path / "a", tmp_path / "merged", witness=tmp_path / "answers.jsonl", progress=False)
     assert error.value.key == "--witness"
+
+
+def test_a_base_that_quantization_moved_further_than_the_adapter_tells_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = builders.save_base(tmp_path / "base", CONFIGS["llama"])
+    adapter = builders.train_adapter(base, tmp_path / "adapter", **TARGETS["llama"])
+    edit_factors(adapter, lambda name, t: t * 0.01 if "lora_B" in name else t)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, quantization_config=four_bits)
+    write_witness(adapter, PeftModel.from_pretrained(model, str(adapter)), letters(tmp_path / "letters"))
+    assert merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).witness is None
+    assert "was not compared: nf4 moved the base's logits by" in caplog.text

@@ -51,7 +51,7 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 class NotCompared(UsageError):
-    """Memory is too small for the comparison; the message has the figures."""
+    """Memory is too small for the comparison, or what was recorded tells nothing; the message has the figures."""
 
 
 @dataclass(frozen=True)
