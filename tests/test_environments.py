@@ -21,6 +21,7 @@ from datasets import Dataset
 from golden import Golden
 
 from cogumi.config.schema import load_config
+from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_jsonl
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import tokenize_for
@@ -295,7 +296,7 @@ def test_a_completion_that_could_not_be_scored_is_in_no_baseline(make_trainer: A
     inputs = [math.inf, None, 1.0, 0.0, 0.5, 0.25, 1.0, 0.0]  # what is infinite is no score either
 
     def tests_pass(completions: Any, **_: Any) -> list[Any]:
-        return inputs
+        return inputs[: len(completions)]
 
     def length(completions: Any, **_: Any) -> list[float]:
         return [1.0] * len(completions)
@@ -317,8 +318,8 @@ def test_a_score_that_is_no_number_is_an_error_that_names_the_reward() -> None:
     def judged(**_: Any) -> list[Any]:
         return ["1.0"]
 
-    with pytest.raises(RuntimeError, match=r"reward judged returned str '1\.0', and a score"):
-        note_unscored(judged, set())()
+    with pytest.raises(UsageError, match=r"judged returned str '1\.0' in its list, and a score is a number"):
+        note_unscored(judged, set())(completions=["a"])
 
 
 @pytest.mark.parametrize(

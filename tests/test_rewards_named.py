@@ -4,22 +4,28 @@ import asyncio
 import inspect
 import typing
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from golden import Golden
 
 from cogumi.core.errors import UsageError
+from cogumi.methods.reward_scores import call_reward
 from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, final_number
 from cogumi.rewards.named_rewards import (
     BUILTIN_REWARDS,
+    RewardError,
     as_annotated,
     load_reward,
     refuse_missing_columns,
     rewards_of,
     try_reward,
 )
+from cogumi.rl.sampling import note_unscored
 
 
 @pytest.mark.parametrize(
@@ -185,3 +191,83 @@ def test_a_reward_that_fails_otherwise_is_said_and_not_refused() -> None:
     refused, said = try_reward(strict, TEXT, 4)  # type: ignore[misc]
     assert not refused
     assert "reward strict raised IndexError" in said
+
+
+# ------------------------------------------------------------------------------------- what stands behind the colon
+
+CALLABLES = """
+import functools
+
+def count(completions, scale=1.0, **_):
+    return [scale * len(text) for text in completions]
+
+async def judged(completions: list[str], **_):
+    return [1.0] * len(completions)
+
+class Length:
+    def __call__(self, completions: list[str], least: int = 1, **_):
+        return [float(len(text) >= least) for text in completions]
+
+class Judge:
+    async def __call__(self, completions: list[str], **_):
+        return [2.0] * len(completions)
+
+    def score(self, completions, **_):
+        raise ValueError("kaput")
+
+half = functools.partial(count, scale=0.5)
+judged_later = functools.partial(judged)
+length, judge = Length(), Judge()
+judge_twice, score, nested = functools.partial(judge), judge.score, functools.partial(functools.partial(length), least=9)
+"""
+
+
+def test_anything_callable_is_a_reward_by_the_name_behind_the_colon(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(CALLABLES)
+    names = ["half", "judged_later", "length", "judge", "judge_twice", "nested", "score"]
+    rewards = rewards_of([{"name": f"{file}:{name}", **({"least": 4} if name == "length" else {})} for name in names])
+    assert [reward.__name__ for reward in rewards] == names
+    said = [[{"role": "assistant", "content": "abc"}]]
+    scores = [call_reward(as_annotated(reward), {"completions": said}, 1) for reward in rewards[1:-1]]
+    assert scores == [[1.0], [0.0], [2.0], [2.0], [0.0]]
+    assert rewards[0](completions=["abc"]) == [1.5]
+    with pytest.raises(RewardError, match=r"mine.py:score raised ValueError: kaput"):
+        rewards[-1](completions=["a"])
+    for name in ("Length", "Judge"):
+        with pytest.raises(UsageError, match=rf"{name} is a class") as caught:
+            rewards_of([f"{file}:{name}"])
+        assert "\n" not in str(caught.value)
+
+
+WRONG = [1.0, None, "high", ["1.0"] * 4, [[1.0]] * 4, [1.0] * 3, {"a": 1}, {1.0, 2.0, 3.0, 4.0}, np.float64(1)]
+
+
+@pytest.mark.parametrize("answer", [*WRONG, np.ones((4, 1)), torch.ones(4, 1), torch.tensor(1.0), np.array(["1"] * 4)])
+def test_a_wrong_result_is_refused_alike_by_trial_command_rollout(answer: Any) -> None:
+    def mine(completions: list[str], **_: Any) -> Any:
+        return answer
+
+    refusals = set()
+    for score in (
+        lambda: try_reward(mine, TEXT, 4),
+        lambda: call_reward(mine, {"completions": ["a"] * 4}, 4),
+        lambda: note_unscored(mine, set())(completions=["a"] * 4),
+    ):
+        with pytest.raises(UsageError, match="mine returned") as caught:
+            score()
+        refusals.add(str(caught.value))
+    assert len(refusals) == 1
+    assert "\n" not in refusals.pop()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [np.ones(4), np.array([1, 1, 1, 1]), torch.ones(4, dtype=torch.bfloat16), (True, 1, np.float32(1), Decimal(1))],
+)
+def test_numbers_of_any_library_are_scores(answer: Any) -> None:
+    def mine(completions: list[str], **_: Any) -> Any:
+        return answer
+
+    assert try_reward(mine, TEXT, 4) is None
+    assert note_unscored(mine, set())(completions=["a"] * 4) == [1.0] * 4

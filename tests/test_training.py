@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
+from cogumi.health import verdict
 from cogumi.models.adapters import check_targets, lora_config
 
 Config = dict[str, Any]
@@ -290,6 +291,33 @@ def test_a_run_in_which_no_reward_was_scored_fails(gspo: Config, monkeypatch: py
     assert "0 of 2 batches scored" in failed["rewards"]
     assert "change cogumi.rewards" in failed["rewards"]
     assert not (result.run_dir / "DONE").exists()
+
+
+def test_a_training_of_cut_completions_is_saved_before_it_is_judged(
+    gspo: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """dapo leaves cut completions out of the loss, and here all are cut; two checks and a rule raise besides."""
+
+    def broken(*_: Any) -> None:
+        assert (tmp_path / "gspo" / "adapter" / "adapter_model.safetensors").exists()
+        raise ValueError("no\nanswer")
+
+    def broken_rule(_: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("cogumi.training.loop.judge_moved", broken)
+    monkeypatch.setattr("cogumi.training.run.write_samples", lambda *given: given[4] and broken())
+    monkeypatch.setitem(verdict.RULES, "gspo", (*verdict.RULES["gspo"], broken_rule))
+    gspo["train"] |= {"loss_type": "dapo", "max_completion_length": 1}
+    result = cogumi.train(gspo)
+    failed = {check.name: str(check) for check in result.verdict.checks if not check.passed}
+    assert "no completion counted in a loss" in failed["ratio and clip fraction"]
+    assert "train.mask_truncated_completions: false" in failed["ratio and clip fraction"]
+    assert "it raised ValueError: no answer" in failed["weights"]
+    assert "it raised ValueError: no answer" in failed["samples"]
+    assert "it raised ZeroDivisionError: division by zero" in failed["broken_rule"]
+    assert read_json(result.run_dir / "status.json")["state"] == "finished, checks failed"
+    assert (result.run_dir / "verdict.json").exists()
 
 
 def test_a_finished_run_directory_is_not_written_over(finished_sft: FinishedRun, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """The verdict of a run: the checks it has to pass, its flags, and whether it is safe to scale."""
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from cogumi.core.durability import NO_SPACE
+from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import read_json
 from cogumi.health.flags import (
     SIGNIFICANT_FALL_Z,
@@ -22,6 +25,8 @@ from cogumi.health.flags import (
 from cogumi.health.rules import FEW_LOSS_ROWS, RULES, TREND_Z, UNSETTLED_STEPS, rollouts
 from cogumi.rl.watch import RECORD
 
+log = logging.getLogger("cogumi")
+RAISED = "it raised "  # how the evidence of a flag begins that is a failed check
 COSTS_TIME = {"waiting for data", "clip fraction"}  # flags that say nothing of what is learned
 
 
@@ -38,7 +43,14 @@ class Scale(StrEnum):
 
 def judge(run: RunHistory) -> list[Flag]:
     """Return the flags of a run so far, red ones first. A rule that has too few rows yet gives none."""
-    return resolve_consequences([flag for rule in RULES[run.setting.method] if (flag := rule(run)) is not None])
+    flags = []
+    for rule in RULES[run.setting.method]:
+        try:
+            flags.append(rule(run))
+        except Exception as error:  # noqa: BLE001  a training does not end because a rule does
+            check = failed_check(rule.__name__, error)
+            flags.append(Flag(check.name, "yellow", check.figure, "the rule is wrong", "report it"))
+    return resolve_consequences([flag for flag in flags if flag is not None])
 
 
 def safe_to_scale(run: RunHistory, flags: Sequence[Flag], was_red: Iterable[Flag] = ()) -> tuple[Scale, str]:
@@ -149,6 +161,24 @@ class Verdict:
         return "\n".join(map(str, self.checks))
 
 
+def failed_check(name: str, error: Exception) -> Check:
+    """Return the failed check of an exception, whose traceback goes into run.log."""
+    check = Check(name, f"{RAISED}{type(error).__name__}: {one_line(error)}", "judged", False, "read run.log")
+    log.error("%s: %s", name, check.figure, exc_info=error)
+    return check
+
+
+def attempt(name: str, function: Callable[..., Any], *arguments: Any) -> list[Check]:
+    """Return the checks that a function returns, if any; one that raises, but for a full disk, is a failed check."""
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:  # the run goes on from here when there is space
+            raise
+        return [failed_check(name, error)]
+    return result if isinstance(result, list) else [result] if isinstance(result, Check) else []
+
+
 def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, early: bool = False) -> list[Check]:
     """Check what every run must pass: it trained to the end, on finite numbers. early: it was to end before, and did."""
     done = Check("steps", f"{steps}", f"{max_steps}", steps == max_steps, "read in run.log what ended it")
@@ -174,13 +204,15 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     ratios = [row[key] for row in metrics for key in ("policy/min_ratio", "policy/max_ratio") if key in row]
     clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
     finite, total = count_finite(ratios + clipped), len(ratios + clipped)
-    span = f"{finite} of {total} values finite"
-    if finite == total > 0:
+    span, lower = f"{finite} of {total} values finite", "lower train.learning_rate"
+    if not ratios:
+        span, lower = "no completion counted in a loss", "set train.mask_truncated_completions: false"
+    elif finite == total:
         span = f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
     return [
         Check("rewards", f"{scored} of {len(rewards)} batches scored", "at least one", scored > 0, fix),
         judge_loss_record(run_dir),
-        Check("ratio and clip fraction", span, "all finite", finite == total > 0, "lower train.learning_rate"),
+        Check("ratio and clip fraction", span, "all finite", bool(ratios) and finite == total, lower),
     ]
 
 

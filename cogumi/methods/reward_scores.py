@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from cogumi.core.formatting import escape_controls
 from cogumi.core.run_directory import jsonable_numbers
 from cogumi.data.chat import text_of, transcript_of
 from cogumi.rewards.distribution import Distribution, describe_rewards, share_of_equal_groups, weighted_total
-from cogumi.rewards.functions import parameters_of, reads_thoughts
+from cogumi.rewards.functions import parameters_of, read_scores, reads_thoughts
 from cogumi.rewards.named_rewards import RUN_SETTINGS, as_annotated, messages_of, needed_columns, rewards_of, weights_of
 
 SHOWN_CHARACTERS = 2000
@@ -276,12 +276,4 @@ def call_rewards(run: RunConfig, rewards: list[Any], rows: list[Scored]) -> list
 
 def call_reward(reward: Any, arguments: Mapping[str, Any], count: int) -> list[float | None]:
     answer = asyncio.run(reward(**arguments)) if inspect.iscoroutinefunction(reward) else reward(**arguments)
-    if not isinstance(answer, Iterable):
-        message = f"{reward.__name__} returned {type(answer).__name__}, and a reward returns a list"
-        raise UsageError(message, key="cogumi.rewards", fix="return one number for each completion")
-    scores = [None if score is None else float(score) for score in answer]
-    scores = [score if score is None or math.isfinite(score) else math.nan for score in scores]
-    if len(scores) != count:
-        message = f"{reward.__name__} returned {len(scores)} rewards for {count} completions"
-        raise UsageError(message, key="cogumi.rewards", fix="return one for each")
-    return scores
+    return read_scores(reward, answer, count)

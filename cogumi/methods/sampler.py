@@ -1,6 +1,5 @@
 """Settings of the sampler, vLLM or transformers, and checks of settings and prompts before a model is downloaded."""
 
-import inspect
 import logging
 import math
 import urllib.request
@@ -21,7 +20,7 @@ from cogumi.core.formatting import one_line
 from cogumi.merge.adapter_files import PLAIN_INITS, quantization_of
 from cogumi.models.adapters import NOT_OF_THE_LORA, lora_config
 from cogumi.patches.vllm_engine import adapter_options
-from cogumi.rewards.named_rewards import ALWAYS_THERE
+from cogumi.rewards.named_rewards import needed_columns
 from cogumi.rl.guards import check_distribution, check_loss_settings
 from cogumi.rl.sampling import refuse_double_correction
 
@@ -212,7 +211,7 @@ def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
         log.warning("the %s prompts do not differ: what the run learns is about this one prompt", f"{len(prompts):,}")
     counted: dict[str, int] = {}
     for reward in rewards:
-        for name in needed_columns(reward, prompts.column_names):
+        for name in needed_columns(reward):
             if name not in counted:
                 batches = prompts.select_columns([name]).iter(ROWS_AT_ONCE)
                 counted[name] = sum(value is None for batch in batches for value in batch[name])
@@ -222,10 +221,3 @@ def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
                 raise UsageError(message, key="cogumi.rewards", fix=fix)
             if counted[name]:
                 log.warning("cogumi.rewards: %s", message)
-
-
-def needed_columns(reward: Any, columns: Sequence[str]) -> list[str]:
-    """Return the columns of the data that a reward has a parameter without a default for."""
-    parameters = inspect.signature(reward).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    return [name for name in names if name in columns and name not in ALWAYS_THERE]

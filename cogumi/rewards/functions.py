@@ -9,11 +9,13 @@ a reply whose thinking never closes scores 0 and counts in the metric `unfinishe
 import ast
 import functools
 import inspect
+import math
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal, InvalidOperation
+from numbers import Real
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -166,6 +168,23 @@ def parameters_of(reward: Reward) -> Mapping[str, inspect.Parameter]:
     return {name: value for name, value in parameters if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)}
 
 
+def read_scores(reward: Any, answer: Any, count: int) -> list[float | None]:
+    """Return one float, NaN or None for each completion from what a reward returned. Raises UsageError for all else."""
+    is_list = isinstance(answer, Iterable) and not isinstance(answer, str | bytes | Mapping | Set)
+    is_list = is_list and getattr(answer, "ndim", 1) > 0
+    values = [value.item() if getattr(value, "ndim", None) == 0 else value for value in answer] if is_list else []
+    other = [value for value in values if not isinstance(value, Real | Decimal | None)]
+    problem = "" if len(values) == count else f"{len(values)} rewards for {count} completions"
+    if not is_list:
+        problem = f"{type(answer).__name__}, and a reward returns a list"
+    elif other:
+        problem = f"{type(other[0]).__name__} {other[0]!r:.40} in its list, and a score is a number"
+    if problem:
+        message = f"{getattr(reward, '__name__', type(reward).__name__)} returned {' '.join(problem.split())}"
+        raise UsageError(message, key="cogumi.rewards", fix="return one number for each completion")
+    return [value if value is None else float(value) if math.isfinite(value) else math.nan for value in values]
+
+
 def with_columns(reward: Reward, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Reward:
     """Wrap a reward, keeping its name, so that `change` maps its keyword arguments."""
     if inspect.iscoroutinefunction(reward):
@@ -204,7 +223,7 @@ def on_visible(reward: Reward, tokenizer: Any, style: str, prompt_opens_thought:
         replies = replies_of(completions, columns.get("completion_ids"), tokenizer, style)
         answers = [visible_text(reply, style, prompt_opens_thought) for reply in replies]
         visible = [with_text(old, answer or "") for old, answer in zip(completions, answers, strict=True)]
-        scores = reward(prompts=prompts, completions=visible, **columns)
+        scores = read_scores(reward, reward(prompts=prompts, completions=visible, **columns), len(answers))
         if log_metric := columns.get("log_metric"):
             log_metric("unfinished", answers.count(None) / max(len(answers), 1))
         return [0.0 if answer is None else score for score, answer in zip(scores, answers, strict=True)]

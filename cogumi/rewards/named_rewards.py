@@ -16,7 +16,8 @@ import inspect
 import math
 import re
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
@@ -38,6 +39,7 @@ from cogumi.rewards.functions import (
     overlong,
     parameters_of,
     parses,
+    read_scores,
     thought_price,
     with_columns,
 )
@@ -151,27 +153,39 @@ def rewards_of(rewards: Sequence[str | Mapping[str, Any]], settings: Mapping[str
 
 
 def load_reward(name: str) -> Reward:
-    """Execute the code of `path/to/file.py:function` or `package.module:function` and return the function."""
-    return _with_location(name, load_object(name, KEY, callable, "function"))
+    """Execute the code of `path/to/file.py:name` or `package.module:name` and return the callable as a function `name`.
+
+    Its errors name it and the line: the trainer that calls it shows neither. Raises UsageError for a class.
+    """
+    reward = load_object(name, KEY, callable, "function")
+    behind = reward
+    while isinstance(behind, functools.partial):
+        behind = behind.func
+    if isinstance(behind, type):
+        raise UsageError(f"{name} is a class", key=KEY, fix="name a function, or an instance that has __call__")
+    if not inspect.isroutine(behind) and not hasattr(behind, "__wrapped__"):
+        behind = behind.__call__
+
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        with _errors_named(name):
+            return await reward(*args, **kwargs)
+
+    scored = _errors_named(name)(lambda *args, **kwargs: reward(*args, **kwargs))
+    function: Any = functools.wraps(behind)(awaited if inspect.iscoroutinefunction(behind) else scored)
+    function.__name__, function.__signature__ = name.rpartition(":")[2], inspect.signature(reward)
+    return function  # type: ignore[no-any-return]
 
 
-def _with_location(name: str, reward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a reward so that its errors name it and the line: the trainer that calls it shows neither."""
-    if inspect.iscoroutinefunction(reward):  # TRL awaits those
-        return reward
-
-    @functools.wraps(reward)
-    def scored(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return reward(*args, **kwargs)
-        except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
-            if ends_by_signal(error):
-                raise
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            message = f"{name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-            raise RewardError(f"cogumi.rewards: {message}") from error
-
-    return scored
+@contextmanager
+def _errors_named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
+        if ends_by_signal(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        raise RewardError(f"cogumi.rewards: {message}") from error
 
 
 def _bind_parameters(reward: Reward, entry: Entry, settings: Mapping[str, Any]) -> Reward:
@@ -314,10 +328,11 @@ def _error_of_reward(
     columns["completion_ids"] = [0]
     logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
     try:
-        list(as_annotated(reward)(**{name: [value] * group for name, value in columns.items()}, **logs, **arguments))
-    except UsageError:  # of a parameter that it cannot work with
+        answer = as_annotated(reward)(**{name: [value] * group for name, value in columns.items()}, **logs, **arguments)
+        read_scores(reward, answer, group)
+    except UsageError:  # of a parameter that it cannot work with, or of what it returned
         raise
     except Exception as error:  # noqa: BLE001  the user's own code may raise anything; it is reported
-        # `_with_location` wraps an error of a user's file.
+        # `load_reward` wraps an error of a user's file.
         return error.__cause__ if isinstance(error, RewardError) and error.__cause__ is not None else error
     return None

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -42,7 +41,7 @@ from cogumi.patches.trl_internals import (
     wrap_method,
 )
 from cogumi.patches.vllm_engine import computing_dtype, observe_generation, score
-from cogumi.rewards.functions import Reward, with_columns
+from cogumi.rewards.functions import Reward, read_scores, with_columns
 from cogumi.rl.loss_check import backend_of
 
 log = logging.getLogger(__name__)
@@ -352,33 +351,23 @@ def leave_out_unscored(trainer: Any) -> None:
 
 def note_unscored(reward: Callable[..., Any], unscored: set[int]) -> Callable[..., Any]:
     """Wrap a reward function: the positions of NaN in what it returns are added to `unscored`."""
-    name = getattr(reward, "__name__", type(reward).__name__)
 
-    def note(scores: Any) -> list[float | None]:
-        numbers: list[float | None] = []
-        for value in scores:
-            if not isinstance(value, Real | None) and not hasattr(value, "item"):
-                raise RuntimeError(
-                    f"reward {name} returned {type(value).__name__} {value!r:.40}, and a score is a number"
-                )
-            if value is None:
-                numbers.append(None)
-                continue
-            numbers.append(float(value) if math.isfinite(value) else math.nan)
+    def note(scores: Any, completions: Sequence[Any]) -> list[float | None]:
+        numbers = read_scores(reward, scores, len(completions))
         unscored.update(n for n, value in enumerate(numbers) if value is not None and math.isnan(value))
         return numbers
 
     if inspect.iscoroutinefunction(reward):
 
         @functools.wraps(reward)
-        async def awaited(*args: Any, **kwargs: Any) -> Any:
-            return note(await reward(*args, **kwargs))
+        async def awaited(**columns: Any) -> Any:  # as TRL calls it
+            return note(await reward(**columns), columns["completions"])
 
         return awaited
 
     @functools.wraps(reward)
-    def scored(*args: Any, **kwargs: Any) -> Any:
-        return note(reward(*args, **kwargs))
+    def scored(**columns: Any) -> Any:
+        return note(reward(**columns), columns["completions"])
 
     return scored
 

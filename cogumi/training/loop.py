@@ -36,7 +36,7 @@ from cogumi.core.run_directory import (
 from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.forecast.disk_forecast import forecast_trainer
 from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved
-from cogumi.health.verdict import Check, judge_gspo, judge_training
+from cogumi.health.verdict import Check, attempt, judge_gspo, judge_training
 from cogumi.methods import dpo
 from cogumi.methods.building import budget_reached
 from cogumi.methods.examples import Examples
@@ -187,7 +187,7 @@ def fit(
     heart: Heartbeat,
     ranks: Ranks | None = None,
 ) -> TrainingOutcome:
-    """Train, with the held-out loss before and after if the method has one, and judge the logged metrics.
+    """Train, with the held-out loss before the first step if the method has one. `judge_fit` follows.
 
     Each process of a training calls this; rank 0 decides for all.
     """
@@ -263,27 +263,31 @@ def fit(
                 raise RefusedAtSetup.like(error) from error
             # Libraries look at some settings only when they are first used: a learning rate, a loss's name.
             raise RefusedAtSetup(f"refused before the first step: {one_line(error)}", key="train") from error
-    state = trainer.state
     if fault := protection.finite.ended or protection.finite.find_fault():
         last = last_good_checkpoint(trainer.args.output_dir) if ranks.leads else None
         last_finite = f"the last finite checkpoint is {last.name}" if last else "no checkpoint was written before"
         sentinel.ended = EarlyEnd(NON_FINITE, f"{fault}; {last_finite}")
-    ended = ranks.tell(sentinel.ended or control.ended)
+    return TrainingOutcome([], sentinel, ranks.tell(sentinel.ended or control.ended))
+
+
+def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Ranks) -> None:
+    """Measure the held-out loss, and add the checks of a training whose adapter is saved. Each process calls this."""
+    run_dir, options, state, checks = run.run_dir, run.cogumi, trainer.state, fitted.checks
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
-    if measure_loss and not ranks.tell(ended is not None or was_evaluated(run_dir, state.global_step)):
-        trainer.evaluate()
+    measure_loss = trainer.eval_dataset is not None and options.method != "gspo" and fitted.ended is None
+    if ranks.tell(measure_loss and not was_evaluated(run_dir, state.global_step)):
+        checks += attempt("held-out loss", trainer.evaluate)
     trackers.close_tensorboard(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
     if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
         recorder.truncate_metrics(run_dir, state)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
-    checks = judge_training(metrics, state.global_step, state.max_steps, ended is not None)
-    checks.append(judge_moved(trainer.model, sentinel.start, options.tuning))
+    checks += attempt("steps", judge_training, metrics, state.global_step, state.max_steps, fitted.ended is not None)
+    checks += attempt("weights", judge_moved, trainer.model, fitted.sentinel.start, options.tuning)
     if options.method == "dpo":
-        checks += dpo.judge_dpo(metrics, trainer.args)
-    if rl:
-        checks += judge_gspo(metrics, run_dir)
-    return TrainingOutcome(checks, sentinel, ended)
+        checks += attempt("reference", dpo.judge_dpo, metrics, trainer.args)
+    if options.method == "gspo":
+        checks += attempt("rewards", judge_gspo, metrics, run_dir)
 
 
 def even_batch(rows: int, batch: int, count: int) -> int:

@@ -29,7 +29,7 @@ from cogumi.stack.gpus import count_launched
 from cogumi.stack.ranks import Ranks, Result, whole_tensor
 from cogumi.telemetry.heartbeat import measure_run
 from cogumi.telemetry.throughput import Meter
-from cogumi.training.loop import fit
+from cogumi.training.loop import fit, judge_fit
 
 log = logging.getLogger("cogumi")
 ACCELERATE = Path(__file__).parents[1] / "accelerate"  # the configs that come with the package
@@ -133,9 +133,10 @@ def follow(ranks: Ranks) -> Any:
         examples = prepare_examples(chosen, tokenizer, base_config)  # prepared by the first
         with measure_run(place, meter) as heart:
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
-            fit(chosen, trainer, tokenizer, examples, heart, ranks)
+            fitted = fit(chosen, trainer, tokenizer, examples, heart, ranks)
             if trainer.is_fsdp_enabled:
                 for _ in gather_trained(trainer.model):  # together with the first, which keeps them
                     pass
+            judge_fit(chosen, trainer, fitted, ranks)
             del trainer
         return ranks.hear()

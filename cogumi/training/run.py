@@ -21,7 +21,7 @@ from cogumi.core.notices import show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
 from cogumi.forecast.run_forecast import describe_weights
-from cogumi.health.verdict import Verdict
+from cogumi.health.verdict import Verdict, attempt
 from cogumi.hub.downloads import plan_download, refuse_no_room
 from cogumi.merge.adapter_files import quantization_of, read_json, serving_limits
 from cogumi.merge.arithmetic import restore_matmul_precision
@@ -45,7 +45,7 @@ from cogumi.telemetry.status import NON_FINITE, SANITY_CHECKED
 from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import stages
-from cogumi.training.loop import fit, forget_requests
+from cogumi.training.loop import fit, forget_requests, judge_fit
 from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
 
 log = logging.getLogger("cogumi")
@@ -235,21 +235,24 @@ def train_leader(
         if shared:
             enter("save")
             model = building.rebuild_model(chosen, base, gather_trained(trainer.model))
-        followers.wait()
         checks, adapter, merged = fitted.checks, None, None
         if run.cogumi.tuning == "lora" and getattr(fitted.ended, "state", "") != NON_FINITE:
             adapter = stages.retry_when_full(
                 run, "save", stages.save_adapter, model, tokenizer, run_dir, requested_revision
             )
-        elif fitted.ended is None:
+        judge_fit(run, trainer, fitted, ranks)
+        followers.wait()
+        if run.cogumi.tuning == "full" and fitted.ended is None:  # after its checks: saving rounds the model's weights
             dtype = base_config.dtype or torch.float32
             merged = stages.retry_when_full(run, "save", stages.save_model, model, tokenizer, run_dir, dtype)
-            checks.append(stages.judge_saved(model, merged))
+            checks += attempt("saved model", stages.judge_saved, model, merged)
         if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
             enter("samples")
             step = trainer.state.global_step
-            write_samples(run_dir, model, tokenizer, examples.prompts, step, run.cogumi.stop)
-            fitted.sentinel.on_train_end()
+            checks += attempt(
+                "samples", write_samples, run_dir, model, tokenizer, examples.prompts, step, run.cogumi.stop
+            )
+            checks += attempt("flags", fitted.sentinel.on_train_end)
         live = None
         if adapter is not None and run.cogumi.merge and fitted.ended is None:
             enter("merge")
@@ -275,6 +278,6 @@ def write_report_at_end(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with best_effort("write the report", UsageError):
+        with best_effort("write the report"):
             if (run_dir / "metrics.jsonl").exists():
                 write_report(run_dir)

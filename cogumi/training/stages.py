@@ -41,9 +41,9 @@ from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.forecast.run_forecast import describe_stack, forecast_in_worker
 from cogumi.forecast.vllm_forecast import choose_with_engine
 from cogumi.health.flags import red_flags
-from cogumi.health.verdict import Check, Scale, Verdict, safe_to_scale
+from cogumi.health.verdict import RAISED, Check, Scale, Verdict, failed_check, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
-from cogumi.merge import LogitCheck, MergeError, MergeReport, logits, merge_adapter
+from cogumi.merge import LogitCheck, MergeReport, logits, merge_adapter
 from cogumi.merge.adapter_files import quantization_of, write_base_record
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.parameter_map import auto_class, meta_model
@@ -312,6 +312,8 @@ def record_live(
         other = differing_tensors(model, adapter)
     except logits.OUT_OF_MEMORY as error:
         return replace(live, missing=f"memory ran out while the live model's logits were recorded: {one_line(error)}")
+    except Exception as error:  # noqa: BLE001  the merge needs none of it
+        return replace(live, checks=(failed_check("live model", error),), missing="its logits were not recorded")
     trained_on = quantized.type or quantized.method if quantized else original.kind if original else "unsloth's kernels"
     figure = f"{len(other)} tensors differ from the live adapter's" + (f", the first is {other[0]}" if other else "")
     saved = Check("saved adapter", figure, "0, bit for bit", not other, "merge the adapter of the last checkpoint")
@@ -324,7 +326,7 @@ def try_merge(
     """Return the merged model and its checks; a refused merge is a failed check, because the adapter was paid for."""
     try:
         return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, original)
-    except (UsageError, MergeError, *logits.OUT_OF_MEMORY) as error:
+    except Exception as error:  # noqa: BLE001
         later = f"{one_line(error)} (later: {live.again})"
         fix = "change what it names, and merge by that command"
         return None, [*live.checks, Check("merge", later, "the adapter goes into its base", False, fix)]
@@ -354,7 +356,7 @@ def merge_and_check(
     except logits.NotCompared as error:  # the elements are proven; this check would confirm their names and meaning
         figure = f"not compared: {error}; to compare, on a larger machine: {live.again} --verify logits"
         checks.append(Check("merged logits", figure, "compared where memory allows", True))
-    except UsageError as error:
+    except Exception as error:  # noqa: BLE001  the merged model is there
         required, fix = "compared with the adapter on the base", f"merge again: {live.again} --verify logits"
         checks.append(Check("merged logits", one_line(error), required, False, fix))
     return report.out, checks
@@ -436,10 +438,15 @@ def record_verdict(run_dir: Path, fitted: TrainingOutcome) -> Verdict:
 def make_verdict(fitted: TrainingOutcome) -> Verdict:
     sentinel, ended, checks = fitted.sentinel, fitted.ended, list(fitted.checks)
     safe: Scale | None = None
+    raised = (flag for flag in sentinel.flags if flag.evidence.startswith(RAISED))
+    checks += [Check(flag.name, flag.evidence, "judged", False, "read run.log") for flag in raised]
     if ended is not None and ended.state != SANITY_CHECKED:
         checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
     if sentinel.sanity is not None:
-        safe, why = safe_to_scale(sentinel.run(), sentinel.flags, (flag for _, flag in sentinel.was_red.values()))
+        try:
+            safe, why = safe_to_scale(sentinel.run(), sentinel.flags, (flag for _, flag in sentinel.was_red.values()))
+        except Exception as error:  # noqa: BLE001  the answer is no, then
+            safe, why = Scale.NO, failed_check(SAFE_TO_SCALE, error).figure
         missed = [check.name for check in checks if not check.passed]
         if safe and missed:
             safe, why = Scale.NO, f"{' and '.join(missed)} failed"
