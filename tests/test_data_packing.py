@@ -167,6 +167,19 @@ def test_a_router_that_rounding_tips_over_is_no_leak() -> None:
         assert distance <= bound
 
 
+@pytest.mark.parametrize("leaks", [False, True])
+def test_rows_end_to_end_are_probed_as_flash_attention_gets_them(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+
+    from cogumi.data import packing
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(packing, "wants_one_sequence", lambda model: True)
+    monkeypatch.setattr(LeakingInSomeRows, "leaks", staticmethod(lambda lengths: leaks and len(lengths) > 3))
+    distance, bound = probe_packing(LeakingInSomeRows(LlamaConfig(**SHAPE)).eval(), documents(), pad_token_id=0)
+    assert (distance > bound) == leaks
+
+
 def test_documents_that_begin_alike_do_not_hide_a_leak() -> None:
     from transformers import LlamaConfig
 

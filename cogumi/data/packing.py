@@ -62,7 +62,7 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
     where it is short. They are packed as in training: beside each row, or for flash attention behind it, is a shorter one.
     Returns (largest difference, bound of rounding) of the worst order of lengths.
     """
-    text = [token for document in documents for token in document]
+    text = [token for document in documents for token in document[-max(DOCUMENT_TOKENS) :]]
     if not text:
         raise ValueError("packing is probed with documents, and these have no token")
     text *= -(-max(DOCUMENT_TOKENS) // len(text))
