@@ -1,5 +1,6 @@
 """Packing: models in which packed examples read each other are found, and a packed run learns what an unpacked one does."""
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,65 @@ def test_a_mask_of_ones_is_found(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     distance, bound = probe_packing(WithItsOwnMask(LlamaConfig(**SHAPE)).to(dtype), documents(), pad_token_id=0)
     assert distance > max(bound, 0.1)
+
+
+class LeakingInSomeRows(LlamaForCausalLM):
+    """A mask of ones for the rows that `leaks` picks by the lengths of their documents."""
+
+    leaks: Any = None
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Any:
+        if position_ids is not None:
+            starts = [*(position_ids[0] == 0).nonzero().flatten().tolist(), position_ids.shape[1]]
+            lengths = [end - start for start, end in itertools.pairwise(starts)]
+            attention_mask = torch.ones_like(input_ids) if len(lengths) > 1 and type(self).leaks(lengths) else None
+        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **more)
+
+
+@pytest.mark.parametrize(
+    "leaks",
+    [
+        lambda lengths: len(lengths) > 2,
+        lambda lengths: lengths[0] > lengths[1],
+        lambda lengths: lengths[0] < lengths[2] < lengths[1],
+        lambda lengths: lengths[0] % 16 != 0,
+        lambda lengths: len(set(lengths)) > 1,
+    ],
+)
+@pytest.mark.parametrize("size", [2, 20, 90])
+def test_a_leak_of_some_lengths_is_found(leaks: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(LeakingInSomeRows, "leaks", staticmethod(leaks))
+    own = [[(7 * n + 5 * i * i) % 120 + 3 for i in range(size)] for n in range(4)]
+    model = LeakingInSomeRows(LlamaConfig(**SHAPE)).eval()
+    distance, bound = probe_packing(model, own, pad_token_id=0)
+    assert distance > bound
+    monkeypatch.setattr(LeakingInSomeRows, "leaks", staticmethod(lambda lengths: False))
+    distance, bound = probe_packing(model, own, pad_token_id=0)
+    assert distance <= bound
+
+
+def test_a_router_that_rounding_tips_over_is_no_leak() -> None:
+    experts = {"num_hidden_layers": 4, "num_local_experts": 32, "num_experts_per_tok": 4}
+    model = model_of("MixtralConfig", experts, "sdpa", torch.bfloat16)
+    for seed in range(4):
+        distance, bound = probe_packing(model, documents(seed, 40), pad_token_id=0)
+        assert distance <= bound
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_rows_end_to_end_are_probed_as_flash_attention_gets_them(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+
+    from cogumi.data import packing
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(packing, "wants_one_sequence", lambda model: True)
+    monkeypatch.setattr(LeakingInSomeRows, "leaks", staticmethod(lambda lengths: leaks and len(lengths) > 3))
+    distance, bound = probe_packing(LeakingInSomeRows(LlamaConfig(**SHAPE)).eval(), documents(), pad_token_id=0)
+    assert (distance > bound) == leaks
 
 
 def test_documents_that_begin_alike_do_not_hide_a_leak() -> None:

@@ -182,6 +182,8 @@ class CogumiSection(Section):
     method: Literal["sft", "dpo", "gspo"]
     tuning: Literal["lora", "full"] = "lora"
     """lora: an adapter on the full-precision base (QLoRA: `model.quantization_config`). full: every weight, where it fits."""
+    loraplus_ratio: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    """LoRA+: B learns so many times as fast as A, whose rate is `train.learning_rate`. 16 is usual."""
     backend: Literal["auto", "unsloth", "trl"] = "auto"
     """Whose model and trainer: unsloth's, or transformers' and TRL's. auto: unsloth where it is installed, with a GPU, for the
     families that it has kernels for."""

@@ -357,7 +357,8 @@ def refuse_adapter_settings(run: RunConfig) -> None:
     if run.model.quantization_config is not None:
         reason, fix = "quantized weights cannot be trained themselves", "drop it, or drop cogumi.tuning: full (QLoRA)"
         raise UsageError(reason, key="model.quantization_config", fix=fix)
-    settings = {"model.adapter": run.model.adapter, **{f"lora.{key}": value for key, value in run.lora.items()}}
+    settings = {f"lora.{key}": value for key, value in run.lora.items()}
+    settings |= {"model.adapter": run.model.adapter, "cogumi.loraplus_ratio": run.cogumi.loraplus_ratio}
     for key in (key for key, value in settings.items() if value is not None):
         raise UsageError(f"{key} would be ignored: cogumi.tuning: full trains no adapter", fix="drop one of the two")
 

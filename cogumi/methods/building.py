@@ -27,6 +27,7 @@ from cogumi.merge.preflight import Original, expected_base, plan_adapter
 from cogumi.methods import dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence, settle_clip
 from cogumi.methods.examples import Examples
+from cogumi.methods.loraplus import use_loraplus
 from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import drop_casts, find_towers, keep_float32, load_adapter, load_exact_values, lora_config
 from cogumi.models.loading import load_model, load_tokenizer, meta_model, use_chat_template, use_end_token
@@ -229,6 +230,8 @@ def build_trainer(
     if run.model.adapter is not None:
         compares = run.cogumi.method != "sft" and trainer.beta != 0
         load_exact_values(trainer, run.model.adapter, compares=compares)
+    if run.cogumi.loraplus_ratio is not None:
+        use_loraplus(trainer, run.cogumi.loraplus_ratio, run.run_dir)
     return trainer
 
 

@@ -13,7 +13,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.packing import (
-    DOCUMENT_PAIRS,
+    PROBED_DOCUMENTS,
     collate_rows_apart,
     probe_packing,
     rows_per_step,
@@ -107,9 +107,8 @@ def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, to
     if decided:
         log.info("packing: %s, as when the run began", "on" if decided["safe"] else "off")
         return decided
-    first = [train_dataset[i]["input_ids"] for i in range(min(2 * DOCUMENT_PAIRS, len(train_dataset)))]
+    documents = [train_dataset[i]["input_ids"] for i in range(min(PROBED_DOCUMENTS, len(train_dataset)))]
     with preserve_rng_and_mode(model):
-        documents = first if len(first) > 1 else first * 2
         distance, bound = probe_packing(model.eval(), documents, tokenizer.pad_token_id)
     safe = distance <= bound  # NaN is not safe
     if not safe:
