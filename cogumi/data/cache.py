@@ -383,7 +383,7 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
                 if len(trained) > 1 and source.weight
             ],
         }
-        for temporary in (*RowHashes._fields, "states"):
+        for temporary in ("examples", "questions", "states"):
             (out / temporary).unlink()
     except OSError as error:
         if error.errno not in NO_SPACE:

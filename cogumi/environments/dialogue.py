@@ -60,8 +60,9 @@ class Dialogue(Episodes):
     def own_reward(self) -> Callable[..., Any]:
         """Return a reward function with the environment's name that calls `get_reward`."""
 
-        def get_reward(**_: Any) -> list[float | None]:
-            return [environment.get_reward() for environment in self.environments]
+        def get_reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
+            scores = [environment.get_reward() for environment in self.environments]
+            return scores or [None] * len(completions)  # a trial, before the first rollout
 
         get_reward.__name__ = self.environment.__name__
         return get_reward

@@ -206,7 +206,7 @@ def refuse_other_end(run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_co
     """Raise UsageError where the chat template ends the assistant's turn with a token at which no generation stops."""
     if run.data.format == "fim" or not tokenizer.chat_template:
         return
-    end, name = end_of_turn(tokenizer), base_config._name_or_path
+    end, name = end_of_turn(tokenizer), base_config.name_or_path
     try:
         generation = GenerationConfig.from_pretrained(name, revision=run.model.revision or "main")
     except (OSError, ValueError):
