@@ -16,7 +16,12 @@ from tests.chat_tokenizers import chat_tokenizer, tiny_for
 ROWS = [{"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]} for n in range(4)]
 
 
-def prepare(tmp_path: Path, eos: str, stops: list[str] | None, **train: Any) -> Any:
+TEXT = [{"prompt": f"q{n}", "completion": "a"} for n in range(4)]
+
+
+def prepare(
+    tmp_path: Path, eos: str, stops: list[str] | None, rows: list[Any] = ROWS, format: str = "chat", **train: Any
+) -> Any:
     """stops: of generation_config.json; None: there is no such file, and config.json has the tokenizer's token."""
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.eos_token = eos
@@ -26,11 +31,11 @@ def prepare(tmp_path: Path, eos: str, stops: list[str] | None, **train: Any) -> 
     file.unlink(missing_ok=True)
     if stops is not None:
         file.write_text(json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(stops)}))
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = {
         "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run")},
         "model": {"name": str(tmp_path / "base")},
-        "data": {"source": str(tmp_path / "rows.jsonl"), "format": "chat", "eval_rows": 0},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "format": format, "eval_rows": 0},
         "train": {"max_steps": 1, **train},
     }
     run = load_config(config)
@@ -56,3 +61,7 @@ def test_the_advice_is_followed(tmp_path: Path) -> None:
 def test_one_of_several_ends_is_enough(tmp_path: Path, stops: list[str] | None) -> None:
     eos = "<|im_end|>" if stops is None else "<|endoftext|>"
     assert len(prepare(tmp_path, eos, stops).train.dataset) == 4
+
+
+def test_text_ends_with_the_tokenizers_end_token(tmp_path: Path) -> None:
+    assert len(prepare(tmp_path, "<|endoftext|>", None, TEXT, "prompt_completion").train.dataset) == 4

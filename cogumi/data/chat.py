@@ -674,8 +674,11 @@ def _ends_differ(template: ChatTemplate, tokenizer: Any) -> bool:
 
 
 def end_of_turn(tokenizer: Any) -> str:
-    """Return the first control token that the chat template writes behind an answer; "" if there is none."""
-    return _first_control(read_template(tokenizer).whole(TURN), tokenizer)
+    """Return the first control token that the chat template writes behind an answer; "" if there is none, or no rendering."""
+    try:
+        return _first_control(read_template(tokenizer).whole(TURN), tokenizer)
+    except (UsageError, BadRow):
+        return ""
 
 
 def _first_control(text: str, tokenizer: Any) -> str:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,12 @@ def prepare_examples(
     base_config: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
     """
     sources = sources_of(run, tokenizer, base_config)
-    if base_config is not None:
-        refuse_other_end(run, tokenizer, base_config)
     data, options = run.data, sources[0][1]
     selection = Selection(data.eval_rows, data.max_rows, data.fraction, data.deduplicate, data.fim.seed)
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
     prepared = prepare([source for source, _ in sources], selection, parts, bad_rows=data.bad_rows)
+    if base_config is not None:
+        refuse_other_end(run, tokenizer, base_config, prepared.train.dataset)
     notes = [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
     return Examples(
         prepared.train,
@@ -202,11 +203,17 @@ def sources_of(
     return sources
 
 
-def refuse_other_end(run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig) -> None:
-    """Raise UsageError where the chat template ends the assistant's turn with a token at which no generation stops."""
-    if run.data.format == "fim" or not tokenizer.chat_template:
+def refuse_other_end(
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig, examples: Dataset
+) -> None:
+    """Raise UsageError where the chat template ends these examples' answers with a token at which no generation stops."""
+    first = list(examples.select(range(min(8, len(examples)))))
+    if run.data.format == "fim" or not tokenizer.chat_template or isinstance(first[0].get("prompt"), str):
         return
-    end, name = end_of_turn(tokenizer), base_config.name_or_path
+    end, name = end_of_turn(tokenizer), str(base_config.name_or_path)
+    ids = chain.from_iterable(row.get("input_ids") or row.get("chosen_ids") or () for row in first)
+    if not end or ("prompt" not in first[0] and tokenizer.convert_tokens_to_ids(end) not in ids):
+        return  # text, which is not rendered with the template
     try:
         generation = GenerationConfig.from_pretrained(name, revision=run.model.revision or "main")
     except (OSError, ValueError):
@@ -214,7 +221,7 @@ def refuse_other_end(run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_co
     known = generation.eos_token_id
     stops = known if isinstance(known, list) else [] if known is None else [known]
     stopping = [tokenizer.eos_token, *map(str, tokenizer.convert_ids_to_tokens(stops))]
-    if end and end not in stopping:
+    if end not in stopping:
         message = (
             f"the chat template ends an answer with {end}, and generation stops at {', '.join(dict.fromkeys(stopping))} (of "
             "the tokenizer and generation_config.json): the trained model would not stop"
