@@ -219,7 +219,7 @@ def run_models(
     (first, weight), *others = plan.adapters
     if weight == 1 and not others and not plan.missing:  # else the loaded model has random tensors
         try:
-            checks["witness"] = check_witness(first, base, merged, kept)
+            checks["witness"] = check_witness(first, plan.base, merged, kept)
         except NotCompared as error:
             log.warning("the record of the trained model's logits was not compared: %s", error)
     if answers is not None:

@@ -119,7 +119,7 @@ def certify(
     steps = [check_files(merged, manifest, subjects["adapter"])]
     pair, reference = "trained model, merged model", None
     try:
-        witness = check_witness(part, whole.path, merged)
+        witness = check_witness(part, whole, merged)
         missing = "no record of its logits is beside the adapter"
         steps.append(Step(pair, witness.passed, str(witness)) if witness else Step(pair, None, missing))
     except NotCompared as error:

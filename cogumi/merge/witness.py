@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.formatting import one_line
 from cogumi.merge.adapter_files import Adapter, quantization_of
+from cogumi.merge.bases import Base
 from cogumi.merge.logits import (
     PROMPT_TOKENS,
     SCALE_ERROR,
@@ -126,7 +127,7 @@ def read_witness(adapter: Path) -> tuple[Reference, dict[str, str]] | None:
         raise UsageError(f"{path} is damaged: {one_line(error)}", fix=fix) from error
 
 
-def check_witness(adapter: Adapter, base: Path, merged: Path, kept: float | None = None) -> WitnessCheck | None:
+def check_witness(adapter: Adapter, base: Base, merged: Path, kept: float | None = None) -> WitnessCheck | None:
     """Run a merged directory on the recorded tokens; None without a record. Raises NotCompared.
 
     base: the full-precision model. kept: the share of the update that was stored.
@@ -137,19 +138,18 @@ def check_witness(adapter: Adapter, base: Path, merged: Path, kept: float | None
     reference, facts = witness
     loader = replace(loader_of([adapter.directory], merged), dtype=reference.dtype)
     start, moved = reference.base, rms(reference.live, reference.base)
-    if facts["quantized"]:
+    quantized = facts["quantized"] or base.trained_on  # in memory, or on the disk
+    if quantized:
         with room_for(merged, reference.live.numel(), loader) as device:
-            start = run_model(loader.load(base, device), reference.input_ids)[..., reference.columns]
+            start = run_model(loader.load(base.path, device), reference.input_ids)[..., reference.columns]
         if (noise := rms(start, reference.base)) > UNTOLD * moved:
-            raise NotCompared(
-                f"{facts['quantized']} moved the base's logits by {noise:.3g}, the adapter by {moved:.3g}"
-            )
+            raise NotCompared(f"quantization moved the base's logits by {noise:.3g}, the adapter by {moved:.3g}")
     with room_for(merged, reference.live.numel(), loader) as device:
         model = loader.load(merged, device)
         logits = run_model(model, reference.input_ids)[..., reference.columns]
     measured = rms(reference.live, logits)
     bound = scale_bound = None
-    if not facts["quantized"]:
+    if not quantized:
         bound = rounding_bound(model, reference.live, reference.dtype, measure_directory(merged)[1])
         if moved > bound:
             lost = 0.0 if kept is None else max(0.0, 1 - kept)
