@@ -150,7 +150,7 @@ SAID = {
     "00": ["finished, step 8/8", "data:image/svg+xml", "report.html", "exactly right"],
     "01": ["Python", "memory", "H100 SXM", "form.write("],
     "02": ["1,265", 'class="learned"', "data:image/svg+xml"],
-    "03": ["step 8/8", "safe to scale: not shown", "pass  merged logits", "data:image/svg+xml"],
+    "03": ["step 16/16", "safe to scale: yes", "pass  merged logits", "data:image/svg+xml"],
     "04": ["rejected", "finished, step 8/8", "data:image/svg+xml"],
     "05": ["gradient", "finished, step 8/8", "data:image/svg+xml"],
     "06": ["paused", "checkpoint-", "whole: ", "finished, step"],
@@ -171,7 +171,8 @@ FEWER = {"06": {"STEPS": 100}, "09": {"REWARD_STEPS": 8}}  # those that say them
 )
 def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if source.stem[:2] not in FEWER:
-        monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "8")
+        # After 8 steps the small base repeats itself.
+        monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "16" if source.stem.startswith("03") else "8")
         monkeypatch.setenv("COGUMI_TRAIN__LOGGING_STEPS", "1")  # eight rows are what a sanity check judges by
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     nbformat.write(generate.notebook_of(source), tmp_path / "in.ipynb")
