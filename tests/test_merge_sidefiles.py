@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from golden import Golden
+from test_merge_witness import letters, trained
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Gemma3Config, LlamaConfig
 from transformers import Gemma3ForConditionalGeneration as Gemma3
 
+from cogumi.merge import merge_adapter
 from cogumi.merge.output_directory import add_end_token, has_tokenizer, output_config, side_files
 
 BASE_TEMPLATE = "base: {{ messages[0]['content'] }}"
@@ -309,3 +311,11 @@ def test_the_end_token_of_training_ends_what_the_merged_model_writes(base: Path,
     written = (base / place).read_bytes()
     add_end_token(base)
     assert (base / place).read_bytes() == written
+
+
+def test_a_merge_stops_at_the_end_token_of_the_adapters_tokenizer(tmp_path: Path) -> None:
+    base, adapter, _ = trained(tmp_path, "llama")
+    letters(adapter)
+    report = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    before = AutoModelForCausalLM.from_pretrained(base).generation_config.eos_token_id
+    assert AutoModelForCausalLM.from_pretrained(report.out).generation_config.eos_token_id == [ord("~"), before]

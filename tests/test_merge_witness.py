@@ -119,7 +119,7 @@ def test_a_base_quantized_in_training_shows_the_direction(tmp_path: Path) -> Non
         merge_adapter(adapter, tmp_path / "other", base=base, progress=False)
 
 
-@pytest.mark.parametrize("size", [0.2, 0.6])
+@pytest.mark.parametrize("size", [0.03, 0.1, 0.6])
 def test_a_small_update_is_judged_beside_its_rounding(size: float, tmp_path: Path) -> None:
     """In training it ran in float32, and its merge in bfloat16: a shift by rounding is no error of the update's size."""
     base = builders.save_base(tmp_path / "base", CONFIGS["llama"])
@@ -130,6 +130,12 @@ def test_a_small_update_is_judged_beside_its_rounding(size: float, tmp_path: Pat
     witness = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).witness
     assert witness is not None
     assert witness.scale_bound is not None
+    record = load_file(adapter / WITNESS_NAME)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    with torch.no_grad():
+        in_bfloat16 = merged(record["input_ids"]).logits[..., record["columns"]]
+    # It is run in the dtype of the training, which differs less.
+    assert witness.measured < (in_bfloat16 - record["live"]).double().square().mean().sqrt().item() / 2
     edit_factors(adapter, lambda name, t: t * 1.1 if "lora_B" in name else t)
     with pytest.raises(MergeError, match="witness DIFFERS"):
         merge_adapter(adapter, tmp_path / "other", base=base, progress=False)
