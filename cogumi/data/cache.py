@@ -375,7 +375,7 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
         record = {
             "train": train.close(name) | {"duplicates": duplicates, "sharing": sharing, "note": note},
             "held_out": held_out.close(held_out_name) | {"duplicates": 0, "sharing": 0} if has_held_out else None,
-            "split": hashlib.blake2b(states, digest_size=12).hexdigest(),
+            "split": hashlib.blake2b(states.data, digest_size=12).hexdigest(),
             "sources": [
                 f"{source.name}: {count[TRAIN]:,} of {sum(count):,} rows ({count[TRAIN] / sum(count):.0%})"
                 + (f", {count[HELD_OUT]:,} held out" if count[HELD_OUT] else "")
