@@ -289,7 +289,7 @@ def merge_check(setting: Setting) -> Iterator[Row]:
 
     from benchmarks.models import with_adapter
     from cogumi.config.schema import load_config
-    from cogumi.training import stages
+    from cogumi.training import finish
 
     shape, base = shapes(setting), write_model(setting.scratch / "llama", shapes(setting), setting.device)
     adapter = with_adapter(shape, base, setting.scratch / "llama-adapter", "all-linear", 16).adapter
@@ -302,14 +302,14 @@ def merge_check(setting: Setting) -> Iterator[Row]:
     live: Any = PeftModel.from_pretrained(loaded, adapter)
     parameters = sum(weight.numel() for name, weight in live.named_parameters() if "lora_" not in name)
     tokens = torch.randint(2, shape.vocabulary, (8, 64), generator=torch.Generator().manual_seed(0))
-    recorded = stages.record_live(run, live, adapter, tokens, None)
+    recorded = finish.record_live(run, live, adapter, tokens, None)
     del live, loaded
     setting.release()
     figure = partial(row, "merge-check", shape.name)
     if setting.on_card:
         held = torch.cuda.memory_allocated() / 2**20
         yield figure("held when the merge begins", held, "MiB", target="<= 64")
-    _, checks = stages.try_merge(run, adapter, str(base), recorded, None)
+    _, checks = finish.try_merge(run, adapter, str(base), recorded, None)
     if setting.on_card:
         peak = setting.peak_bytes()
         yield figure("peak a parameter", peak / parameters, "B", target="<= 3.0")

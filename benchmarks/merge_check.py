@@ -25,7 +25,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from cogumi.config.schema import load_config
-from cogumi.training import stages
+from cogumi.training import finish
 
 def status(name):
     return 1024 * int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -37,10 +37,10 @@ before = status("VmRSS")
 live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16"), adapter)
 parameters = sum(each.numel() for name, each in live.named_parameters() if "lora_" not in name)
 tokens = torch.randint(live.config.vocab_size, (8, 64), generator=torch.Generator().manual_seed(0))
-recorded = stages.record_live(run, live, Path(adapter), tokens, None)
+recorded = finish.record_live(run, live, Path(adapter), tokens, None)
 del live
 gc.collect()
-merged, checks = stages.try_merge(run, Path(adapter), base, recorded, None)
+merged, checks = finish.try_merge(run, Path(adapter), base, recorded, None)
 figures = {"parameters": parameters, "bytes": status("VmHWM") - before, "passed": all(each.passed for each in checks)}
 print(json.dumps(figures | {"checks": [str(each) for each in checks]}))
 """

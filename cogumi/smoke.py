@@ -106,10 +106,10 @@ def smoke(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from cogumi.models.loading import SMALL_BASE, load_tokenizer, resolve_model
+    from cogumi.models.loading import SMALL_BASE, load_tokenizer, read_base
 
     base = model or SMALL_BASE
-    load_tokenizer(resolve_model(base))
+    load_tokenizer(read_base(base))
     disable_progress_bar()  # not for each load and save of a 4 MB model
     report = Report(run_dir or Path("runs") / f"smoke-{datetime.now():%Y%m%d-%H%M%S}", quick, began=began)
     status = create_run_dir(report.run_dir) / "status.json"
@@ -219,10 +219,12 @@ def check_environment(report: Report, _: dict[str, str]) -> None:
 
 
 def check_fits(report: Report, models: dict[str, str]) -> None:
+    from cogumi.config.schema import load_config
     from cogumi.core.formatting import format_memory
     from cogumi.forecast.run_forecast import forecast_run
 
-    forecast = forecast_run(SFT, None, None, overrides_of(report, "sft", models["base"]))
+    run = load_config(SFT, **overrides_of(report, "sft", models["base"]))
+    forecast = forecast_run(run, None, None)
     figures = [f"{line.stage}: {line.figure}" for line in forecast.lines if line.state == "red"]
     if memory := forecast.figures.get("memory"):
         figures.insert(0, f"{format_memory(memory['peak'])} of {format_memory(memory['free'])} at its peak")
@@ -243,14 +245,14 @@ def check_stack(report: Report, _: dict[str, str]) -> None:
 
 
 def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
-    from cogumi.models.loading import load_tokenizer, resolve_model
+    from cogumi.models.loading import load_tokenizer, read_base
 
     overrides: dict[str, Any] = {"model__name": model, "cogumi__run_dir": report.run_dir / method}
     if report.on_gpu:
         overrides |= ON_GPU
     if report.quick:
         overrides["train__max_steps"] = QUICK_STEPS[method]
-    if method == "sft" and load_tokenizer(resolve_model(model)).chat_template is None:  # a base of the user's own
+    if method == "sft" and load_tokenizer(read_base(model)).chat_template is None:  # a base of the user's own
         overrides["train__chat_template_path"] = "cogumi:tulu"
     return overrides
 

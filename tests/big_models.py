@@ -111,6 +111,7 @@ def row(model: str, kind: str) -> str:
 
 def forecast(config: Any, kind: str) -> tuple[str, str]:
     """(weights, the card and the peak), as preflight says them."""
+    from cogumi.config.schema import load_config
     from cogumi.forecast.run_forecast import forecast_run
 
     config.quantization_config, config.dtype = ON_DISK.get(kind), "bfloat16"
@@ -129,7 +130,7 @@ def forecast(config: Any, kind: str) -> tuple[str, str]:
             run["model"]["quantization_config"] = {"load_in_4bit": True}
         collected, message = {}, ""
         for card in CARDS:
-            report = forecast_run(run, card, None, {}, apart=False)
+            report = forecast_run(load_config(run), card, None, apart=False)
             collected = {line.stage: line for line in report.lines}
             peak = report.figures["memory"]["peak"] / 2**30
             weights = report.figures["memory"]["breakdown"]["weights"] / 2**30

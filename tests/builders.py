@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from cogumi.core.safetensors_file import read_shard
 from cogumi.merge import merge_adapter
 from cogumi.merge.completeness import find_faults
-from cogumi.merge.parameter_map import meta_model
+from cogumi.models.base import meta_model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -135,7 +135,7 @@ def build(engine: str, base: str, seed: int = 1, dtype: str = "float32", train: 
     with engine_options(enforce_eager=True):  # compiling takes longer than all that is sampled here
         trainer = gspo.build_trainer(
             run,
-            model=load_model(base, None, dtype, None, None),
+            model=load_model(base, dtype, None, None),
             args=trl_arguments(run),
             train_dataset=Dataset.from_list(rows),
             eval_dataset=None,

@@ -39,8 +39,9 @@ from cogumi.core.errors import MergeError, UsageError
 from cogumi.merge import merge_adapter
 from cogumi.merge.adapter_files import WITH_PEFT
 from cogumi.merge.preflight import check_loadable
+from cogumi.models.base import RunBase
 from cogumi.models.loading import load_model
-from cogumi.training import stages
+from cogumi.training import finish
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 Live = tuple[Any, torch.Tensor]
@@ -515,7 +516,7 @@ def test_quantized_weights_without_their_scales_are_refused(
     bits: str, lost: str, four_bits: Path, tmp_path: Path
 ) -> None:
     whole = four_bits / bits
-    check_loadable(str(whole), AutoConfig.from_pretrained(whole))
+    check_loadable(RunBase(str(whole), None, AutoConfig.from_pretrained(whole)))
     load_model(str(whole), dtype="float32")
     shutil.copytree(whole, tmp_path / "damaged")
     tensors = load_file(whole / "model.safetensors")
@@ -523,7 +524,7 @@ def test_quantized_weights_without_their_scales_are_refused(
     assert len(left) < len(tensors)
     save_file(left, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError):
-        check_loadable(str(tmp_path / "damaged"), AutoConfig.from_pretrained(tmp_path / "damaged"))
+        check_loadable(RunBase(str(tmp_path / "damaged"), None, AutoConfig.from_pretrained(tmp_path / "damaged")))
 
 
 @pytest.mark.parametrize("lost", [r".*scale_inv", rf"{QUERY}\.weight_scale_inv"])
@@ -539,11 +540,11 @@ def test_eight_bit_floats_without_their_scales_are_refused(lost: str, tmp_path: 
     edit(tmp_path / "config.json", quantization_config=quantization)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = AutoConfig.from_pretrained(tmp_path)
-    check_loadable(str(tmp_path), config)
+    check_loadable(RunBase(str(tmp_path), None, config))
     left = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(lost, name)}
     save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError, match="a scale beside it is needed"):
-        check_loadable(str(tmp_path), config)
+        check_loadable(RunBase(str(tmp_path), None, config))
 
 
 @pytest.mark.parametrize("part", ["model.norm.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
@@ -583,13 +584,13 @@ def test_a_run_without_a_merge_leaves_an_adapter_that_peft_reads(
         del config["lora"]["init_lora_weights"]
         assert cogumi.train(config).merged is not None
         return
-    save = stages.save_adapter
+    save = finish.save_adapter
 
     def saved(model: Any, *rest: Any) -> Path:
         live.append(logits(model))
         return save(model, *rest)
 
-    monkeypatch.setattr(stages, "save_adapter", saved)
+    monkeypatch.setattr(finish, "save_adapter", saved)
     result = cogumi.train(with_overrides(config, cogumi__merge=False))
     assert result.merged is None
     again = PeftModel.from_pretrained(
@@ -609,7 +610,7 @@ def test_the_command_for_a_later_merge_names_the_original(
         raise MergeError("the disk lied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stages, "merge_adapter", fail)
+        patch.setattr(finish, "merge_adapter", fail)
         result = cogumi.train(with_overrides(sft, train__max_steps=2, **settings))
     figure = next(check.figure for check in result.verdict.checks if check.name == "merge")
     words = shlex.split(figure.partition("later: ")[2].removesuffix(")"))
@@ -654,8 +655,8 @@ def test_experts_that_are_not_all_there_are_named(tmp_path: Path) -> None:
     expert = "model.layers.0.mlp.experts.2.down_proj.weight"
     damaged = without_tensor(base, tmp_path / "damaged", expert)
     with pytest.raises(UsageError, match=re.escape(expert)):
-        check_loadable(str(damaged), AutoConfig.from_pretrained(damaged))
-    check_loadable(str(base), AutoConfig.from_pretrained(base))
+        check_loadable(RunBase(str(damaged), None, AutoConfig.from_pretrained(damaged)))
+    check_loadable(RunBase(str(base), None, AutoConfig.from_pretrained(base)))
 
 
 def test_peft_computes_a_convolution(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import cogumi
 from cogumi.config.schema import CogumiSection
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
-from cogumi.methods.building import budget_reached
 from cogumi.telemetry.recorder import Telemetry
+from cogumi.training.resume import budget_reached
 
 Config = dict[str, Any]
 

@@ -7,7 +7,7 @@ import pytest
 
 from cogumi.core.errors import UsageError
 from cogumi.methods.preview import Comparison, compare_models
-from cogumi.models.loading import load_model, load_tokenizer, resolve_model
+from cogumi.models.loading import load_model, load_tokenizer, read_base
 from cogumi.notebook import completions
 
 
@@ -28,7 +28,7 @@ def test_the_rows_that_are_shown_are_spread_and_never_chosen_by_what_was_written
 
 def test_a_model_completes_greedily_what_its_chat_template_makes_of_a_prompt() -> None:
     actual = compare_models({"base": "cogumi:small-base"}, "smoke/chat-gspo", rows=3)
-    path = resolve_model("cogumi:small-base")
+    path = read_base("cogumi:small-base").name
     model, tokenizer = load_model(path), load_tokenizer(path)
     for asked, written in zip(actual.prompts, actual.written["base"], strict=True):
         message = [{"role": "user", "content": asked}]

@@ -9,8 +9,9 @@ from transformers import AutoConfig
 
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
-from cogumi.methods.building import load_run_tokenizer
 from cogumi.methods.examples import prepare_examples
+from cogumi.methods.preparation import load_run_tokenizer
+from cogumi.models.loading import read_base
 from tests.chat_tokenizers import chat_tokenizer, tiny_for
 
 ROWS = [{"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]} for n in range(4)]
@@ -39,7 +40,7 @@ def prepare(
         "train": {"max_steps": 1, **train},
     }
     run = load_config(config)
-    tokenizer = load_run_tokenizer(run, run.model.name)
+    tokenizer = load_run_tokenizer(run, read_base(run.model.name))
     return prepare_examples(run, tokenizer, AutoConfig.from_pretrained(tmp_path / "base"))
 
 

@@ -31,8 +31,9 @@ import cogumi
 from cogumi.compile.layers import compile_layers, left_out, prepare_four_bit
 from cogumi.core.errors import UsageError
 from cogumi.forecast.training_step import forecast_weights
-from cogumi.methods.building import refuse_without_decoder
+from cogumi.methods.preparation import refuse_without_decoder
 from cogumi.models.adapters import lora_config
+from cogumi.models.base import RunBase
 from cogumi.models.loading import TULU, load_model
 from cogumi.models.quantization import count_weights, expert_states
 from cogumi.patches import expert_quantizer, parametrized_lora
@@ -204,10 +205,10 @@ def test_a_model_whose_decoder_trl_does_not_find_is_refused_at_once(kind: str) -
     """Llama 4: without the refusal TRL 1.15 fails at the first step, after the download."""
     config = copy.deepcopy(KINDS[kind])
     if kind != "llama-4":
-        refuse_without_decoder(config)
+        refuse_without_decoder(RunBase("base", None, config))
         return
     with pytest.raises(UsageError, match="finds no decoder") as caught:
-        refuse_without_decoder(config)
+        refuse_without_decoder(RunBase("base", None, config))
     assert caught.value.key == "model.name"
 
 

@@ -21,6 +21,7 @@ from cogumi.methods.auto_settings import (
     measure_log_ratios,
     settle_clip,
 )
+from cogumi.models.loading import read_base
 from cogumi.patches.trl_internals import observe_rollouts
 
 PAPER = {"epsilon": 3e-4, "epsilon_high": 4e-4}
@@ -119,9 +120,9 @@ def test_an_open_epsilon_follows_from_the_noise_and_stays_when_the_run_resumes(
     assert "noise of the ratios: sd" in caplog.text
     assert "chosen: train.epsilon:" in caplog.text
     assert noise["outside"] == 0
-    resumed = apply_choices(run, run.model.name)
+    resumed = apply_choices(run, read_base(run.model.name))
     assert resumed.train["epsilon"] == noise["epsilon"]
-    assert apply_choices(config(epsilon=1e-3), run.model.name).train["epsilon"] == 1e-3
+    assert apply_choices(config(epsilon=1e-3), read_base(run.model.name)).train["epsilon"] == 1e-3
     later = make_trainer()  # in float32, whose noise would be another
     settle_clip(resumed, later)
     later.train()

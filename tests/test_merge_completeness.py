@@ -40,6 +40,7 @@ from cogumi.merge.bases import read_model
 from cogumi.merge.completeness import check_output
 from cogumi.merge.parameter_map import read_checkpoint
 from cogumi.merge.preflight import expected_base, plan_adapter
+from cogumi.models.base import RunBase
 
 Tensors = dict[str, torch.Tensor]
 SMALL = SIZES | {"num_hidden_layers": 1}
@@ -187,10 +188,10 @@ def test_a_run_is_refused_for_a_base_that_is_not_whole(bases: dict[str, Path], t
         there = expected_base(str(path), None, config, None)
         assert {span.name for shard in there.shards for span in shard.spans} > {"lm_head.weight"}
         if whole:
-            plan_adapter(lora, config, read_model(str(path), None))
+            plan_adapter(lora, RunBase(str(path), None, config), read_model(str(path), None))
         else:
             with pytest.raises(UsageError, match="input_layernorm"):
-                plan_adapter(lora, config, read_model(str(path), None))
+                plan_adapter(lora, RunBase(str(path), None, config), read_model(str(path), None))
 
 
 ALLOWED: dict[str, tuple[str, Callable[[Tensors], object]]] = {

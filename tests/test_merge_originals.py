@@ -24,7 +24,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.forecast.training_step import forecast_weights
 from cogumi.merge.preflight import find_original, prove_original
-from cogumi.models.loading import resolve_model
+from cogumi.models.loading import read_base
 from cogumi.models.quantization import PackedFormat, read_format, refuse_untrainable
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -250,7 +250,7 @@ def fp8_copy(model: Path, path: Path) -> None:
 
 def mxfp4_pair(path: Path) -> Path:
     """A gpt-oss as OpenAI publishes it, blocks of 32 in MXFP4, beside the bfloat16 copy of it."""
-    shutil.copytree(resolve_model("cogumi:random-gpt-oss"), path.with_name(f"{path.name}-BF16"))
+    shutil.copytree(read_base("cogumi:random-gpt-oss").name, path.with_name(f"{path.name}-BF16"))
     shutil.copytree(path.with_name(f"{path.name}-BF16"), path)
     full, packed = all_tensors(path), {}
     generator = torch.Generator().manual_seed(0)

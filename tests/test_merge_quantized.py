@@ -30,14 +30,8 @@ from transformers import (
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Shard, read_shard
 from cogumi.merge.bases import BaseProof, compare_models, read_model
-from cogumi.merge.quantized import (
-    Bnb4bit,
-    Mismatch,
-    dequantize_rows,
-    full_precision_names,
-    quantization,
-    quantized_tensors,
-)
+from cogumi.merge.quantized import Bnb4bit, Mismatch, dequantize_rows, quantization, quantized_tensors
+from cogumi.models.quantized_bases import full_precision_names
 
 SIZES = builders.SIZES | {"head_dim": 16}
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from cogumi.core.errors import UsageError
 from cogumi.merge import check_logits, check_merged, merge_adapter
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, expert_factors, read_layout
-from cogumi.models.adapters import refuse_other_reading
+from cogumi.methods.warm_start import refuse_other_reading
 
 TRUTHS = Path(__file__).parent / "expert_truths"
 FILES = sorted(path.name for path in TRUTHS.glob("peft-*"))

@@ -7,7 +7,7 @@ from golden import Golden
 from transformers import AutoTokenizer
 
 from cogumi.core.errors import UsageError
-from cogumi.models.loading import load_model, resolve_model, use_chat_template, use_end_token
+from cogumi.models.loading import load_model, read_base, use_chat_template, use_end_token
 from cogumi.models.small_base import KINDS, PREFIX
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "so?"}]
@@ -37,7 +37,7 @@ def test_a_template_of_a_file_or_of_another_model(tiny_model: Path, tmp_path: Pa
 def test_control_tokens_that_are_not_there_are_refused(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     with pytest.raises(UsageError, match=r"<\|im_start\|>, <\|im_end\|>") as refused:
-        use_chat_template(tokenizer, resolve_model("cogumi:random-qwen3"))
+        use_chat_template(tokenizer, read_base("cogumi:random-qwen3").name)
     assert refused.value.key == "train.chat_template_path"
     assert tokenizer.chat_template is None
 
@@ -66,7 +66,7 @@ def test_another_end_token_must_be_a_token(tiny_model: Path, golden: Golden) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_models_are_of_their_architecture(kind: str) -> None:
-    path = resolve_model(PREFIX + kind)
+    path = read_base(PREFIX + kind).name
     model, tokenizer = load_model(path), AutoTokenizer.from_pretrained(path)
     assert model.config.model_type == KINDS[kind][0]
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
@@ -79,23 +79,23 @@ def test_random_models_are_of_their_architecture(kind: str) -> None:
 
 def test_a_random_model_that_is_not_known(golden: Golden) -> None:
     with golden.raises("models", key="model.name", message="cogumi:random-gtp"):
-        resolve_model("cogumi:random-gtp")
+        read_base("cogumi:random-gtp")
     with golden.raises("models", key="model.name", message="cogumi:smal-base", fix="cogumi:small-base"):
-        resolve_model("cogumi:smal-base")
+        read_base("cogumi:smal-base")
 
 
 def test_a_run_that_goes_on_from_an_adapter_has_its_tokenizer(tiny_model: Path, tmp_path: Path, golden: Golden) -> None:
     """The base knows no template: the SFT run before was given one, and saved it."""
     from cogumi.config.schema import load_config
     from cogumi.data.chat import read_template
-    from cogumi.methods.building import load_run_tokenizer
+    from cogumi.methods.preparation import load_run_tokenizer
 
     base = {"model": {"name": str(tiny_model)}, "data": {"source": "x", "format": "chat"}, "cogumi": {"method": "sft"}}
-    sft = load_run_tokenizer(load_config(base, train__chat_template_path="cogumi:tulu"), str(tiny_model))
+    sft = load_run_tokenizer(load_config(base, train__chat_template_path="cogumi:tulu"), read_base(str(tiny_model)))
     sft.save_pretrained(tmp_path / "adapter")
     on = load_config(base, cogumi__method="gspo", model__adapter=str(tmp_path / "adapter"))
-    assert load_run_tokenizer(on, str(tiny_model)).chat_template == sft.chat_template
+    assert load_run_tokenizer(on, read_base(str(tiny_model))).chat_template == sft.chat_template
     with golden.raises("models", key="data.format", fix="train.chat_template_path"):
-        read_template(load_run_tokenizer(load_config(base), str(tiny_model)))
+        read_template(load_run_tokenizer(load_config(base), read_base(str(tiny_model))))
     with golden.raises("models", key="train.chat_template_path"):  # which is why
         load_config(base, cogumi__method="gspo", train__chat_template_path="cogumi:tulu")

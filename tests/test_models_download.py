@@ -305,7 +305,7 @@ def test_a_directory_is_left_alone(hub: HubServer, tmp_path: Path) -> None:
     assert "AT None" in fetched(hub, tmp_path / "cache", str(tmp_path))
     assert "AT None" in fetched(
         hub, tmp_path / "cache", "no/such/model"
-    )  # the hub could not have it: resolve_model says so
+    )  # the hub could not have it: read_base says so
     assert not hub.requests
 
 

@@ -21,9 +21,10 @@ from cogumi import protect
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.merge.adapter_files import write_base_record
+from cogumi.methods import warm_start
 from cogumi.models import adapters
 from cogumi.models.adapters import keep_float32
-from cogumi.training.stages import save_adapter
+from cogumi.training.finish import save_adapter
 
 Alter = Callable[[Path], None]
 WEIGHTS = "adapter_model.safetensors"
@@ -361,9 +362,9 @@ def test_another_lora_section_is_refused(sft: Config, overrides: dict[str, Any],
 
 
 def test_a_lora_section_that_agrees_is_taken(adapter: Path) -> None:
-    own = adapters.lora_of(adapter, {})
+    own = warm_start.lora_of(adapter, {})
     options = {"r": 4, "lora_alpha": 8, "target_modules": sorted(own["target_modules"], reverse=True)}
-    assert adapters.lora_of(adapter, options) == own
+    assert warm_start.lora_of(adapter, options) == own
     assert own["r"], own["lora_dropout"] == (4, 0.0)
 
 
@@ -394,17 +395,17 @@ def test_a_commit_is_compared(tiny_model: Path, adapter: Path, tmp_path: Path) -
     copy = tmp_path / "altered"
     shutil.copytree(adapter, copy)
     with_json("cogumi-base.json", name="someone/tiny", commit=COMMIT, weights=None)(copy)
-    assert f"at commit {COMMIT}" in adapters.check_base(copy, config, None)
+    assert f"at commit {COMMIT}" in warm_start.check_recorded_base(copy, config, None)
     config._commit_hash = OTHER_COMMIT
     with pytest.raises(UsageError, match=f"set model.revision: {COMMIT}"):
-        adapters.check_base(copy, config, None)
+        warm_start.check_recorded_base(copy, config, None)
     config._commit_hash = None
-    assert "not known is whether" in adapters.check_base(copy, config, "main")
+    assert "not known is whether" in warm_start.check_recorded_base(copy, config, "main")
     # Without cogumi's record PEFT's config says it, where its revision is a commit.
     without_record(copy)
     with_json("adapter_config.json", base_model_name_or_path="someone/tiny", revision=COMMIT)(copy)
     config._commit_hash = OTHER_COMMIT
     with pytest.raises(UsageError, match=f"set model.revision: {COMMIT}"):
-        adapters.check_base(copy, config, None)
+        warm_start.check_recorded_base(copy, config, None)
     with_json("adapter_config.json", revision="main")(copy)
-    assert "(revision main then, None now)" in adapters.check_base(copy, config, None)
+    assert "(revision main then, None now)" in warm_start.check_recorded_base(copy, config, None)

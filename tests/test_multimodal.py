@@ -31,7 +31,8 @@ from cogumi.forecast.training_step import planned_trainer
 from cogumi.merge import merge_adapter
 from cogumi.methods import building
 from cogumi.models.adapters import find_towers, lora_config
-from cogumi.models.loading import load_model, meta_model
+from cogumi.models.base import meta_model
+from cogumi.models.loading import load_model
 from cogumi.telemetry.throughput import flops_of
 
 Config = dict[str, Any]

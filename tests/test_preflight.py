@@ -40,8 +40,9 @@ from cogumi.forecast.run_forecast import (
     steps_of,
 )
 from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
-from cogumi.methods.building import load_run_tokenizer
-from cogumi.models.loading import load_tokenizer, meta_model, resolve_model, use_chat_template
+from cogumi.methods.preparation import load_run_tokenizer
+from cogumi.models.base import meta_model
+from cogumi.models.loading import load_tokenizer, read_base, use_chat_template
 from cogumi.stack import lanes
 from cogumi.stack.gpus import CARDS, find_card, parse_card
 
@@ -86,7 +87,7 @@ def each_step_once() -> Iterator[None]:
 
 def preflight(config: Any, card: str | None = None, train: Any = None, **overrides: Any) -> PreflightReport:
     """As the command line does it, in this process; tests/test_preflight_before.py has it apart."""
-    return forecast_run(config, card, train, overrides, apart=False)
+    return forecast_run(load_config(config, **overrides), card, train, apart=False)
 
 
 def config_of(base: Path, tmp_path: Path, **sections: Any) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def test_the_small_configs_fit_this_machine(name: str, tmp_path: Path) -> None:
 
 def with_chat_template(path: Path) -> Path:
     """The small base as an SFT run on chats leaves it."""
-    shutil.copytree(resolve_model("cogumi:small-base"), path)
+    shutil.copytree(read_base("cogumi:small-base").name, path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     use_chat_template(tokenizer, "cogumi:tulu")
     tokenizer.save_pretrained(path)
@@ -173,7 +174,7 @@ def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None
     config = config_of(wide, tmp_path, data=data, train={"chat_template_path": "cogumi:tulu", "max_length": 64})
     del config["data"]["fim"]
     run = load_config(config)
-    report_line = describe_data(sample_data(run, load_run_tokenizer(run, str(wide))), run)
+    report_line = describe_data(sample_data(run, load_run_tokenizer(run, read_base(str(wide)))), run)
     assert report_line.state == "yellow"
     assert "18 of the first 20 make one" in report_line.figure
     assert "left out: 2 " in report_line.figure
@@ -280,7 +281,7 @@ def test_a_probe_here_is_not_of_another_card() -> None:
 
 def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
-    sample = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
+    sample = sample_data(run, load_tokenizer(read_base(run.model.name)))
     how_long = forecast_time(run, StepShape("sft", 16, 128), sample, Pace(2.0, measured=10))
     assert (how_long.steps, how_long.seconds, how_long.measured) == (100, 200.0, 10)
 
@@ -348,7 +349,7 @@ def test_the_time_of_dpo_has_its_reference_in_it(wide: Path, tmp_path: Path) -> 
 
 def test_a_measured_time_has_the_pass_before_the_steps_in_it() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
-    sample = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
+    sample = sample_data(run, load_tokenizer(read_base(run.model.name)))
     assert forecast_time(run, StepShape("sft", 16, 128), sample, Pace(2.0, 7.0)).seconds == 207.0
 
 
@@ -358,7 +359,7 @@ def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
 
     run = load_config(SMOKE / "sft.yaml", cogumi__run_dir=str(tmp_path))
     run.data.max_rows = None
-    tokenizer = load_tokenizer(resolve_model(run.model.name))
+    tokenizer = load_tokenizer(read_base(run.model.name))
     sample, whole = sample_data(run, tokenizer), prepare_examples(run, tokenizer).train
     assert sample.trained == pytest.approx(len(whole.dataset), rel=0.1)
     assert sample.longest <= whole.lengths.quantile(1.0)
@@ -371,7 +372,7 @@ def test_what_makes_no_example_is_not_counted_as_trained(tmp_path: Path) -> None
     pl.DataFrame({"source": texts}).write_parquet(tmp_path / "texts.parquet")
     run = load_config(SMOKE / "sft.yaml", data__source=str(tmp_path / "texts.parquet"), data__eval_rows=100)
     run.data.max_rows = None
-    sample = sample_data(run, load_tokenizer(resolve_model(run.model.name)))
+    sample = sample_data(run, load_tokenizer(read_base(run.model.name)))
     assert (sample.rows, sample.looked_at, sample.examples) == (2000, 1000, 500)
     assert sample.trained == 950
 

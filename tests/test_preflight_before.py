@@ -13,7 +13,7 @@ import prepared_process
 import pytest
 import yaml
 from builders import run_config
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig
 
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
@@ -24,10 +24,11 @@ from cogumi.forecast.memory_forecast import Target, find_target
 from cogumi.forecast.run_forecast import forecast_in_worker, forecast_lines, forecast_run
 from cogumi.methods.examples import prepare_examples
 from cogumi.methods.step_split import split_step
-from cogumi.models.loading import load_tokenizer
+from cogumi.models.base import RunBase
+from cogumi.models.loading import load_tokenizer, read_base
 from cogumi.stack.gpus import parse_card
 from cogumi.telemetry.recorder import Telemetry
-from cogumi.training import stages
+from cogumi.training import estimate
 
 
 def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
@@ -36,15 +37,15 @@ def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str,
     return run_config("sft", model, data, run_dir, data_section=rows, train=train, cogumi=options)
 
 
-Asked = tuple[RunConfig, str, Any, data_sample.DataSample, Target]
+Asked = tuple[RunConfig, RunBase, data_sample.DataSample, Target]
 """What `forecast_lines` takes."""
 
 
 @pytest.fixture
 def asked(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Asked:
     run = load_config(config_of(tiny_model, code_parquet, tmp_path / "run"))
-    base, base_config = str(tiny_model), AutoConfig.from_pretrained(tiny_model)
-    return run, base, base_config, data_sample.sample_data(run, load_tokenizer(base)), find_target(None)
+    base = read_base(str(tiny_model))
+    return run, base, data_sample.sample_data(run, load_tokenizer(base)), find_target(None)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_the_first_rollouts_correct_what_was_forecast_of_them(
 ) -> None:
     """A dollar a second. On a card the run would fit into its budget; at the pace of this machine it does not."""
     fast = replace(find_target(None), card=replace(parse_card("H200"), name="no card"))
-    monkeypatch.setattr(stages, "find_target", lambda *_: fast)
+    monkeypatch.setattr(estimate, "find_target", lambda *_: fast)
     at_step_2: list[float] = []
     on_step_end = Telemetry.on_step_end
 
@@ -138,14 +139,14 @@ def test_four_bits_train_after_they_were_forecast(tmp_path: Path, tiny_model: Pa
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["model"]["quantization_config"] = {"load_in_4bit": True}
     config["cogumi"]["preflight"] = "off"
-    assert forecast_run(config, None, None, {}, apart=False).fits
+    assert forecast_run(load_config(config), None, None, apart=False).fits
     assert cogumi.train(config).passed
 
 
 def test_on_a_cpu_a_run_goes_without(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     config = config_of(tiny_model, code_parquet, tmp_path / "run")
     config["cogumi"]["preflight"] = "auto"
-    assert not stages.wants_preflight(load_config(config))
+    assert not estimate.wants_preflight(load_config(config))
     config["cogumi"]["preflight"] = True  # what YAML 1.1 makes of a bare `on`
     written = tmp_path / "run.yaml"
     written.write_text(yaml.safe_dump(config))
@@ -184,11 +185,11 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
-    run, base, base_config, *_ = asked
+    run, base, *_ = asked
     tokenizer = load_tokenizer(base)
     data = prepare_examples(run, tokenizer).train
     with caplog.at_level(logging.WARNING, "cogumi"):
-        stages.run_preflight(run, base, base_config, data, tokenizer)
+        estimate.run_preflight(run, base, data, tokenizer)
     (message,) = [record.getMessage() for record in caplog.records if "preflight" in record.getMessage()]
     assert message.startswith("preflight: the forecast ended with status 1: ")
     assert message.endswith("; the run continues without it")
@@ -217,14 +218,12 @@ def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
 
 def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> None:
     there = load_config(Path(__file__).parents[1] / "configs" / "smoke" / "gspo.yaml", cogumi__run_dir=str(tmp_path))
-    run, base, base_config, _, target = asked
+    run, base, _, target = asked
     run = run.model_copy(update={"cogumi": there.cogumi, "train": there.train})
     tokenizer = load_tokenizer(base)
     data = prepare_examples(run, tokenizer).train
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in data.dataset["prompt"])
     assert data_sample.measure_data(run, data, tokenizer).longest == longest
-    (memory, *_), figures = forecast_lines(
-        run, base, base_config, data_sample.measure_data(run, data, tokenizer), target
-    )
+    (memory, *_), figures = forecast_lines(run, base, data_sample.measure_data(run, data, tokenizer), target)
     assert memory.stage == "memory"
     assert figures["memory"]["work"]["prompt"] == longest

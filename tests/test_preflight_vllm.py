@@ -41,10 +41,11 @@ from cogumi.forecast.vllm_forecast import (
 )
 from cogumi.methods import auto_settings, gspo, sampler
 from cogumi.methods.auto_settings import ALLOCATOR, Choice, Load, Machine, apply_choices, refuse_segments, set_allocator
-from cogumi.models.loading import meta_model
+from cogumi.models.base import meta_model
+from cogumi.models.loading import read_base
 from cogumi.patches.unsloth_rl import SET_BY_COGUMI
 from cogumi.rl.memory_plan import GRAPHS, ModelShape, engine_bytes
-from cogumi.training import stages
+from cogumi.training import estimate
 from tests.vllm_sizes import FAMILY, MODELS, config_of, qwen
 
 GIB = 2**30
@@ -258,7 +259,7 @@ def test_sleep_helps_where_the_step_is_what_does_not_fit() -> None:
 
 
 def preflight(config: Any, card: str | None = "h100 sxm", **overrides: Any) -> PreflightReport:
-    return forecast_run(config, card, None, overrides, apart=False)
+    return forecast_run(load_config(config, **overrides), card, None, apart=False)
 
 
 def line_of(report: PreflightReport, stage: str = "vllm") -> Line:
@@ -364,7 +365,7 @@ def test_every_weight_is_trained_in_float32_on_a_named_card(
 ) -> None:
     run = run_of({"tuning": tuning})
     config = AutoConfig.from_pretrained(tiny_model)
-    _, load, _ = choose_for_target(run, str(tiny_model), config, 64, find_target("h100 sxm"))
+    _, load, _ = choose_for_target(run, read_base(str(tiny_model)), 64, find_target("h100 sxm"))
     adapter = 8 * load.trained if tuning == "lora" else 0
     assert load.weights == bytes_of_a_weight * meta_model(config).num_parameters() + adapter
 
@@ -439,12 +440,12 @@ def test_nothing_is_chosen_of_vllm_where_it_is_not_asked_for() -> None:
 def test_a_resumed_run_keeps_the_share(tiny_model: Path, tmp_path: Path) -> None:
     run = run_of(use_vllm=True)
     run.model.name, run.cogumi.run_dir = str(tiny_model), tmp_path
-    begun = apply_choices(run, str(tiny_model), lambda *_: [Choice(SHARE, 0.41, "it was free then")])
-    again = apply_choices(run, str(tiny_model), lambda *_: pytest.fail("it was decided when the run began"))
+    begun = apply_choices(run, read_base(str(tiny_model)), lambda *_: [Choice(SHARE, 0.41, "it was free then")])
+    again = apply_choices(run, read_base(str(tiny_model)), lambda *_: pytest.fail("it was decided when the run began"))
     assert begun.train["vllm_gpu_memory_utilization"] == again.train["vllm_gpu_memory_utilization"] == 0.41
     own = run.model_copy(deep=True)
     own.train["vllm_gpu_memory_utilization"] = 0.5
-    assert apply_choices(own, str(tiny_model)).train["vllm_gpu_memory_utilization"] == 0.5
+    assert apply_choices(own, read_base(str(tiny_model))).train["vllm_gpu_memory_utilization"] == 0.5
 
 
 # ------------------------------------------------------------------------------------------------- beside the training step
@@ -488,7 +489,7 @@ def test_a_run_whose_engine_cannot_start_is_refused_before_its_download(
 ) -> None:
     small = 16 * 2**20
     card = Target(Machine("small", (9, 0), small, total_bytes=small), None, small)
-    monkeypatch.setattr(stages, "find_target", lambda *_: card)
+    monkeypatch.setattr(estimate, "find_target", lambda *_: card)
     monkeypatch.setattr(sampler, "find_spec", lambda _: object())  # vLLM would be imported for the engine alone
     config = sft | {"cogumi": sft["cogumi"] | {"method": "gspo", "rewards": ["parses"], "preflight": "on"}}
     config["train"] = {"max_steps": 1, "max_completion_length": 64, "per_device_train_batch_size": 8}
@@ -588,7 +589,7 @@ def test_sleep_that_was_chosen_excludes_them_too(
     run = run_of(use_vllm=True)
     run.model.name, run.cogumi.run_dir = str(tiny_model), tmp_path
     with pytest.raises(UsageError, match="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
-        apply_choices(run, str(tiny_model), lambda *_: [Choice(SLEEP, True, "both do not fit awake")])
+        apply_choices(run, read_base(str(tiny_model)), lambda *_: [Choice(SLEEP, True, "both do not fit awake")])
 
 
 @pytest.mark.parametrize(

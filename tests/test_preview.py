@@ -14,6 +14,7 @@ from cogumi.config.schema import load_config
 from cogumi.data.rows import describe_value
 from cogumi.data.stdlib_sample import sample_path
 from cogumi.methods.preview import Preview
+from cogumi.models.loading import read_base
 from tests.builders import run_config
 
 Config = dict[str, Any]
@@ -33,13 +34,13 @@ def chat(tiny_model: Path, tmp_path: Path) -> Config:
 
 
 def test_it_shows_what_the_trainer_gets(chat: Config) -> None:
-    from cogumi.methods.building import load_run_tokenizer
     from cogumi.methods.examples import prepare_examples
+    from cogumi.methods.preparation import load_run_tokenizer
     from cogumi.models.loading import load_tokenizer
 
     shown = cogumi.preview(chat, examples=5)
     run = load_config(chat)
-    dataset = prepare_examples(run, load_run_tokenizer(run, run.model.name)).train.dataset
+    dataset = prepare_examples(run, load_run_tokenizer(run, read_base(run.model.name))).train.dataset
     tokenizer = load_tokenizer(run.model.name)
     for marked, row in zip(shown.examples, dataset, strict=False):
         pieces = [(kind, text.replace("⟦", "").replace("⟧", "")) for kind, text in marked]

@@ -25,7 +25,7 @@ SMOKE = Path(__file__).parents[1] / "configs" / "smoke" / "sft.yaml"
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_preflight_of_several_processes_is_of_one(sharding: str, tmp_path: Path) -> None:
     settings = {"cogumi__processes": 2, "cogumi__sharding": sharding, "cogumi__run_dir": str(tmp_path / "run")}
-    report = forecast_run(SMOKE, "h100 sxm", None, settings, apart=False)
+    report = forecast_run(load_config(SMOKE, **settings), "h100 sxm", None, apart=False)
     lines = {line.stage: line for line in report.lines}
     assert lines["processes"].state == "unknown"
     assert "several processes are not forecast: the figures are for one of 2" in lines["processes"].figure
@@ -37,7 +37,7 @@ def test_a_preflight_of_several_processes_is_of_one(sharding: str, tmp_path: Pat
 
 def test_all_the_cards_of_another_machine_are_not_known() -> None:
     with pytest.raises(UsageError, match=r"--card names a card of another one; say how many, as in cogumi.processes=8"):
-        forecast_run(CONFIG, "h100 sxm", None, {"cogumi__processes": "all"}, apart=False)
+        forecast_run(load_config(CONFIG, cogumi__processes="all"), "h100 sxm", None, apart=False)
 
 
 def test_eight_processes_share_the_step_of_the_config() -> None:

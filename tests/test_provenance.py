@@ -12,14 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from cogumi.core.errors import UsageError
-from cogumi.merge.adapter_files import (
-    BaseRecord,
-    Quantization,
-    quantization_of,
-    read_base_record,
-    weights_sample,
-    write_base_record,
-)
+from cogumi.merge.adapter_files import BaseRecord, read_base_record, weights_sample, write_base_record
+from cogumi.models.quantized_bases import Quantization, quantization_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BNB_NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)

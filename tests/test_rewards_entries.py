@@ -14,7 +14,7 @@ from cogumi.methods import gspo
 from cogumi.rewards import rewards_of
 from cogumi.rewards.functions import exact_match
 from cogumi.rewards.named_rewards import needed_columns, read_entries, refuse_missing_columns, weights_of
-from cogumi.training.stages import describe_differences
+from cogumi.training.resume import describe_differences
 from tests.builders import run_config
 
 MINE = """

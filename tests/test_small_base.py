@@ -13,9 +13,9 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 
-from cogumi.models.loading import SMALL_BASE, load_model, load_tokenizer, resolve_model
+from cogumi.models.loading import SMALL_BASE, load_model, load_tokenizer, read_base
 
-PATH = Path(resolve_model(SMALL_BASE))
+PATH = Path(read_base(SMALL_BASE).name)
 PRETRAINING = Path(__file__).parents[1] / "cogumi/models/small-base/pretraining"
 sys.path.insert(0, str(PRETRAINING))
 train: Any = importlib.import_module("train")

@@ -21,6 +21,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health import verdict
 from cogumi.models.adapters import check_targets, lora_config
+from cogumi.models.base import RunBase
 
 Config = dict[str, Any]
 
@@ -424,20 +425,26 @@ def test_names_of_experts_are_those_that_peft_finds() -> None:
     """PEFT targets stacks by the names that single experts had, if all of a stack are named."""
     sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "num_experts": 2, "vocab_size": 64}
     config = Qwen3MoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    base = RunBase("base", None, config)
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    by_name = check_targets({"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, config)
-    assert by_name == check_targets({"target_modules": ["q_proj"], "target_parameters": stacks}, config)
+    by_name = check_targets({"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, base)
+    assert by_name == check_targets({"target_modules": ["q_proj"], "target_parameters": stacks}, base)
     assert "experts" not in by_name
-    assert "layers.mlp.experts (" in check_targets({"target_modules": ["q_proj"]}, config)
+    assert "layers.mlp.experts (" in check_targets({"target_modules": ["q_proj"]}, base)
     with pytest.raises(UsageError, match="without also targeting up_proj"):
-        check_targets({"target_modules": ["q_proj", "gate_proj"]}, config)
+        check_targets({"target_modules": ["q_proj", "gate_proj"]}, base)
     with pytest.raises(UsageError, match=r"did you mean mlp\.experts\.down_proj"):
-        check_targets({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_projj"]}, config)
+        check_targets(
+            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_projj"]},
+            base,
+        )
 
 
 @pytest.mark.parametrize("wanted", [["v_proj"], "all-linear", r".*\.self_attn\.q_proj", ["lm_head"]])
 def test_target_modules_that_peft_finds_are_not_refused(tiny_model: Path, wanted: Any) -> None:
-    share = check_targets({"r": 4, "target_modules": wanted}, AutoConfig.from_pretrained(tiny_model))
+    share = check_targets(
+        {"r": 4, "target_modules": wanted}, RunBase("base", None, AutoConfig.from_pretrained(tiny_model))
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     total, names = model.num_parameters(), {"q_proj": ["q_proj"], "all-linear": ["layers"]}
     parts = names.get(str(wanted).rpartition(".")[2], wanted)

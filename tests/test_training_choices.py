@@ -16,6 +16,7 @@ from cogumi.forecast.memory_forecast import planned_work
 from cogumi.methods import auto_settings, gspo
 from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose, load_of, with_values
 from cogumi.methods.examples import longest_example
+from cogumi.models.loading import read_base
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import ModelShape
 from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
@@ -147,7 +148,7 @@ def test_the_batch_is_cut_only_where_the_step_stays_the_same(
 ) -> None:
     run = run_of(method, **train)
     run.data.format = "chat"
-    assert load_of(run, str(tiny_model)).splits == expected
+    assert load_of(run, read_base(str(tiny_model))).splits == expected
 
 
 def test_the_forecast_counts_the_step_of_packed_rows_once() -> None:
@@ -163,7 +164,7 @@ def test_a_resumed_run_keeps_its_micro_batch_with_other_processes(tiny_model: Pa
     for accumulated, size in ((4, 4), (3, 2)):  # 24 examples a step, and 18 where they are shared by others
         run = run_of(per_device_train_batch_size=6, gradient_accumulation_steps=accumulated)
         run.cogumi.run_dir = tmp_path
-        train = apply_choices(run, str(tiny_model)).train
+        train = apply_choices(run, read_base(str(tiny_model))).train
         assert train["per_device_train_batch_size"] == size
         assert train["gradient_accumulation_steps"] == 6 * accumulated // size
 
@@ -190,7 +191,7 @@ def test_the_chosen_micro_batch_trains_the_same_step(
     config["model"]["attn_implementation"] = "sdpa"
     whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"), train__gradient_checkpointing=True)
 
-    asked = load_of(load_config(config), str(tiny_model))
+    asked = load_of(load_config(config), read_base(str(tiny_model)))
     one = auto_settings.replace(asked, micro_batch=asked.micro_batch // 4).step(checkpointing=False)
     free = asked.weights + 8 * asked.trained + int(one / auto_settings.MARGIN) + 1000
     monkeypatch.setattr(Machine, "here", classmethod(lambda *_: Machine("T4", (7, 5), free)))
@@ -250,7 +251,7 @@ def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet
     run = load_config(config_of(tiny_model, code_parquet, tmp_path))
     then = [{"key": "train.gradient_checkpointing", "value": True, "reason": "then"}]
     write_json(tmp_path / "decisions.json", {"settings": then})
-    assert apply_choices(run, str(tiny_model)).train["gradient_checkpointing"] is True
+    assert apply_choices(run, read_base(str(tiny_model))).train["gradient_checkpointing"] is True
     assert "gradient_checkpointing" not in run.train
 
 

@@ -20,8 +20,8 @@ from cogumi.core.run_directory import read_json
 from cogumi.telemetry import trackers
 from cogumi.telemetry.recorder import record_run
 from cogumi.telemetry.status import format_screen, status_of
+from cogumi.training import finish
 from cogumi.training import run as module
-from cogumi.training import stages
 
 Config = dict[str, Any]
 LEFT = 400_000  # for the files that say how the run went; the merged model is larger
@@ -86,7 +86,7 @@ def test_a_merge_waits_for_space_where_on_full_says_so(
         if len(states) == 3:
             filler.unlink()
 
-    monkeypatch.setattr(stages.time, "sleep", sleep)
+    monkeypatch.setattr(finish.time, "sleep", sleep)
     result = cogumi.train(sft, cogumi__run_dir=str(disk / "run"), cogumi__merge=True, cogumi__on_full="pause")
     assert result.passed, str(result.verdict)
     assert result.merged is not None

@@ -18,7 +18,7 @@ from benchmarks.merge_check import QUICK, measure_stage
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
-from cogumi.training import stages
+from cogumi.training import finish
 
 GSPO = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8}
 MODEL, CARD = (LlamaForCausalLM, "forward"), (AutoModelForCausalLM, "from_pretrained")
@@ -26,8 +26,8 @@ MODEL, CARD = (LlamaForCausalLM, "forward"), (AutoModelForCausalLM, "from_pretra
 # and the witness takes two of the merged model, after two of the base where that is quantized.
 PLACES: dict[str, tuple[bool, tuple[Any, str], int]] = {
     "live logits": (False, MODEL, 1), "base logits": (False, MODEL, 12),
-    "merge": (False, (stages, "merge_adapter"), 1), "loading": (False, CARD, 1), "merged logits": (False, MODEL, 19),
-    "comparing adapters": (True, (stages, "differing_tensors"), 1), "loading the base": (True, CARD, 1),
+    "merge": (False, (finish, "merge_adapter"), 1), "loading": (False, CARD, 1), "merged logits": (False, MODEL, 19),
+    "comparing adapters": (True, (finish, "differing_tensors"), 1), "loading the base": (True, CARD, 1),
     "loading the adapter": (True, (PeftModel, "from_pretrained"), 1), "full-precision logits": (True, MODEL, 13),
     "loading the merged model": (True, CARD, 2), "merged logits of a quantized run": (True, MODEL, 28),
 }  # fmt: skip
@@ -48,7 +48,7 @@ def start(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> Callable[[boo
 
 def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
     """From the moment the training is over, the given call of a function finds the memory full."""
-    original, record, calls = getattr(owner, name), stages.record_live, 0
+    original, record, calls = getattr(owner, name), finish.record_live, 0
 
     def full(*arguments: Any, **more: Any) -> Any:
         nonlocal calls
@@ -61,7 +61,7 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, ca
         monkeypatch.setattr(owner, name, full)
         return record(*arguments)
 
-    monkeypatch.setattr(stages, "record_live", begin)
+    monkeypatch.setattr(finish, "record_live", begin)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_trained_model_has_left_memory_when_the_merge_begins(
     )
     rewards = {"rewards": ["edit_similarity", "parses"]} if method == "gspo" else {}
     config = small(tiny_model, code_parquet, train, method=method, run_dir=str(tmp_path / "run"), **rewards)
-    merge, left = stages.merge_adapter, []
+    merge, left = finish.merge_adapter, []
 
     def alive() -> int:
         return sum(issubclass(type(each), PreTrainedModel | torch.optim.Optimizer) for each in gc.get_objects())
@@ -117,7 +117,7 @@ def test_the_trained_model_has_left_memory_when_the_merge_begins(
 
     gc.collect()
     before = alive()
-    monkeypatch.setattr(stages, "merge_adapter", watched)
+    monkeypatch.setattr(finish, "merge_adapter", watched)
     assert cogumi.train(config).merged is not None
     assert left == [before]
 

@@ -23,7 +23,8 @@ import cogumi
 from cogumi.checkpoints.verify import bytes_of
 from cogumi.config.schema import load_config
 from cogumi.forecast.disk_forecast import forecast_disks
-from cogumi.merge.adapter_files import BaseRecord, Quantization, read_base_record, weights_sample
+from cogumi.merge.adapter_files import BaseRecord, read_base_record, weights_sample
+from cogumi.models.quantized_bases import Quantization
 
 BF16 = torch.bfloat16
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mixt
 import cogumi
 from cogumi.core.run_directory import read_json
 from cogumi.models.quantization import expert_states
-from cogumi.training import stages
+from cogumi.training import finish
 
 BF16 = torch.bfloat16
 
@@ -61,7 +61,7 @@ def test_an_adapter_on_a_base_that_is_quantized_on_disk_is_merged_into_the_origi
 def test_a_merge_that_lost_the_update_of_one_layer_fails(
     sft: Config, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merge = stages.merge_adapter
+    merge = finish.merge_adapter
 
     def wrongly(adapter: Path, out: Path, **more: Any) -> Any:
         report = merge(adapter, out, **more)
@@ -69,7 +69,7 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
         replace_tensor(out / "model.safetensors", name, load_file(tiny_model / "model.safetensors")[name])
         return report
 
-    monkeypatch.setattr(stages, "merge_adapter", wrongly)
+    monkeypatch.setattr(finish, "merge_adapter", wrongly)
     result = cogumi.train(sft, train__learning_rate=1e-2)
     (failed,) = (found for found in result.verdict.checks if not found.passed)
     assert failed.name == "merged logits"
@@ -79,7 +79,7 @@ def test_a_merge_that_lost_the_update_of_one_layer_fails(
 
 @pytest.mark.slow("4-bit trainings on a CPU; one merge is in the fast tier")
 def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = stages.save_adapter
+    save = finish.save_adapter
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
 
     def wrongly(*arguments: Any) -> Path:
@@ -88,7 +88,7 @@ def test_a_merge_of_another_adapter_than_the_live_one_fails(sft: Config, monkeyp
         replace_tensor(file, name, load_file(file)[name] * 1.001)
         return adapter
 
-    monkeypatch.setattr(stages, "save_adapter", wrongly)
+    monkeypatch.setattr(finish, "save_adapter", wrongly)
     result = cogumi.train(sft)
     failed = [found for found in result.verdict.checks if not found.passed]
     assert [found.name for found in failed] == ["saved adapter"]

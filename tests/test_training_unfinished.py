@@ -131,10 +131,10 @@ def test_a_checkpoint_inside_a_rollout_is_taken_and_resumed_from(
 def test_a_run_that_failed_after_its_training_trains_no_step(
     sft: Config, whole_sft: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cogumi.training import stages
+    from cogumi.training import finish
 
     with monkeypatch.context() as patched:
-        patched.setattr(stages, "record_verdict", lambda *given: 1 / 0)
+        patched.setattr(finish, "record_verdict", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cogumi.train(sft)
     run_dir = Path(sft["cogumi"]["run_dir"])

@@ -272,18 +272,17 @@ def run_batch(backend: str, config: str, results: str) -> None:
 
         with import_backend(read_config(json.loads(config), {"cogumi.backend": backend})[0]):
             run = load_config(json.loads(config), cogumi__backend=backend)
-    from transformers import AutoConfig
-
     from cogumi.methods import building
     from cogumi.methods.examples import prepare_examples
-    from cogumi.models.loading import resolve_model
+    from cogumi.methods.preparation import load_run_tokenizer
+    from cogumi.models.loading import read_base
     from cogumi.rl.patching import patch
     from cogumi.telemetry.throughput import Meter
 
     patch(graph_break="off", backend=run.cogumi.backend)
-    base = resolve_model(run.model.name)
-    tokenizer = building.load_run_tokenizer(run, base)
-    examples = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base))
+    base = read_base(run.model.name)
+    tokenizer = load_run_tokenizer(run, base)
+    examples = prepare_examples(run, tokenizer, base.config)
     trainer = building.build_trainer(run, base, tokenizer, examples, Meter(None))
     model = trainer.model.train()
     trained = {name: p for name, p in sorted(model.named_parameters()) if p.requires_grad}

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from cogumi.forecast.vllm_forecast import cache_layout, engine_weights, own_dtype
-from cogumi.models.loading import resolve_model
+from cogumi.models.loading import read_base
 from tests.vllm_report import RESULT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="`make test-vllm` installs it")
@@ -107,4 +107,4 @@ def test_an_engine_in_which_one_sequence_does_not_fit_does_not_start(tokens: int
 
 
 def test_the_small_base_is_forecast_too() -> None:
-    compare(resolve_model("cogumi:small-base"), max_model_len=256)
+    compare(read_base("cogumi:small-base").name, max_model_len=256)

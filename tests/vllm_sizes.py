@@ -49,13 +49,15 @@ def config_of(base: str, **sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows() -> Iterator[str]:
+    from cogumi.config.schema import load_config
     from cogumi.forecast.run_forecast import forecast_run
 
     for size in MODELS:
         for way, sections in WAYS.items():
             for card in CARDS:
                 with tempfile.TemporaryDirectory() as folder:
-                    report = forecast_run(config_of(qwen(size, folder), **sections), card, None, {}, apart=False)
+                    run = load_config(config_of(qwen(size, folder), **sections))
+                    report = forecast_run(run, card, None, apart=False)
                 collected = {line.stage: line for line in report.lines}
                 print(f"{size} {way} {card}\n{report}\n", file=sys.stderr)
                 memory, engine = report.figures.get("memory"), report.figures.get("vllm")

@@ -92,7 +92,7 @@ def preflight(
     with show_waiting("forecasting memory, time and disk"), runs.import_backend(run, other_machine=card is not None):
         from cogumi.forecast.run_forecast import forecast_run
 
-        report = forecast_run(config, card, runs.train if probe else None, words, apart=False)
+        report = forecast_run(run, card, runs.train_run if probe else None, apart=False)
     print_report(report, as_json)
     raise typer.Exit(0 if report.fits else 1)
 

@@ -36,13 +36,14 @@ from cogumi.disk import disk_bytes
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import keep_on_meta, without_machine
 from cogumi.hub.downloads import find_commit, plan_download
-from cogumi.merge.parameter_map import named_class
 from cogumi.merge.preflight import find_original
 from cogumi.merge.witness import witness_bytes
 from cogumi.methods.auto_settings import dtype_of_weights
-from cogumi.methods.building import BUILD_REFUSALS, trl_arguments
-from cogumi.models.adapters import keep_float32, lora_config, lora_of
-from cogumi.models.loading import load_tokenizer, meta_model, resolve_dtype, resolve_model
+from cogumi.methods.building import trl_arguments
+from cogumi.methods.warm_start import lora_of
+from cogumi.models.adapters import keep_float32, lora_config
+from cogumi.models.base import meta_model, named_class
+from cogumi.models.loading import BUILD_REFUSALS, load_tokenizer, read_base, resolve_dtype
 from cogumi.models.quantization import refuse_quantized_already
 from cogumi.patches import gspo_loss
 from cogumi.patches.torch_internals import FakeTensorMode
@@ -269,19 +270,19 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
     args = trl_arguments(without_machine(run))
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
-    base = resolve_model(run.model.name, run.model.revision)
-    config = AutoConfig.from_pretrained(base, revision=run.model.revision)
+    base = read_base(run.model.name, run.model.revision)
+    config = base.config
     if run.model.quantization_config is not None:  # which changes nothing of what is written
-        refuse_quantized_already(base, config)
+        refuse_quantized_already(base.name, config)
     tokenizer, notes = None, []
     try:
-        tokenizer = load_tokenizer(base, run.model.revision)
+        tokenizer = load_tokenizer(base)
     except UsageError:  # a run would not start without one; the rest is worth knowing
         notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
     train_all = run.cogumi.tuning == "full"  # then the trained model is saved as `merged/`, and there is no adapter
     try:
         dtype = resolve_dtype(dtype_of_weights(run) if train_all else run.model.dtype)
-        lora = None if train_all else lora_config(run.lora, model=meta_model(config))
+        lora = None if train_all else lora_config(run.lora, model=base.meta)
         trainer = saving_trainer(config, dtype, args, lora, tokenizer)
     except BUILD_REFUSALS as error:
         raise UsageError(f"model, lora or train: {one_line(error)}") from error

@@ -22,7 +22,8 @@ from cogumi.forecast.training_step import LOAD, ROLLOUT, UPDATE, StagePeak, Step
 from cogumi.methods.auto_settings import Choice, Machine, dtype_of_weights
 from cogumi.methods.gspo import rollout_rows
 from cogumi.methods.step_split import is_planned
-from cogumi.models.loading import meta_model, resolve_dtype
+from cogumi.models.base import meta_model
+from cogumi.models.loading import resolve_dtype
 from cogumi.rl.memory_plan import engine_bytes
 from cogumi.stack.gpus import Card, find_card, parse_card
 

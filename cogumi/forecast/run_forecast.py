@@ -8,16 +8,15 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig
 
-from cogumi.config.schema import RunConfig, load_config
+from cogumi.config.schema import RunConfig
 from cogumi.core import worker
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_duration, format_memory, one_line
@@ -31,18 +30,15 @@ from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.training_step import StagePeak, StepShape, count_decoding, forecast_weights, planned_trainer
 from cogumi.forecast.vllm_forecast import choose_with_engine, describe_sampler, forecast_rollout
 from cogumi.health.rules import FEW_LOSS_ROWS
-from cogumi.merge.adapter_files import quantization_of
 from cogumi.merge.logits import WORKING_BYTES
-from cogumi.merge.preflight import check_loadable, find_original
 from cogumi.methods import gspo
-from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, refuse_segments, with_values
-from cogumi.methods.building import load_run_tokenizer, refuse_impossible, refuse_unmergeable, refuse_without_decoder
+from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, with_values
 from cogumi.methods.dpo import REFERENCE
-from cogumi.methods.sampler import refuse_quantized, sampler_settings
+from cogumi.methods.preparation import check_base, check_settings, find_merge_base, load_run_tokenizer, prepare_base
+from cogumi.methods.sampler import sampler_settings
 from cogumi.methods.step_split import is_planned, split_step
-from cogumi.models.adapters import check_targets, lora_of
-from cogumi.models.loading import meta_model, resolve_model
-from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
+from cogumi.models.base import RunBase
+from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.unsloth_models import FAMILIES, choose_backend, needs_exact_ratios
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import engine_bytes
@@ -58,7 +54,6 @@ REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:22
 KERNEL_SECONDS = 8e-6  # that eager PyTorch takes to launch one; assumed (docs/preflight.md)
 PROBED = 10  # steps
 
-Config = str | os.PathLike[str] | Mapping[str, Any]
 ForecastLines = tuple[list[Line], dict[str, Any]]
 """The lines on memory, time and disk, and the figures behind them."""
 
@@ -75,52 +70,46 @@ class Pace:
 
 @show_seconds("preflight: data, memory, time and disk of the run are being worked out")
 def forecast_run(
-    config: Config, card: str | None, train: Callable[..., Any] | None, overrides: dict[str, Any], apart: bool = True
+    run: RunConfig, card: str | None, train: Callable[[RunConfig], Any] | None, apart: bool = True
 ) -> PreflightReport:
     """Run `cogumi.preflight` in a process that may import torch.
 
-    card: by name, None for this machine. train: `cogumi.train`, where ten steps are to be timed. apart: False in a process
+    card: by name, None for this machine. train: trains a run, where ten steps are to be timed. apart: False in a process
     that does nothing else, which may keep the settings of planned trainers if it sees no GPU.
     """
-    run = load_config(config, **overrides)
-    if card is not None and run.cogumi.processes == "all":
+    requested, here = run, card is None
+    if not here and run.cogumi.processes == "all":
         problem = "all are the GPUs of the machine that trains, and --card names a card of another one"
         raise UsageError(problem, key="cogumi.processes", fix="say how many, as in cogumi.processes=8")
+    if not here and train is not None:
+        raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
     count = count_processes(run.cogumi.processes, os.environ)
-    if card is None:
+    if here:
         refuse_missing_gpus(count, os.environ)
+    run = run.model_copy(deep=True)
     run.cogumi.processes = count
     run = split_step(run, count)
     target = find_target(card, run)
-    refuse_impossible(run.cogumi)
+    check_settings(run, on_this_machine=here)
     if run.cogumi.method == "gspo":
         sampler_settings(run)
-    if train is not None and card is not None:
-        raise UsageError("card and probe: ten steps made here say nothing of another card", fix="use one of the two")
-    if card is None:
-        refuse_segments(run)
-    if run.model.adapter is not None:
-        run.lora = lora_of(run.model.adapter, run.lora)
-    base = resolve_model(run.model.name, run.model.revision)
-    base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
-    refuse_without_decoder(base_config)
-    check_loadable(base, base_config)
-    if run.cogumi.tuning == "lora":
-        check_targets(run.lora, base_config, is_own=run.model.adapter is None)
-        refuse_unmergeable(run, base, base_config)
-    refuse_quantized(run, base_config)
-    if run.model.quantization_config is not None:
-        refuse_quantized_already(base, base_config)
-    sample = data_sample.assume_longest(run, base)
+    run, base = prepare_base(run)
+    try:
+        original = find_merge_base(run, base)
+        merge_base = [] if original is None else [Line("base", str(original))]
+    except UsageError as error:
+        original, merge_base = None, [Line("base", f"{error.key}: {error.message}", "red", error.fix)]
+    check_base(run, base, original)
+    sample = data_sample.assume_longest(run, base.name)
     if sample is None:
-        sample = data_sample.sample_data(run, load_run_tokenizer(run, base), base_config)
-    measured = measure_steps(run, train, config, overrides) if train is not None else None
-    lines = [] if card is not None else [describe_stack()]
-    lines.append(describe_backend(run, base_config, other_machine=card is not None))
+        sample = data_sample.sample_data(run, load_run_tokenizer(run, base), base.config)
+    measured = measure_steps(requested, train) if train is not None else None
+    lines = [describe_stack()] if here else []
+    lines.append(describe_backend(run, base.config, other_machine=not here))
     apart = apart or torch.cuda.is_available() or unsloth_rl.is_in_place()
     forecast = forecast_in_worker if apart else forecast_lines
-    forecast_of_run, figures = forecast(run, base, base_config, sample, target, measured)
-    lines += [*describe_original(run, base, base_config), data_sample.describe_data(sample, run), *forecast_of_run]
+    forecast_of_run, figures = forecast(run, base, sample, target, measured)
+    lines += [*merge_base, data_sample.describe_data(sample, run), *forecast_of_run]
     return PreflightReport(str(target), tuple(lines), {"data": sample.as_dict(), **figures})
 
 
@@ -164,15 +153,15 @@ def forecast_in_worker(*arguments: Any) -> ForecastLines:
 
 
 def forecast_lines(
-    yaml_run: RunConfig, base: str, base_config: Any, sample: DataSample, target: Target, probe: Pace | None = None
+    yaml_run: RunConfig, base: RunBase, sample: DataSample, target: Target, probe: Pace | None = None
 ) -> ForecastLines:
     """Forecast memory, time and disk with trainers built in this process, whose settings are the process's.
 
-    yaml_run: with the keys of its YAML; of several processes, as each of them trains it (`split_step`). base: a directory or
-    hub id. probe: the pace that was measured.
+    yaml_run: with the keys of its YAML; of several processes, as each of them trains it (`split_step`). probe: the pace that was
+    measured.
     """
     patch(graph_break="off", backend="trl")  # without it TRL takes no gspo, and its losses need a GPU
-    processes = yaml_run.cogumi.process_count
+    base_config, processes = base.config, yaml_run.cogumi.process_count
     if not target.on_card:  # main memory, which the processes share
         target = replace(target, free=target.free // processes)
     lines: list[Line] = []
@@ -181,7 +170,7 @@ def forecast_lines(
         text = f"several processes are not forecast: the figures are for one of {processes}"
         lines.append(Line("processes", f"{text}, without what they exchange", "unknown"))
     holds_share = processes > 1 and yaml_run.cogumi.sharding != "none"
-    chosen_run, load, choices = choose_for_target(yaml_run, base, base_config, sample.longest, target)
+    chosen_run, load, choices = choose_for_target(yaml_run, base, sample.longest, target)
     if yaml_run.model.quantization_config is not None or quantization_of(base_config) is not None:
         dtype = weights_dtype(target, yaml_run.model.dtype)
         lines.append(describe_weights(base_config, dtype, yaml_run.model.quantization_config))
@@ -219,14 +208,14 @@ def forecast_lines(
         else:
             fix = "set train.max_steps to plan with"
             lines.append(Line("time", "how many steps are in the data is not known", "unknown", fix))
-    return lines + describe_merge_check(yaml_run, base_config, target) + describe_disks(yaml_run), figures
+    return lines + describe_merge_check(yaml_run, base, target) + describe_disks(yaml_run), figures
 
 
-def describe_merge_check(run: RunConfig, base_config: Any, target: Target) -> list[Line]:
+def describe_merge_check(run: RunConfig, base: RunBase, target: Target) -> list[Line]:
     """Return a line where the merged model fits neither the target nor main memory: its logits will not be compared."""
     if not run.cogumi.merge or run.cogumi.tuning == "full":
         return []
-    parameters = sum(parameter.numel() for parameter in meta_model(base_config).parameters())
+    parameters = sum(parameter.numel() for parameter in base.meta.parameters())
     needed = parameters * weights_dtype(target, run.model.dtype).itemsize + WORKING_BYTES
     room = target.free if target.named else max(target.free, psutil.virtual_memory().total)
     if needed <= room:
@@ -234,18 +223,6 @@ def describe_merge_check(run: RunConfig, base_config: Any, target: Target) -> li
     figure = f"{format_memory(needed)} of {format_memory(room)} for the merged model: its logits will not be compared"
     fix = "compare on a larger machine: cogumi merge ADAPTER OUT --verify logits"
     return [Line("merge check", figure, "yellow", fix)]
-
-
-def describe_original(run: RunConfig, base: str, base_config: Any) -> list[Line]:
-    """Return a line on what the merge of a base needs that is quantized on disk; red where the run would be refused."""
-    try:
-        refuse_untrainable(base, base_config, run.cogumi.tuning)
-        if not run.cogumi.merge or run.cogumi.tuning == "full":
-            return []
-        original = find_original(base, base_config, run.cogumi.merge_base, run.cogumi.base_mode)
-    except UsageError as error:
-        return [Line("base", f"{error.key}: {error.message}", "red", error.fix)]
-    return [] if original is None else [Line("base", str(original))]
 
 
 def describe_weights(base_config: Any, dtype: torch.dtype, quantization: dict[str, Any] | None) -> Line:
@@ -257,14 +234,14 @@ def describe_weights(base_config: Any, dtype: torch.dtype, quantization: dict[st
 
 
 def choose_for_target(
-    run: RunConfig, base: str, base_config: Any, longest: int, target: Target
+    run: RunConfig, base: RunBase, longest: int, target: Target
 ) -> tuple[RunConfig, Load, list[Choice]]:
     """Return the run with its open settings chosen as the target would; its load; and the choices."""
     run_there = run.model_copy(deep=True)
     if run_there.model.dtype == "auto" and run_there.cogumi.tuning != "full":  # every weight is trained in float32 then
         run_there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
     load = load_of(run_there, base)
-    choices = choose_with_engine(run_there, target.machine, load, base_config, lambda: longest)
+    choices = choose_with_engine(run_there, target.machine, load, base.config, lambda: longest)
     return with_values(run, choices), load, choices
 
 
@@ -369,19 +346,21 @@ def rollout_seconds(run: RunConfig, config: Any, dtype: torch.dtype, work: StepS
     return float((size / bandwidth).clamp(min=first.by_kind["kernels"] * KERNEL_SECONDS).sum())
 
 
-def measure_steps(run: RunConfig, train: Callable[..., Any], config: Any, overrides: dict[str, Any]) -> Pace:
+def measure_steps(run: RunConfig, train: Callable[[RunConfig], Any]) -> Pace:
     """Time ten steps of the run itself in a directory that is removed. Downloads and loads the model."""
     log = logging.getLogger("cogumi")
     level = log.level
     with tempfile.TemporaryDirectory(prefix="cogumi-probe-") as scratch:
         run_dir = Path(scratch) / "run"
-        probe = {"train__max_steps": min(PROBED, configured_steps(run) or PROBED), "cogumi__run_dir": str(run_dir)}
-        probe |= {"train__save_strategy": "no", "train__eval_strategy": "no", "cogumi__preflight": "off"}
-        probe |= {"cogumi__merge": False, "cogumi__samples_every": 0}
-        probe |= dict.fromkeys(("cogumi__max_cost", "cogumi__max_hours", "cogumi__sanity"))
+        probe = run.model_copy(deep=True)
+        probe.train |= {"max_steps": min(PROBED, configured_steps(run) or PROBED)}
+        probe.train |= {"save_strategy": "no", "eval_strategy": "no"}
+        options = {"run_dir": run_dir, "preflight": "off", "merge": False, "samples_every": 0}
+        options |= dict.fromkeys(("max_cost", "max_hours", "sanity"))
+        probe.cogumi = probe.cogumi.model_copy(update=options)
         log.setLevel(logging.WARNING)  # the directory that it would name will be gone
         try:
-            train(config, **{**overrides, **probe})
+            train(probe)
         finally:
             log.setLevel(level)
         figures = read_json(run_dir / "metrics.json")

@@ -40,7 +40,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from cogumi.config.schema import RunConfig
 from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import drop_casts, keep_float32, lora_config
-from cogumi.models.loading import meta_model
+from cogumi.models.base import meta_model
 from cogumi.models.quantization import WeightCount, count_weights, place_quantized_weights
 from cogumi.patches import fused_head, replaced
 from cogumi.patches.torch_internals import FakeTensorMode, TorchDispatchMode, storage_key, tree_iter

@@ -29,7 +29,8 @@ from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, MOMENTS_8BIT, Choice, Load, Machine, choose, is_open, with_values
 from cogumi.methods.sampler import adapter_rank
 from cogumi.methods.step_split import is_planned
-from cogumi.models.loading import meta_model, resolve_dtype
+from cogumi.models.base import meta_model
+from cogumi.models.loading import resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.rl.guards import context_of
 from cogumi.rl.memory_plan import GRAPHS, USABLE, VLLM_SHARE, ModelShape, engine_bytes, samples_beside

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, read_shard
-from cogumi.merge.quantized import is_hub_id
+from cogumi.models.quantized_bases import Quantization, is_hub_id, quantization_of
 from cogumi.patches.trl_internals import commit_of
 
 log = logging.getLogger(__name__)
@@ -295,22 +295,6 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """Quantization of a base. method: transformers' quant_method, such as bitsandbytes, gptq or fp8.
-
-    type (nf4, fp4) and double are for bitsandbytes' 4 bits only. double: the block scales were quantized, too.
-    """
-
-    method: str
-    bits: int | None = None
-    type: str | None = None
-    double: bool | None = None
-
-    def __str__(self) -> str:
-        return self.type or (f"{self.method} {self.bits}-bit" if self.bits else self.method)
-
-
-@dataclass(frozen=True)
 class BaseRecord:
     """The base as it was loaded: a directory, or a hub id with its commit and the requested revision.
 
@@ -359,19 +343,6 @@ def weights_sample(name: str) -> str | None:
                 file.seek(last * block // (SAMPLED_BLOCKS - 1))
                 digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest() if files else None
-
-
-def quantization_of(config: Any) -> Quantization | None:
-    """Read the quantization that transformers applied or found from a loaded model's config."""
-    settings = getattr(config, "quantization_config", None)  # the attribute is absent, not None, on a plain model
-    if settings is None:
-        return None
-    entries = settings if isinstance(settings, dict) else settings.to_dict()
-    method = entries["quant_method"]
-    name = str(getattr(method, "value", method))
-    if entries.get("load_in_4bit"):
-        return Quantization(name, 4, entries["bnb_4bit_quant_type"], entries["bnb_4bit_use_double_quant"])
-    return Quantization(name, 8 if entries.get("load_in_8bit") else entries.get("bits"))
 
 
 def read_base_record(adapter: Path) -> BaseRecord | None:

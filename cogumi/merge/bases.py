@@ -8,6 +8,7 @@ give the codes that are stored, which a fine-tuned sibling's do not.
 import logging
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,8 @@ from huggingface_hub.errors import HFValidationError
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, leading_rows_equal, read_shard
 from cogumi.merge.adapter_files import Adapter, BaseRecord, read_base_record, read_json, weights_sample
-from cogumi.merge.quantized import (
-    BNB_4BIT,
-    Bnb4bit,
-    Mismatch,
-    compare_codes,
-    full_precision_names,
-    is_hub_id,
-    quantization,
-    quantized_tensors,
-)
+from cogumi.merge.quantized import BNB_4BIT, Bnb4bit, Mismatch, compare_codes, quantization, quantized_tensors
+from cogumi.models.quantized_bases import full_precision_names, is_hub_id
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +49,7 @@ class Base:
 
     quantized: stored tensors that are dequantized before the update (base_mode="dequant"). trained_on: the quantized
     model that the adapter was trained on, or how this one was quantized in memory ("nf4"). proof: why that model was
-    quantized from this one.
+    quantized from this one. known_config: its transformers config, if it has been read.
     """
 
     name: str
@@ -68,6 +61,12 @@ class Base:
     quantized: dict[str, Bnb4bit] = field(default_factory=dict)
     trained_on: str | None = None
     proof: BaseProof | None = None
+    known_config: Any = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def model_config(self) -> Any:
+        """Its transformers config, read once and not to be changed."""
+        return self.known_config if self.known_config is not None else read_model_config(self, self.path)
 
     @property
     def tensors(self) -> dict[str, Span]:
@@ -78,6 +77,17 @@ class Base:
             dtype = next(label for label, known in FLOAT_DTYPES.items() if known == tensor.dtype)
             spans[name] = replace(spans[name], shape=tensor.shape, dtype=dtype)
         return spans
+
+
+def read_model_config(base: Base, directory: Path) -> Any:
+    """Load the transformers config of a directory: the base's, or one that holds the config.json of the output."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        kind = base.config.get("model_type")
+        raise UsageError(f"base {base.name} has model_type {kind!r}, which this transformers lacks: {error}") from error
 
 
 def resolve_base(adapter: Adapter, base: str | None, revision: str | None, base_mode: str) -> Base:

@@ -13,7 +13,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, leading_rows_equal
 from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter, as_written
 from cogumi.merge.bases import Base
-from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, meta_model, trained_class
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, trained_class
+from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features
 
 

@@ -17,8 +17,9 @@ import torch
 from cogumi.core.checkpoint_faults import Fault, incomplete
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span
 from cogumi.merge.adapter_files import BOTH_SIDES, PREFIX, Adapter
-from cogumi.merge.bases import Base
-from cogumi.merge.parameter_map import Checkpoint, meta_model, named_class, read_model_config, renamed_tensors
+from cogumi.merge.bases import Base, read_model_config
+from cogumi.merge.parameter_map import Checkpoint, renamed_tensors
+from cogumi.models.base import meta_model, named_class
 from cogumi.patches.trl_internals import drop_ignored_keys
 
 # The dtypes that transformers casts to a parameter's as they are. Others need a scale, or are packed.

@@ -22,13 +22,8 @@ from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import FACTOR, OTHER_BASE, PREFIX, Adapter, as_written, read_base_record
 from cogumi.merge.bases import Base
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, read_layout
-from cogumi.merge.parameter_map import (
-    candidate_classes,
-    meta_model,
-    read_model_config,
-    renamed_tensors,
-    weight_converters,
-)
+from cogumi.merge.parameter_map import candidate_classes, renamed_tensors, weight_converters
+from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features
 
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
@@ -70,7 +65,7 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
     """
     modules = {match["module"] for span in adapter.spans if (match := FACTOR.fullmatch(span.name))}
     modules = {module.removeprefix(PREFIX) for module in modules}
-    config = read_model_config(base, base.path)
+    config = base.model_config
     renamed, experts, model = locate_modules(modules, config)
     is_unnamed = adapter.config.get("target_modules") in (None, "all-linear") and not adapter.config.get(
         "target_parameters"

@@ -32,7 +32,7 @@ from cogumi.merge.bases import Base, resolve_base
 from cogumi.merge.foreign_adapters import as_installed, scaling_of
 from cogumi.merge.parameter_map import Change, LowRank
 from cogumi.merge.plan import MergePlan, Piece, build_plan, update_norm
-from cogumi.merge.targets import Coverage
+from cogumi.models.targets import Coverage
 
 LARGE_RATIO = 0.3  # |delta| / |W| of a tensor
 SAMPLED_PIECES = 3  # of a parameter for its norm, and of an adapter for raw factors

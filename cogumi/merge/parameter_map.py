@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, matrix_shape
 from cogumi.merge.adapter_files import PREFIX, Adapter
 from cogumi.merge.bases import Base
+from cogumi.models.base import auto_class, meta_model, named_class
 
 # What PEFT puts between a module's name and that of its own tensor, or else the tensor's name.
 OWN_PART = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.|base_layer\.|original_module\.).*|\.[^.]+$")
@@ -123,23 +122,12 @@ def read_checkpoint(base: Base, adapter: Adapter) -> Checkpoint:
 
 def trained_class(base: Base, adapter: Adapter) -> tuple[Any, Any]:
     """Return config and class of the model that the adapter was trained on, with the labels of a head that it brings."""
-    config = read_model_config(base, base.path)
+    config = copy.deepcopy(base.model_config)  # the labels are written into it
     shapes = {span.name.removeprefix(PREFIX): span.shape for span in adapter.spans}
     kind = adapted_class(config, shapes, adapter.config.get("task_type"))
     if kind in head_classes(config) and (labels := count_labels(config, kind, shapes)) is not None:
         config.num_labels = labels
     return config, kind
-
-
-def read_model_config(base: Base, directory: Path) -> Any:
-    """Load the transformers config of a directory: the base's, or one that holds the config.json of the output."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, KeyError) as error:
-        kind = base.config.get("model_type")
-        raise UsageError(f"base {base.name} has model_type {kind!r}, which this transformers lacks: {error}") from error
 
 
 def head_classes(config: Any, task: str | None = None) -> list[Any]:
@@ -163,26 +151,6 @@ def count_labels(config: Any, kind: Any, shapes: dict[str, tuple[int, ...]]) -> 
     return None
 
 
-def auto_class(config: Any) -> Any:
-    """Return transformers' class that loads a config's model for text, for training and merge alike.
-
-    AutoModelForCausalLM, or AutoModelForImageTextToText for configs that only that one has. Some classes of the former
-    leave the other towers out.
-    """
-    import transformers
-
-    is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    is_image = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return transformers.AutoModelForImageTextToText if is_image and not is_text else transformers.AutoModelForCausalLM
-
-
-def named_class(config: Any) -> Any:
-    """Return the class whose parameters a checkpoint holds, by its config; None where transformers does not have it."""
-    import transformers
-
-    return getattr(transformers, (config.architectures or [""])[0], None)
-
-
 def adapted_class(config: Any, keys: Iterable[str], task: str | None = None) -> Any:
     """Return the class with the modules that an adapter's keys name: named_class, else auto_class, else one with a head.
 
@@ -201,19 +169,6 @@ def candidate_classes(config: Any, task: str | None = None) -> list[Any]:
     """Return the classes that an adapter on a config may have been trained on: named_class, auto_class, those with a head."""
     kinds = [named_class(config), auto_class(config), *head_classes(config, task)]
     return [kind for kind in dict.fromkeys(kinds) if kind is not None]
-
-
-def meta_model(config: Any, kind: Any = None) -> Any:
-    """Build a config's unquantized model on the meta device, by default of the class that a run loads. Raises UsageError."""
-    config = copy.deepcopy(config)  # building one writes into it
-    kind = kind or auto_class(config)
-    try:
-        with torch.device("meta"):
-            return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
-    except (ValueError, KeyError) as error:
-        # transformers adds the names of all the classes that it knows.
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"this transformers builds no {config.model_type!r} model: {reason}") from error
 
 
 def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Place, ...]]:

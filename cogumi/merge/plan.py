@@ -31,7 +31,7 @@ from cogumi.merge.completeness import check_base, check_output, describe_missing
 from cogumi.merge.output_directory import output_config, set_head, side_files
 from cogumi.merge.parameter_map import OWN_PART, Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit
-from cogumi.merge.targets import Coverage, measure_coverage, unmatched_names
+from cogumi.models.targets import Coverage, measure_coverage, unmatched_names
 
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())

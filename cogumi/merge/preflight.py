@@ -7,7 +7,7 @@ untrained adapter is planned on shapes, with the code and the refusals of the me
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from cogumi.merge.adapter_files import Adapter, read_json
 from cogumi.merge.bases import Base, cached_snapshot, compare_models, is_local, read_model, read_shards
 from cogumi.merge.changes import adapter_changes
 from cogumi.merge.completeness import check_base, find_faults, find_unscaled, stored_of
-from cogumi.merge.parameter_map import meta_model, named_class, read_checkpoint
+from cogumi.merge.parameter_map import read_checkpoint
 from cogumi.merge.plan import changes_by_tensor, plan_tensor
-from cogumi.merge.quantized import BNB_4BIT, Mismatch, full_precision_names, is_hub_id, quantization, quantized_tensors
+from cogumi.merge.quantized import BNB_4BIT, Mismatch, quantization, quantized_tensors
+from cogumi.models.base import RunBase, meta_model, named_class
+from cogumi.models.quantized_bases import full_precision_names, is_hub_id
 
 NO_MERGE = "set cogumi.merge: false to train without it"
 
@@ -101,13 +103,14 @@ def prove_original(base: str, revision: str | None, original: Original) -> None:
         raise UsageError(message, key="cogumi.merge_base", fix=fix) from mismatch
 
 
-def check_loadable(name: str, base_config: Any, download: Download | None = None) -> None:
+def check_loadable(model: RunBase) -> None:
     """Raise UsageError for a base of which transformers would fill a part with random numbers, by its files' headers.
 
     Nothing is refused of weights that are not in safetensors, nor, before they are downloaded, of quantized ones: the
-    report of what was loaded is read in the end (`load_model`). download: of a model on the hub, in the cache or not.
+    report of what was loaded is read in the end (`load_model`).
     """
-    config, path = base_config.to_dict(), Path(name) if download is None else download.snapshot
+    download, name, config = model.download, model.name, model.config.to_dict()
+    path = Path(name) if download is None else download.snapshot
     kind = quantization(config)
     files = download.sizes if download is not None else [file for file in WEIGHTS if (path / file).is_file()]
     if not set(WEIGHTS[:2]) & set(files):
@@ -115,24 +118,27 @@ def check_loadable(name: str, base_config: Any, download: Download | None = None
     if download is not None and download.missing:
         if kind is not None:
             return
-        base = expected_base(name, download.commit, base_config, download)
+        base = expected_base(name, download.commit, model.config, download)
     else:
         shards, _ = read_shards(name, path)
         base = Base(name, path, None, config, shards, False, quantized_tensors(shards, config))
-    model, stored = meta_model(base_config), stored_of(base.tensors.values())
-    faults = find_faults(model, stored) if kind is None or base.quantized else find_unscaled(stored)
+    stored = stored_of(base.tensors.values())
+    faults = find_faults(model.meta, stored) if kind is None or base.quantized else find_unscaled(stored)
     if faults:
-        raise incomplete(name, type(model).__name__, faults, key="model.name")
+        raise incomplete(name, type(model.meta).__name__, faults, key="model.name")
 
 
-def plan_adapter(lora: Any, base_config: Any, base: Base) -> None:
-    """Plan the merge of an untrained adapter (its LoraConfig) by names, shapes and dtypes. Raises UsageError as build_plan."""
+def plan_adapter(lora: Any, model: RunBase, base: Base) -> None:
+    """Plan the merge of an untrained adapter by names, shapes and dtypes. Raises UsageError as build_plan.
+
+    lora: its LoraConfig. model: what it is trained on. base: what it is merged into.
+    """
     from peft import get_peft_model, get_peft_model_state_dict
 
     lora = copy.copy(lora)
     lora.init_lora_weights = True
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        adapted = get_peft_model(meta_model(base_config), copy.deepcopy(lora), low_cpu_mem_usage=True)
+        adapted = get_peft_model(model.copy_meta(), copy.deepcopy(lora), low_cpu_mem_usage=True)
         tensors = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"), directory=Path("lora"))
         checkpoint = read_checkpoint(base, adapter)
@@ -156,13 +162,13 @@ def expected_base(name: str, revision: str | None, base_config: Any, download: D
     if path == Path(name):
         on_disk = any((path / file).exists() for file in WEIGHTS)
     if quantization(config) is None and on_disk:
-        return read_model(name, revision)
+        return replace(read_model(name, revision), known_config=base_config)
     if quantization(config) is None and download is not None:
         headers = read_headers(download)
         spans = tuple(Span(path, tensor, info.dtype, tuple(info.shape), 0, 0) for tensor, info in headers.items())
     else:
         spans = spans_of(meta_model(base_config, named_class(base_config)).state_dict(), "BF16")
-    return Base(name, path, revision, config, (Shard(path, b"", {}, spans),), False)
+    return Base(name, path, revision, config, (Shard(path, b"", {}, spans),), False, known_config=base_config)
 
 
 def spans_of(tensors: dict[str, torch.Tensor], dtype: str) -> tuple[Span, ...]:

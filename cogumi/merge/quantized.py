@@ -8,15 +8,13 @@ The file layout is that of bitsandbytes' QuantState.as_dict; bitsandbytes itself
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import constants
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_count, read_elements, read_into
@@ -24,14 +22,6 @@ from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_coun
 BNB_4BIT = "bnb-4bit"
 QUANT_STATE = ".quant_state.bitsandbytes__"
 
-# What publishers append to the name of a quantized copy, as seen in real names: Qwen2.5-7B-Instruct-GPTQ-Int4,
-# Meta-Llama-3.1-8B-Instruct-AWQ-INT4, Llama-3.2-1B-Instruct-FP8-Dynamic, Qwen3-4B-Instruct-2507-FP8,
-# Meta-Llama-3.1-8B-Instruct-quantized.w4a16, Qwen3-8B-unsloth-bnb-4bit.
-QUANTIZED_SUFFIX = re.compile(
-    r"((-unsloth)?-bnb-[48]bit|-bnb-nf4|-(gptq|awq|fp8|nvfp4|mxfp4)([-_.](int|w)?\d+(bit|a\d+)?|-block|-dynamic)*"
-    r"|[-.](quantized\.)?w\d+a\d+|-int[48]|-[48]bit)+$",
-    re.IGNORECASE,
-)
 # The proof of a base samples at most this many quantized tensors, each in this many places of this many elements.
 SAMPLED_TENSORS = 512
 SAMPLED_RUNS = 4
@@ -55,34 +45,6 @@ def quantization(config: dict[str, Any]) -> str | None:
             is_4bit = entries.get("load_in_4bit") or entries.get("_load_in_4bit")
             return BNB_4BIT if is_4bit else str(entries.get("quant_method") or "unknown")
     return None
-
-
-def is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
-
-
-def full_precision_names(name: str, quant_method: str | None) -> tuple[str, ...]:
-    """Return likely names of the full-precision model of a quantized base, likeliest first.
-
-    They follow the usual names of quantized copies, and include models of that name by any owner in the hub's cache.
-
-    Args:
-        name: Hub id or directory of the quantized base.
-        quant_method: Result of `quantization` for it.
-    """
-    directory = PurePath(name)
-    stem = QUANTIZED_SUFFIX.sub("", directory.name)
-    names: list[str] = []
-    # Published in 4 or 8 bits only: the 16-bit weights are a conversion by others, by custom named -BF16.
-    if stem.lower().startswith("gpt-oss") or (stem == directory.name and quant_method in ("fp8", "mxfp4")):
-        names += [f"unsloth/{stem}-BF16", str(directory.with_name(f"{stem}-BF16"))]
-    if stem != directory.name:
-        cached = sorted(Path(constants.HF_HUB_CACHE).glob(f"models--*--{stem}"))
-        names += [
-            str(directory.with_name(stem)),
-            *(path.name[len("models--") :].replace("--", "/", 1) for path in cached),
-        ]
-    return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, eq=False)

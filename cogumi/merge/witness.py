@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.formatting import one_line
-from cogumi.merge.adapter_files import Adapter, quantization_of
+from cogumi.merge.adapter_files import Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.logits import (
     PROMPT_TOKENS,
@@ -37,6 +37,7 @@ from cogumi.merge.logits import (
     tokenizer_of,
     trained_tokens,
 )
+from cogumi.models.quantized_bases import quantization_of
 
 WITNESS_NAME = "cogumi-witness.logits"  # safetensors by another name: some loaders take every such file for weights
 COLUMNS = 128  # of the vocabulary, for 2 x 128 tokens: 130 KB in bfloat16

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from cogumi.config.presets import CORRECTION, OURS
 from cogumi.config.schema import RunConfig
@@ -27,7 +26,8 @@ from cogumi.methods import gspo
 from cogumi.methods.examples import longest_example
 from cogumi.methods.step_split import batch_of, is_planned
 from cogumi.models.adapters import lora_config
-from cogumi.models.loading import meta_model, resolve_dtype
+from cogumi.models.base import RunBase
+from cogumi.models.loading import resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import TOKEN_LOGPS, logged_metrics, observe_rollouts, supported_attention
@@ -253,7 +253,7 @@ def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Choice:
 Decide = Callable[[RunConfig, Machine, Load], list[Choice]]
 
 
-def apply_choices(run: RunConfig, base: str, decide: Decide = choose) -> RunConfig:
+def apply_choices(run: RunConfig, base: RunBase, decide: Decide = choose) -> RunConfig:
     """Decide what the run left open and log each decision; a resumed run keeps the ones it made.
 
     decide: what decides. Raises UsageError where a decision and the environment exclude each other.
@@ -320,10 +320,9 @@ def refuse_segments(run: RunConfig) -> None:
         raise RefusedAtSetup(message, key="train.vllm_enable_sleep_mode", fix=fix)
 
 
-def load_of(run: RunConfig, base: str) -> Load:
+def load_of(run: RunConfig, base: RunBase) -> Load:
     """Estimate the load of a run from the base's config alone."""
-    config = AutoConfig.from_pretrained(base, revision=run.model.revision)
-    model = meta_model(config)
+    config, model = base.config, base.copy_meta()
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
     is_full, dpo = run.cogumi.tuning == "full", run.cogumi.method == "dpo"
     element = resolve_dtype(dtype_of_weights(run) if is_full else run.model.dtype).itemsize

@@ -11,19 +11,17 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from transformers import AutoConfig
-
-from cogumi.config.schema import load_config
+from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
 from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, describe_value
-from cogumi.methods.building import load_run_tokenizer, pin_revision
 from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
 from cogumi.methods.gspo import task_of
+from cogumi.methods.preparation import load_run_tokenizer, prepare_base
 from cogumi.models.completion import complete_with_ends
-from cogumi.models.loading import load_model, load_tokenizer, resolve_model
+from cogumi.models.loading import load_model, load_tokenizer, read_base
 from cogumi.rewards.functions import answer_similarity, exact_answer
 
 log = logging.getLogger(__name__)
@@ -78,12 +76,11 @@ class Preview:
 
 
 @show_seconds("preview: the examples are being prepared")
-def preview(config: str | os.PathLike[str] | Mapping[str, Any], examples: int = 3, **overrides: Any) -> Preview:
+def preview(run: RunConfig, examples: int = 3) -> Preview:
     """`cogumi.preview`, where torch may be imported (`cogumi.runs`)."""
-    run = pin_revision(load_config(config, **overrides))
-    base = resolve_model(run.model.name, run.model.revision)
+    run, base = prepare_base(run)
     tokenizer = load_run_tokenizer(run, base)
-    prepared = prepare_examples(run, tokenizer, AutoConfig.from_pretrained(base, revision=run.model.revision))
+    prepared = prepare_examples(run, tokenizer, base.config)
     keys = {"data.fraction": run.data.fraction < 1, "data.max_rows": run.data.max_rows is not None}
     why = ", ".join(key for key, is_set in keys.items() if is_set) or "data.mix: weight"
     note = prepared.train.note.removesuffix(" chosen")
@@ -169,8 +166,8 @@ def compare_models(
     Raises UsageError where the config holds out no rows, or where these have no column that would be the answer.
     """
     run = load_config(config, **overrides)
-    paths = {name: resolve_model(item) for name, item in models.items()}
-    tokenizer = load_tokenizer([*paths.values()][-1])
+    bases = {name: read_base(item) for name, item in models.items()}
+    tokenizer = load_tokenizer([*bases.values()][-1])
     held_out = prepare_examples(run, tokenizer).held_out
     if held_out is None:
         raise UsageError("no rows are held out", key="data.eval_rows", fix="set it to 100 or more")
@@ -182,9 +179,9 @@ def compare_models(
     prompts = [item if isinstance(item, str) else item[-1]["content"] for item in examples["prompt"]]
     _, ids = render_prompts(list(examples["prompt"]), tokenizer, run.cogumi.thinking)
     longest, written = run.train["max_completion_length"], {}
-    for name, path in paths.items():
-        model, completions = load_model(path), []
-        log.info("%s completes %s prompts", path, len(ids))
+    for name, base in bases.items():
+        model, completions = load_model(base), []
+        log.info("%s completes %s prompts", base.name, len(ids))
         for first in range(0, len(ids), BATCH):
             batch = ids[first : first + BATCH]
             completions += complete_with_ends(model, tokenizer, batch, longest, run.cogumi.stop)

@@ -201,17 +201,14 @@ def join_data(run: RunConfig, rows: list[Scored], needed: list[str], file: Path)
     for row in (row for row in rows if row.prompt is None):
         refuse_missing(row, {}, "no `prompt` to find it by")
 
-    from transformers import AutoConfig
-
     from cogumi.methods.examples import prepare_examples
 
     def key_of(prompt: Any) -> str:
         return transcript_of(prompt)[-RECORDED_CHARACTERS:]  # as rollouts.jsonl has it
 
     base, tokenizer = load_base_tokenizer(run)
-    base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
     data: dict[str, dict[str, Any]] = {}
-    for part in prepare_examples(run, tokenizer, base_config).parts():  # held-out prompts as well
+    for part in prepare_examples(run, tokenizer, base.config).parts():  # held-out prompts as well
         for example in part.dataset:
             data.setdefault(key_of(example["prompt"]), example)
     for row in rows:
@@ -232,11 +229,12 @@ def last_message(recorded: str) -> str:
     return recorded.removeprefix(ASSISTANT)
 
 
-def load_base_tokenizer(run: RunConfig) -> tuple[str, Any]:
-    from cogumi.methods.building import load_run_tokenizer
-    from cogumi.models.loading import resolve_model
+def load_base_tokenizer(run: RunConfig) -> tuple[Any, Any]:
+    """Return the run's base, with its configuration, and its tokenizer."""
+    from cogumi.methods.preparation import load_run_tokenizer
+    from cogumi.models.loading import read_base
 
-    base = resolve_model(run.model.name, run.model.revision)
+    base = read_base(run.model.name, run.model.revision)
     return base, load_run_tokenizer(run, base)
 
 

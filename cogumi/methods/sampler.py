@@ -17,8 +17,10 @@ from cogumi.config.presets import CORRECTION, CORRECTIONS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.merge.adapter_files import PLAIN_INITS, quantization_of
-from cogumi.models.adapters import NOT_OF_THE_LORA, lora_config
+from cogumi.merge.adapter_files import PLAIN_INITS
+from cogumi.methods.warm_start import NOT_OF_THE_LORA
+from cogumi.models.adapters import lora_config
+from cogumi.models.quantized_bases import quantization_of
 from cogumi.patches.vllm_engine import adapter_options
 from cogumi.rewards.named_rewards import needed_columns
 from cogumi.rl.guards import check_distribution, check_loss_settings

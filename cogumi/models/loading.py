@@ -1,5 +1,6 @@
-"""Models and tokenizers: where they are, how they are loaded, and models of shapes alone."""
+"""Models and tokenizers: where they are, and how they are loaded."""
 
+import copy
 import logging
 import os
 import re
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from cogumi.core.checkpoint_faults import Fault, incomplete
 from cogumi.core.errors import UsageError
-from cogumi.merge.parameter_map import auto_class
-from cogumi.merge.parameter_map import meta_model as meta_model
+from cogumi.models.base import RunBase, auto_class
 from cogumi.models.quantization import (
     keep_4bit_unpacked,
     quantization_settings,
@@ -27,37 +28,44 @@ from cogumi.models.small_base import KINDS, PREFIX, random_base_path, small_base
 
 log = logging.getLogger(__name__)
 
+# What transformers, peft and TRL raise for a setting they refuse, a package that is not installed, or broken weights.
+BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
 SMALL_BASE = "cogumi:small-base"
 RANDOM_BASES = tuple(PREFIX + kind for kind in KINDS)
 TULU = Path(__file__).parents[1] / "data" / "tulu.jinja"
 
 
-def resolve_model(name: str, revision: str | None = None) -> str:
-    """Resolve a model's name to a directory or hub id. Raises UsageError if there is no such model."""
+def read_base(name: str, revision: str | None = None) -> RunBase:
+    """Find a model by its name and read its configuration. Raises UsageError if there is no such model."""
     if name == SMALL_BASE:
-        return str(small_base_path())
-    if name in RANDOM_BASES:
-        return str(random_base_path(name))
-    if name.startswith("cogumi:"):
+        name = str(small_base_path())
+    elif name in RANDOM_BASES:
+        name = str(random_base_path(name))
+    elif name.startswith("cogumi:"):
         fix = f"there are {', '.join((SMALL_BASE, *RANDOM_BASES))}"
         raise UsageError(f"{name} is not known", key="model.name", fix=fix)
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         fix = "an adapter goes into its base by `cogumi merge`"
         raise UsageError(f"{name} holds no config.json, so it is no model", key="model.name", fix=fix)
     try:
-        AutoConfig.from_pretrained(name, revision=revision)
+        return RunBase(name, revision, AutoConfig.from_pretrained(name, revision=revision))
     except (OSError, ValueError) as error:
         message, fix = f"no model at {name!r}", f"give a directory that is there, a hub id or {SMALL_BASE}"
         if Path(name).is_dir():
             message, fix = f"transformers {version('transformers')} cannot read {name}/config.json", ""
         raise UsageError(f"{message}: {first_line(error)}", key="model.name", fix=fix) from None
-    return name
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, with a padding token. Raises UsageError when the model has none that could end a text."""
+def load_tokenizer(model: RunBase | str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a base or a directory, with a padding token.
+
+    Raises UsageError when the model has none that could end a text.
+    """
+    name, options = str(model), {}
+    if isinstance(model, RunBase):
+        name, options = model.name, {"revision": model.revision, "config": model.config}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         message = f"{name!r} has no tokenizer that can be loaded: {first_line(error)}"
         raise UsageError(message, key="model.name") from None
@@ -76,8 +84,7 @@ def first_line(error: Exception) -> str:
 
 
 def load_model(
-    name: str,
-    revision: str | None = None,
+    base: RunBase | str,
     dtype: str = "auto",
     quantization: dict[str, Any] | None = None,
     attention: str | None = None,
@@ -88,7 +95,8 @@ def load_model(
     would be random.
     """
     loading: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    config = AutoConfig.from_pretrained(name, revision=revision)
+    base = base if isinstance(base, RunBase) else read_base(base)
+    name, config = base.name, base.config
     if quantization is not None:
         refuse_quantized_already(name, config)
         # Only then: None would take away what the config of a quantized checkpoint says.
@@ -98,7 +106,8 @@ def load_model(
     with quantizing_experts(quantization) if quantization is not None else nullcontext():
         model, report = auto_class(config).from_pretrained(
             name,
-            revision=revision,
+            config=copy.deepcopy(config),
+            revision=base.revision,
             dtype=resolve_dtype(dtype),
             device_map=None if is_sharded or not torch.cuda.is_available() else {"": torch.cuda.current_device()},
             output_loading_info=True,

@@ -19,8 +19,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_memory, one_line, pip_command
-from cogumi.merge.adapter_files import quantization_of
-from cogumi.merge.quantized import full_precision_names
+from cogumi.models.quantized_bases import full_precision_names, quantization_of
 from cogumi.patches import expert_quantizer, parametrized_lora
 from cogumi.patches.torch_internals import storage_key
 from cogumi.patches.trl_internals import place_quantized_layers

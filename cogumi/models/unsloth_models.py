@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from cogumi.config.schema import ModelSection, RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.patches import unsloth_rl
+
+if TYPE_CHECKING:
+    from cogumi.models.base import RunBase
 
 log = logging.getLogger("cogumi")
 # The model types that FastLanguageModel has kernels for, and gpt-oss, whose experts it loads in 4 bits.
@@ -104,13 +107,13 @@ def read_model_type(name: str, revision: str | None) -> str:
 
 
 def load_fast_model(
-    base: str, section: ModelSection, dtype: str, length: int, checkpointing: bool, full: bool = False
+    base: "RunBase", section: ModelSection, dtype: str, length: int, checkpointing: bool, full: bool = False
 ) -> Any:
     """Load the base by unsloth. length: the longest sequence of the run, in tokens. full: every weight is trained.
 
     Raises UsageError where unsloth refuses the base or quantizes it wrongly.
     """
-    from transformers import AutoConfig, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     from cogumi.models.loading import load_tokenizer, resolve_dtype
     from cogumi.models.quantization import (
@@ -122,11 +125,11 @@ def load_fast_model(
         refuse_wrong_layers,
     )
 
-    base_config = AutoConfig.from_pretrained(base, revision=section.revision)
+    name, base_config = base.name, base.config
     options: dict[str, Any] = {}
     settings: BitsAndBytesConfig | None = None
     if section.quantization_config is not None:
-        refuse_quantized_already(base, base_config)
+        refuse_quantized_already(name, base_config)
         settings = quantization_settings(section.quantization_config, resolve_dtype(dtype))
         options = {"load_in_4bit": settings.load_in_4bit, "load_in_8bit": settings.load_in_8bit}
         if {**QLORA, **section.quantization_config} != {"load_in_4bit": True, **QLORA}:
@@ -138,7 +141,7 @@ def load_fast_model(
     longest = min(length, getattr(base_config.get_text_config(), "max_position_embeddings", None) or length)
     try:
         model, tokenizer = loader().from_pretrained(
-            model_name=base,
+            model_name=name,
             max_seq_length=longest,  # a longer one would have unsloth stretch the positions
             dtype=resolve_dtype(dtype),
             revision=section.revision,
@@ -151,37 +154,39 @@ def load_fast_model(
     except torch.OutOfMemoryError:  # a RuntimeError, too, and no refusal: it is told as itself
         raise
     except (ValueError, RuntimeError, NotImplementedError, ImportError, TypeError) as error:
-        message = f"unsloth does not load {base} ({type(error).__name__}: {one_line(error)[:300]})"
+        message = f"unsloth does not load {name} ({type(error).__name__}: {one_line(error)[:300]})"
         raise UsageError(message, key="cogumi.backend", fix="set cogumi.backend: trl") from error
     if settings is not None:
         refuse_wrong_layers(model)
         refuse_misread(model)
         keep_4bit_unpacked(model)
     for difference in (
-        *compare_model(model, base_config, resolve_dtype(dtype), section, settings),
-        *compare_tokenizer(tokenizer, load_tokenizer(base, section.revision)),
+        *compare_model(model, base, resolve_dtype(dtype), section, settings),
+        *compare_tokenizer(tokenizer, load_tokenizer(base)),
     ):
         log.warning("unsloth: %s", difference)
     return model
 
 
+def wrap_adapter(adapted: Any, checkpointing: bool) -> Any:
+    """Give a model that PEFT put an adapter on what unsloth's own gives: kernels, checkpointing, mode switches."""
+    fast = loader()
+    if hasattr(fast, "patch_peft_model"):
+        return fast.patch_peft_model(adapted, use_gradient_checkpointing="unsloth" if checkpointing else False)
+    for name in ("for_training", "for_inference"):  # without a GPU there are no kernels to put in place
+        setattr(adapted, name, functools.partial(getattr(fast, name), adapted))
+    adapted.enable_input_require_grads()
+    return adapted
+
+
 def add_fast_adapter(run: RunConfig, model: Any, checkpointing: bool) -> Any:
-    """Add the run's LoRA to the model, or load the one that it starts from, as unsloth trains it."""
-    from cogumi.models.adapters import DEFAULTS, load_adapter, lora_config
+    """Add the run's LoRA to the model as unsloth trains it."""
+    from cogumi.models.adapters import DEFAULTS, lora_config
     from cogumi.patches.trl_internals import commit_of
 
     how: Any = "unsloth" if checkpointing else False
     before = [name for name, _ in model.named_parameters()]
     revision = commit_of(model.config) or run.model.revision
-    if run.model.adapter is not None:
-        # PEFT loads it. What get_peft_model gives others is added: kernels, checkpointing, mode switches.
-        adapted, fast = load_adapter(model, run.model.adapter, run.model.revision), loader()
-        if hasattr(fast, "patch_peft_model"):
-            return fast.patch_peft_model(adapted, use_gradient_checkpointing=how)
-        for name in ("for_training", "for_inference"):  # without a GPU there are no kernels to put in place
-            setattr(adapted, name, functools.partial(getattr(fast, name), adapted))
-        adapted.enable_input_require_grads()
-        return adapted
     options = {**DEFAULTS, **run.lora}
     expected = lora_config(run.lora, revision)
     modules = {name for name, module in model.named_modules() if is_wanted(name, module, expected, model)}
@@ -205,14 +210,13 @@ def loader() -> Any:
 
 
 def compare_model(
-    model: Any, base_config: Any, dtype: torch.dtype, section: ModelSection, settings: Any = None
+    model: Any, base: "RunBase", dtype: torch.dtype, section: ModelSection, settings: Any = None
 ) -> Iterator[str]:
     """Yield differences of the loaded base from the request. settings: of its quantization, None without."""
-    from cogumi.merge.parameter_map import meta_model
     from cogumi.models.quantization import QLORA
     from cogumi.patches.trl_internals import attention_of, commit_of
 
-    commit = commit_of(model.config)
+    commit, base_config = commit_of(model.config), base.config
     if commit and section.revision and len(section.revision) == len(commit) and commit != section.revision:
         message = f"unsloth loaded commit {commit} of {section.name}, and not {section.revision}"
         raise UsageError(message, key="cogumi.backend", fix="set cogumi.backend: trl")
@@ -234,7 +238,7 @@ def compare_model(
     for key, (ours, theirs) in pairs.items():
         if plain(ours) != plain(theirs):
             yield f"{key} is {plain(theirs)}, and {plain(ours)} was asked for"
-    names = {name for name, _ in meta_model(base_config).named_parameters()}
+    names = {name for name, _ in base.meta.named_parameters()}
     if other := sorted(names ^ {name for name, _ in model.named_parameters()}):
         yield f"{len(other)} parameters have other names than transformers gives them, such as {other[0]}"
 

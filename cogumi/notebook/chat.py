@@ -202,21 +202,20 @@ class LoadedModels:
     def model_of(self, column: str) -> Iterator[Any]:
         from peft import PeftModel
 
-        from cogumi.models.adapters import check_base
-        from cogumi.models.loading import load_model, resolve_model
+        from cogumi.methods.warm_start import check_recorded_base
+        from cogumi.models.loading import load_model, read_base
 
         files, name = self.files, BASE if column == ADAPTER else column
         if name not in self.models:
-            path, options = str(files.merged), dict[str, Any]()
+            base, quantization = read_base(str(files.merged)), None
             if name == BASE:
-                path = resolve_model(str(files.base), files.revision)
-                options = {"revision": files.revision, "quantization": files.quantization}
-            loaded = load_model(path, dtype=files.dtype, attention=files.attention, **options)
+                base, quantization = read_base(str(files.base), files.revision), files.quantization
+            loaded = load_model(base, files.dtype, quantization, files.attention)
             self.models[name] = loaded.eval()
         model = self.models[name]
         if column == ADAPTER and not isinstance(model, PeftModel):
             assert files.adapter is not None
-            check_base(files.adapter, model.config, files.revision)
+            check_recorded_base(files.adapter, model.config, files.revision)
             model = self.models[BASE] = PeftModel.from_pretrained(model, str(files.adapter)).eval()
         with model.disable_adapter() if column == BASE and isinstance(model, PeftModel) else nullcontext():
             yield model

@@ -39,7 +39,11 @@ def train(config: Config, **overrides: Any) -> "RunResult":
     with a GPU, unless torchrun or accelerate started them. Raises UsageError, before anything is written, for a mistake in
     the configuration, the data or the run directory. Raises RunFailed where one of several processes died.
     """
-    run = validate_config(config, overrides, for_training=True)
+    return train_run(validate_config(config, overrides, for_training=True))
+
+
+def train_run(run: "RunConfig") -> "RunResult":
+    """`cogumi.train` with a configuration that is read and validated."""
     if (count := count_processes(run.cogumi.processes, os.environ)) > 1:
         from cogumi.methods.step_split import refuse_unshared
 
@@ -48,11 +52,11 @@ def train(config: Config, **overrides: Any) -> "RunResult":
             from cogumi.runs.rank_launcher import train_in_processes
 
             refuse_missing_gpus(count, os.environ)
-            return train_in_processes(config, overrides, run.run_dir, count)
+            return train_in_processes(run, count)
     with import_backend(run):
         from cogumi.training import train as train_here
 
-    return train_here(config, **overrides)
+    return train_here(run)
 
 
 def preview(config: Config, examples: int = 3, **overrides: Any) -> "Preview":
@@ -63,10 +67,11 @@ def preview(config: Config, examples: int = 3, **overrides: Any) -> "Preview":
         examples: How many of the first examples are shown.
         overrides: As for `cogumi.train`.
     """
-    with import_backend(validate_config(config, overrides)):
+    run = validate_config(config, overrides)
+    with import_backend(run):
         from cogumi.methods.preview import preview as preview_here
 
-    return preview_here(config, examples, **overrides)
+    return preview_here(run, examples)
 
 
 def preflight(config: Config, card: str | None = None, probe: bool = False, **overrides: Any) -> "PreflightReport":
@@ -81,10 +86,11 @@ def preflight(config: Config, card: str | None = None, probe: bool = False, **ov
         probe: Make ten steps here to measure the time, which downloads and loads the model.
         overrides: As for `cogumi.train`.
     """
-    with import_backend(validate_config(config, overrides, for_training=probe), other_machine=card is not None):
+    run = validate_config(config, overrides, for_training=probe)
+    with import_backend(run, other_machine=card is not None):
         from cogumi.forecast.run_forecast import forecast_run
 
-    return forecast_run(config, card, train if probe else None, overrides)
+    return forecast_run(run, card, train_run if probe else None)
 
 
 @contextmanager

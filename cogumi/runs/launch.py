@@ -43,8 +43,8 @@ def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     resumed from its last good checkpoint. An interrupt (Ctrl-C) before it returns stops the run. Raises UsageError for
     what `cogumi.train` refuses, and RunFailed where the run ends otherwise before its first step.
     """
-    run = Run(validate_config(config, overrides, for_training=True).run_dir.absolute())
-    job = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))
+    resolved = validate_config(config, overrides, for_training=True)
+    run, job = Run(resolved.run_dir.absolute()), pickle.dumps(resolved)
     reader, writer = os.pipe()
     with show_log(), TemporaryFile() as output, open(reader, "rb", 0) as pipe, ThreadPoolExecutor(1) as pool:
         log.info("checking configuration and data in the training process")

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from cogumi.core.worker import kill_with_children
 from cogumi.stack.gpus import without_chosen_gpu
 
 if TYPE_CHECKING:
+    from cogumi.config.schema import RunConfig
     from cogumi.training import RunResult
 
 log = logging.getLogger("cogumi")
@@ -46,12 +47,12 @@ ASKED = {*(128 + number for number in SIGNALS), *(-number for number in SIGNALS)
 UNHANDLED = {-signal.SIGTERM, -signal.SIGHUP}
 
 
-def train_in_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path, count: int) -> "RunResult":
-    """`cogumi.train` in `count` processes: returns or raises what it does in the first of them.
+def train_in_processes(run: "RunConfig", count: int) -> "RunResult":
+    """Train in `count` processes: returns or raises what it does in the first of them.
 
     Raises RunFailed, with the number of the process, where one died.
     """
-    job = pickle.dumps((dict(config) if isinstance(config, Mapping) else config, overrides))
+    job = pickle.dumps(run)
     with TemporaryDirectory(prefix="cogumi-ranks-") as directory:
         place, ranks = Path(directory), list[Rank]()
         try:
@@ -70,7 +71,7 @@ def train_in_processes(config: Any, overrides: Mapping[str, Any], run_dir: Path,
         # A process that a library's thread aborts at its exit takes nothing from the result; the first process may only
         # have met the end of another one.
         if result is None and first is not None and not isinstance(error, UsageError) and (first > 0 or error is None):
-            raise RunFailed(describe_failed_rank(ranks, first, place, run_dir))
+            raise RunFailed(describe_failed_rank(ranks, first, place, run.run_dir))
         if error is not None:
             raise error
     if result is None:  # asked to end before it began
@@ -180,15 +181,15 @@ def main() -> None:
     """One of the processes."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("cogumi").setLevel(logging.INFO)
-    config, overrides = pickle.load(sys.stdin.buffer)
+    run = pickle.load(sys.stdin.buffer)
     threading.Thread(target=end_with_parent, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from cogumi.runs import train
+    from cogumi.runs import train_run
 
     leads = os.environ.get("RANK", "0") == "0"
     result, error, status = None, None, 0
     try:
-        result = train(config, **overrides)
+        result = train_run(run)
     except BaseException as raised:  # a signal's as well: the process that started this one raises what the first does
         if not leads and not isinstance(raised, UsageError):
             raise

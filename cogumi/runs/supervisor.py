@@ -18,7 +18,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,9 +57,9 @@ def main() -> None:
     line = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.WARNING, format=line, stream=sys.stderr, force=True)
     log.setLevel(logging.INFO)
-    config, overrides = pickle.load(sys.stdin.buffer)
+    run = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.exit(run_training(pipe, run_dir, config, overrides))
+    sys.exit(run_training(pipe, run_dir, run))
 
 
 def supervise(trainer: int, run_dir: Path) -> None:
@@ -72,7 +72,7 @@ def supervise(trainer: int, run_dir: Path) -> None:
         write_json(run_dir / START, {**started, "exit": code})
 
 
-def run_training(pipe: int, run_dir: Path, config: Any, overrides: Mapping[str, Any]) -> int:
+def run_training(pipe: int, run_dir: Path, run: "RunConfig") -> int:
     """Check, report to the process that started this, and train. Returns the exit status: 0, 1 checks failed, 2 refused."""
 
     def send_startup_message(**fields: str) -> None:
@@ -80,15 +80,11 @@ def run_training(pipe: int, run_dir: Path, config: Any, overrides: Mapping[str, 
             os.write(pipe, json.dumps(fields).encode() + b"\n")
 
     try:
-        from cogumi.config.schema import load_config, read_config
-        from cogumi.runs import import_backend
+        from cogumi.runs import import_backend, train_run
 
-        # Where there is unsloth, it comes before what load_config imports.
-        with import_backend(read_config(config, overrides)[0]):
-            from cogumi.runs import train
-
-        run = load_config(config, **overrides)
-        if already := describe_existing(run):
+        with import_backend(run):
+            already = describe_existing(run)
+        if already:
             send_startup_message(already=already)
             return 0
         with redirect_to_console(run_dir) as record:
@@ -97,7 +93,7 @@ def run_training(pipe: int, run_dir: Path, config: Any, overrides: Mapping[str, 
                 return 0
             send_startup_message(begins=str(run_dir))
             try:
-                return 0 if train(config, **overrides).passed else 1
+                return 0 if train_run(run).passed else 1
             except UsageError as error:
                 log.error("refused: %s", error)
                 send_startup_message(refused=str(error))
@@ -114,7 +110,7 @@ def describe_existing(run: "RunConfig") -> str:
 
     Raises UsageError if something else is in the directory.
     """
-    from cogumi.training.stages import describe_differences, refuse_unless_unfinished
+    from cogumi.training.resume import describe_differences, refuse_unless_unfinished
 
     if is_empty(run.run_dir):
         return ""

@@ -38,13 +38,13 @@ from cogumi.forecast.disk_forecast import forecast_trainer
 from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved
 from cogumi.health.verdict import Check, attempt, judge_gspo, judge_training
 from cogumi.methods import dpo
-from cogumi.methods.building import budget_reached
 from cogumi.methods.examples import Examples
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry import recorder, trackers
 from cogumi.telemetry.heartbeat import Heartbeat, compare_rollouts
 from cogumi.telemetry.status import BUDGET_SPENT, NON_FINITE
 from cogumi.telemetry.throughput import PAUSED_STAGE
+from cogumi.training.resume import budget_reached
 
 log = logging.getLogger("cogumi")
 MAX_EVALUATIONS = 10  # between the first and the last step

@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import torch
 import yaml
-from transformers import AutoConfig
 
 from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.config.schema import RunConfig
@@ -24,6 +23,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS
 from cogumi.methods import building
 from cogumi.methods.examples import prepare_examples
+from cogumi.methods.preparation import load_run_tokenizer
+from cogumi.models.base import RunBase
 from cogumi.patches.trl_internals import shard_without_gpu
 from cogumi.stack.gpus import count_launched
 from cogumi.stack.ranks import Ranks, Result, whole_tensor
@@ -92,7 +93,7 @@ class Followers:
         if error is not None and self.waiting:
             self.ranks.refuse(error)
 
-    def start(self, chosen: RunConfig, base: str, run_dir: Path) -> None:
+    def start(self, chosen: RunConfig, base: RunBase, run_dir: Path) -> None:
         """Have them load the model and train, as this process does next."""
         self.ranks.answer((chosen, base, run_dir.absolute()))
         self.waiting = False
@@ -128,9 +129,8 @@ def follow(ranks: Ranks) -> Any:
         chosen.cogumi.run_dir = place
         chosen.train |= {"output_dir": str(run_dir / "checkpoints"), "report_to": "none"}
         meter = Meter()
-        tokenizer = building.load_run_tokenizer(chosen, base)
-        base_config = AutoConfig.from_pretrained(base, revision=chosen.model.revision)
-        examples = prepare_examples(chosen, tokenizer, base_config)  # prepared by the first
+        tokenizer = load_run_tokenizer(chosen, base)
+        examples = prepare_examples(chosen, tokenizer, base.config)  # prepared by the first
         with measure_run(place, meter) as heart:
             trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
             fitted = fit(chosen, trainer, tokenizer, examples, heart, ranks)

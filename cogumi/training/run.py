@@ -1,52 +1,66 @@
-"""One run: resolve the config, prepare the data, look ahead, load, train, save, judge, merge, check the merge."""
+"""One run from a resolved configuration to a checked, merged model.
+
+`train_leader` is the sequence. What a stage does is in the module that it names: `methods/preparation.py` (base, refusals),
+`methods/examples.py` (data), `training/estimate.py` (settings, preflight), `methods/building.py` (the trainer),
+`training/loop.py` (training), `training/finish.py` (saving, merging, the verdict).
+"""
 
 import gc
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import PreTrainedTokenizerBase
 
 from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.checkpoints.mirror import Mirror
-from cogumi.config.schema import RunConfig, dump_config, load_config
+from cogumi.config.schema import RunConfig, dump_config
 from cogumi.core.errors import RefusedAtSetup, UsageError, best_effort
 from cogumi.core.formatting import one_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
+from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict, attempt
-from cogumi.hub.downloads import plan_download, refuse_no_room
-from cogumi.merge.adapter_files import quantization_of, read_json, serving_limits
+from cogumi.hub.downloads import Download, refuse_no_room
+from cogumi.merge.adapter_files import read_json, serving_limits
 from cogumi.merge.arithmetic import restore_matmul_precision
-from cogumi.merge.preflight import check_loadable, find_original, prove_original
+from cogumi.merge.preflight import Original, check_loadable, prove_original
 from cogumi.methods import auto_settings, building, gspo
-from cogumi.methods.examples import describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
-from cogumi.methods.gspo import describe_sandbox, try_task
-from cogumi.methods.sampler import refuse_quantized, refuse_settings
+from cogumi.methods.examples import (
+    Examples,
+    describe_empty_thoughts,
+    describe_overlong,
+    first_tokens,
+    prepare_examples,
+)
+from cogumi.methods.preparation import check_base, check_settings, find_merge_base, load_run_tokenizer, prepare_base
+from cogumi.methods.sampler import refuse_settings
 from cogumi.methods.step_split import describe_split, split_step
-from cogumi.models.adapters import check_base, check_targets, lora_of
-from cogumi.models.loading import resolve_dtype, resolve_model
-from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
+from cogumi.models.base import RunBase
+from cogumi.models.loading import BUILD_REFUSALS, resolve_dtype
+from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.unsloth_models import Backend, choose_backend
 from cogumi.notebook.panel import write_report
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, disable_cudnn_attention, refuse_several_gpus, use_one_gpu
 from cogumi.stack.ranks import Ranks
-from cogumi.telemetry.heartbeat import measure_run
+from cogumi.telemetry.heartbeat import Heartbeat, measure_run
 from cogumi.telemetry.recorder import record_run, set_status, write_samples
 from cogumi.telemetry.status import NON_FINITE, SANITY_CHECKED
 from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
-from cogumi.training import stages
-from cogumi.training.loop import fit, forget_requests, judge_fit
+from cogumi.training import finish
+from cogumi.training.estimate import make_choices, run_preflight, wants_preflight
+from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit
 from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
+from cogumi.training.resume import is_resuming, lock_run, refuse_spent
 
 log = logging.getLogger("cogumi")
 LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
@@ -78,24 +92,94 @@ class RunResult:
 
 @show_seconds("train: this cell trains")
 @restore_matmul_precision()
-def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunResult:
-    """`cogumi.train`, where torch may be imported (`cogumi.runs`)."""
-    run = load_config(config, **overrides)
-    meter = Meter(run.cogumi.price_per_hour)
-    count = processes_here()
-    one_gpu = use_one_gpu()
+def train(run: RunConfig) -> RunResult:
+    """Train a resolved configuration in this process, as the only one, as rank 0 or as one that follows it."""
+    run, meter = run.model_copy(deep=True), Meter(run.cogumi.price_per_hour)
+    process = set_up_process(run)
+    if not process.ranks.leads:
+        return follow(process.ranks)
+    with Followers(process.ranks) as followers:
+        return followers.finish(train_leader(run, meter, process, followers))
+
+
+def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Followers) -> RunResult:
+    """Make one run. Bad input is refused before its directory exists."""
+    check_settings(run)
+    refuse_unreachable(run.train)
+    if run.cogumi.mirror is not None:
+        Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
+    resuming = is_resuming(run)
+    if resuming:
+        refuse_spent(run.run_dir, run.cogumi)
+    config_text, requested_revision = dump_config(run), run.model.revision
+    run = process.share_step(run)
+    run, base = prepare_base(run)
+    prepared = prepare(run, base)
+
+    run_dir = run.run_dir if resuming else create_run_dir(run.run_dir)
+    with open_run(run_dir, resuming, meter) as heart:
+        write_atomic(run_dir / "config.yaml", config_text)
+        record_start(run, resuming, process, prepared)
+        chosen = make_choices(run, base, prepared.examples.train, prepared.tokenizer)
+        if wants_preflight(run):
+            enter(heart, "preflight")
+            run_preflight(chosen, base, prepared.examples.train, prepared.tokenizer)
+        for download in prepared.downloads:
+            enter(heart, "download")
+            finish.fetch_into(run_dir, download)
+        if prepared.original is not None:
+            prove_original(base.name, base.revision, prepared.original)
+        trained = train_and_save(Job(run, chosen, requested_revision), prepared, followers, heart)
+        gc.collect()  # model, trainer and optimizer refer to each other, and the merge needs their memory
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        merged, checks = trained.merged, trained.fitted.checks
+        if trained.adapter is not None and trained.live is not None:
+            merged, merge_checks = finish.try_merge(run, trained.adapter, base.name, trained.live, prepared.original)
+            checks += merge_checks
+        verdict = finish.record_verdict(run_dir, trained.fitted)
+        if trained.adapter is not None and (
+            limits := serving_limits(read_json(trained.adapter / "adapter_config.json"))
+        ):
+            log.info("%s", limits)
+    return RunResult(run_dir, base.name, trained.adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
+
+
+# ------------------------------------------------------------------------------------------------------- before the run
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process of a run: its rank, what trains, and what was decided before CUDA started, as lines for the log."""
+
+    ranks: Ranks
+    backend: Backend
+    notes: list[str]
+
+    def share_step(self, run: RunConfig) -> RunConfig:
+        """Return the run as each process trains it: all together make the step that the configuration names."""
+        if self.ranks.count == 1:
+            return run
+        rank_run = split_step(run, self.ranks.count)
+        self.notes.append(describe_split(run, rank_run, self.ranks.count))
+        return rank_run
+
+
+def set_up_process(run: RunConfig) -> Process:
+    """Choose the GPU, the allocator and the backend, patch the libraries, and join the other processes of the run."""
+    count, one_gpu = processes_here(), use_one_gpu()
     if count == 1:
         refuse_several_gpus(torch.cuda.device_count())
     os.environ |= set_accelerate(run, os.environ)
-    before_start = [auto_settings.Choice(VARIABLE, *one_gpu)] if one_gpu else []
-    before_start += auto_settings.set_allocator(run)
+    choices = [auto_settings.Choice(VARIABLE, *one_gpu)] if one_gpu else []
+    choices += auto_settings.set_allocator(run)
     backend = choose_backend(run)
     patches = patch(graph_break="off", backend=backend.name)  # 4-bit layers are seen to when the model is there
     rank_run = split_step(run, count)
     arguments = building.trl_arguments(rank_run)  # refuses what TRL would, and joins the other processes
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if reason := disable_cudnn_attention(capability):
-        before_start.append(auto_settings.Choice("torch.backends.cuda.enable_cudnn_sdp", False, reason))
+        choices.append(auto_settings.Choice("torch.backends.cuda.enable_cudnn_sdp", False, reason))
     if run.cogumi.method == "gspo":
         refuse_settings(rank_run, arguments)
     if arguments.world_size != count:
@@ -103,173 +187,65 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) 
     if count > 1 and arguments.accelerator_config.split_batches:
         problem = "split_batches cuts each process's batch, which has been cut already"
         raise UsageError(problem, key="train.accelerator_config", fix="drop it")
-    ranks = Ranks(arguments.process_index, count)
-    if not ranks.leads:
-        return follow(ranks)
-    startup_notes = [*str(patches).splitlines(), *(f"chosen: {choice}" for choice in before_start)]
+    notes = [*str(patches).splitlines(), *(f"chosen: {choice}" for choice in choices)]
     if run.cogumi.processes == "all":
-        startup_notes.append(f"cogumi.processes: all is {count} here")
-    with Followers(ranks) as followers:
-        return followers.finish(train_leader(run, meter, backend, startup_notes, followers))
+        notes.append(f"cogumi.processes: all is {count} here")
+    return Process(Ranks(arguments.process_index, count), backend, notes)
 
 
-def train_leader(
-    run: RunConfig, meter: Meter, backend: Backend, startup_notes: list[str], followers: Followers
-) -> RunResult:
-    """Train as the only process, or as rank 0. startup_notes: patches, and choices made before CUDA started."""
-    building.refuse_impossible(run.cogumi)
-    if run.cogumi.mirror is not None:
-        Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
-    if run.cogumi.tuning == "full":
-        auto_settings.refuse_adapter_settings(run)
-    auto_settings.refuse_segments(run)
-    refuse_unreachable(run.train)
-    if run.model.adapter is not None:
-        run.lora = lora_of(run.model.adapter, run.lora)
-    resuming = stages.is_resuming(run)
-    if resuming:
-        building.refuse_spent(run.run_dir, run.cogumi)
-    config_text, requested_revision = dump_config(run), run.model.revision
-    ranks = followers.ranks
-    if ranks.count > 1:
-        rank_run = split_step(run, ranks.count)
-        startup_notes.append(describe_split(run, rank_run, ranks.count))
-        run = rank_run
-    run = building.pin_revision(run)  # from here on a model of the hub is one commit, whatever happens to its branch
-    base = resolve_model(run.model.name, run.model.revision)
-    base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
-    if run.cogumi.tuning == "lora":
-        coverage = check_targets(run.lora, base_config, is_own=run.model.adapter is None)
-        startup_notes += [f"lora: {coverage}"] if coverage else []
-    building.refuse_without_decoder(base_config)
-    if run.model.adapter is not None:
-        check_base(run.model.adapter, base_config, run.model.revision)
-    refuse_quantized(run, base_config)
-    refuse_untrainable(base, base_config, run.cogumi.tuning)
-    if run.model.quantization_config is not None:
-        refuse_quantized_already(base, base_config)
-    original, cogumi_settings = None, run.cogumi
-    if cogumi_settings.merge and cogumi_settings.tuning == "lora":
-        original = find_original(base, base_config, cogumi_settings.merge_base, cogumi_settings.base_mode)
-    download = plan_download(base, run.model.revision)
-    check_loadable(base, base_config, download)
-    building.refuse_unmergeable(run, base, base_config, download, original)
-    original_download = original.download if original is not None else None
-    downloads = [needed for needed in (download, original_download) if needed is not None]
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of, found good before its directory exists.
+
+    original: the full-precision model of a quantized base, for the merge. notes: lines for the log. weights: how much of
+    a quantized base is quantized. sandbox: how programs of the model are isolated, "" without them.
+    """
+
+    base: RunBase
+    original: Original | None
+    downloads: list[Download]
+    tokenizer: PreTrainedTokenizerBase
+    examples: Examples
+    notes: list[str]
+    weights: Line | None
+    sandbox: str
+
+
+def prepare(run: RunConfig, base: RunBase) -> Prepared:
+    """Check the base, then make the examples and try the rewards. Raises UsageError for all that the run refuses."""
+    original = find_merge_base(run, base)
+    coverage = check_base(run, base, original)
+    needed = (base.download, original.download if original is not None else None)
+    downloads = [download for download in needed if download is not None]
     refuse_no_room(downloads)
-    tokenizer = building.load_run_tokenizer(run, base)
-    weights = None
-    if run.model.quantization_config is not None or quantization_of(base_config) is not None:
-        weights = describe_weights(base_config, resolve_dtype(run.model.dtype), run.model.quantization_config)
-    examples = prepare_examples(run, tokenizer, base_config)
-    sandbox = ""
+    tokenizer, weights, sandbox = load_run_tokenizer(run, base), None, ""
+    if run.model.quantization_config is not None or quantization_of(base.config) is not None:
+        weights = describe_weights(base.config, resolve_dtype(run.model.dtype), run.model.quantization_config)
+    examples = prepare_examples(run, tokenizer, base.config)
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
-        try_task(run, examples.train.dataset, tokenizer)
-        sandbox = describe_sandbox(run, gspo.read_rewards(run))
+        gspo.try_task(run, examples.train.dataset, tokenizer)
+        sandbox = gspo.describe_sandbox(run, gspo.read_rewards(run))
+    notes = [f"lora: {coverage}"] if coverage else []
+    return Prepared(base, original, downloads, tokenizer, examples, notes, weights, sandbox)
 
-    run_dir = run.run_dir if resuming else create_run_dir(run.run_dir)
+
+# ------------------------------------------------------------------------------------------------------------ the run
+
+
+@contextmanager
+def open_run(run_dir: Path, resuming: bool, meter: Meter) -> Iterator[Heartbeat]:
+    """Hold the run directory, record what happens in it, and write the report however the run ends."""
     with (
         survive_closed_terminal(),
         exit_on_signals(),
-        stages.lock_run(run_dir),
+        lock_run(run_dir),
         write_report_at_end(run_dir),
         record_run(run_dir, resuming),
         measure_run(run_dir, meter) as heart,
     ):
-
-        def enter(stage: str, **more: Any) -> None:
-            meter.enter(stage)
-            set_status(run_dir, "running", stage=stage, **more)
-
         forget_requests(run_dir)  # left over from an earlier part of the run
-        write_atomic(run_dir / "config.yaml", config_text)
-        examples.record(run_dir)
-        if resuming:
-            log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
-        stages.record_backend(run_dir, backend)
-        for line in (*startup_notes, *examples.reports()):
-            log.info(line)
-        for warning in (describe_overlong(run, examples, base_config), describe_empty_thoughts(run, examples)):
-            if warning:
-                log.warning(warning)
-        if original is not None:
-            log.info("merge: %s", original)
-        if sandbox:
-            log.info("%s", sandbox)
-            write_section(run_dir / DECISIONS, "sandbox", {"what": sandbox})
-        if weights is not None:
-            log.log(logging.INFO if weights.state == "green" else logging.WARNING, "weights: %s", weights.figure)
-        chosen = stages.make_choices(run, base, base_config, examples.train, tokenizer)
-        if stages.wants_preflight(run):
-            enter("preflight")
-            stages.run_preflight(chosen, base, base_config, examples.train, tokenizer)
-        if download is not None:
-            write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
-        for needed in downloads:
-            enter("download")
-            stages.fetch_into(run_dir, needed)
-        if original is not None:
-            prove_original(base, run.model.revision, original)
-        enter("load")
-        if ranks.count > 1:
-            # A weight without a gradient in a step is an expert that no token came to. To look for one costs time.
-            mixture = any(getattr(base_config, key, None) for key in EXPERTS)
-            chosen.train.setdefault("ddp_find_unused_parameters", mixture)
-        followers.start(chosen, base, run_dir)
-        try:
-            if download is not None and weights is not None:
-                check_loadable(base, base_config, download)  # with the scales, which are in no header
-            trainer = building.build_trainer(chosen, base, tokenizer, examples, meter, ranks)
-        except UsageError as error:
-            raise RefusedAtSetup.like(error) from error
-        except building.BUILD_REFUSALS as error:
-            raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
-        shared = trainer.is_fsdp_enabled
-        if examples.prompts is not None and not shared and not (run_dir / SAMPLES_FILE).exists():
-            enter("samples")  # to be read beside those at the end
-            write_samples(run_dir, trainer.model, tokenizer, examples.prompts, 0, run.cogumi.stop)
-        enter("train")
-        fitted = fit(run, trainer, tokenizer, examples, heart, ranks)
-        model = trainer.model
-        if shared:
-            enter("save")
-            model = building.rebuild_model(chosen, base, gather_trained(trainer.model))
-        checks, adapter, merged = fitted.checks, None, None
-        if run.cogumi.tuning == "lora" and getattr(fitted.ended, "state", "") != NON_FINITE:
-            adapter = stages.retry_when_full(
-                run, "save", stages.save_adapter, model, tokenizer, run_dir, requested_revision
-            )
-        judge_fit(run, trainer, fitted, ranks)
-        followers.wait()
-        if run.cogumi.tuning == "full" and fitted.ended is None:  # after its checks: saving rounds the model's weights
-            dtype = base_config.dtype or torch.float32
-            merged = stages.retry_when_full(run, "save", stages.save_model, model, tokenizer, run_dir, dtype)
-            checks += attempt("saved model", stages.judge_saved, model, merged)
-        if examples.prompts is not None and (fitted.ended is None or fitted.ended.state == SANITY_CHECKED):
-            enter("samples")
-            step = trainer.state.global_step
-            checks += attempt(
-                "samples", write_samples, run_dir, model, tokenizer, examples.prompts, step, run.cogumi.stop
-            )
-            checks += attempt("flags", fitted.sentinel.on_train_end)
-        live = None
-        if adapter is not None and run.cogumi.merge and fitted.ended is None:
-            enter("merge")
-            tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
-            live = stages.record_live(run, model, adapter, tokens, original)
-        fitted.sentinel.release()
-        del trainer, model  # the merge and its check need their memory
-        gc.collect()  # model, trainer and optimizer refer to each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if adapter is not None and live is not None:
-            merged, merge_checks = stages.try_merge(run, adapter, base, live, original)
-            checks += merge_checks
-        verdict = stages.record_verdict(run_dir, fitted)
-        if adapter is not None and (limits := serving_limits(read_json(adapter / "adapter_config.json"))):
-            log.info("%s", limits)
-    return RunResult(run_dir, base, adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
+        yield heart
 
 
 @contextmanager
@@ -281,3 +257,102 @@ def write_report_at_end(run_dir: Path) -> Iterator[None]:
         with best_effort("write the report"):
             if (run_dir / "metrics.jsonl").exists():
                 write_report(run_dir)
+
+
+def enter(heart: Heartbeat, stage: str) -> None:
+    """Begin a stage: its seconds are counted, and the run's status names it."""
+    heart.meter.enter(stage)
+    set_status(heart.run_dir, "running", stage=stage)
+
+
+def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Prepared) -> None:
+    """Log what the run begins with, and keep in decisions.json what a resumed one needs."""
+    run_dir, examples, weights = run.run_dir, prepared.examples, prepared.weights
+    examples.record(run_dir)
+    if resuming:
+        log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
+    finish.record_backend(run_dir, process.backend)
+    for line in (*process.notes, *prepared.notes, *examples.reports()):
+        log.info(line)
+    for warning in (describe_overlong(run, examples, prepared.base.config), describe_empty_thoughts(run, examples)):
+        if warning:
+            log.warning(warning)
+    if prepared.original is not None:
+        log.info("merge: %s", prepared.original)
+    if prepared.sandbox:
+        log.info("%s", prepared.sandbox)
+        write_section(run_dir / DECISIONS, "sandbox", {"what": prepared.sandbox})
+    if weights is not None:
+        log.log(logging.INFO if weights.state == "green" else logging.WARNING, "weights: %s", weights.figure)
+    if (download := prepared.base.download) is not None:
+        write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with its choices. revision: the one that the configuration names, which an adapter records."""
+
+    run: RunConfig
+    chosen: RunConfig
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training left. live: the record of its model for the checks of the merge, None where nothing is merged."""
+
+    fitted: TrainingOutcome
+    adapter: Path | None
+    merged: Path | None
+    live: finish.LiveModel | None
+
+
+def train_and_save(job: Job, prepared: Prepared, followers: Followers, heart: Heartbeat) -> Trained:
+    """Build the trainer, train, save, judge. Its model is out of memory once this has returned."""
+    run, base, examples, tokenizer = job.run, prepared.base, prepared.examples, prepared.tokenizer
+    run_dir, prompts, ranks = run.run_dir, prepared.examples.prompts, followers.ranks
+    enter(heart, "load")
+    if ranks.count > 1:
+        # A weight without a gradient in a step is an expert that no token came to. To look for one costs time.
+        mixture = any(getattr(base.config, key, None) for key in EXPERTS)
+        job.chosen.train.setdefault("ddp_find_unused_parameters", mixture)
+    followers.start(job.chosen, base, run_dir)
+    try:
+        if prepared.weights is not None and base.download is not None:
+            check_loadable(base)  # with the scales, which are in no header
+        trainer = building.build_trainer(job.chosen, base, tokenizer, examples, heart.meter, ranks)
+    except UsageError as error:
+        raise RefusedAtSetup.like(error) from error
+    except BUILD_REFUSALS as error:
+        raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
+    shared = trainer.is_fsdp_enabled
+    if prompts is not None and not shared and not (run_dir / SAMPLES_FILE).exists():
+        enter(heart, "samples")  # to be read beside those at the end
+        write_samples(run_dir, trainer.model, tokenizer, prompts, 0, run.cogumi.stop)
+    enter(heart, "train")
+    fitted = fit(run, trainer, tokenizer, examples, heart, ranks)
+    model = trainer.model
+    if shared:
+        enter(heart, "save")
+        model = building.rebuild_model(job.chosen, base, gather_trained(trainer.model))
+    checks, ended, adapter, merged = fitted.checks, fitted.ended, None, None
+    if run.cogumi.tuning == "lora" and (ended is None or ended.state != NON_FINITE):
+        adapter = finish.retry_when_full(run, "save", finish.save_adapter, model, tokenizer, run_dir, job.revision)
+    judge_fit(run, trainer, fitted, ranks)
+    followers.wait()
+    if run.cogumi.tuning == "full" and ended is None:  # after its checks: saving rounds the model's weights
+        dtype = base.config.dtype or torch.float32
+        merged = finish.retry_when_full(run, "save", finish.save_model, model, tokenizer, run_dir, dtype)
+        checks += attempt("saved model", finish.judge_saved, model, merged)
+    if prompts is not None and (ended is None or ended.state == SANITY_CHECKED):
+        enter(heart, "samples")
+        step = trainer.state.global_step
+        checks += attempt("samples", write_samples, run_dir, model, tokenizer, prompts, step, run.cogumi.stop)
+        checks += attempt("flags", fitted.sentinel.on_train_end)
+    live = None
+    if adapter is not None and run.cogumi.merge and ended is None:
+        enter(heart, "merge")
+        tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
+        live = finish.record_live(run, model, adapter, tokens, prepared.original)
+    fitted.sentinel.release()
+    return Trained(fitted, adapter, merged, live)

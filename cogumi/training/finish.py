@@ -1,64 +1,51 @@
-"""Stages of a run beside its training: resume checks, preflight, download, saving, merging, the checks and the verdict."""
+"""The end of a run: saving, merging, comparing, the checks and the verdict."""
 
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from cogumi.checkpoints.commit import remove_if_there, write_aside
-from cogumi.checkpoints.manifest import differences
 from cogumi.checkpoints.saving import RETRY_SECONDS
-from cogumi.config.schema import RunConfig, Thresholds, dump_config
+from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
-from cogumi.core.durability import lock_directory, write_error
-from cogumi.core.errors import DiskFull, RefusedAtSetup, UsageError, best_effort
+from cogumi.core.errors import DiskFull, UsageError, best_effort
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import (
     DECISIONS,
-    FORECAST,
-    is_empty,
     read_json,
     read_section,
-    refuse_occupied,
-    unwritable_error,
     write_atomic,
     write_json,
     write_section,
 )
-from cogumi.data.cache import Data
-from cogumi.forecast import data_sample
-from cogumi.forecast.memory_forecast import find_target
-from cogumi.forecast.preflight_report import PreflightReport
-from cogumi.forecast.run_forecast import describe_stack, forecast_in_worker
-from cogumi.forecast.vllm_forecast import choose_with_engine
 from cogumi.health.flags import red_flags
 from cogumi.health.verdict import RAISED, Check, Scale, Verdict, failed_check, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import LogitCheck, MergeReport, logits, merge_adapter
-from cogumi.merge.adapter_files import quantization_of, write_base_record
+from cogumi.merge.adapter_files import write_base_record
 from cogumi.merge.bases import cached_snapshot
-from cogumi.merge.parameter_map import auto_class, meta_model
 from cogumi.merge.preflight import Original
 from cogumi.merge.tokenizer_files import settle_tokenizer
 from cogumi.merge.witness import write_witness
-from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices
 from cogumi.models.adapters import TRAINED, differing_tensors
+from cogumi.models.base import auto_class, meta_model
 from cogumi.models.loading import resolve_dtype
+from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.unsloth_models import Backend
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
 from cogumi.telemetry.recorder import set_status, terminal_loggers
-from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, NON_FINITE, SANITY_CHECKED, STOPPED
+from cogumi.telemetry.status import SANITY_CHECKED
 from cogumi.training.loop import TrainingOutcome
+from cogumi.training.resume import RESUME_HINTS
 
 log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
@@ -66,131 +53,6 @@ Result = TypeVar("Result")
 WELL_RETAINED = 0.98
 LOGIT_TOKENS = 64  # of each example on which logits are compared: 8 x 64 x 150 000 logits in bfloat16 are 150 MB
 SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
-RESUME_HINTS = {
-    SANITY_CHECKED: "the same command without cogumi.sanity continues from here",
-    STOPPED: "change what is red and start again in another cogumi.run_dir; the same command would continue this run",
-    NON_FINITE: "lower train.learning_rate, or take bfloat16 or float32 instead of float16, in another cogumi.run_dir; the same "
-    "command would resume from the last finite checkpoint, if there is one",
-    BUDGET_SPENT: "the same command with a larger budget continues from here",
-}
-# "running" without the lock means the process was killed.
-UNFINISHED = (*AT_WORK, *BROKEN_OFF, *RESUME_HINTS)
-# What may differ when a run resumes: where it is, what is kept and shown of it; nothing that shapes what is learned.
-MUTABLE_KEYS = frozenset({
-    "cogumi.run_dir", "cogumi.resume", "cogumi.merge", "cogumi.compile", "cogumi.preflight", "cogumi.mirror",
-    "cogumi.sanity", "cogumi.on_red", "cogumi.on_full", "cogumi.on_hung", "cogumi.price_per_hour", "cogumi.max_hours",
-    "cogumi.max_cost", "cogumi.samples_every", "cogumi.processes", "train.save_steps", "train.save_strategy",
-    "train.save_total_limit", "train.report_to", "train.run_name",
-    *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
-})  # fmt: skip
-
-
-def is_resuming(run: RunConfig) -> bool:
-    """Tell whether run.run_dir holds this run, unfinished.
-
-    Changes nothing. Raises UsageError for a finished run, one that is under way or of another configuration, and for
-    other files.
-    """
-    if resuming := not is_empty(run.run_dir):
-        with lock_run(run.run_dir):
-            refuse_unless_unfinished(run)
-    parent = next(directory for directory in (run.run_dir, *run.run_dir.absolute().parents) if directory.is_dir())
-    if error := write_error(parent):
-        raise unwritable_error(run.run_dir, error)
-    return resuming
-
-
-def refuse_unless_unfinished(run: RunConfig) -> None:
-    """Raise UsageError where the run directory holds anything but this run, unfinished."""
-    status, config = run.run_dir / "status.json", run.run_dir / "config.yaml"
-    status_record = read_json(status) if config.exists() and status.exists() and status.stat().st_size else {}
-    if run.cogumi.resume == "never" or status_record.get("state") not in UNFINISHED:
-        refuse_occupied(run.run_dir)
-    if other := describe_differences(run):
-        problem = f"{run.run_dir} holds an unfinished run of another configuration ({other})"
-        raise UsageError(problem, fix="set cogumi.run_dir to a new directory, or set these back to resume that run")
-    checked = read_json(run.run_dir / "flags.json")["step"] if status_record["state"] == SANITY_CHECKED else 0
-    if run.cogumi.sanity is not None and run.cogumi.sanity <= checked:
-        fix = f"leave cogumi.sanity out and the run resumes there, set it above {checked} to check more steps"
-        fix += ", or set cogumi.run_dir to a new directory"
-        raise UsageError(f"its first steps were checked, {status_record['reason']}", place=run.run_dir, fix=fix)
-
-
-@contextmanager
-def lock_run(run_dir: Path) -> Iterator[None]:
-    """Hold the directory of a run. Raises UsageError where a living process does."""
-    with lock_directory(run_dir) as ours:
-        if ours is False:
-            problem, fix = "this run is under way in another process", "wait for it, or end that one"
-            raise UsageError(problem, place=run_dir, fix=fix)
-        yield
-
-
-def describe_differences(run: RunConfig) -> str:
-    """Describe how the run in the directory differs from this configuration, beyond MUTABLE_KEYS; "" if it does not."""
-    before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
-    stored, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
-    stored = {"cogumi.backend": "auto", "cogumi.sharding": "none"} | stored  # of runs that are older than these keys
-    return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (stored, here)))
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
-
-
-def wants_preflight(run: RunConfig) -> bool:
-    """Default to a preflight on a GPU: on a CPU a run takes seconds to load, and memory is cheap."""
-    return run.cogumi.preflight == "on" or (run.cogumi.preflight == "auto" and torch.cuda.is_available())
-
-
-def make_choices(run: RunConfig, base: str, base_config: Any, data: Data, tokenizer: Any) -> RunConfig:
-    """Return the run with open settings decided; if vLLM samples, for all its prompts."""
-
-    def decide(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
-        def longest() -> int:
-            return max(data_sample.prompt_lengths(run, list(data.dataset["prompt"]), tokenizer))
-
-        return choose_with_engine(run, machine, load, base_config, longest)
-
-    return apply_choices(run, base, decide)
-
-
-def run_preflight(run: RunConfig, base: str, base_config: Any, data: Data, tokenizer: Any) -> None:
-    """Log what is ahead of a run whose choices are made, and keep it.
-
-    Raises RefusedAtSetup for what cannot fit before anything is allowed for (`cogumi.forecast.memory_forecast`); what
-    may not fit is warned of.
-    """
-    target = find_target(None, run)
-    log.info("preflight: one step is forecast, without weights, in a process of its own")
-    try:
-        sample = data_sample.measure_data(run, data, tokenizer)
-        lines, figures = forecast_in_worker(run, base, base_config, sample, target)
-    except UsageError as error:
-        raise RefusedAtSetup.like(error) from error
-    except RuntimeError as error:
-        log.warning("preflight: %s; the run continues without it", error)
-        return
-    report = PreflightReport(str(target), (describe_stack(), *lines), figures)
-    write_section(run.run_dir / FORECAST, "preflight", report.as_dict())
-    for line in report.lines:
-        if line.state == "red":
-            log.warning("preflight: RED: %s: %s; %s", line.stage, line.figure, line.fix)
-        else:
-            log.info("preflight: %s: %s", line.stage, line.figure)
-    engine, memory = figures.get("vllm"), figures.get("memory")
-    awake = engine["engine"] if engine is not None and not engine["sleeps"] else 0
-    for stage, exceeded in (
-        ("vllm", engine is not None and engine["cannot_start"]),
-        ("memory", memory is not None and memory["tensors"] + awake > memory["free"]),
-    ):
-        if exceeded:
-            red = next(line for line in lines if line.stage == stage)
-            fix = f"{red.fix} (or cogumi.preflight: off, which starts it anyway)"
-            raise RefusedAtSetup(f"{stage}: {red.figure}", fix=fix)
 
 
 def record_backend(run_dir: Path, backend: Backend) -> None:
