@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from finished_runs import FinishedRun, hashes
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 import cogumi
+from cogumi.config import schema
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health import verdict
 from cogumi.models.adapters import check_targets, lora_config
-from cogumi.models.base import RunBase
+from cogumi.models.base import RunBase, build_on_meta
 
 Config = dict[str, Any]
 
@@ -575,3 +577,29 @@ def test_a_run_that_fails_says_so_in_its_directory(
     assert status["state"] == "failed"
     assert "the grader is down" in status["reason"]
     assert not Path(gspo["cogumi"]["run_dir"], "DONE").exists()
+
+
+def test_a_run_reads_its_configuration_and_its_base_once(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks, choices, forecast and trainer share one reading of each until the training begins."""
+    path, readings = tmp_path / "sft.yaml", Counter[str]()
+    path.write_text(yaml.safe_dump(sft))
+    read_source, read_config = schema.read_source, AutoConfig.from_pretrained
+
+    def counted_source(config: Any) -> Any:
+        readings["configuration"] += 1
+        return read_source(config)
+
+    def counted_config(name: Any, *arguments: Any, **options: Any) -> Any:
+        readings["base"] += 1
+        return read_config(name, *arguments, **options)
+
+    monkeypatch.setattr(schema, "read_source", counted_source)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", counted_config)
+    monkeypatch.setattr("cogumi.training.run.fit", lambda *_: 1 / 0)
+    build_on_meta.cache_clear()
+    with pytest.raises(ZeroDivisionError):
+        cogumi.train(path)
+    assert readings == {"configuration": 1, "base": 1}
+    assert build_on_meta.cache_info().misses <= 2  # the class that is trained, and the one that the checkpoint names

@@ -282,7 +282,7 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
     train_all = run.cogumi.tuning == "full"  # then the trained model is saved as `merged/`, and there is no adapter
     try:
         dtype = resolve_dtype(dtype_of_weights(run) if train_all else run.model.dtype)
-        lora = None if train_all else lora_config(run.lora, model=base.meta)
+        lora = None if train_all else lora_config(run.lora, model=meta_model(base.config))
         trainer = saving_trainer(config, dtype, args, lora, tokenizer)
     except BUILD_REFUSALS as error:
         raise UsageError(f"model, lora or train: {one_line(error)}") from error

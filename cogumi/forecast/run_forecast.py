@@ -37,7 +37,7 @@ from cogumi.methods.dpo import REFERENCE
 from cogumi.methods.preparation import check_base, check_settings, find_merge_base, load_run_tokenizer, prepare_base
 from cogumi.methods.sampler import sampler_settings
 from cogumi.methods.step_split import is_planned, split_step
-from cogumi.models.base import RunBase
+from cogumi.models.base import RunBase, meta_model
 from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.unsloth_models import FAMILIES, choose_backend, needs_exact_ratios
 from cogumi.patches import unsloth_rl
@@ -215,7 +215,7 @@ def describe_merge_check(run: RunConfig, base: RunBase, target: Target) -> list[
     """Return a line where the merged model fits neither the target nor main memory: its logits will not be compared."""
     if not run.cogumi.merge or run.cogumi.tuning == "full":
         return []
-    parameters = sum(parameter.numel() for parameter in base.meta.parameters())
+    parameters = sum(parameter.numel() for parameter in meta_model(base.config).parameters())
     needed = parameters * weights_dtype(target, run.model.dtype).itemsize + WORKING_BYTES
     room = target.free if target.named else max(target.free, psutil.virtual_memory().total)
     if needed <= room:

@@ -123,9 +123,9 @@ def check_loadable(model: RunBase) -> None:
         shards, _ = read_shards(name, path)
         base = Base(name, path, None, config, shards, False, quantized_tensors(shards, config))
     stored = stored_of(base.tensors.values())
-    faults = find_faults(model.meta, stored) if kind is None or base.quantized else find_unscaled(stored)
+    faults = find_faults(meta_model(model.config), stored) if kind is None or base.quantized else find_unscaled(stored)
     if faults:
-        raise incomplete(name, type(model.meta).__name__, faults, key="model.name")
+        raise incomplete(name, type(meta_model(model.config)).__name__, faults, key="model.name")
 
 
 def plan_adapter(lora: Any, model: RunBase, base: Base) -> None:
@@ -138,7 +138,7 @@ def plan_adapter(lora: Any, model: RunBase, base: Base) -> None:
     lora = copy.copy(lora)
     lora.init_lora_weights = True
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        adapted = get_peft_model(model.copy_meta(), copy.deepcopy(lora), low_cpu_mem_usage=True)
+        adapted = get_peft_model(meta_model(model.config), copy.deepcopy(lora), low_cpu_mem_usage=True)
         tensors = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"), directory=Path("lora"))
         checkpoint = read_checkpoint(base, adapter)

@@ -26,7 +26,7 @@ from cogumi.methods import gspo
 from cogumi.methods.examples import longest_example
 from cogumi.methods.step_split import batch_of, is_planned
 from cogumi.models.adapters import lora_config
-from cogumi.models.base import RunBase
+from cogumi.models.base import RunBase, meta_model
 from cogumi.models.loading import resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.patches import unsloth_rl
@@ -322,7 +322,7 @@ def refuse_segments(run: RunConfig) -> None:
 
 def load_of(run: RunConfig, base: RunBase) -> Load:
     """Estimate the load of a run from the base's config alone."""
-    config, model = base.config, base.copy_meta()
+    config, model = base.config, meta_model(base.config)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
     is_full, dpo = run.cogumi.tuning == "full", run.cogumi.method == "dpo"
     element = resolve_dtype(dtype_of_weights(run) if is_full else run.model.dtype).itemsize

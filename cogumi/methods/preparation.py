@@ -22,7 +22,7 @@ from cogumi.methods import auto_settings
 from cogumi.methods.sampler import refuse_quantized
 from cogumi.methods.warm_start import check_recorded_base, lora_of
 from cogumi.models.adapters import check_targets, lora_config
-from cogumi.models.base import RunBase
+from cogumi.models.base import RunBase, meta_model
 from cogumi.models.loading import BUILD_REFUSALS, load_tokenizer, read_base, use_chat_template, use_end_token
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
 
@@ -98,7 +98,7 @@ def refuse_without_decoder(base: RunBase) -> None:
     Their head takes hidden states, and fails at the first step otherwise.
     """
     try:
-        model = base.meta
+        model = meta_model(base.config)
     except BUILD_REFUSALS:  # told where the model is built
         return
     if model.base_model.get_output_embeddings() is not None:
@@ -110,7 +110,7 @@ def refuse_without_decoder(base: RunBase) -> None:
 
 def refuse_unmergeable(run: RunConfig, base: RunBase, original: Original | None) -> None:
     """Raise UsageError for an adapter that could not be merged after it is trained. The merge is planned on shapes."""
-    lora = lora_config(run.lora, model=base.meta)
+    lora = lora_config(run.lora, model=meta_model(base.config))
     fix = "set cogumi.merge: false, which trains it without merging"
     try:
         if original is not None:

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.models.base import RunBase
+from cogumi.models.base import RunBase, meta_model
 from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.targets import measure_coverage, unmatched_names
 
@@ -90,7 +90,7 @@ def check_targets(lora: dict[str, Any], base: RunBase, is_own: bool = True) -> s
         which is left for PEFT to refuse.
     """
     try:
-        model = base.copy_meta()
+        model = meta_model(base.config)
     except (ValueError, ImportError, RuntimeError):
         return ""
     config = lora_config(lora, model=model)
@@ -120,7 +120,7 @@ def check_targets(lora: dict[str, Any], base: RunBase, is_own: bool = True) -> s
     unmatched = unmatched_names(entries, modules, sizes, targeted) if is_own else {}
     # Without any target the patterns match nothing either.
     if keys := [key for key in unmatched if adapted or key.startswith("target_")]:
-        raise no_match(keys[0], unmatched[keys[0]], base.meta)
+        raise no_match(keys[0], unmatched[keys[0]], meta_model(base.config))
     if failure is not None:
         raise UsageError(one_line(failure), key="lora") from failure
     saved = tuple(config.modules_to_save or ())

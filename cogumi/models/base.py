@@ -1,8 +1,9 @@
 """The model that a run or a merge starts from: transformers' class for it, and the model without weights."""
 
 import copy
+import pickle
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -23,21 +24,9 @@ class RunBase:
     config: Any
 
     @cached_property
-    def meta(self) -> Any:
-        """The unquantized model on the meta device, to be read and not changed."""
-        return meta_model(self.config)
-
-    @cached_property
     def download(self) -> Download | None:
         """Its files on the hub; None for a directory. Raises UsageError where the hub does not answer."""
         return plan_download(self.name, self.revision)
-
-    def copy_meta(self) -> Any:
-        """Return a model on the meta device that may be changed."""
-        return copy.deepcopy(self.meta)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # another process makes its own model
-        return RunBase, (self.name, self.revision, self.config)
 
 
 def auto_class(config: Any) -> Any:
@@ -61,9 +50,17 @@ def named_class(config: Any) -> Any:
 
 
 def meta_model(config: Any, kind: Any = None) -> Any:
-    """Build a config's unquantized model on the meta device, by default of the class that a run loads. Raises UsageError."""
-    config = copy.deepcopy(config)  # building one writes into it
-    kind = kind or auto_class(config)
+    """Return a config's unquantized model on the meta device, by default of the class that a run loads, to be changed freely.
+
+    Raises UsageError where transformers builds none.
+    """
+    return copy.deepcopy(build_on_meta(kind or auto_class(config), pickle.dumps(config)))
+
+
+@lru_cache(maxsize=4)
+def build_on_meta(kind: Any, pickled_config: bytes) -> Any:
+    """Build the model that `meta_model` copies: a run asks for the same one a dozen times, a merge as often again."""
+    config = pickle.loads(pickled_config)  # a copy: building a model writes into it
     try:
         with torch.device("meta"):
             return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)

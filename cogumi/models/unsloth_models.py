@@ -213,6 +213,7 @@ def compare_model(
     model: Any, base: "RunBase", dtype: torch.dtype, section: ModelSection, settings: Any = None
 ) -> Iterator[str]:
     """Yield differences of the loaded base from the request. settings: of its quantization, None without."""
+    from cogumi.models.base import meta_model
     from cogumi.models.quantization import QLORA
     from cogumi.patches.trl_internals import attention_of, commit_of
 
@@ -238,7 +239,7 @@ def compare_model(
     for key, (ours, theirs) in pairs.items():
         if plain(ours) != plain(theirs):
             yield f"{key} is {plain(theirs)}, and {plain(ours)} was asked for"
-    names = {name for name, _ in base.meta.named_parameters()}
+    names = {name for name, _ in meta_model(base.config).named_parameters()}
     if other := sorted(names ^ {name for name, _ in model.named_parameters()}):
         yield f"{len(other)} parameters have other names than transformers gives them, such as {other[0]}"
 
