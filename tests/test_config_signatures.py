@@ -18,6 +18,7 @@ from cogumi.config.binding import (
     NAMED_IN_HELP,
     QUANTIZATION,
     config_class,
+    defaults_in_source,
     hints_imported,
     hints_in_source,
     reporters_in_source,
@@ -35,6 +36,15 @@ def test_the_source_has_exactly_the_keys_of_the_signature(name: str) -> None:
     for key, hint in read.items():  # the same type, or one that says less, or an enumeration by its values
         output = str(hint)
         assert hint == real[key] or "Any" in output or "Literal" in output, key
+
+
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig"])
+def test_the_source_has_the_defaults_of_the_signature(name: str) -> None:
+    fields = [field for field in dataclasses.fields(config_class(name)) if field.init]
+    real = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    read = defaults_in_source(name)
+    assert read == {key: real[key] for key in read}
+    assert real.keys() - read.keys() <= {"optim"}  # which depends on the version of torch
 
 
 def test_the_hints_of_a_quantization_are_those_of_the_signature() -> None:

@@ -43,6 +43,7 @@ from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
 from cogumi.methods.preparation import load_run_tokenizer
 from cogumi.models.base import meta_model
 from cogumi.models.loading import load_tokenizer, read_base, use_chat_template
+from cogumi.runs import train_run
 from cogumi.stack import lanes
 from cogumi.stack.gpus import CARDS, find_card, parse_card
 
@@ -267,7 +268,7 @@ def test_a_budget_that_ends_the_run_is_red() -> None:
 @pytest.mark.slow("several forecasts; another one is in the first tier")
 def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    report = preflight(SMOKE / "sft.yaml", train=cogumi.train)
+    report = preflight(SMOKE / "sft.yaml", train=train_run)
     assert "by 10 steps made here" in line(report, "time").figure
     assert report.figures["time"]["measured"] == 10
     assert report.figures["time"]["seconds"] > 0

@@ -1,18 +1,16 @@
 """What each of several processes is given: its part of a step, accelerate's variables, and what cannot be shared out."""
 
 import pickle
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
 
 from cogumi.checkpoints.protection import refuse_other_sharding
 from cogumi.checkpoints.verify import SHARDED_WEIGHTS
 from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig, read_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
-from cogumi.methods.step_split import TRL_STEP, describe_split, refuse_unshared, split_step
+from cogumi.methods.step_split import describe_split, refuse_unshared, split_step
 from cogumi.runs.rank_launcher import dump_outcome, exit_status
 from cogumi.stack.gpus import refuse_ranks
 from cogumi.training.loop import even_batch
@@ -100,14 +98,6 @@ def test_unsloth_is_refused_in_several_processes() -> None:
     run = a_run(options={"backend": "unsloth"})
     with pytest.raises(UsageError, match=r"cogumi\.backend: unsloth trains in one process"):
         refuse_unshared(run, 2)
-
-
-def test_the_defaults_of_a_step_are_trls() -> None:
-    for kind in (trl.SFTConfig, trl.DPOConfig, trl.GRPOConfig):
-        defaults = {field.name: field.default for field in fields(kind)}
-        known = {key: value for key, value in TRL_STEP.items() if key in defaults}
-        assert {key: defaults[key] for key in known} == known
-    assert len(known) == 3
 
 
 @pytest.mark.parametrize(

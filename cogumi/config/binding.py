@@ -197,11 +197,18 @@ def hints_in_source(name: str, keys: Iterable[str] = ()) -> Hints:
         module, definition = find_class(HOMES[name], name)
     except LookupError:
         return hints_imported(name)
-    fields = dict(fields_of_class(module, definition))
+    fields = {key: hint for key, hint, _ in fields_of_class(module, definition)}
     if owner_of(name) == "trl" and (unsloth := file_of(UNSLOTH_CONFIG_MODULE)) is not None:
         text = unsloth.read_text(encoding="utf-8")
         fields |= {key: Any for key in keys if key not in fields and key in text}
     return fields
+
+
+@cache
+def defaults_in_source(name: str) -> Mapping[str, Any]:
+    """Read the default of each key from the library's source; keys whose default is computed are left out."""
+    fields = fields_of_class(*find_class(HOMES[name], name))
+    return {key: default for key, _, default in fields if default is not dataclasses.MISSING}
 
 
 def reporters_in_source() -> list[str]:
@@ -258,8 +265,11 @@ def find_class(module: str, name: str) -> tuple[str, ast.ClassDef]:
     raise LookupError(f"{module} has no {name}")
 
 
-def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, Any]]:
-    """Iterate over (key, type) of a dataclass's arguments, those of its bases first."""
+def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str, Any, Any]]:
+    """Iterate over (key, type, default) of a dataclass's arguments, those of its bases first.
+
+    The default is dataclasses.MISSING where it is no literal.
+    """
     for base in map(ast.unparse, definition.bases):
         try:
             base_definition = find_class(module, base)
@@ -280,7 +290,11 @@ def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str
         hint = type_of(module, node.annotation)
         if key in NAMED_IN_HELP and (definition.name, key) not in MORE_NAMES:
             hint = named_in_help(hint, node, fields)
-        yield key, hint
+        default = next((option.value for option in options if option.arg == "default"), None if options else node.value)
+        try:
+            yield key, hint, dataclasses.MISSING if default is None else ast.literal_eval(default)
+        except ValueError:
+            yield key, hint, dataclasses.MISSING
 
 
 def named_in_help(hint: Any, field: ast.AnnAssign, keys: Container[str]) -> Any:

@@ -20,6 +20,7 @@ from cogumi.config.binding import (
     PREPARED_INITS,
     bind_mapping,
     bind_values,
+    defaults_in_source,
     losses_in_source,
     nearest,
     refuse_out_of_range,
@@ -292,6 +293,11 @@ class RunConfig(Section):
     def run_dir(self) -> Path:
         assert self.cogumi.run_dir is not None  # load_config fills it in
         return self.cogumi.run_dir
+
+    def setting(self, key: str) -> Any:
+        """Return a key of `train:`, or TRL's default of it."""
+        value = self.train.get(key)
+        return defaults_in_source(TRL_CONFIGS[self.cogumi.method])[key] if value is None else value
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunConfig:

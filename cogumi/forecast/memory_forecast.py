@@ -231,12 +231,12 @@ def layer_period(config: Any) -> int | None:
 def planned_work(run: RunConfig, longest: int, examples_per_row: float | None = None) -> StepShape:
     """Return the shape of a micro-batch. longest: tokens of an example, or of gspo's prompt."""
     train, method = run.train, run.cogumi.method
-    rows = int(train.get("per_device_train_batch_size") or 8)
-    steps = int(train.get("gradient_accumulation_steps") or 1)
+    rows = run.setting("per_device_train_batch_size")
+    steps = run.setting("gradient_accumulation_steps")
     attention = run.model.attn_implementation or ""
     flash = attention.startswith("flash") or "/" in attention
     if method == "gspo":
-        completion = int(train.get("max_completion_length") or 256)
+        completion = run.setting("max_completion_length")
         rollout = 0 if train.get("use_vllm") else rollout_rows(run)
         return StepShape(method, rows, longest, completion, rollout, padded=not flash, micro_batches=steps)
     packed = examples_per_row is not None

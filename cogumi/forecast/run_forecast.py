@@ -282,17 +282,17 @@ class TimeForecast:
 
 def configured_steps(run: RunConfig) -> int:
     """Return `train.max_steps`, 0 where it is left to the epochs."""
-    return max(0, int(run.train.get("max_steps") or 0))
+    return max(0, int(run.setting("max_steps")))
 
 
 def steps_of(run: RunConfig, work: StepShape, sample: DataSample) -> int:
-    """Return the optimizer steps: `train.max_steps`, or those of the epochs (3 by default, in TRL's GRPO too)."""
+    """Return the optimizer steps: `train.max_steps`, or those of the epochs."""
     if steps := configured_steps(run):
         return steps
-    epochs = float(run.train.get("num_train_epochs") or 3)
+    epochs = run.setting("num_train_epochs")
     rows = sample.trained / (sample.examples_per_row or 1)
     if run.cogumi.method == "gspo":
-        rows *= int(run.train.get("num_generations") or 8)
+        rows *= run.setting("num_generations")
     return max(1, math.ceil(epochs * rows / (work.rows * work.micro_batches * run.cogumi.process_count)))
 
 
@@ -331,7 +331,7 @@ def estimate_pace(run: RunConfig, config: Any, work: StepShape, sample: DataSamp
     if not work.rollout:
         return Pace(seconds)
     rollout = rollout_seconds(run, config, dtype, work, card.bandwidth)
-    steps = gspo.setting(run, "num_iterations") * work.rollout / (work.rows * work.micro_batches)
+    steps = run.setting("num_iterations") * work.rollout / (work.rows * work.micro_batches)
     return Pace(seconds + rollout / steps, rollout=rollout)
 
 

@@ -344,7 +344,7 @@ def choose_with_engine(
 
 def choose_length(run: RunConfig, config: Any, longest: int) -> Choice:
     """Choose the longest sequence: vLLM's own is the model's whole context, of which one sequence has to fit."""
-    completion, context = int(gspo.setting(run, "max_completion_length")), context_of(config)
+    completion, context = int(run.setting("max_completion_length")), context_of(config)
     length = math.ceil((longest + completion) / BLOCK) * BLOCK
     reason = f"the longest prompt has {longest:,} tokens and a completion up to {completion:,}"
     if context is not None:

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from cogumi.config.binding import defaults_in_source
 from cogumi.config.schema import DataSection, MixEntry, RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_share
@@ -28,8 +29,7 @@ from cogumi.data.selection import Selection
 from cogumi.data.source_files import is_hub_id, locate
 from cogumi.data.sources import column_names
 from cogumi.environments.loading import own_rows, write_rows
-from cogumi.methods.gspo import prompt_ids, setting, task_of
-from cogumi.methods.sft import MAX_LENGTH
+from cogumi.methods.gspo import prompt_ids, task_of
 from cogumi.rl.guards import POSITIONS, context_of
 
 log = logging.getLogger("cogumi")
@@ -236,7 +236,7 @@ def room_for_prompts(run: RunConfig, base_config: PretrainedConfig | None) -> in
     context, key = context_of(base_config), POSITIONS
     if run.train.get("use_vllm") and run.train.get("vllm_max_model_length") is not None:
         context, key = run.train["vllm_max_model_length"], "train.vllm_max_model_length"
-    completion = setting(run, "max_completion_length") or 0
+    completion = run.setting("max_completion_length") or 0
     if context is not None and completion >= context:
         reason = f"train.max_completion_length {completion} leaves no room for a prompt: {key} is {context}"
         raise UsageError(reason, fix="lower the first" + ("" if key == POSITIONS else ", or raise the second"))
@@ -247,7 +247,7 @@ def longest_example(run: RunConfig) -> int:
     """Return the budget of an example in tokens: `data.fim.max_length`, else `train.max_length` or TRL's default."""
     if run.data.format == "fim":
         return run.data.fim.max_length
-    return int(run.train.get("max_length") or MAX_LENGTH)
+    return int(run.train.get("max_length") or defaults_in_source("SFTConfig")["max_length"])
 
 
 def describe_overlong(run: RunConfig, examples: Examples, base_config: PretrainedConfig) -> str:

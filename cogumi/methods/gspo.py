@@ -26,7 +26,7 @@ from cogumi.environments.loading import ENVIRONMENT, TOOLS, Task, load_task, try
 from cogumi.methods.sampler import check_prompts, engine_of, sampler_settings
 from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import lora_config
-from cogumi.patches.gspo_loss import fill_defaults, loss_values, trl_defaults
+from cogumi.patches.gspo_loss import fill_defaults, loss_values
 from cogumi.patches.vllm_engine import engine_options
 from cogumi.rewards.functions import THOUGHT_COLUMNS, on_visible, parameters_of, reads_thoughts, with_thoughts
 from cogumi.rewards.named_rewards import (
@@ -93,16 +93,10 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     if is_planned(run):
         train |= provisional_batch(run)
     elif name in OURS and all(train.get(key) is None for key in ("steps_per_generation", "generation_batch_size")):
-        train["steps_per_generation"] = STEPS_PER_ROLLOUT * setting(run, "gradient_accumulation_steps")
+        train["steps_per_generation"] = STEPS_PER_ROLLOUT * run.setting("gradient_accumulation_steps")
     check_groups(train)
     # Metrics are for every step. The names of ours stay in the config, which spells them out by itself.
     return {"logging_steps": 1} | (train if name in OURS else fill_defaults(name, train))
-
-
-def setting(run: RunConfig, key: str) -> Any:
-    """Return a key of `train:`, or TRL's default."""
-    value = run.train.get(key)
-    return trl_defaults((key,))[key] if value is None else value
 
 
 def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
@@ -110,7 +104,7 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
 
     Raises UsageError where they do not divide each other.
     """
-    group, fixed = setting(run, "num_generations"), run.train.get("per_device_train_batch_size")
+    group, fixed = run.setting("num_generations"), run.train.get("per_device_train_batch_size")
     refuse_small_group(group)
     documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     rollout = run.train.get("generation_batch_size") or STEPS_PER_ROLLOUT * documents
@@ -139,9 +133,9 @@ def rollout_rows(run: RunConfig) -> int:
         return int(size) // run.cogumi.process_count
     steps = run.train.get("steps_per_generation")
     if steps is None:
-        steps = setting(run, "gradient_accumulation_steps")
+        steps = run.setting("gradient_accumulation_steps")
         steps *= STEPS_PER_ROLLOUT if run.train.get("loss_type", "gspo") in OURS else 1
-    return int(setting(run, "per_device_train_batch_size") * steps)
+    return int(run.setting("per_device_train_batch_size") * steps)
 
 
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
@@ -186,10 +180,10 @@ def batch_for(
         mini_batches_per_rollout=mini_batches,
         shape=ModelShape.of(config),
         longest_prompt=longest_prompt,
-        max_completion_length=setting(run, "max_completion_length"),
+        max_completion_length=run.setting("max_completion_length"),
         free_bytes=free_bytes,
         bytes_per_element=4 if run.train.get("bf16") is False else itemsize,  # PEFT then copies inputs to float32
-        gradient_checkpointing=setting(run, "gradient_checkpointing"),
+        gradient_checkpointing=run.setting("gradient_checkpointing"),
     )
 
 
@@ -257,7 +251,7 @@ def read_rewards(run: RunConfig) -> list[Any]:
     Raises UsageError for one that cannot be given what is visible.
     """
     task_of(run)
-    settings = {key: setting(run, key) for key in RUN_SETTINGS}
+    settings = {key: run.setting(key) for key in RUN_SETTINGS}
     rewards = rewards_of(run.cogumi.rewards, settings) if run.cogumi.rewards else []
     for reward in rewards:
         if run.cogumi.thinking is not None and scores_visible(reward) and iscoroutinefunction(reward):
@@ -268,7 +262,7 @@ def read_rewards(run: RunConfig) -> list[Any]:
 
 def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
-    rewards, group = read_rewards(run), setting(run, "num_generations")
+    rewards, group = read_rewards(run), run.setting("num_generations")
     refuse_missing_columns(rewards, prompts.column_names)
     check_prompts(rewards, prompts)
     for reward in rewards:

@@ -27,13 +27,13 @@ from cogumi.telemetry.recorder import preserve_rng_and_mode
 
 log = logging.getLogger("cogumi")
 PACKING = "packing"  # of decisions.json: whether rows are packed, why, and what a step is then
-MAX_LENGTH = 1024  # trl.SFTConfig's own, and trl.DPOConfig's
 CLOSE = 0.1  # of the examples asked for: how far from them a step of whole rows may be without a warning
 
 
 def arguments(run: RunConfig) -> dict[str, Any]:
     """SFTConfig arguments. Raises UsageError for settings that would quietly train on something else."""
-    length = run.train.get("max_length")
+    length: int | None = run.train.get("max_length")
+    default: int | None = run.setting("max_length")
     if run.data.format == "fim":
         if run.train.get("completion_only_loss") is False or run.train.get("assistant_only_loss"):
             learned = "of a fill-in-the-middle example the middle is learned, and of a plain row (data.fim.fim_rate) everything"
@@ -44,8 +44,6 @@ def arguments(run: RunConfig) -> dict[str, Any]:
             raise UsageError(message, fix=f"set data.fim.max_length to {length}, which drops and counts them")
         # The data's own budget has already dropped, and counted, what is too long.
         default = budget if run.train.get("packing") else None
-    else:
-        default = MAX_LENGTH
     # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
     ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
     return {**run.train, **ours, "max_length": length or default}

@@ -6,8 +6,6 @@ What cannot be shared out is refused before torch is imported, which takes secon
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 
-TRL_STEP = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}  # TRL's defaults
-
 
 def split_step(run: RunConfig, count: int) -> RunConfig:
     """Divide the run among `count` processes: an optimizer step has as many examples as with one process.
@@ -50,8 +48,7 @@ def is_planned(run: RunConfig) -> bool:
 
 def batch_of(run: RunConfig) -> tuple[int, int]:
     """Examples at a time, and how many times a step: of one process, if it were the only one."""
-    batch, accumulated, _ = (run.train.get(key) or default for key, default in TRL_STEP.items())
-    return batch, accumulated
+    return run.setting("per_device_train_batch_size"), run.setting("gradient_accumulation_steps")
 
 
 def refuse_unshared(run: RunConfig, count: int) -> None:
@@ -78,7 +75,7 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
     if run.cogumi.docs_per_step is not None:
         step, keys = run.cogumi.docs_per_step, "cogumi.docs_per_step"
     elif run.cogumi.prompts_per_step is not None:
-        group = run.train.get("num_generations") or TRL_STEP["num_generations"]
+        group = run.setting("num_generations")
         step, keys = run.cogumi.prompts_per_step * group, "cogumi.prompts_per_step x train.num_generations"
     share, rest = divmod(step, count)
     if rest:

@@ -79,13 +79,12 @@ def needs_exact_ratios(run: RunConfig) -> bool:
     train, options = run.train, run.cogumi
     if options.method != "gspo" or train.get("loss_type", "gspo") not in OURS:
         return False
-    group = train.get("num_generations") or 8  # TRL's default
-    documents = options.docs_per_step or (options.prompts_per_step or 0) * group
+    documents = options.docs_per_step or (options.prompts_per_step or 0) * run.setting("num_generations")
     if documents:
         once = train.get("generation_batch_size") == documents
     else:
-        once = train.get("steps_per_generation") == (train.get("gradient_accumulation_steps") or 1)
-    return not once or (train.get("num_iterations") or 1) > 1
+        once = train.get("steps_per_generation") == run.setting("gradient_accumulation_steps")
+    return not once or run.setting("num_iterations") > 1
 
 
 def read_model_type(name: str, revision: str | None) -> str:
