@@ -11,10 +11,10 @@ from datasets import Dataset
 from tokenizers import normalizers
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat import read_template
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import Chunk
+from cogumi.data.templates import read_template
 from tests import chat_tokenizers
 from tests.chat_tokenizers import chat_tokenizer, learned_texts, texts, tiny_for
 

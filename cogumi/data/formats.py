@@ -29,10 +29,8 @@ import pyarrow as pa
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
-    ChatTemplate,
     Conversation,
     Question,
-    Spans,
     adapt_thought,
     is_missing_reasoning,
     read_completion,
@@ -40,7 +38,6 @@ from cogumi.data.chat import (
     read_pair,
     read_prompt,
     read_question,
-    read_template,
 )
 from cogumi.data.encoding import (
     FormatOptions,
@@ -69,6 +66,7 @@ from cogumi.data.rows import (
     try_each,
 )
 from cogumi.data.selection import Read, question_of
+from cogumi.data.templates import ChatTemplate, Spans, read_template
 
 log = logging.getLogger("cogumi")
 Mask = npt.NDArray[np.int8]

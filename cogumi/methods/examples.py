@@ -19,7 +19,6 @@ from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
-from cogumi.data.chat import end_of_turn, prints_date, read_template
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.literal import LiteralText
@@ -27,6 +26,7 @@ from cogumi.data.rows import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import is_hub_id, locate
 from cogumi.data.sources import column_names
+from cogumi.data.templates import end_of_turn, prints_date, read_template
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, setting, task_of
 from cogumi.methods.sft import MAX_LENGTH
