@@ -69,6 +69,11 @@ EQUAL = {
     SAME_QUESTION: "with the question of a held-out row",
 }
 
+EXTRA_EXAMPLES = (
+    "earlier turns are examples of their own, as the chat template shows them at inference (with "
+    "train.completion_only_loss: true only last turns are learned)"
+)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -130,9 +135,7 @@ class Data:
         """Describe the rows: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
         line = describe_counts(self.name, len(self.dataset) - self.extra_examples, self.dropped)
         if self.extra_examples:
-            line += (
-                f"; {self.extra_examples:,} earlier turns are examples of their own, as the chat template shows them"
-            )
+            line += f"; {self.extra_examples:,} {EXTRA_EXAMPLES}"
         if self.truncated:
             line += f"; truncated {self.truncated:,}"
         if self.duplicates and EQUAL[COPY] not in self.dropped:

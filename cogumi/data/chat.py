@@ -46,7 +46,7 @@ class Conversation:
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     prompt_length: int = 0
-    """Number of leading messages that are the prompt, of which nothing is learned."""
+    """Number of leading messages of which nothing is learned: the prompt, or a greeting, which answers nothing."""
 
 
 @dataclass(frozen=True)
@@ -276,9 +276,10 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
     last = _last_turn(messages, "assistant")
     if learn != "all":
         messages = messages[: last + 1]
-    prompt_length = last if learn == "completion" else 0
     if last == 0:
         raise BadRow("with nothing before the answer")
+    asked = (index for index, message in enumerate(messages[:last]) if message["role"] in ("user", "tool"))
+    prompt_length = {"completion": last, "all": 0}.get(learn, next(asked, 1))
     _refuse_empty_answers(messages[prompt_length:])
     return Conversation(messages, _read_tools(row.get("tools")), prompt_length)
 

@@ -62,8 +62,8 @@ class ChatTemplate:
     header: str = ""
     """The part of the generation prompt that lies inside the marks."""
     prompt_opens_thought: bool = False
-    ends_differ: bool = False
-    """The marked template ends earlier turns with another token than the last one (gpt-oss's)."""
+    marks_earlier_turns: bool = True
+    """The marked template shows turns before the last as inference does, and ends them with the same token as the last."""
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
         return self.render(messages, tools)[0]
@@ -78,7 +78,7 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [index for index in answers if index >= first]
         thoughts = any(self.thought_of(messages[index]) for index in learned)
-        if self.marked is None or thoughts or (self.ends_differ and len(learned) > 1):
+        if self.marked is None or thoughts or (len(answers) > 1 and not self.marks_earlier_turns):
             return self._turns_as_at_inference(messages, tools, learned)
         text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
         spans = [(start + len(self.header) * text.startswith(self.header, start), end) for start, end in spans]
@@ -86,8 +86,8 @@ class ChatTemplate:
             spans = [span for index, span in zip(answers, spans, strict=True) if index >= first]
             for index, (start, end) in zip(learned, spans, strict=True):
                 self.refuse_lost_words("", text[start:end], [messages[index]])
-        elif first:
-            raise BadRow("whose turns the chat template does not mark one by one")
+        elif len(learned) < len(answers):  # turns that are not marked one by one (Phi-3's end of the text is a span)
+            return self._turns_as_at_inference(messages, tools, learned)
         else:
             self.refuse_lost_words("", text, [messages[index] for index in learned])
         return [(text, spans)]
@@ -98,8 +98,6 @@ class ChatTemplate:
         """Render each turn behind the generation prompt; it joins the next turn's example if that begins with its text."""
         examples: list[tuple[str, Spans]] = []
         for index in reversed(learned):
-            if not index:  # a greeting: nothing asks for it
-                continue
             before, through = self.prompt(messages[:index], tools), self.whole(messages[: index + 1], tools)
             self.refuse_lost_words(before, through, [messages[index]])
             if not through.startswith(before):
@@ -224,18 +222,22 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
         if marked.startswith(generation_prompt, start - before):  # it begins right before the marks
             header = generation_prompt[before:]
             break
-    return replace(bare, header=header, prompt_opens_thought=opens, ends_differ=_ends_differ(bare, tokenizer))
+    return replace(
+        bare, header=header, prompt_opens_thought=opens, marks_earlier_turns=_marks_earlier_turns(bare, tokenizer)
+    )
 
 
-def _ends_differ(template: ChatTemplate, tokenizer: Any) -> bool:
+def _marks_earlier_turns(template: ChatTemplate, tokenizer: Any) -> bool:
+    """Compare the marked template with the one of inference: Qwen3's puts an empty thought into every earlier turn."""
     if template.marked is None:
         return False
     try:
         text, spans = template.render(TURN * 2, None, template.marked, return_assistant_tokens_mask=True)
+        history, shown = (template.render(TURN + PROBE[:1], None, one)[0] for one in (template.marked, None))
     except BadRow:
-        return False
+        return True
     turns = [text[start:end] for start, end in spans]
-    return len({_first_control(turn, tokenizer) for turn in turns if ANSWER in turn}) > 1
+    return history == shown and len({_first_control(turn, tokenizer) for turn in turns if ANSWER in turn}) == 1
 
 
 def end_of_turn(tokenizer: Any) -> str:

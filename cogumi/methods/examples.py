@@ -18,7 +18,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
+from cogumi.data.cache import EXTRA_EXAMPLES, Data, Source, prepare, tokenizer_identity
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.literal import LiteralText
@@ -99,21 +99,31 @@ class Shares:
     tokens: int
     learned: int
     sharing: int = 0
+    extra_examples: int = 0
 
     def __str__(self) -> str:
         of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
         left_out = ", ".join(f"{format_share(count, self.rows)} {reason}" for reason, count in of_rows.items())
         learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
         sharing = f"; {self.sharing:,} rows share their question with another row" if self.sharing else ""
-        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}{sharing}"
+        extra = f"; {self.extra_examples:,} {EXTRA_EXAMPLES}" if self.extra_examples else ""
+        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}{sharing}{extra}"
 
 
 def account_for(data: Data) -> Shares:
     """Account for every row."""
     dropped = {reason: drop.count for reason, drop in data.dropped.items()}
-    name, examples, tokens = redact_text(data.name), len(data.dataset), data.lengths.tokens
     return Shares(
-        name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned, data.sharing
+        name=redact_text(data.name),
+        rows=data.total,
+        examples=len(data.dataset),
+        dropped=dropped,
+        truncated=data.truncated,
+        duplicated=data.duplicates,
+        tokens=data.lengths.tokens,
+        learned=data.learned,
+        sharing=data.sharing,
+        extra_examples=data.extra_examples,
     )
 
 
