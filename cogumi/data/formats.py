@@ -31,6 +31,7 @@ from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
     Conversation,
     Question,
+    Side,
     adapt_thought,
     is_missing_reasoning,
     read_completion,
@@ -182,9 +183,9 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
     return partial(make_chunk, using=Rendering(options, tokenizer, LiteralText(tokenizer)))
 
 
-def reader_for(options: FormatOptions) -> Read | None:
-    """Return the function that reads the question and the example of a row; None for fim."""
-    format = options.format
+def reader_for(options: FormatOptions, tokenizer: Any) -> Read | None:
+    """Return the function that reads a row's question, and its example as the model sees it; None for fim."""
+    format, using = options.format, Rendering(options, tokenizer, LiteralText(tokenizer))
     if format == "fim":
         return None
     if options.method == "gspo":
@@ -193,16 +194,23 @@ def reader_for(options: FormatOptions) -> Read | None:
         conversation = partial(read_conversation, learn=options.learn)
         make = {"chat": conversation, "prompt_completion": read_completion, "preference": read_pair}[format]
 
+    def shown(side: Side) -> Any:
+        return side if isinstance(side, str) else using.template.shown_parts(side)
+
     def read(row: dict[str, Any]) -> tuple[str, Any]:
         parsed = make(row)
         if isinstance(parsed, Conversation):
-            return question_of(parsed.messages), [parsed.messages, parsed.tools]
+            return question_of(parsed.messages), [shown(parsed.messages), parsed.tools]
         if isinstance(parsed, tuple):
-            return question_of(parsed[0]), parsed
+            return question_of(parsed[0]), "".join(parsed)
         if isinstance(parsed, dict):
-            return question_of(parsed["prompt"]), parsed
+            prompt, *sides, tools = parsed.values()
+            # The shared beginning of two texts may end inside the first line of the answers.
+            is_shared = isinstance(prompt, str) and row.get("prompt") is None
+            question = (prompt.rpartition("\n")[0] or prompt) if is_shared else prompt
+            return question_of(question), [*(shown(prompt + side) for side in sides), tools]
         rewarded = {name: value for name, value in row.items() if name not in FIELDS[format]}
-        return question_of(parsed.prompt), [parsed.prompt, parsed.answer, parsed.tools, rewarded]
+        return question_of(parsed.prompt), [shown(parsed.prompt), parsed.answer, parsed.tools, rewarded]
 
     return read
 

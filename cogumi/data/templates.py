@@ -152,6 +152,43 @@ class ChatTemplate:
         except BadRow:
             return True
 
+    @cached_property
+    def default_system(self) -> str:
+        """The system message that the template writes where a conversation has none; "" if it writes none."""
+        try:
+            before, marker, after = self._render([{"role": "system", "content": ANSWER}, PROBE[0]])[0].partition(ANSWER)
+            without, _ = self._render(PROBE[:1])
+        except BadRow:
+            return ""
+        has_place = marker and without.startswith(before) and without.removeprefix(before).endswith(after)
+        return without.removeprefix(before).removesuffix(after).strip() if has_place else ""
+
+    @cached_property
+    def joins_system(self) -> bool:
+        """Tell whether the template writes the system message above the first question, as Gemma's does."""
+        try:
+            apart, _ = self._render([{"role": "system", "content": ANSWER}, PROBE[0]])
+            return apart == self._render([{"role": "user", "content": f"{ANSWER}\n\n{PROBE[0]['content']}"}])[0]
+        except BadRow:
+            return False
+
+    def shown_parts(self, messages: Sequence[Message]) -> list[Any]:
+        """Return role, text, thought and calls of messages: equal where the template renders them alike.
+
+        Most templates strip contents, and none shows the ids of calls. Raises BadRow as a rendering does.
+        """
+        parts = []
+        for message in messages:
+            adapted = adapt_thought(message, self.thinking) if message["role"] == "assistant" else message
+            role, text = adapted["role"].replace("developer", "system"), adapted["content"].strip()
+            if role == "system" and not parts and text in ("", self.default_system):
+                continue
+            thought = adapted.get("reasoning_content") or adapted.get("thinking") or ""
+            parts.append([role, text, thought.strip(), [call["function"] for call in adapted.get("tool_calls", ())]])
+        if self.joins_system and [part[0] for part in parts[:2]] == ["system", "user"]:
+            parts[:2] = [["user", f"{parts[0][1]}\n\n{parts[1][1]}", "", []]]
+        return parts
+
     def render(
         self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
     ) -> tuple[str, Spans]:

@@ -206,7 +206,7 @@ def sources_of(
             options=options.as_json(),
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
-            read=reader_for(options),
+            read=reader_for(options, tokenizer),
             unused=() if run.cogumi.method == "gspo" else [name for name in names if name not in columns.values()],
         )
         sources.append((entry, options))
