@@ -124,6 +124,7 @@ class Data:
     """Examples of conversations whose last answer has no thought, or an empty one."""
     extra_examples: int = 0
     """Examples beyond one a row (`Chunk.extra_examples`)."""
+    is_text: bool = False
     note: str = ""
 
     @property
@@ -299,6 +300,7 @@ class ExamplesWriter:
         self.dropped: dict[str, Dropped] = {}
         self.encoded: dict[str, bool] = {}  # by column
         self.lengths = Lengths()
+        self.is_text = False
 
     def add(self, number: int, tokenize: Tokenize, rows: pl.DataFrame, at: npt.NDArray[np.int64]) -> None:
         """Write the examples of rows of source `number`, which have the indices `at`, and count the dropped ones."""
@@ -316,6 +318,7 @@ class ExamplesWriter:
         self.truncated += chunk.truncated
         self.rows_without_reasoning += chunk.rows_without_reasoning
         self.extra_examples += chunk.extra_examples
+        self.is_text |= chunk.is_text
         if not len(table):
             return
         for name in table.column_names:
@@ -349,6 +352,7 @@ class ExamplesWriter:
             "truncated": self.truncated,
             "rows_without_reasoning": self.rows_without_reasoning,
             "extra_examples": self.extra_examples,
+            "is_text": self.is_text,
             "encoded": [name for name, is_encoded in self.encoded.items() if is_encoded],
             "lengths": sorted(self.lengths.items()),
             "learned": self.learned,

@@ -14,7 +14,6 @@ For gspo the original record as `record`, every other column that `data.columns`
 to the rewards.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -69,7 +68,6 @@ from cogumi.data.rows import (
 from cogumi.data.selection import Read, question_of
 from cogumi.data.templates import ChatTemplate, Spans, read_template
 
-log = logging.getLogger("cogumi")
 Mask = npt.NDArray[np.int8]
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
@@ -263,13 +261,6 @@ class Rendering:
             return replace(row, prompt=hide(prompt), tools=row.tools and tools(row.tools))
         return {key: value and (tools if key == "tools" else hide)(value) for key, value in row.items()}
 
-    def warn_of_text(self) -> None:
-        """Warn once of rows of text for a model with a chat template."""
-        if self.tokenizer.chat_template and not self.literal.told_of_text:
-            self.literal.told_of_text.append(True)
-            log.warning("data.format: %s has text, which is learned without this model's chat template; as conversations: give "
-                        "lists of messages, [{\"role\": \"user\", \"content\": ...}]", self.options.format)  # fmt: skip
-
     @cached_property
     def template(self) -> ChatTemplate:
         """Read for the first row that holds messages: text needs none."""
@@ -305,7 +296,6 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         """Return (text, its prompt or the spans of its turns) of each example."""
         if isinstance(row, tuple):
             using.refuse_thinking()
-            using.warn_of_text()
             return [(row[0] + row[1] + tokenizer.eos_token, row[0])]
         if by_turns:
             return using.template.turns(row)
@@ -354,7 +344,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     }
     truncated = sum(is_long for _, _, is_long in fitting)
     without = sum(row in without_reasoning for row in example_rows)
-    return Chunk(pa.table(table), dropped, truncated, without, extra)
+    return Chunk(pa.table(table), dropped, truncated, without, extra, is_text=plain)
 
 
 def learn_spans(literal: LiteralText, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
@@ -416,7 +406,6 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         prompt, chosen, rejected, tools = pair.values()
         if isinstance(prompt, str):
             using.refuse_thinking()
-            using.warn_of_text()
             end = using.tokenizer.eos_token
             return prompt, prompt + chosen + end, prompt + rejected + end
         before = using.template.prompt(prompt, tools)
@@ -434,7 +423,7 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     for side, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
         side_ids = [pair[side] for pair, _ in fitting]
         columns[name] = list_array(side_ids, map(len, side_ids), pa.int32())
-    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting))
+    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting), is_text=plain)
 
 
 def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[tuple[Ids, Ids, Ids], bool]:
@@ -484,7 +473,6 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     def render(question: Question) -> tuple[Question, str]:
         """Return (the question, its prompt as the model sees it)."""
         if isinstance(question.prompt, str):
-            using.warn_of_text()
             return question, question.prompt
         adapted = [adapt_thought(message, using.template.thinking) for message in question.prompt]
         tools = [*(question.tools or []), *options.tools]
@@ -516,4 +504,4 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
-    return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded))
+    return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded), is_text=text)

@@ -65,6 +65,8 @@ class Chunk:
     """Examples beyond one a row: turns that a later turn's rendering shows differently."""
     encoded: tuple[str, ...] = ()
     """Columns of the table that hold encoded values, which `decode_rows` decodes."""
+    is_text: bool = False
+    """The rows are text, not messages; code is neither."""
 
 
 Tokenize = Callable[[pl.DataFrame, int], Chunk]

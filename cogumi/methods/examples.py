@@ -142,6 +142,9 @@ def prepare_examples(
     if base_config is not None:
         refuse_other_end(run, tokenizer, base_config, prepared.train.dataset)
     notes = [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
+    if prepared.train.is_text and tokenizer.chat_template:
+        log.warning("data.format: %s has text, which is learned without this model's chat template; as conversations: give "
+                    "lists of messages, [{\"role\": \"user\", \"content\": ...}]", data.format)  # fmt: skip
     return Examples(
         prepared.train,
         prepared.held_out,
@@ -197,6 +200,8 @@ def sources_of(
             columns = columns_for(options, names)
         except UsageError as error:
             raise UsageError(f"{error}", place=name) from None
+        # The samples have columns for every method; rewards get all columns.
+        skips_unused = source.startswith("cogumi:") or run.cogumi.method == "gspo"
         entry = Source(
             name=name,
             files=files,
@@ -207,7 +212,7 @@ def sources_of(
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
             read=reader_for(options, tokenizer),
-            unused=() if run.cogumi.method == "gspo" else [name for name in names if name not in columns.values()],
+            unused=() if skips_unused else [name for name in names if name not in columns.values()],
         )
         sources.append((entry, options))
     return sources
