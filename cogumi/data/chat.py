@@ -239,9 +239,11 @@ def split_thought(content: str) -> tuple[str | None, str]:
     return before.strip().removeprefix(OPEN).strip("\n"), answer.lstrip("\n")
 
 
-def is_missing_reasoning(messages: Sequence[Message]) -> bool:
-    """Tell whether the last answer has no thought, or a blank one. Raises BadRow for a thought that never closes."""
-    answer = messages[_last_turn(messages, "assistant")]
+def is_missing_reasoning(row: Any) -> bool:
+    """Tell whether a row is a conversation whose last answer has no thought, or a blank one."""
+    if not isinstance(row, Conversation):
+        return False
+    answer = row.messages[_last_turn(row.messages, "assistant")]
     thought = answer.get("reasoning_content") or split_thought(answer["content"])[0]
     return not (thought or "").strip()
 

@@ -14,7 +14,7 @@ For gspo the original record as `record`, every other column that `data.columns`
 to the rewards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -61,8 +61,8 @@ from cogumi.data.rows import (
     Tokenize,
     encode_record,
     iter_strings,
-    parse_rows,
     record_columns,
+    row_dicts,
     try_each,
 )
 from cogumi.data.selection import Read, question_of
@@ -238,10 +238,24 @@ class Rendering:
         tokens = detect_fim_tokens(self.tokenizer)
         return tokens.texts() if tokens is not None else []
 
+    def parse(
+        self, rows: pl.DataFrame, first_row: int, make: Callable[[dict[str, Any]], Any], dropped: dict[str, Dropped]
+    ) -> tuple[list[Any], list[int]]:
+        """Apply `make` to each row as {column: value}, and `keep_as_text` to the results: (results, their rows)."""
+        indices = range(first_row, first_row + rows.height)
+        parsed, at = try_each(row_dicts(rows), indices, make, dropped, lambda row: tuple(row.values()))
+        texts = pl.Series(["\0".join(iter_strings(value)) for value in parsed], dtype=pl.String)
+        has_special = texts.str.contains_any(self.special)
+
+        def keep(index: int) -> Any:
+            return self.keep_as_text(parsed[index]) if has_special[index] else parsed[index]
+
+        return try_each(range(len(parsed)), at, keep, dropped, texts.__getitem__)
+
     def keep_as_text(self, row: Any) -> Any:
         """Hide control tokens that a row's messages spell; of plain text, tags alone are no control tokens.
 
-        Returns None for text with a control token. Raises BadRow for a prompt in a fill-in-the-middle layout.
+        Raises BadRow for text with a control token, and for a prompt in a fill-in-the-middle layout.
         """
         texts = list(iter_strings(row))
         if self.fim_tokens and any(all(token in text for token in self.fim_tokens) for text in texts):
@@ -250,8 +264,10 @@ class Rendering:
             )
         prompt = row["prompt"] if isinstance(row, dict) else row.prompt if isinstance(row, Question) else row
         if isinstance(prompt, str | tuple):
-            special = special_texts(self.tokenizer)
-            return None if any(token in text for text in texts for token in special) else row
+            for token in special_texts(self.tokenizer):
+                if any(token in text for text in texts):
+                    raise BadRow(f"containing a special token ({token})")
+            return row
         if any(RESERVED.search(text) for text in texts):
             raise BadRow("with characters of the last private-use plane, which stand for control tokens here")
         hide, tools = self.literal.hide_messages, partial(map_strings, change=self.literal.hide)
@@ -288,7 +304,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     dropped: dict[str, Dropped] = {}
     options, learn, tokenizer = using.options, using.options.learn, using.tokenizer
     make = read_completion if "prompt" in rows.columns else partial(read_conversation, learn=learn)
-    parsed, at = parse_rows(rows, first_row, make, dropped, using.special, using.keep_as_text)
+    parsed, at = using.parse(rows, first_row, make, dropped)
     plain = are_text([isinstance(row, tuple) for row in parsed], at)
     by_turns = learn == "turns" and not plain
 
@@ -315,13 +331,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         if by_turns
         else learn_completions(using.literal, parts, texts, plain, learn)
     )
-    without_reasoning: set[int] = set()
-    if options.thinking:
-        conversation_of = dict(zip(at, parsed, strict=True))
-        for row in rows_at:
-            conversation = conversation_of[row]
-            if isinstance(conversation, Conversation) and is_missing_reasoning(conversation.messages):
-                without_reasoning.add(row)
+    conversations = dict(zip(at, parsed, strict=True))
 
     def fit(example: tuple[tuple[Ids, Mask], str]) -> tuple[Ids, Mask, bool]:
         (ids, mask), limit = example[0], options.max_length
@@ -343,8 +353,8 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         "completion_mask": list_array([mask for _, mask, _ in fitting], lengths, pa.int8()),
     }
     truncated = sum(is_long for _, _, is_long in fitting)
-    without = sum(row in without_reasoning for row in example_rows)
-    return Chunk(pa.table(table), dropped, truncated, without, extra, is_text=plain)
+    without = sum(is_missing_reasoning(conversations[row]) for row in example_rows) if options.thinking else 0
+    return Chunk(pa.table(table), dropped, truncated, without, extra, text_rows=plain * len(fitting))
 
 
 def learn_spans(literal: LiteralText, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
@@ -398,7 +408,7 @@ def learn_completions(
 def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """Make `prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer (trl 1.15, dpo_trainer.py, tokenize_fn)."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = parse_rows(rows, first_row, read_pair, dropped, using.special, using.keep_as_text)
+    pairs, at = using.parse(rows, first_row, read_pair, dropped)
     plain = are_text([isinstance(pair["prompt"], str) for pair in pairs], at)
 
     def render(pair: dict[str, Any]) -> tuple[str, str, str]:
@@ -423,7 +433,7 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     for side, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
         side_ids = [pair[side] for pair, _ in fitting]
         columns[name] = list_array(side_ids, map(len, side_ids), pa.int32())
-    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting), is_text=plain)
+    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting), text_rows=plain * len(fitting))
 
 
 def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[tuple[Ids, Ids, Ids], bool]:
@@ -464,7 +474,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     fields = rows.drop(RECORD_COLUMN, strict=False)
     chat = "prompt" not in fields.columns
     read = read_question if chat else read_prompt
-    parsed, at = parse_rows(fields, first_row, read, dropped, using.special, using.keep_as_text)
+    parsed, at = using.parse(fields, first_row, read, dropped)
     text = are_text([isinstance(question.prompt, str) for question in parsed], at)
     if parsed and not text and options.overlong == "truncate":
         message = "truncate cuts the beginning of text, and these prompts are messages"
@@ -504,4 +514,4 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
-    return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded), is_text=text)
+    return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded), text_rows=text * len(questions))

@@ -27,20 +27,18 @@ from cogumi.data.chat import (
 )
 from cogumi.data.rows import BadRow
 
-PROBE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+# Conversations by which a template is probed.
 ANSWER = "An5wer"
-TURN: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+QUESTION: Message = {"role": "user", "content": "a"}
+TURN: list[Message] = [QUESTION, {"role": "assistant", "content": ANSWER}]
+SYSTEM: Message = {"role": "system", "content": ANSWER}
 CALL_NAMES = ("probe_1", "probe_2")
 CALLS = [
     {"id": f"{name}00", "type": "function", "function": {"name": name, "arguments": {"key": "value"}}}
     for name in CALL_NAMES
 ]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "probe_1", "description": "d", "parameters": {"type": "object", "properties": {}}},
-    }
-]
+SCHEMA: dict[str, Any] = {"name": "probe_1", "description": "d", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
 Spans = list[tuple[int, int]]
 """Character positions in a rendered text, in order."""
 # Raised by a template's `raise_exception`, and by Python for a message that a template does not expect.
@@ -131,53 +129,49 @@ class ChatTemplate:
                 raise BadRow("of whose answer the chat template loses words", answer)
             at += len(answer.strip())
 
+    def _probe(self, messages: Sequence[Message], tools: Any = None) -> str:
+        """Render a conversation that the template may refuse: "" then."""
+        try:
+            return self._render(messages, tools)[0]
+        except BadRow:
+            return ""
+
     @cached_property
     def calls_shown(self) -> int:
         """Calls of one message that the template shows: 0, 1, or 2 if it shows all or refuses several by itself."""
-        for calls in (CALLS, CALLS[:1]):
-            try:
-                text, _ = self._render([PROBE[0], {"role": "assistant", "content": "", "tool_calls": calls}], TOOLS)
-            except BadRow:
-                continue
-            without, _ = self._render([PROBE[0], {"role": "assistant", "content": ""}], TOOLS)
-            names = CALL_NAMES[: len(calls)]
-            shown = sum(text.count(name) > without.count(name) for name in names)
-            return 2 if shown == len(calls) else shown
+        answer: Message = {"role": "assistant", "content": ""}
+        without = self._probe([QUESTION, answer], TOOLS)
+        for count in (2, 1):
+            if text := self._probe([QUESTION, answer | {"tool_calls": CALLS[:count]}], TOOLS):
+                shown = sum(text.count(name) > without.count(name) for name in CALL_NAMES[:count])
+                return 2 if shown == count else shown
         return 2
 
     @cached_property
     def shows_tools(self) -> bool:
-        try:
-            return "probe_1" in self._render(PROBE[:1], TOOLS)[0]
-        except BadRow:
-            return True
+        text = self._probe([QUESTION], TOOLS)
+        return not text or SCHEMA["name"] in text
 
     @cached_property
     def default_system(self) -> str:
         """The system message that the template writes where a conversation has none; "" if it writes none."""
-        try:
-            before, marker, after = self._render([{"role": "system", "content": ANSWER}, PROBE[0]])[0].partition(ANSWER)
-            without, _ = self._render(PROBE[:1])
-        except BadRow:
-            return ""
+        before, marker, after = self._probe([SYSTEM, QUESTION]).partition(ANSWER)
+        without = self._probe([QUESTION])
         has_place = marker and without.startswith(before) and without.removeprefix(before).endswith(after)
         return without.removeprefix(before).removesuffix(after).strip() if has_place else ""
 
     @cached_property
     def joins_system(self) -> bool:
         """Tell whether the template writes the system message above the first question, as Gemma's does."""
-        try:
-            apart, _ = self._render([{"role": "system", "content": ANSWER}, PROBE[0]])
-            return apart == self._render([{"role": "user", "content": f"{ANSWER}\n\n{PROBE[0]['content']}"}])[0]
-        except BadRow:
-            return False
+        joined = self._probe([QUESTION | {"content": f"{ANSWER}\n\n{QUESTION['content']}"}])
+        return joined == self._probe([SYSTEM, QUESTION]) != ""
 
     def shown_parts(self, messages: Sequence[Message]) -> list[Any]:
         """Return role, text, thought and calls of messages: equal where the template renders them alike.
 
         Most templates strip contents, and none shows the ids of calls. Raises BadRow as a rendering does.
         """
-        parts = []
+        parts: list[list[Any]] = []
         for message in messages:
             adapted = adapt_thought(message, self.thinking) if message["role"] == "assistant" else message
             role, text = adapted["role"].replace("developer", "system"), adapted["content"].strip()
@@ -241,9 +235,8 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     with_tools = tokenizer.get_chat_template(tools=[{}])
     bare = ChatTemplate(text, with_tools, _marked_template(tokenizer, text), resolved, variables)
     try:
-        prompt = bare.prompt(PROBE[:1])
-        question = bare.whole(PROBE[:1])
-        marked, spans = bare.render(PROBE, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)
+        prompt, question = bare.prompt([QUESTION]), bare.whole([QUESTION])
+        marked, spans = bare.render(TURN, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)
     except BadRow as error:
         raise UsageError(f"the chat template refuses a question and its answer: {error.excerpt}") from error
     differences = (index for index, (one, other) in enumerate(zip(prompt, question, strict=False)) if one != other)
@@ -270,7 +263,7 @@ def _marks_earlier_turns(template: ChatTemplate, tokenizer: Any) -> bool:
         return False
     try:
         text, spans = template.render(TURN * 2, None, template.marked, return_assistant_tokens_mask=True)
-        history, shown = (template.render(TURN + PROBE[:1], None, one)[0] for one in (template.marked, None))
+        history, shown = (template.render([*TURN, QUESTION], None, one)[0] for one in (template.marked, None))
     except BadRow:
         return True
     turns = [text[start:end] for start, end in spans]

@@ -63,8 +63,7 @@ class Examples:
 
     def reports(self) -> list[str]:
         dropped = [line for data in self.parts() for line in data.examples_dropped()]
-        unused = [f"{name}: columns that are not used: {', '.join(columns)}" for name, columns in self.unused.items()]
-        return [*self.sources, *unused, *(data.report() for data in self.parts()), *dropped]
+        return [*self.sources, *describe_unused(self.unused), *(data.report() for data in self.parts()), *dropped]
 
     def record(self, run_dir: Path) -> None:
         """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people.
@@ -84,6 +83,10 @@ class Examples:
         }
         accounts = [asdict(account_for(data)) | {"lengths": data.lengths.buckets(BARS)} for data in self.parts()]
         write_section(run_dir / DECISIONS, DATA, section | dict(zip(("train", "held_out"), accounts, strict=False)))
+
+
+def describe_unused(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{source}: columns that are not used: {', '.join(names)}" for source, names in columns.items()]
 
 
 @dataclass(frozen=True)
@@ -113,18 +116,8 @@ class Shares:
 def account_for(data: Data) -> Shares:
     """Account for every row."""
     dropped = {reason: drop.count for reason, drop in data.dropped.items()}
-    return Shares(
-        name=redact_text(data.name),
-        rows=data.total,
-        examples=len(data.dataset),
-        dropped=dropped,
-        truncated=data.truncated,
-        duplicated=data.duplicates,
-        tokens=data.lengths.tokens,
-        learned=data.learned,
-        sharing=data.sharing,
-        extra_examples=data.extra_examples,
-    )
+    counts = (data.truncated, data.duplicates, data.lengths.tokens, data.learned, data.sharing, data.extra_examples)
+    return Shares(redact_text(data.name), data.total, len(data.dataset), dropped, *counts)
 
 
 def prepare_examples(
@@ -142,7 +135,7 @@ def prepare_examples(
     if base_config is not None:
         refuse_other_end(run, tokenizer, base_config, prepared.train.dataset)
     notes = [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
-    if prepared.train.is_text and tokenizer.chat_template:
+    if prepared.train.text_rows and tokenizer.chat_template:
         log.warning("data.format: %s has text, which is learned without this model's chat template; as conversations: give "
                     "lists of messages, [{\"role\": \"user\", \"content\": ...}]", data.format)  # fmt: skip
     return Examples(
