@@ -162,6 +162,15 @@ def test_turns_that_a_template_shows_differently_are_examples_of_their_own(name:
         assert learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) == [turn]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "gptoss"])
+def test_two_answers_in_a_row_are_both_learned(name: str) -> None:
+    tokenizer = chat_tokenizer(name)
+    answers = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+    examples = chunk_of([{"messages": [{"role": "user", "content": "1?"}, *answers]}], tokenizer).table.to_pylist()
+    learned = [learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) for row in examples]
+    assert [str(learned).count(text) for text in ("One.", "Two.")] == [1, 1]
+
+
 GREETING = {"role": "assistant", "content": "Welcome!"}
 
 

@@ -7,6 +7,7 @@ later ones show differently becomes an example of its own.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -76,8 +77,11 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [index for index in answers if index >= first]
         thoughts = any(self.thought_of(messages[index]) for index in learned)
-        if self.marked is None or thoughts or (len(answers) > 1 and not self.marks_earlier_turns):
+        if self.marked is None or thoughts:
             return self._turns_as_at_inference(messages, tools, learned)
+        if len(answers) > 1 and not self.marks_earlier_turns:
+            with suppress(BadRow):  # two answers in a row, the first of which Qwen3 shows in two ways: as marked
+                return self._turns_as_at_inference(messages, tools, learned)
         text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
         spans = [(start + len(self.header) * text.startswith(self.header, start), end) for start, end in spans]
         if len(spans) == len(answers):
