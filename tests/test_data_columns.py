@@ -101,3 +101,32 @@ def test_rows_that_differ_by_a_null_are_two_examples(tmp_path: Path) -> None:
         rows.append({"messages": [CHAT[0], turn("assistant", "a", tool_calls=[call])]})
     file = write_lines(tmp_path / "a.jsonl", rows)
     assert prepared("sft", [file], tmp_path, eval_rows=0)[0].train.duplicates == 1
+
+
+def test_text_for_a_model_with_a_chat_template_is_told_once(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two sources and held-out rows; from the cache as well, and not of messages."""
+    files = [
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}", "completion": f" {n}"} for n in range(60)])
+        for name in "ab"
+    ]
+    data = {"format": "prompt_completion", "mix": [{"source": file} for file in files], "eval_rows": 9}
+    train = {"chat_template_path": "cogumi:tulu"}
+    config = run_config("sft", tiny_model, "", tmp_path / "run", data_section=data, train=train)
+    del config["data"]["source"]
+    for _ in range(2):
+        caplog.clear()
+        cogumi.preview(config, examples=1)
+        assert caplog.text.count("prompt_completion has text, which is learned without this model's chat template") == 1
+    chats = write_lines(tmp_path / "c.jsonl", [{"messages": CHAT}] * 9)
+    config = run_config("sft", tiny_model, chats, tmp_path / "run", data_section={"format": "chat"}, train=train)
+    caplog.clear()
+    cogumi.preview(config, examples=1)
+    assert "has text" not in caplog.text
+
+
+def test_the_preview_of_a_sample_names_no_unused_columns(tiny_model: Path, tmp_path: Path) -> None:
+    train, data = {"chat_template_path": "cogumi:tulu"}, {"format": "chat", "max_rows": 20}
+    config = run_config("sft", tiny_model, "cogumi:stdlib-chat", tmp_path / "run", data_section=data, train=train)
+    assert "not used" not in str(cogumi.preview(config, examples=1))

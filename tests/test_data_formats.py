@@ -137,8 +137,8 @@ def test_of_a_completion_of_several_turns_the_tools_are_not_learned() -> None:
         ],
         "completion": [[call, result, {"role": "assistant", "content": "5."}]],
     }  # fmt: skip
-    tokenizer = chat_tokenizer("qwen3")
-    row = chunk_of(rows, "qwen3", options("sft", "prompt_completion", learn="turns")).table.to_pylist()[0]
+    tokenizer = chat_tokenizer("qwen3_instruct_2507")
+    row = chunk_of(rows, "qwen3_instruct_2507", options("sft", "prompt_completion", learn="turns")).table.to_pylist()[0]
     text = tokenizer.decode([token for token, bit in zip(row["input_ids"], row["completion_mask"], strict=True) if bit])
     assert "Let me add." in text
     assert "5." in text

@@ -7,18 +7,23 @@ from typing import Any
 
 import polars as pl
 import pytest
+from jinja2 import TemplateError
 
 import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
+from cogumi.data.encoding import FormatOptions
+from cogumi.data.formats import reader_for
 from cogumi.data.rows import decode_cell
-from cogumi.data.selection import question_of
+from cogumi.data.selection import example_hashes, question_of
 from cogumi.methods.examples import DATA, Examples, prepare_examples
 from tests.builders import run_config
 from tests.chat_tokenizers import chat_tokenizer
+from tests.test_data_matrix import TEMPLATES, tokenizer_of
 
 Row = dict[str, Any]
-QUESTIONS, HELD_OUT = 300, 250
+QUESTIONS, HELD_OUT = 1_500, 3_100
+"""Numbers of questions and of held-out rows, which have more than 1,000 questions."""
 CODE = re.compile(r"of code (\d+)")
 NULLS = {"name": None, "tool_calls": None}
 
@@ -76,10 +81,10 @@ def pair_files(home: Path) -> list[str]:
     return [write_lines(home / f"{part}.jsonl", pairs) for part, pairs in enumerate(rows)]
 
 
-def prepared(method: str, files: list[str], home: Path, **data: Any) -> tuple[Examples, Any]:
-    tokenizer = chat_tokenizer("qwen3")
+def prepared(method: str, files: list[str], home: Path, tokenizer: Any = None, **data: Any) -> tuple[Examples, Any]:
+    tokenizer = tokenizer or chat_tokenizer("qwen3")
     formats = {"sft": "chat", "gspo": "chat", "dpo": "preference"}
-    data = {"format": formats[method], "mix": [{"source": file} for file in files], "eval_rows": HELD_OUT, **data}
+    data = {"format": formats[method], "mix": [{"source": file} for file in files], **data}
     more = {"rewards": ["exact_answer"]} if method == "gspo" else {}
     config = run_config(method, home, files[0], home / "run", data_section=data, cogumi=more)
     if "mix" in config["data"]:
@@ -98,10 +103,10 @@ def codes(dataset: Any, tokenizer: Any) -> set[str]:
 @pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
 def test_ten_spellings_of_a_question_over_two_files(method: str, tmp_path: Path) -> None:
     files = pair_files(tmp_path) if method == "dpo" else chat_files(tmp_path)
-    examples, tokenizer = prepared(method, files, tmp_path)
+    examples, tokenizer = prepared(method, files, tmp_path, eval_rows=HELD_OUT)
     assert examples.held_out is not None
     held_out, trained = (codes(part.dataset, tokenizer) for part in (examples.held_out, examples.train))
-    assert len(held_out) >= HELD_OUT // 6
+    assert len(held_out) >= 1_000
     assert len(trained) > 100
     assert not held_out & trained
     assert examples.train.sharing > QUESTIONS
@@ -111,7 +116,7 @@ def test_ten_spellings_of_a_question_over_two_files(method: str, tmp_path: Path)
 
 def test_two_methods_hold_out_the_same_questions(tmp_path: Path) -> None:
     """SFT on one file of questions, then DPO on another: the second trains on nothing that the first held out."""
-    questions = [turn("user", f"What is the café of code {number}?") for number in range(QUESTIONS)]
+    questions = [turn("user", f"What is the café of code {number}?") for number in range(300)]
     right, wrong = [turn("assistant", "yes")], [turn("assistant", "no")]
     chats = write_lines(tmp_path / "a.jsonl", [{"messages": [question, *right]} for question in questions])
     pairs = [{"prompt": [question], "chosen": right, "rejected": wrong} for question in questions[::-1]]
@@ -129,6 +134,97 @@ def test_spellings_of_one_conversation_are_one_example(tmp_path: Path) -> None:
     assert len(examples.train.dataset) == 60
     assert examples.train.duplicates == 180
     assert examples.train.sharing == 0
+
+
+DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+SMOLLM2_INSTRUCT = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n" + DEFAULT
+    + "<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)  # fmt: skip
+SYSTEMS = {
+    "smollm2 instruct": DEFAULT,
+    "qwen2_5": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+}
+
+
+def matrix_tokenizer(name: str) -> Any:
+    if name in ("qwen2_5", "llama3"):
+        return chat_tokenizer(name)
+    tokenizer = tokenizer_of(name.split()[0])
+    if name == "smollm2 instruct":
+        tokenizer.chat_template = SMOLLM2_INSTRUCT
+    return tokenizer
+
+
+def same_prompts(name: str) -> list[list[Row]]:
+    """Spellings of a question and its answer that some templates render alike."""
+    asked, answer = "Write a line.", "This is\n one."
+    plain = [turn("user", asked), turn("assistant", answer)]
+    system = turn("system", SYSTEMS.get(name, ""))
+    return [
+        plain,
+        [turn("user", f" {asked}\n"), turn("assistant", answer)],
+        [turn("user", asked), turn("assistant", f"\n\n{answer} \t\n")],
+        [system, *plain],
+        [turn("system", f" {system['content']}\n"), *plain],
+        [turn("user", asked, name="x"), turn("assistant", answer, **NULLS, refusal=None)],
+        [turn("user", asked), turn("assistant", f"<think>\n\n</think>\n\n{answer}")],
+        [turn("user", asked), turn("assistant", answer, reasoning_content="")],
+        [turn("system", "Be brief."), *plain],
+        [turn("user", f"Be brief.\n\n{asked}"), plain[1]],
+    ]
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "qwen2_5", "llama3", "smollm2 instruct"])
+def test_rows_that_a_template_renders_alike_are_one_example(name: str, tmp_path: Path) -> None:
+    """Rows of a question that all share are held out one by one; none of their token ids is trained on."""
+    tokenizer = matrix_tokenizer(name)
+    spelled, others = (
+        same_prompts(name),
+        [[turn("user", "Write a line."), turn("assistant", f"{n}")] for n in range(20)],
+    )
+    rows = [
+        {"messages": [*messages[:-1], messages[-1] | {"content": messages[-1]["content"].replace("one", f"line {n}")}]}
+        for n in range(40)
+        for messages in spelled
+    ]
+    rows += [{"messages": [turn("system", "Be brief."), *messages]} for messages in others]
+    rows += [{"messages": messages} for messages in others]
+    read = reader_for(FormatOptions("sft", "chat"), tokenizer)
+    hashes = example_hashes(pl.DataFrame([{"messages": json.dumps(row["messages"])} for row in rows]), read, 0)
+    examples, _ = prepared("sft", [write_lines(tmp_path / "a.jsonl", rows)], tmp_path, tokenizer, eval_rows=40)
+    assert examples.held_out is not None
+    held_out, trained = ({tuple(row["input_ids"]) for row in part.dataset} for part in examples.parts()[::-1])
+    assert len(held_out) > 10
+    assert len(trained) > 10
+    assert not held_out & trained
+    by_text: dict[str, set[int]] = {}
+    for row, number in zip(rows, hashes.examples.tolist(), strict=True):
+        try:
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        except (TemplateError, TypeError):  # Llama 3.1 asks for the length of calls that are null
+            continue
+        by_text.setdefault(text, set()).add(number)
+    assert all(len(numbers) == 1 for numbers in by_text.values())
+    assert len(set(hashes.examples.tolist())) >= 60  # of other answers, and with another system message
+
+
+@pytest.mark.parametrize("texts", [("Q: 2 + 3? A:", " 5"), ("Q: 2 + 3?", " A: 5"), ("", "Q: 2 + 3? A: 5")])
+def test_text_is_one_example_wherever_its_prompt_ends(texts: tuple[str, str]) -> None:
+    read = reader_for(FormatOptions("sft", "prompt_completion"), chat_tokenizer("qwen3"))
+    assert read is not None
+    assert read({"prompt": texts[0], "completion": texts[1]})[1] == "Q: 2 + 3? A: 5"
+
+
+def test_pairs_of_text_without_a_prompt_share_the_lines_before_their_answers() -> None:
+    read = reader_for(FormatOptions("dpo", "preference"), chat_tokenizer("qwen3"))
+    assert read is not None
+    start = "\n\nHuman: 2 + 3?\n\nAssistant:"
+    pairs = [(" It is 5", " It is 6"), (" Five", " Six"), (" I do", " I did")]
+    rows = [{"chosen": start + chosen, "rejected": start + rejected} for chosen, rejected in pairs]
+    assert {read(row)[0] for row in rows} == {"Human: 2 + 3?"}
+    assert read({"prompt": start, "chosen": " It is 5", "rejected": " It is 6"})[1] == read(rows[0])[1]
 
 
 def test_an_instruction_that_all_rows_share_is_no_question(tmp_path: Path) -> None:

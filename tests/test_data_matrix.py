@@ -62,7 +62,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 REASONS = (
-    "does not show", "has no place for", "the chat template refuses", "loses words", "rewrites", "mark one by one",
+    "does not show", "has no place for", "the chat template refuses", "loses words", "rewrites",
     "with nothing before the answer", "no room for",
 )  # fmt: skip
 
@@ -159,7 +159,7 @@ def test_examples_read_as_an_independent_rendering(name: str, kind: str, learn: 
     controls = {
         token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
     }
-    if learn != "turns" or len(truth) == 1 or len(examples) > 1:
+    if learn != "turns" or len(truth) == 1 or name != "nemotron_3_nano":
         assert text == through
         for control, number in controls.items():
             assert last.count(number) == aliased.count(control), control
@@ -175,8 +175,6 @@ def test_examples_read_as_an_independent_rendering(name: str, kind: str, learn: 
         assert all(
             (turn and end.endswith(turn)) or turn.endswith(end) for turn, end in zip(learned, expected, strict=True)
         )
-    elif name == "qwen3" and learn == "turns" and kind == "turns":  # without thoughts, as TRL's training template
-        assert learned == ["<think>\n\n</think>\n\nIt is 5.<|im_end|>\n", expected[1]]
     else:
         assert learned == expected
 

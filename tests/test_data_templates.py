@@ -11,10 +11,10 @@ from datasets import Dataset
 from tokenizers import normalizers
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat import read_template
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import Chunk
+from cogumi.data.templates import read_template
 from tests import chat_tokenizers
 from tests.chat_tokenizers import chat_tokenizer, learned_texts, texts, tiny_for
 
@@ -59,7 +59,7 @@ def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> D
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_instruct_2507", "phi3"])
 def test_every_turn_is_what_trl_learns_of_the_assistant(name: str, tmp_path: Path) -> None:
-    rows = conversations()
+    rows = conversations()[:: 3 if name == "qwen3" else 1]  # Qwen3: rows of one answer
     ours = chunk_of(rows, chat_tokenizer(name))
     theirs = trl_prepared(rows, chat_tokenizer(name), tmp_path, assistant_only_loss=True)
     assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
@@ -110,7 +110,7 @@ def test_everything_is_what_trl_learns_without_masks(tmp_path: Path) -> None:
 
 
 def test_calls_of_tools_and_their_results(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer("qwen3")
+    tokenizer = chat_tokenizer("qwen3_instruct_2507")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [3]}}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     messages = [
@@ -136,23 +136,60 @@ def test_calls_of_tools_and_their_results(tmp_path: Path) -> None:
     assert chunk_of([{"messages": json.dumps(as_text), "tools": tools}], tokenizer).table.equals(ours.table)
 
 
-def test_turns_that_a_template_ends_differently_are_examples_of_their_own() -> None:
-    """gpt-oss ends all but the last turn with a token at which no generation stops."""
-    tokenizer, rows = chat_tokenizer("gptoss"), conversations()
-    chunk = chunk_of(rows, tokenizer)
+@pytest.mark.parametrize("thinking", [None, False])
+@pytest.mark.parametrize("name", ["gptoss", "qwen3"])
+def test_turns_that_a_template_shows_differently_are_examples_of_their_own(name: str, thinking: bool | None) -> None:
+    """gpt-oss ends earlier turns with a token at which no generation stops; Qwen3 shows an empty thought in the last alone."""
+    tokenizer, rows = chat_tokenizer(name), conversations()
+    chunk = chunk_of(rows, tokenizer, thinking=thinking)
+    switch: dict[str, Any] = {"qwen3": {"enable_thinking": False}, "gptoss": {"reasoning_effort": "low"}}[name]
+    options = switch if thinking is False else {}
     expected = []
     for row in rows:
         for index, message in enumerate(row["messages"]):
             if message["role"] == "assistant":
-                before = tokenizer.apply_chat_template(
-                    row["messages"][:index], add_generation_prompt=True, tokenize=False
+                before, through = (
+                    tokenizer.apply_chat_template(
+                        row["messages"][:end], add_generation_prompt=end == index, tokenize=False, **options
+                    )
+                    for end in (index, index + 1)
                 )
-                expected.append((before, f"<|channel|>final<|message|>{message['content']}<|return|>"))
+                expected.append((before, through.removeprefix(before)))
     made = chunk.table.to_pylist()
     assert chunk.extra_examples == len(expected) - len(rows) > 10
     for row, (before, turn) in zip(made, expected, strict=True):
         assert tokenizer.decode(row["input_ids"]) == before + turn
         assert learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) == [turn]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "gptoss"])
+def test_two_answers_in_a_row_are_both_learned(name: str) -> None:
+    tokenizer = chat_tokenizer(name)
+    answers = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+    examples = chunk_of([{"messages": [{"role": "user", "content": "1?"}, *answers]}], tokenizer).table.to_pylist()
+    learned = [learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) for row in examples]
+    assert [str(learned).count(text) for text in ("One.", "Two.")] == [1, 1]
+
+
+GREETING = {"role": "assistant", "content": "Welcome!"}
+
+
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "phi3", "gptoss", "llama3", "llama3_1"])
+def test_a_greeting_is_context(name: str, system: bool) -> None:
+    """With marks, without, and where turns are rendered as at inference; it answers nothing, so it is not learned."""
+    tokenizer = chat_tokenizer(name)
+    asked = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "Two."}]
+    start = [{"role": "system", "content": "Be brief."}] if system else []
+    for turns in (1, 2):
+        rows = [{"messages": [*start, GREETING, *asked * turns]}]
+        examples = chunk_of(rows, tokenizer).table.to_pylist()
+        learned = [learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) for row in examples]
+        assert "Welcome!" not in str(learned)
+        assert str(learned).count("Two.") == turns
+        assert all("Welcome!" in tokenizer.decode(row["input_ids"]) for row in examples)
+    everything = chunk_of(rows, tokenizer, learn="all").table.to_pylist()[0]
+    assert all(everything["completion_mask"])
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen2_5", "qwen3_instruct_2507", "phi3", "gemma"])
@@ -232,7 +269,7 @@ def test_what_follows_the_last_answer_is_cut_off_unless_all_is_learned() -> None
 def test_texts_that_the_tokenizer_normalizes(learn: str, tmp_path: Path) -> None:
     """Their bytes are not the tokens', so the tokenizer's offsets say where the turns are."""
     decomposed = {"role": "assistant", "content": "caf\u0065\u0301 \u0065\u0301\u0065\u0301"}
-    rows = [*conversations(4), {"messages": [{"role": "user", "content": "e\u0301?"}, decomposed]}]
+    rows = [*conversations(4)[::3], {"messages": [{"role": "user", "content": "e\u0301?"}, decomposed]}]
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     ours = chunk_of(rows, tokenizer, learn=learn)

@@ -8,9 +8,10 @@ import torch
 from golden import Golden
 
 from cogumi.core.errors import UsageError
-from cogumi.data.chat import read_template, read_thinking, visible_text
+from cogumi.data.chat import read_thinking, visible_text
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.rows import decode_rows
+from cogumi.data.templates import read_template
 from cogumi.rewards.functions import on_visible
 from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, chunk_of, learned_texts, texts, tiny_for
 

@@ -87,7 +87,7 @@ def test_a_random_model_that_is_not_known(golden: Golden) -> None:
 def test_a_run_that_goes_on_from_an_adapter_has_its_tokenizer(tiny_model: Path, tmp_path: Path, golden: Golden) -> None:
     """The base knows no template: the SFT run before was given one, and saved it."""
     from cogumi.config.schema import load_config
-    from cogumi.data.chat import read_template
+    from cogumi.data.templates import read_template
     from cogumi.methods.preparation import load_run_tokenizer
 
     base = {"model": {"name": str(tiny_model)}, "data": {"source": "x", "format": "chat"}, "cogumi": {"method": "sft"}}

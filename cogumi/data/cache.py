@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -69,6 +70,12 @@ EQUAL = {
     SAME_QUESTION: "with the question of a held-out row",
 }
 
+CHUNK_COUNTS = ("truncated", "rows_without_reasoning", "extra_examples", "text_rows")
+EXTRA_EXAMPLES = (
+    "earlier turns are examples of their own, as the chat template shows them at inference (with "
+    "train.completion_only_loss: true only last turns are learned)"
+)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -113,12 +120,12 @@ class Data:
     sharing: int
     """Rows with the question of another row and another answer."""
     lengths: Lengths
-    learned: int
+    learned: int = 0
     """Tokens with a completion mask of 1; 0 without a mask."""
     rows_without_reasoning: int = 0
-    """Examples of conversations whose last answer has no thought, or an empty one."""
     extra_examples: int = 0
-    """Examples beyond one a row (`Chunk.extra_examples`)."""
+    text_rows: int = 0
+    """These as in `Chunk`."""
     note: str = ""
 
     @property
@@ -130,9 +137,7 @@ class Data:
         """Describe the rows: "sample.parquet: 9,421 rows, 9,100 used; dropped 300 longer than 512 tokens, 21 null"."""
         line = describe_counts(self.name, len(self.dataset) - self.extra_examples, self.dropped)
         if self.extra_examples:
-            line += (
-                f"; {self.extra_examples:,} earlier turns are examples of their own, as the chat template shows them"
-            )
+            line += f"; {self.extra_examples:,} {EXTRA_EXAMPLES}"
         if self.truncated:
             line += f"; truncated {self.truncated:,}"
         if self.duplicates and EQUAL[COPY] not in self.dropped:
@@ -292,7 +297,9 @@ class ExamplesWriter:
     def __init__(self, directory: Path, part: str) -> None:
         self.directory, self.part = directory, part
         self.files: dict[str, Any] = {}
-        self.rows = self.truncated = self.learned = self.rows_without_reasoning = self.extra_examples = 0
+        self.rows = 0
+        self.counts: Counter[str] = Counter()
+        """Fields of `Data` that are sums over the chunks."""
         self.dropped: dict[str, Dropped] = {}
         self.encoded: dict[str, bool] = {}  # by column
         self.lengths = Lengths()
@@ -310,9 +317,7 @@ class ExamplesWriter:
         for reason, dropped in chunk.dropped.items():
             count_dropped(self.dropped, reason, int(at[dropped.row - self.rows]), dropped.excerpt, dropped.count)
         self.rows += len(at)
-        self.truncated += chunk.truncated
-        self.rows_without_reasoning += chunk.rows_without_reasoning
-        self.extra_examples += chunk.extra_examples
+        self.counts.update({name: getattr(chunk, name) for name in CHUNK_COUNTS})
         if not len(table):
             return
         for name in table.column_names:
@@ -324,7 +329,9 @@ class ExamplesWriter:
                 raise UsageError(message, key="data.source", fix="write them alike")
         self.lengths.update(token_lengths(table))
         if "completion_mask" in table.column_names:
-            self.learned += sum(int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks)
+            self.counts["learned"] += sum(
+                int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks
+            )
         file = f"{self.part}.arrow" if number == 0 else f"{self.part}-{number}.arrow"
         if file not in self.files:
             self.files[file] = pa.ipc.new_stream(str(self.directory / file), table.schema)
@@ -343,12 +350,9 @@ class ExamplesWriter:
             "name": name,
             "files": list(self.files),
             "dropped": {reason: [drop.count, drop.row, drop.excerpt] for reason, drop in self.dropped.items()},
-            "truncated": self.truncated,
-            "rows_without_reasoning": self.rows_without_reasoning,
-            "extra_examples": self.extra_examples,
             "encoded": [name for name, is_encoded in self.encoded.items() if is_encoded],
             "lengths": sorted(self.lengths.items()),
-            "learned": self.learned,
+            **self.counts,
         }
 
 
@@ -365,8 +369,7 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
         used = sum(count[TRAIN] for count in counts)
         left = used + sum(count[UNUSED] + count[COPY] for count in counts)
         trained, own = (
-            [source for source in sources if source.weight],
-            [source for source in sources if not source.weight],
+            [source for source in sources if bool(source.weight) is is_trained] for is_trained in (True, False)
         )
         name = trained[0].name if len(trained) == 1 else f"{len(trained)} sources"
         held_out_name = f"{own[0].name} (data.eval_source)" if own else "held out (data.eval_rows)"

@@ -14,8 +14,7 @@ For gspo the original record as `record`, every other column that `data.columns`
 to the rewards.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -29,10 +28,9 @@ import pyarrow as pa
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
-    ChatTemplate,
     Conversation,
     Question,
-    Spans,
+    Side,
     adapt_thought,
     is_missing_reasoning,
     read_completion,
@@ -40,7 +38,6 @@ from cogumi.data.chat import (
     read_pair,
     read_prompt,
     read_question,
-    read_template,
 )
 from cogumi.data.encoding import (
     FormatOptions,
@@ -64,13 +61,13 @@ from cogumi.data.rows import (
     Tokenize,
     encode_record,
     iter_strings,
-    parse_rows,
     record_columns,
+    row_dicts,
     try_each,
 )
 from cogumi.data.selection import Read, question_of
+from cogumi.data.templates import ChatTemplate, Spans, read_template
 
-log = logging.getLogger("cogumi")
 Mask = npt.NDArray[np.int8]
 FORMATS = {
     "sft": ("fim", "chat", "prompt_completion"),
@@ -184,9 +181,9 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
     return partial(make_chunk, using=Rendering(options, tokenizer, LiteralText(tokenizer)))
 
 
-def reader_for(options: FormatOptions) -> Read | None:
-    """Return the function that reads the question and the example of a row; None for fim."""
-    format = options.format
+def reader_for(options: FormatOptions, tokenizer: Any) -> Read | None:
+    """Return the function that reads a row's question, and its example as the model sees it; None for fim."""
+    format, using = options.format, Rendering(options, tokenizer, LiteralText(tokenizer))
     if format == "fim":
         return None
     if options.method == "gspo":
@@ -195,16 +192,23 @@ def reader_for(options: FormatOptions) -> Read | None:
         conversation = partial(read_conversation, learn=options.learn)
         make = {"chat": conversation, "prompt_completion": read_completion, "preference": read_pair}[format]
 
+    def shown(side: Side) -> Any:
+        return side if isinstance(side, str) else using.template.shown_parts(side)
+
     def read(row: dict[str, Any]) -> tuple[str, Any]:
         parsed = make(row)
         if isinstance(parsed, Conversation):
-            return question_of(parsed.messages), [parsed.messages, parsed.tools]
+            return question_of(parsed.messages), [shown(parsed.messages), parsed.tools]
         if isinstance(parsed, tuple):
-            return question_of(parsed[0]), parsed
+            return question_of(parsed[0]), "".join(parsed)
         if isinstance(parsed, dict):
-            return question_of(parsed["prompt"]), parsed
+            prompt, *sides, tools = parsed.values()
+            # The shared beginning of two texts may end inside the first line of the answers.
+            is_shared = isinstance(prompt, str) and row.get("prompt") is None
+            question = (prompt.rpartition("\n")[0] or prompt) if is_shared else prompt
+            return question_of(question), [*(shown(prompt + side) for side in sides), tools]
         rewarded = {name: value for name, value in row.items() if name not in FIELDS[format]}
-        return question_of(parsed.prompt), [parsed.prompt, parsed.answer, parsed.tools, rewarded]
+        return question_of(parsed.prompt), [shown(parsed.prompt), parsed.answer, parsed.tools, rewarded]
 
     return read
 
@@ -234,10 +238,24 @@ class Rendering:
         tokens = detect_fim_tokens(self.tokenizer)
         return tokens.texts() if tokens is not None else []
 
+    def parse(
+        self, rows: pl.DataFrame, first_row: int, make: Callable[[dict[str, Any]], Any], dropped: dict[str, Dropped]
+    ) -> tuple[list[Any], list[int]]:
+        """Apply `make` to each row as {column: value}, and `keep_as_text` to the results: (results, their rows)."""
+        indices = range(first_row, first_row + rows.height)
+        parsed, at = try_each(row_dicts(rows), indices, make, dropped, lambda row: tuple(row.values()))
+        texts = pl.Series(["\0".join(iter_strings(value)) for value in parsed], dtype=pl.String)
+        has_special = texts.str.contains_any(self.special)
+
+        def keep(index: int) -> Any:
+            return self.keep_as_text(parsed[index]) if has_special[index] else parsed[index]
+
+        return try_each(range(len(parsed)), at, keep, dropped, texts.__getitem__)
+
     def keep_as_text(self, row: Any) -> Any:
         """Hide control tokens that a row's messages spell; of plain text, tags alone are no control tokens.
 
-        Returns None for text with a control token. Raises BadRow for a prompt in a fill-in-the-middle layout.
+        Raises BadRow for text with a control token, and for a prompt in a fill-in-the-middle layout.
         """
         texts = list(iter_strings(row))
         if self.fim_tokens and any(all(token in text for token in self.fim_tokens) for text in texts):
@@ -246,8 +264,10 @@ class Rendering:
             )
         prompt = row["prompt"] if isinstance(row, dict) else row.prompt if isinstance(row, Question) else row
         if isinstance(prompt, str | tuple):
-            special = special_texts(self.tokenizer)
-            return None if any(token in text for text in texts for token in special) else row
+            for token in special_texts(self.tokenizer):
+                if any(token in text for text in texts):
+                    raise BadRow(f"containing a special token ({token})")
+            return row
         if any(RESERVED.search(text) for text in texts):
             raise BadRow("with characters of the last private-use plane, which stand for control tokens here")
         hide, tools = self.literal.hide_messages, partial(map_strings, change=self.literal.hide)
@@ -256,13 +276,6 @@ class Rendering:
         if isinstance(row, Question):
             return replace(row, prompt=hide(prompt), tools=row.tools and tools(row.tools))
         return {key: value and (tools if key == "tools" else hide)(value) for key, value in row.items()}
-
-    def warn_of_text(self) -> None:
-        """Warn once of rows of text for a model with a chat template."""
-        if self.tokenizer.chat_template and not self.literal.told_of_text:
-            self.literal.told_of_text.append(True)
-            log.warning("data.format: %s has text, which is learned without this model's chat template; as conversations: give "
-                        "lists of messages, [{\"role\": \"user\", \"content\": ...}]", self.options.format)  # fmt: skip
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -291,7 +304,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     dropped: dict[str, Dropped] = {}
     options, learn, tokenizer = using.options, using.options.learn, using.tokenizer
     make = read_completion if "prompt" in rows.columns else partial(read_conversation, learn=learn)
-    parsed, at = parse_rows(rows, first_row, make, dropped, using.special, using.keep_as_text)
+    parsed, at = using.parse(rows, first_row, make, dropped)
     plain = are_text([isinstance(row, tuple) for row in parsed], at)
     by_turns = learn == "turns" and not plain
 
@@ -299,7 +312,6 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         """Return (text, its prompt or the spans of its turns) of each example."""
         if isinstance(row, tuple):
             using.refuse_thinking()
-            using.warn_of_text()
             return [(row[0] + row[1] + tokenizer.eos_token, row[0])]
         if by_turns:
             return using.template.turns(row)
@@ -319,13 +331,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         if by_turns
         else learn_completions(using.literal, parts, texts, plain, learn)
     )
-    without_reasoning: set[int] = set()
-    if options.thinking:
-        conversation_of = dict(zip(at, parsed, strict=True))
-        for row in rows_at:
-            conversation = conversation_of[row]
-            if isinstance(conversation, Conversation) and is_missing_reasoning(conversation.messages):
-                without_reasoning.add(row)
+    conversations = dict(zip(at, parsed, strict=True))
 
     def fit(example: tuple[tuple[Ids, Mask], str]) -> tuple[Ids, Mask, bool]:
         (ids, mask), limit = example[0], options.max_length
@@ -347,8 +353,8 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         "completion_mask": list_array([mask for _, mask, _ in fitting], lengths, pa.int8()),
     }
     truncated = sum(is_long for _, _, is_long in fitting)
-    without = sum(row in without_reasoning for row in example_rows)
-    return Chunk(pa.table(table), dropped, truncated, without, extra)
+    without = sum(is_missing_reasoning(conversations[row]) for row in example_rows) if options.thinking else 0
+    return Chunk(pa.table(table), dropped, truncated, without, extra, text_rows=plain * len(fitting))
 
 
 def learn_spans(literal: LiteralText, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
@@ -402,7 +408,7 @@ def learn_completions(
 def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """Make `prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer (trl 1.15, dpo_trainer.py, tokenize_fn)."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = parse_rows(rows, first_row, read_pair, dropped, using.special, using.keep_as_text)
+    pairs, at = using.parse(rows, first_row, read_pair, dropped)
     plain = are_text([isinstance(pair["prompt"], str) for pair in pairs], at)
 
     def render(pair: dict[str, Any]) -> tuple[str, str, str]:
@@ -410,7 +416,6 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         prompt, chosen, rejected, tools = pair.values()
         if isinstance(prompt, str):
             using.refuse_thinking()
-            using.warn_of_text()
             end = using.tokenizer.eos_token
             return prompt, prompt + chosen + end, prompt + rejected + end
         before = using.template.prompt(prompt, tools)
@@ -428,7 +433,7 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     for side, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
         side_ids = [pair[side] for pair, _ in fitting]
         columns[name] = list_array(side_ids, map(len, side_ids), pa.int32())
-    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting))
+    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting), text_rows=plain * len(fitting))
 
 
 def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[tuple[Ids, Ids, Ids], bool]:
@@ -469,7 +474,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     fields = rows.drop(RECORD_COLUMN, strict=False)
     chat = "prompt" not in fields.columns
     read = read_question if chat else read_prompt
-    parsed, at = parse_rows(fields, first_row, read, dropped, using.special, using.keep_as_text)
+    parsed, at = using.parse(fields, first_row, read, dropped)
     text = are_text([isinstance(question.prompt, str) for question in parsed], at)
     if parsed and not text and options.overlong == "truncate":
         message = "truncate cuts the beginning of text, and these prompts are messages"
@@ -478,7 +483,6 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     def render(question: Question) -> tuple[Question, str]:
         """Return (the question, its prompt as the model sees it)."""
         if isinstance(question.prompt, str):
-            using.warn_of_text()
             return question, question.prompt
         adapted = [adapt_thought(message, using.template.thinking) for message in question.prompt]
         tools = [*(question.tools or []), *options.tools]
@@ -510,4 +514,4 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
-    return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded))
+    return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded), text_rows=text * len(questions))

@@ -36,8 +36,6 @@ class LiteralText:
     """The control tokens of one tokenizer, and how text that spells them stays text."""
 
     tokenizer: Any
-    told_of_text: list[bool] = field(default_factory=list, compare=False)
-    """Not empty once `Rendering.warn_of_text` has warned."""
     _seen: dict[str, bool] = field(default_factory=dict, compare=False)
 
     @cached_property

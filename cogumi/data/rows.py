@@ -65,6 +65,8 @@ class Chunk:
     """Examples beyond one a row: turns that a later turn's rendering shows differently."""
     encoded: tuple[str, ...] = ()
     """Columns of the table that hold encoded values, which `decode_rows` decodes."""
+    text_rows: int = 0
+    """Examples of text, not of messages nor code."""
 
 
 Tokenize = Callable[[pl.DataFrame, int], Chunk]
@@ -186,33 +188,6 @@ def iter_strings(value: Any) -> Iterator[str]:
         yield from iter_strings(list(chain.from_iterable(value.items())))
     elif hasattr(value, "__dataclass_fields__"):
         yield from iter_strings(list(vars(value).values()))
-
-
-def parse_rows(
-    rows: pl.DataFrame,
-    first_row: int,
-    make: Callable[[dict[str, Any]], T],
-    dropped: dict[str, Dropped],
-    special: list[str],
-    keep: Callable[[T], T | None],
-) -> tuple[list[T], list[int]]:
-    """Apply `make` to each row as {column: value}: (results, their rows); a text with a control token drops the row.
-
-    keep: returns a result with the token as text, or None if it cannot.
-    """
-    indices = range(first_row, first_row + rows.height)
-    parsed, at = try_each(row_dicts(rows), indices, make, dropped, lambda row: tuple(row.values()))
-    texts = pl.Series(["\0".join(iter_strings(value)) for value in parsed], dtype=pl.String)
-    has_special = texts.str.contains_any(special)
-
-    def refuse_special(index: int) -> T:
-        if not has_special[index]:
-            return parsed[index]
-        if (result := keep(parsed[index])) is not None:
-            return result
-        raise BadRow(f"containing a special token ({next(token for token in special if token in texts[index])})")
-
-    return try_each(range(len(parsed)), at, refuse_special, dropped, texts.__getitem__)
 
 
 class Lengths(Counter[int]):

@@ -37,6 +37,9 @@ SEPARATORS = re.compile(r"[\s,]*")
 ORIGINALS = "\0original"
 """The column of a batch that holds its rows as text; no file has a column of this name."""
 
+Batch = tuple[pl.DataFrame, list[str] | None]
+"""The named columns of some rows, and the encoded rows if these are asked for."""
+
 
 def column_names(files: Sequence[Path]) -> list[str]:
     """Return the columns of all files in order of appearance; of JSON lines those of the first batch."""
@@ -65,7 +68,8 @@ def batches(files: Sequence[Path], columns: Sequence[str], originals: bool = Fal
     readers = {JSON_LINES: _json_batches, CSV: _csv_batches}
     for file in files:
         with _report_damage(file):
-            yield from readers.get(kind_of(file) or "", _parquet_batches)(file, columns, originals)
+            for rows, texts in readers.get(kind_of(file) or "", _parquet_batches)(file, columns, originals):
+                yield rows if texts is None else rows.with_columns(pl.Series(ORIGINALS, texts, dtype=pl.String))
 
 
 @contextmanager
@@ -86,15 +90,11 @@ def _refuse_missing_columns(file: Path, columns: Sequence[str], names: Iterable[
             raise UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
 
 
-def _with_originals(frame: pl.DataFrame, texts: list[str]) -> pl.DataFrame:
-    return frame.with_columns(pl.Series(ORIGINALS, texts, dtype=pl.String))
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
+def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[Batch]:
     with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as parquet:
         schema = pl.DataFrame(parquet.schema_arrow.empty_table()).schema
         _refuse_missing_columns(file, columns, schema)
@@ -110,15 +110,15 @@ def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Ite
         for batch in parquet.iter_batches(batch_rows, columns=read, use_threads=False):
             rows = pl.DataFrame(pa.Table.from_batches([batch]))
             frame = rows.select(columns).with_columns(pl.col(dictionary_encoded).cast(pl.String))
-            yield _with_originals(frame, encode_table(rows)) if originals else frame
+            yield frame, encode_table(rows) if originals else None
 
 
-def _json_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
+def _json_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[Batch]:
     seen: dict[str, None] = {}
     for block in _record_blocks(file):
         seen.update(dict.fromkeys(_keys(block)))
         frame = pl.DataFrame([_series(column, [_cell(record, column) for record in block]) for column in columns])
-        yield _with_originals(frame, list(map(encode_record, block))) if originals else frame
+        yield frame, list(map(encode_record, block)) if originals else None
     if seen:
         _refuse_missing_columns(file, columns, seen)
 
@@ -264,7 +264,7 @@ def _csv_reader(file: Path, columns: Sequence[str] | None) -> pyarrow.csv.CSVStr
     )
 
 
-def _csv_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[pl.DataFrame]:
+def _csv_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[Batch]:
     names = _csv_reader(file, None).schema.names
     _refuse_missing_columns(file, columns, names)
     for batch in _csv_reader(file, list(dict.fromkeys(names)) if originals else columns):
@@ -275,12 +275,12 @@ def _csv_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterato
             except pa.ArrowInvalid:  # not UTF-8
                 series.append(pl.Series(name, values, dtype=pl.Binary))
         rows = pl.DataFrame(series)
-        frame = rows.select(columns)
-        if originals:  # columns that are not UTF-8 cell by cell: text, or bytes
-            binary = {column.name: map(_text_or_bytes, column) for column in rows if column.dtype == pl.Binary}
-            cells = [pl.Series(name, list(values), dtype=pl.Object) for name, values in binary.items()]
-            frame = _with_originals(frame, encode_table(rows.with_columns(cells)))
-        yield frame
+        # Columns that are not UTF-8, cell by cell: text, or bytes.
+        binary = {
+            column.name: map(_text_or_bytes, column) for column in rows if originals and column.dtype == pl.Binary
+        }
+        cells = [pl.Series(name, list(values), dtype=pl.Object) for name, values in binary.items()]
+        yield rows.select(columns), encode_table(rows.with_columns(cells)) if originals else None
 
 
 def _text_or_bytes(value: bytes) -> str | bytes:

@@ -19,8 +19,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.cache import Data, Source, prepare, tokenizer_identity
-from cogumi.data.chat import end_of_turn, prints_date, read_template
+from cogumi.data.cache import EXTRA_EXAMPLES, Data, Source, prepare, tokenizer_identity
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.literal import LiteralText
@@ -28,6 +27,7 @@ from cogumi.data.rows import RECORD_COLUMN, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import is_hub_id, locate
 from cogumi.data.sources import column_names
+from cogumi.data.templates import end_of_turn, prints_date, read_template
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, task_of
 from cogumi.rl.guards import POSITIONS, context_of
@@ -63,8 +63,7 @@ class Examples:
 
     def reports(self) -> list[str]:
         dropped = [line for data in self.parts() for line in data.examples_dropped()]
-        unused = [f"{name}: columns that are not used: {', '.join(columns)}" for name, columns in self.unused.items()]
-        return [*self.sources, *unused, *(data.report() for data in self.parts()), *dropped]
+        return [*self.sources, *describe_unused(self.unused), *(data.report() for data in self.parts()), *dropped]
 
     def record(self, run_dir: Path) -> None:
         """Keep what a run resumes with, the key and the date its chat template was told; the rest is for people.
@@ -86,6 +85,10 @@ class Examples:
         write_section(run_dir / DECISIONS, DATA, section | dict(zip(("train", "held_out"), accounts, strict=False)))
 
 
+def describe_unused(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{source}: columns that are not used: {', '.join(names)}" for source, names in columns.items()]
+
+
 @dataclass(frozen=True)
 class Shares:
     """Numbers of chosen rows that became examples, were dropped or cut. Tokens are those of the examples."""
@@ -99,22 +102,22 @@ class Shares:
     tokens: int
     learned: int
     sharing: int = 0
+    extra_examples: int = 0
 
     def __str__(self) -> str:
         of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
         left_out = ", ".join(f"{format_share(count, self.rows)} {reason}" for reason, count in of_rows.items())
         learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
         sharing = f"; {self.sharing:,} rows share their question with another row" if self.sharing else ""
-        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}{sharing}"
+        extra = f"; {self.extra_examples:,} {EXTRA_EXAMPLES}" if self.extra_examples else ""
+        return f"{self.name}: {self.rows:,} rows, {self.examples:,} examples; {left_out}{learned}{sharing}{extra}"
 
 
 def account_for(data: Data) -> Shares:
     """Account for every row."""
     dropped = {reason: drop.count for reason, drop in data.dropped.items()}
-    name, examples, tokens = redact_text(data.name), len(data.dataset), data.lengths.tokens
-    return Shares(
-        name, data.total, examples, dropped, data.truncated, data.duplicates, tokens, data.learned, data.sharing
-    )
+    counts = (data.truncated, data.duplicates, data.lengths.tokens, data.learned, data.sharing, data.extra_examples)
+    return Shares(redact_text(data.name), data.total, len(data.dataset), dropped, *counts)
 
 
 def prepare_examples(
@@ -132,6 +135,9 @@ def prepare_examples(
     if base_config is not None:
         refuse_other_end(run, tokenizer, base_config, prepared.train.dataset)
     notes = [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
+    if prepared.train.text_rows and tokenizer.chat_template:
+        log.warning("data.format: %s has text, which is learned without this model's chat template; as conversations: give "
+                    "lists of messages, [{\"role\": \"user\", \"content\": ...}]", data.format)  # fmt: skip
     return Examples(
         prepared.train,
         prepared.held_out,
@@ -187,6 +193,8 @@ def sources_of(
             columns = columns_for(options, names)
         except UsageError as error:
             raise UsageError(f"{error}", place=name) from None
+        # The samples have columns for every method; rewards get all columns.
+        skips_unused = source.startswith("cogumi:") or run.cogumi.method == "gspo"
         entry = Source(
             name=name,
             files=files,
@@ -196,8 +204,8 @@ def sources_of(
             options=options.as_json(),
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
-            read=reader_for(options),
-            unused=() if run.cogumi.method == "gspo" else [name for name in names if name not in columns.values()],
+            read=reader_for(options, tokenizer),
+            unused=() if skips_unused else [name for name in names if name not in columns.values()],
         )
         sources.append((entry, options))
     return sources

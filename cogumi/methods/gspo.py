@@ -17,9 +17,10 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
-from cogumi.data.chat import read_template, visible_text
+from cogumi.data.chat import visible_text
 from cogumi.data.literal import keep_data_as_text
 from cogumi.data.rows import RECORD_COLUMN
+from cogumi.data.templates import read_template
 from cogumi.environments.dialogue import Dialogue
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import ENVIRONMENT, TOOLS, Task, load_task, try_environment

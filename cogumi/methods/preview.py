@@ -17,7 +17,7 @@ from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
 from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, describe_value
-from cogumi.methods.examples import Shares, account_for, prepare_examples, render_prompts
+from cogumi.methods.examples import Shares, account_for, describe_unused, prepare_examples, render_prompts
 from cogumi.methods.gspo import task_of
 from cogumi.methods.preparation import load_run_tokenizer, prepare_base
 from cogumi.models.completion import complete_with_ends
@@ -56,15 +56,8 @@ class Preview:
 
     def __str__(self) -> str:
         """In words, bars and marks."""
-        unused = [
-            f"{name}: columns that are not used: {', '.join(names)}" for name, names in self.unused_columns.items()
-        ]
-        lines = [
-            *self.reports,
-            *unused,
-            "",
-            *(str(shares) for shares in (self.train, self.held_out) if shares is not None),
-        ]
+        lines = [*self.reports, *describe_unused(self.unused_columns), ""]
+        lines += [str(shares) for shares in (self.train, self.held_out) if shares is not None]
         most = max((count for *_, count in self.lengths), default=0)
         for first, last, count in self.lengths:
             bar = "█" * round(BAR_WIDTH * count / most)
@@ -124,13 +117,12 @@ def show_controls(ids: Sequence[int], tokenizer: Any) -> str:
     """Decode ids with marks around control tokens."""
     controls = set(LiteralText(tokenizer).controls.values())
     runs = [(is_control, list(run)) for is_control, run in groupby(ids, key=controls.__contains__)]
-    parts = [
-        "".join(f"{CONTROL[0]}{tokenizer.decode([token])}{CONTROL[1]}" for token in run)
-        if is_control
-        else tokenizer.decode(run)
+    left, right = CONTROL
+    pieces = [
+        "".join(f"{left}{tokenizer.decode([token])}{right}" for token in run) if is_control else tokenizer.decode(run)
         for is_control, run in runs
     ]
-    return "".join(parts)
+    return "".join(pieces)
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison

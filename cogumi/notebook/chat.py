@@ -16,9 +16,10 @@ from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.notices import is_notebook, show_import
 from cogumi.core.output import print_text, show_waiting
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, read_jsonl, read_section
-from cogumi.data.chat import ChatTemplate, read_template, visible_text
+from cogumi.data.chat import visible_text
 from cogumi.data.fim import INSTRUCTION, PSM, SPM, FimTokens, detect_fim_tokens
 from cogumi.data.rows import BadRow
+from cogumi.data.templates import ChatTemplate, read_template
 from cogumi.notebook import html_components as html
 from cogumi.notebook.completions import render_completion
 from cogumi.notebook.panel import WIDGET, config_of

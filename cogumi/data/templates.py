@@ -1,0 +1,312 @@
+"""Chat templates: a conversation as the text that the model sees, and the spans of it that are learned.
+
+`{% generation %}` marks, the template's own or those of TRL's training version, say where the assistant's turns are: the
+marked text without the generation prompt is learned. Without marks (Llama 3.1's), and where the marked text is not what
+inference shows, turns are rendered as at inference: up to the turn with the generation prompt, and to its end. A turn that
+later ones show differently becomes an example of its own.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+
+from cogumi.core.errors import UsageError
+from cogumi.data.chat import (
+    CLOSE,
+    OPEN,
+    Conversation,
+    Message,
+    Thinking,
+    adapt_thought,
+    read_thinking,
+    split_thought,
+)
+from cogumi.data.rows import BadRow
+
+# Conversations by which a template is probed.
+ANSWER = "An5wer"
+QUESTION: Message = {"role": "user", "content": "a"}
+TURN: list[Message] = [QUESTION, {"role": "assistant", "content": ANSWER}]
+SYSTEM: Message = {"role": "system", "content": ANSWER}
+CALL_NAMES = ("probe_1", "probe_2")
+CALLS = [
+    {"id": f"{name}00", "type": "function", "function": {"name": name, "arguments": {"key": "value"}}}
+    for name in CALL_NAMES
+]
+SCHEMA: dict[str, Any] = {"name": "probe_1", "description": "d", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+Spans = list[tuple[int, int]]
+"""Character positions in a rendered text, in order."""
+# Raised by a template's `raise_exception`, and by Python for a message that a template does not expect.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One tokenizer's template and all arguments of a rendering."""
+
+    text: str
+    text_with_tools: str
+    """The variant for conversations with tools; mostly the same."""
+    marked: str | None
+    """The template with `{% generation %}` marks, if there is one."""
+    thinking: Thinking
+    variables: dict[str, Any] = field(repr=False)
+    """Arguments of every rendering: special tokens, the thinking switch, the date."""
+    header: str = ""
+    """The part of the generation prompt that lies inside the marks."""
+    prompt_opens_thought: bool = False
+    marks_earlier_turns: bool = True
+    """The marked template shows turns before the last as inference does, and ends them with the same token as the last."""
+
+    def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
+        return self.render(messages, tools)[0]
+
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
+        """Render the messages and the generation prompt, as the model sees them at its turn."""
+        return self.render(messages, tools, add_generation_prompt=True)[0]
+
+    def turns(self, conversation: Conversation) -> list[tuple[str, Spans]]:
+        """Render a conversation: (text, spans of the assistant's turns behind the prompt) of each example, mostly of one."""
+        messages, tools, first = conversation.messages, conversation.tools, conversation.prompt_length
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [index for index in answers if index >= first]
+        thoughts = any(self.thought_of(messages[index]) for index in learned)
+        if self.marked is None or thoughts:
+            return self._turns_as_at_inference(messages, tools, learned)
+        if len(answers) > 1 and not self.marks_earlier_turns:
+            with suppress(BadRow):  # two answers in a row, the first of which Qwen3 shows in two ways: as marked
+                return self._turns_as_at_inference(messages, tools, learned)
+        text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
+        spans = [(start + len(self.header) * text.startswith(self.header, start), end) for start, end in spans]
+        if len(spans) == len(answers):
+            spans = [span for index, span in zip(answers, spans, strict=True) if index >= first]
+            for index, (start, end) in zip(learned, spans, strict=True):
+                self.refuse_lost_words("", text[start:end], [messages[index]])
+        elif len(learned) < len(answers):  # turns that are not marked one by one (Phi-3's end of the text is a span)
+            return self._turns_as_at_inference(messages, tools, learned)
+        else:
+            self.refuse_lost_words("", text, [messages[index] for index in learned])
+        return [(text, spans)]
+
+    def _turns_as_at_inference(
+        self, messages: Sequence[Message], tools: Any, learned: Sequence[int]
+    ) -> list[tuple[str, Spans]]:
+        """Render each turn behind the generation prompt; it joins the next turn's example if that begins with its text."""
+        examples: list[tuple[str, Spans]] = []
+        for index in reversed(learned):
+            before, through = self.prompt(messages[:index], tools), self.whole(messages[: index + 1], tools)
+            self.refuse_lost_words(before, through, [messages[index]])
+            if not through.startswith(before):
+                rest = "(train.completion_only_loss: true learns the last alone)"
+                raise BadRow(f"whose earlier turns the chat template rewrites {rest}")
+            span = len(before), len(through)
+            if examples and examples[-1][0].startswith(through):
+                examples[-1][1].insert(0, span)
+            else:
+                examples.append((through, [span]))
+        return examples[::-1]
+
+    def thought_of(self, message: Message) -> str:
+        """Return the thought that the template renders with a message; "" if there is none."""
+        adapted = adapt_thought(message, self.thinking)
+        inline = split_thought(adapted["content"])[0] if self.thinking.style == "tags" else None
+        return (adapted.get(self.thinking.key) if self.thinking.key != "content" else None) or inline or ""
+
+    def refuse_lost_words(self, prompt: str, text: str, messages: Sequence[Message]) -> None:
+        """Raise BadRow unless the assistant's contents stand behind the prompt in order, of one message its thought as well."""
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if not text.startswith(prompt) and answers and self.thought_of(answers[0]):
+            raise BadRow("with a thought that the generation prompt has no room for (see cogumi.thinking)")
+        text, at = text.removeprefix(prompt), 0
+        for message in answers:
+            content = adapt_thought(message, self.thinking)["content"]
+            answer = split_thought(content)[1] if self.thinking.style == "tags" else content
+            at = text.find(answer.strip(), at)
+            thought = self.thought_of(message).strip() if len(answers) == 1 else ""
+            if at < 0 or thought not in text:
+                raise BadRow("of whose answer the chat template loses words", answer)
+            at += len(answer.strip())
+
+    def _probe(self, messages: Sequence[Message], tools: Any = None) -> str:
+        """Render a conversation that the template may refuse: "" then."""
+        try:
+            return self._render(messages, tools)[0]
+        except BadRow:
+            return ""
+
+    @cached_property
+    def calls_shown(self) -> int:
+        """Calls of one message that the template shows: 0, 1, or 2 if it shows all or refuses several by itself."""
+        answer: Message = {"role": "assistant", "content": ""}
+        without = self._probe([QUESTION, answer], TOOLS)
+        for count in (2, 1):
+            if text := self._probe([QUESTION, answer | {"tool_calls": CALLS[:count]}], TOOLS):
+                shown = sum(text.count(name) > without.count(name) for name in CALL_NAMES[:count])
+                return 2 if shown == count else shown
+        return 2
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        text = self._probe([QUESTION], TOOLS)
+        return not text or SCHEMA["name"] in text
+
+    @cached_property
+    def default_system(self) -> str:
+        """The system message that the template writes where a conversation has none; "" if it writes none."""
+        before, marker, after = self._probe([SYSTEM, QUESTION]).partition(ANSWER)
+        without = self._probe([QUESTION])
+        has_place = marker and without.startswith(before) and without.removeprefix(before).endswith(after)
+        return without.removeprefix(before).removesuffix(after).strip() if has_place else ""
+
+    @cached_property
+    def joins_system(self) -> bool:
+        """Tell whether the template writes the system message above the first question, as Gemma's does."""
+        joined = self._probe([QUESTION | {"content": f"{ANSWER}\n\n{QUESTION['content']}"}])
+        return joined == self._probe([SYSTEM, QUESTION]) != ""
+
+    def shown_parts(self, messages: Sequence[Message]) -> list[Any]:
+        """Return role, text, thought and calls of messages: equal where the template renders them alike.
+
+        Most templates strip contents, and none shows the ids of calls. Raises BadRow as a rendering does.
+        """
+        parts: list[list[Any]] = []
+        for message in messages:
+            adapted = adapt_thought(message, self.thinking) if message["role"] == "assistant" else message
+            role, text = adapted["role"].replace("developer", "system"), adapted["content"].strip()
+            if role == "system" and not parts and text in ("", self.default_system):
+                continue
+            thought = adapted.get("reasoning_content") or adapted.get("thinking") or ""
+            parts.append([role, text, thought.strip(), [call["function"] for call in adapted.get("tool_calls", ())]])
+        if self.joins_system and [part[0] for part in parts[:2]] == ["system", "user"]:
+            parts[:2] = [["user", f"{parts[0][1]}\n\n{parts[1][1]}", "", []]]
+        return parts
+
+    def render(
+        self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
+    ) -> tuple[str, Spans]:
+        """Render (text, spans); spans need `return_assistant_tokens_mask`. Raises BadRow with the template's message.
+
+        Raises BadRow also for tools and calls that the template does not show: the model would be taught to answer nothing.
+        """
+        calls = max((len(message.get("tool_calls") or ()) for message in messages), default=0)
+        if calls and min(calls, 2) > self.calls_shown:
+            some = "" if self.calls_shown == 0 else "all "
+            raise BadRow(f"of whose tool calls the chat template does not show {some or 'any'}".rstrip())
+        if tools and not self.shows_tools:
+            raise BadRow("with tools that the chat template does not show")
+        return self._render(messages, tools, template, **options)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
+    ) -> tuple[str, Spans]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        adapted = [adapt_thought(message, self.thinking) for message in messages]
+        chosen = template or (self.text_with_tools if tools else self.text)
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[adapted], tools=tools, chat_template=chosen, **options, **self.variables
+            )
+        except REFUSALS as error:
+            talk = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "")
+            start = "that begins with the assistant's turn, which" if talk == "assistant" else "that"
+            raise BadRow(f"{start} the chat template refuses", f"{error}" or type(error).__name__) from error
+        texts, spans = rendered
+        return texts[0], spans[0] if spans else []
+
+
+def read_template(tokenizer: Any, thinking: bool | None = None, today: str | None = None) -> ChatTemplate:
+    """Read a tokenizer's chat template under the run's thinking flag; `today` (2025-12-31) is the date that it prints.
+
+    Raises UsageError for no template, one that does not render, or a flag that it cannot follow.
+    """
+    if tokenizer.chat_template is None:
+        sft_fix = "for cogumi.method: sft set train.chat_template_path (cogumi:tulu, a .jinja file or another model)"
+        other_fix = "for dpo and gspo start from a model that has one, such as the merged model of that SFT run"
+        message = "this model's tokenizer has no chat template, and only text needs none"
+        raise UsageError(message, key="data.format", fix=f"{sft_fix}; {other_fix}")
+    text = tokenizer.get_chat_template()
+    resolved = read_thinking(text, thinking)
+    variables = dict(tokenizer.special_tokens_map) | resolved.template_kwargs
+    if today is not None:
+        variables["strftime_now"] = date.fromisoformat(today).strftime
+    with_tools = tokenizer.get_chat_template(tools=[{}])
+    bare = ChatTemplate(text, with_tools, _marked_template(tokenizer, text), resolved, variables)
+    try:
+        prompt, question = bare.prompt([QUESTION]), bare.whole([QUESTION])
+        marked, spans = bare.render(TURN, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)
+    except BadRow as error:
+        raise UsageError(f"the chat template refuses a question and its answer: {error.excerpt}") from error
+    differences = (index for index, (one, other) in enumerate(zip(prompt, question, strict=False)) if one != other)
+    generation_prompt = prompt[next(differences, len(question)) :]
+    opens = OPEN in generation_prompt and CLOSE not in generation_prompt.rpartition(OPEN)[2]
+    if opens and thinking is False:
+        message = "false, but this model's chat template opens a thought in every prompt and has no switch for it"
+        raise UsageError(
+            message, key="cogumi.thinking", fix="drop the key, or start from a model that can answer without"
+        )
+    header, start = "", spans[0][0] if spans else 0
+    for before in range(min(len(generation_prompt), start), -1, -1) if spans else ():
+        if marked.startswith(generation_prompt, start - before):  # it begins right before the marks
+            header = generation_prompt[before:]
+            break
+    return replace(
+        bare, header=header, prompt_opens_thought=opens, marks_earlier_turns=_marks_earlier_turns(bare, tokenizer)
+    )
+
+
+def _marks_earlier_turns(template: ChatTemplate, tokenizer: Any) -> bool:
+    """Compare the marked template with the one of inference: Qwen3's puts an empty thought into every earlier turn."""
+    if template.marked is None:
+        return False
+    try:
+        text, spans = template.render(TURN * 2, None, template.marked, return_assistant_tokens_mask=True)
+        history, shown = (template.render([*TURN, QUESTION], None, one)[0] for one in (template.marked, None))
+    except BadRow:
+        return True
+    turns = [text[start:end] for start, end in spans]
+    return history == shown and len({_first_control(turn, tokenizer) for turn in turns if ANSWER in turn}) == 1
+
+
+def end_of_turn(tokenizer: Any) -> str:
+    """Return the first control token that the chat template writes behind an answer; "" if there is none, or no rendering."""
+    try:
+        return _first_control(read_template(tokenizer).whole(TURN), tokenizer)
+    except (UsageError, BadRow):
+        return ""
+
+
+def _first_control(text: str, tokenizer: Any) -> str:
+    """Return the first added token behind the answer of TURN."""
+    after = text.rpartition(ANSWER)[2]
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    places = [(after.index(token), -len(token), token) for token in tokens if token in after]
+    return min(places, default=(0, 0, ""))[2]
+
+
+def prints_date(tokenizer: Any) -> bool:
+    """Tell whether a rendering depends on the day (gpt-oss's does)."""
+    return bool(tokenizer.chat_template) and "strftime_now" in tokenizer.get_chat_template()
+
+
+def _marked_template(tokenizer: Any, text: str) -> str | None:
+    """Return the template itself if it has marks, else TRL's training version of it, or None if neither is usable."""
+    from trl.chat_template_utils import (
+        get_training_chat_template,
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
+
+    try:
+        marked = text if has_generation_markers(text) else get_training_chat_template(tokenizer) or text
+        # Some mark a turn without the token that ends it; a model trained on that never learns to stop.
+        return marked if is_chat_template_stop_token_trained(tokenizer, marked) else None
+    # ValueError: TRL has no training version of this template. The others: TRL tries it on a tool call first.
+    except REFUSALS:
+        return None
