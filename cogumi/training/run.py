@@ -131,10 +131,10 @@ def train_leader(
         building.refuse_spent(run.run_dir, run.cogumi)
     config_text, requested_revision = dump_config(run), run.model.revision
     ranks = followers.ranks
+    rank_run = split_step(run, ranks.count)
     if ranks.count > 1:
-        rank_run = split_step(run, ranks.count)
         startup_notes.append(describe_split(run, rank_run, ranks.count))
-        run = rank_run
+    run = rank_run
     run = building.pin_revision(run)  # from here on a model of the hub is one commit, whatever happens to its branch
     base = resolve_model(run.model.name, run.model.revision)
     base_config = AutoConfig.from_pretrained(base, revision=run.model.revision)
