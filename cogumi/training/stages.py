@@ -50,7 +50,8 @@ from cogumi.merge.parameter_map import auto_class, meta_model
 from cogumi.merge.preflight import Original
 from cogumi.merge.tokenizer_files import settle_tokenizer
 from cogumi.merge.witness import write_witness
-from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices
+from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices, choose_packing, with_values
+from cogumi.methods.sft import is_packing_chosen
 from cogumi.models.adapters import TRAINED, differing_tensors
 from cogumi.models.loading import resolve_dtype
 from cogumi.models.unsloth_models import Backend
@@ -153,7 +154,8 @@ def make_choices(run: RunConfig, base: str, base_config: Any, data: Data, tokeni
         def longest() -> int:
             return max(data_sample.prompt_lengths(run, list(data.dataset["prompt"]), tokenizer))
 
-        return choose_with_engine(run, machine, load, base_config, longest)
+        choices = choose_with_engine(run, machine, load, base_config, longest)
+        return choices + choose_packing(with_values(run, choices), base_config, data.lengths, len(data.dataset))
 
     return apply_choices(run, base, decide)
 
@@ -165,6 +167,8 @@ def run_preflight(run: RunConfig, base: str, base_config: Any, data: Data, token
     may not fit is warned of.
     """
     target = find_target(None, run)
+    packing = None if is_packing_chosen(run) else run.train.get("packing", False)  # the forecast chooses it, too
+    run = run.model_copy(update={"train": run.train | {"packing": packing}})
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
         sample = data_sample.measure_data(run, data, tokenizer)
