@@ -266,7 +266,7 @@ def test_examples_per_step_is_the_batch_set_by_hand(
     counted = cogumi.train(config, cogumi__run_dir=str(tmp_path / "counted"))  # resumed with more memory
     log = (counted.run_dir / "run.log").read_text()
     assert (
-        "chosen: train.per_device_train_batch_size: 2 (the step of 8 x 1 examples in 4 micro-batches, with comput"
+        "chosen: train.per_device_train_batch_size: 2 (the step of 8 x 1 examples in micro-batches of 2, with comput"
         in log
     )
     assert "chosen: train.per_device_train_batch_size: 2 (as when the run began)" in log

@@ -219,7 +219,7 @@ def micro_batch(run: RunConfig, machine: Machine, load: Load) -> tuple[list[Choi
     if not fitting:
         return [], load
     size, again = fitting[0]
-    step = f"the step of {batch} x {accumulated} examples in {batch * accumulated // size} micro-batches"
+    step = f"the step of {batch} x {accumulated} examples in micro-batches of {size}"
     return [Choice(MICRO_BATCH, size, f"{step}, with{'' if again else 'out'} computing layers twice")], parts[size]
 
 
