@@ -167,8 +167,9 @@ def run_preflight(run: RunConfig, base: str, base_config: Any, data: Data, token
     may not fit is warned of.
     """
     target = find_target(None, run)
-    packing = None if is_packing_chosen(run) else run.train.get("packing", False)  # the forecast chooses it, too
-    run = run.model_copy(update={"train": run.train | {"packing": packing}})
+    if run.cogumi.method == "sft":  # chosen packing is chosen by the forecast, too
+        packing = None if is_packing_chosen(run) else run.train.get("packing", False)
+        run = run.model_copy(update={"train": run.train | {"packing": packing}})
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
         sample = data_sample.measure_data(run, data, tokenizer)
