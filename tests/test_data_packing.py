@@ -1,7 +1,9 @@
 """Packing: models in which packed examples read each other are found, and a packed run learns what an unpacked one does."""
 
 import itertools
+import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import cogumi
 from cogumi.core.run_directory import read_json
-from cogumi.data.packing import collate_rows_apart, padding_mask, probe_packing, rows_per_step, with_labels
+from cogumi.data.packing import (
+    collate_rows_apart,
+    count_per_row,
+    padding_mask,
+    probe_packing,
+    rows_per_step,
+    with_labels,
+)
+from cogumi.data.rows import Lengths
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 from tests.builders import run_config
 
@@ -396,3 +406,204 @@ def test_a_run_that_goes_on_keeps_what_it_decided(tiny_model: Path, tmp_path: Pa
         made = sft.pack_datasets(run, Ranks(), None, trl_arguments(run), examples([20] * 8), None, None)
     assert made["args"].packing is False
     assert "packing: off, as when the run began" in caplog.text
+
+
+# --------------------------------------------------------------------------------------------- where nobody asked for it
+
+
+@pytest.mark.parametrize("row", [64, 100, 333])
+def test_rows_are_counted_as_trl_packs_them(row: int) -> None:
+    lengths = torch.randint(2, 64, (700,), generator=torch.Generator().manual_seed(row)).tolist()
+    packed = trl.pack_dataset(with_labels(examples(lengths)), row)
+    assert count_per_row(Lengths(lengths), row) == 700 / len(packed)
+    assert count_per_row(Lengths(lengths * 9), row) == pytest.approx(700 / len(packed), rel=0.02)
+
+
+def test_the_longest_of_a_micro_batch_is_that_of_draws() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 500, (300,), generator=generator)
+    draws = lengths[torch.randint(300, (20_000, 5), generator=generator)].max(-1).values.double().mean().item()
+    assert Lengths(lengths.tolist()).longest_of(5) == pytest.approx(draws, rel=0.01)
+    assert Lengths([7]).longest_of(5) == 7
+
+
+SPREAD = Lengths([50] * 3000 + [450] * 400 + [1000] * 100)
+
+
+def choices_for(lengths: Lengths = SPREAD, method: str = "sft", cogumi: Any = None, **train: Any) -> Any:
+    from cogumi.config.schema import load_config
+    from cogumi.methods.auto_settings import choose_packing
+
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "max_length": 1024}
+    data = {"source": "x", "format": "preference" if method == "dpo" else "chat"}
+    sections = {"model": {"name": "x"}, "data": data, "cogumi": {"method": method} | (cogumi or {})}
+    run = load_config(sections | {"train": settings | train})
+    return choose_packing(run, model_of("LlamaConfig", {}).config, lengths, lengths.total())
+
+
+def test_packing_is_chosen_where_padding_costs_more_than_a_fifth() -> None:
+    (choice,) = choices_for()
+    assert (choice.key, choice.value) == ("train.packing", True)
+    per_row = SPREAD.total() / (SPREAD.tokens / 1000)
+    assert f"in rows of 1,000 an example takes {1000 / per_row:.0f} tokens, and 447 with padding" in choice.reason
+    assert choice.reason.endswith(" examples, and 64 were asked for")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lengths": Lengths([200] * 4000)},  # nothing is padded
+        {"lengths": Lengths([400, 450, 500] * 1000)},  # a sixth is
+        {"lengths": Lengths([700] * 2000 + [900] * 2000)},  # of which no row holds two
+        {
+            "lengths": Lengths([90] * 2000 + [1000] * 40),
+            "gradient_accumulation_steps": 1,
+        },  # 9.2 a row, where 8 are a step
+        {
+            "lengths": Lengths([10] * 15 + [100] * 2),
+            "gradient_accumulation_steps": 1,
+        },  # an epoch is two steps instead of three
+        {"lengths": Lengths({})},
+        {"method": "dpo"},
+        {"packing": False},
+        {"packing": True},
+        {"padding_free": True},
+        {"eval_packing": True},
+        {"packing_strategy": "wrapped"},
+        {"neftune_noise_alpha": 5},
+        {"train_sampling_strategy": "group_by_length"},
+        {"dataloader_drop_last": True},
+        {"router_aux_loss_coef": 0.01},
+        {"cogumi": {"backend": "unsloth"}},
+        {"cogumi": {"processes": 2, "sharding": "fsdp2"}},
+    ],
+)
+def test_packing_is_not_chosen(more: dict[str, Any]) -> None:
+    assert choices_for(**more) == []
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 8, 32])
+@pytest.mark.parametrize("accumulation", [1, 3, 16])
+def test_chosen_packing_keeps_the_step_within_the_memory(batch: int, accumulation: int) -> None:
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = Lengths((torch.rand(2000, generator=generator) ** (seed + 1) * 900).int().add(5).tolist())
+        train = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        if choices_for(lengths, **train):
+            per_row = count_per_row(lengths, lengths.quantile(1.0))
+            rows, micro_batches = rows_per_step(per_row, batch, accumulation)
+            assert rows <= batch  # of the longest example's length
+            assert rows * micro_batches * per_row == pytest.approx(batch * accumulation, rel=0.1)
+
+
+def open_config(model: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
+    """A run of 192 texts of 20 to 190 tokens, most of them short; rows of 200 tokens hold about four."""
+    data = run_dir.parent / "texts.jsonl"
+    if not data.exists():
+        texts = [
+            {"prompt": f"def f{n}(x", "completion": f"): return x + {n}\n" * (1 + 9 * (n % 8 == 0))} for n in range(192)
+        ]
+        data.write_text("\n".join(map(json.dumps, texts)))
+    settings = {"max_length": 200, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 4}
+    settings |= {"learning_rate": 3e-3, "save_strategy": "no", "seed": 7}
+    section = {"format": "prompt_completion", "eval_rows": 16}
+    return run_config("sft", model, data, run_dir, data_section=section, train=settings | train)
+
+
+def weights_of(result: Any) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(result.adapter / "adapter_model.safetensors")
+
+
+def settings_of(run_dir: Path) -> dict[str, Any]:
+    return {setting["key"]: setting["value"] for setting in read_json(run_dir / "decisions.json")["settings"]}
+
+
+def test_a_run_that_says_nothing_is_packed_where_that_saves(tiny_model: Path, tmp_path: Path) -> None:
+    result = cogumi.train(open_config(tiny_model, tmp_path / "run"), cogumi__preflight="on")
+    assert settings_of(result.run_dir)["train.packing"] is True
+    record, log = read_json(result.run_dir / "decisions.json")["packing"], (result.run_dir / "run.log").read_text()
+    assert record["safe"] is True
+    assert record["asked_per_step"] == 32
+    assert record["examples_per_step"] == pytest.approx(32, rel=0.1)
+    (row,) = re.findall(r"chosen: train.packing: True .in rows of (\d+) an example takes ", log)
+    assert f"rows of {row} tokens" in log
+    assert "packing" not in (result.run_dir / "config.yaml").read_text()
+    work = read_json(result.run_dir / "forecast.json")["preflight"]["figures"]["memory"]["work"]
+    assert (work["packed"], work["rows"]) == (False, 8)  # no less than what a leak would leave
+    apart = cogumi.train(open_config(tiny_model, tmp_path / "apart", packing=False))
+    assert result.series("eval_loss")[0] == pytest.approx(apart.series("eval_loss")[0], rel=1e-6)
+    assert len(result.series("eval_loss")) == len(apart.series("eval_loss"))
+    assert "packing" not in read_json(apart.run_dir / "decisions.json")
+
+
+def test_a_forecast_packs_what_the_run_will(tiny_model: Path, tmp_path: Path) -> None:
+    report = cogumi.preflight(open_config(tiny_model, tmp_path / "run"))
+    assert (
+        "train.packing: True, which the run chooses"
+        in next(line for line in report.lines if line.stage == "memory").figure
+    )
+
+
+def leak(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
+    def probe(*_: Any) -> tuple[float, float]:
+        torch.rand(3)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("cogumi.methods.sft.probe_packing", probe)
+
+
+@pytest.mark.parametrize("format", ["prompt_completion", "fim"])
+@pytest.mark.parametrize("outcome", [(0.5, 1e-5), (float("nan"), 1.0), TypeError("no argument position_ids")], ids=str)
+def test_a_leak_leaves_the_run_that_is_not_packed(
+    format: str, outcome: Any, tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(name: str, **train: Any) -> dict[str, Any]:
+        made = open_config(tiny_model, tmp_path / name, **train)
+        if format == "fim":
+            made["data"] = {
+                "source": str(code_parquet),
+                "eval_rows": 4,
+                "fim": {"max_length": 200, "middle_chars": [8, 32]},
+            }
+            del made["train"]["max_length"]
+        return made
+
+    leak(monkeypatch, outcome)
+    leaking = cogumi.train(config("leaking"))
+    apart = cogumi.train(config("apart", packing=False))
+    assert settings_of(leaking.run_dir).pop("train.packing") is True
+    assert read_json(leaking.run_dir / "decisions.json")["packing"]["safe"] is False
+    log = (leaking.run_dir / "run.log").read_text()
+    assert "packing off: " in log
+    assert ("no argument position_ids" in log) == isinstance(outcome, Exception)
+    for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):
+        assert leaking.series(key) == apart.series(key), key
+    weights = [weights_of(result) for result in (leaking, apart)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_resumed_run_keeps_its_packing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = open_config(tiny_model, tmp_path / "run", save_strategy="steps", save_steps=2)
+    whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
+    cogumi.train(config, cogumi__sanity=2)
+    monkeypatch.setattr("cogumi.methods.auto_settings.SAVED_TOKENS", 1.0)  # would not be chosen today
+    resumed = cogumi.train(config)
+    assert "chosen: train.packing: True (as when the run began)" in (resumed.run_dir / "run.log").read_text()
+    weights = [weights_of(result) for result in (whole, resumed)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_run_that_began_unpacked_resumes_unpacked(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = open_config(tiny_model, tmp_path / "run", save_strategy="steps", save_steps=2)
+    with monkeypatch.context() as before:
+        before.setattr("cogumi.methods.auto_settings.SAVED_TOKENS", 1.0)
+        cogumi.train(config, cogumi__sanity=2)
+    resumed = cogumi.train(config)
+    assert "train.packing" not in settings_of(resumed.run_dir)
+    assert "packing" not in read_json(resumed.run_dir / "decisions.json")

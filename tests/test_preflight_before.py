@@ -14,11 +14,13 @@ import pytest
 import yaml
 from builders import run_config
 from transformers import AutoTokenizer, LlamaConfig
+from trl import pack_dataset
 
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_section
+from cogumi.data.packing import with_labels
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import Target, find_target
 from cogumi.forecast.run_forecast import forecast_in_worker, forecast_lines, forecast_run
@@ -211,9 +213,8 @@ def test_a_run_is_forecast_with_all_of_its_data(asked: Asked) -> None:
     assert actual.mean == pytest.approx(sum(lengths) / len(lengths))
     assert actual.examples_per_row is None
     run.train |= {"packing": True, "max_length": 160}
-    assert data_sample.measure_data(run, data, tokenizer).examples_per_row == data_sample.examples_per_row(
-        run, data.dataset
-    )
+    packed = pack_dataset(with_labels(data.dataset), 160)
+    assert data_sample.measure_data(run, data, tokenizer).examples_per_row == len(data.dataset) / len(packed)
 
 
 def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from transformers import (
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
+from cogumi.data.rows import Lengths
+from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.memory_forecast import Target, find_target, planned_work
 from cogumi.forecast.preflight_report import Line, PreflightReport
 from cogumi.forecast.run_forecast import choose_for_target, forecast_run
@@ -365,7 +367,8 @@ def test_every_weight_is_trained_in_float32_on_a_named_card(
 ) -> None:
     run = run_of({"tuning": tuning})
     config = AutoConfig.from_pretrained(tiny_model)
-    _, load, _ = choose_for_target(run, read_base(str(tiny_model)), 64, find_target("h100 sxm"))
+    sample = DataSample(1, 1, 0, {}, Lengths([64]), 1, 1, None)
+    _, load, _ = choose_for_target(run, read_base(str(tiny_model)), sample, find_target("h100 sxm"))
     adapter = 8 * load.trained if tuning == "lora" else 0
     assert load.weights == bytes_of_a_weight * meta_model(config).num_parameters() + adapter
 

@@ -11,11 +11,13 @@ from builders import run_config
 
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
-from cogumi.core.run_directory import read_json
+from cogumi.core.errors import UsageError
+from cogumi.core.run_directory import read_json, write_json
 from cogumi.forecast.memory_forecast import planned_work
 from cogumi.methods import auto_settings, gspo
 from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose, load_of, with_values
 from cogumi.methods.examples import longest_example
+from cogumi.methods.step_split import split_step
 from cogumi.models.loading import read_base
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import ModelShape
@@ -158,8 +160,6 @@ def test_the_forecast_counts_the_step_of_packed_rows_once() -> None:
 
 
 def test_a_resumed_run_keeps_its_micro_batch_with_other_processes(tiny_model: Path, tmp_path: Path) -> None:
-    from cogumi.core.run_directory import write_json
-
     write_json(tmp_path / "decisions.json", {"settings": [{"key": MICRO_BATCH, "value": 4, "reason": "then"}]})
     for accumulated, size in ((4, 4), (3, 2)):  # 24 examples a step, and 18 where they are shared by others
         run = run_of(per_device_train_batch_size=6, gradient_accumulation_steps=accumulated)
@@ -210,6 +210,115 @@ def test_the_chosen_micro_batch_trains_the_same_step(
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=2e-6)
 
 
+def planned(step: int, method: str = "sft", processes: int = 1, **train: Any) -> RunConfig:
+    """A run with `cogumi.examples_per_step`, as one of its processes trains it."""
+    options = {"method": method, "examples_per_step": step, "processes": processes}
+    data = {"source": "x", "format": "preference" if method == "dpo" else "chat"}
+    run = load_config({"model": {"name": "x"}, "data": data, "train": train, "cogumi": options})
+    return split_step(run, processes)
+
+
+@pytest.mark.parametrize("machine", [CPU, T4, A100_40, H100, Machine("H200", (9, 0), 139 * GIB)])
+@pytest.mark.parametrize("train", [{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": False}], ids=str)
+@pytest.mark.parametrize("step", [1, 12, 64])
+def test_the_micro_batch_of_a_step_is_the_largest_that_fits(step: int, train: dict[str, Any], machine: Machine) -> None:
+    run, usable = planned(step, **train), int(0.7 * max(0, machine.free_bytes - 14 * GIB - 8 * 42_000_000))
+    sizes = [size for size in range(1, step + 1) if step % size == 0]
+    asked = load(weights=14 * GIB, micro_batch=step, length=2048, splits=tuple(sizes[-2::-1]))
+    values = decided(run, machine, asked)
+    chosen = with_values(run, choose(run, machine, asked)).train
+    size = values[MICRO_BATCH]
+    assert (chosen["per_device_train_batch_size"], chosen["gradient_accumulation_steps"]) == (size, step // size)
+
+    def largest(checkpointing: bool) -> int:
+        return max((n for n in sizes if load(micro_batch=n, length=2048).step(checkpointing) <= usable), default=0)
+
+    twice = train.get("gradient_checkpointing", values.get(CHECKPOINTING))
+    assert size == (largest(twice) or 1)
+    assert train or twice == (largest(False) == 0)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_examples_per_step_is_the_batch_set_by_hand(
+    method: str, tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3, "optim": "adamw_torch", "max_length": 160}
+    config = config_of(tiny_model, code_parquet, tmp_path, **train)
+    if method == "dpo":
+        pairs = [
+            {"prompt": f"def f{i}(x", "chosen": f"): return {i}\n", "rejected": ")\n" * (1 + i)} for i in range(24)
+        ]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        config["data"] = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "eval_rows": 0}
+    config["cogumi"]["method"] = method
+    config["train"] |= {"gradient_checkpointing": True, "gradient_accumulation_steps": 4}
+    by_hand = cogumi.train(config, cogumi__run_dir=str(tmp_path / "hand"))  # 2 x 4
+
+    for key in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+        del config["train"][key]
+    config["cogumi"]["examples_per_step"] = 8
+    config["train"]["save_strategy"], config["train"]["save_steps"] = "steps", 1
+    once = load_of(split_step(load_config(config), 1), str(tiny_model))
+    two = auto_settings.replace(once, micro_batch=once.micro_batch // 4).step(checkpointing=True)
+    free = once.weights + 8 * once.trained + int(two / auto_settings.MARGIN) + 1000
+    with monkeypatch.context() as small:
+        small.setattr(Machine, "here", classmethod(lambda *_: Machine("T4", (7, 5), free)))
+        cogumi.train(config, cogumi__run_dir=str(tmp_path / "counted"), cogumi__sanity=1)
+    counted = cogumi.train(config, cogumi__run_dir=str(tmp_path / "counted"))  # resumed with more memory
+    log = (counted.run_dir / "run.log").read_text()
+    assert (
+        "chosen: train.per_device_train_batch_size: 2 (the step of 8 x 1 examples in micro-batches of 2, with comput"
+        in log
+    )
+    assert "chosen: train.per_device_train_batch_size: 2 (as when the run began)" in log
+    assert "per_device" not in (counted.run_dir / "config.yaml").read_text()
+    for name in ("loss", "grad_norm"):
+        assert counted.series(name) == by_hand.series(name), name
+    (tmp_path / "counted" / "DONE").unlink(missing_ok=True)
+    write_json(tmp_path / "counted" / "status.json", {"state": "running"})
+    with pytest.raises(UsageError, match="examples_per_step: 8 there, 16 here"):
+        cogumi.train(config, cogumi__run_dir=str(tmp_path / "counted"), cogumi__examples_per_step=16)
+
+
+def test_a_planned_step_is_shared_by_processes() -> None:
+    run = planned(24, processes=4)
+    assert (run.train["per_device_train_batch_size"], run.train["gradient_accumulation_steps"]) == (6, 1)
+    fixed = planned(24, processes=4, per_device_train_batch_size=4)
+    assert (fixed.train["per_device_train_batch_size"], fixed.train["gradient_accumulation_steps"]) == (3, 2)
+    alone = planned(24, per_device_train_batch_size=4)
+    assert (alone.train["per_device_train_batch_size"], alone.train["gradient_accumulation_steps"]) == (4, 6)
+    assert MICRO_BATCH not in decided(alone, CPU, SMALL)
+    with pytest.raises(UsageError, match=r"a step of 24 .* by 5 processes.*let cogumi.examples_per_step be 20 or 25"):
+        planned(24, processes=5)
+
+
+@pytest.mark.parametrize(
+    ("cogumi_section", "train", "message"),
+    [
+        (
+            {"method": "gspo"},
+            {},
+            "examples_per_step would be ignored: for cogumi.method: gspo it is cogumi.docs_per_step",
+        ),
+        (
+            {},
+            {"gradient_accumulation_steps": 2},
+            "train.gradient_accumulation_steps and cogumi.examples_per_step decide the same",
+        ),
+        ({}, {"auto_find_batch_size": True}, "train.auto_find_batch_size and cogumi.examples_per_step decide the same"),
+        ({}, {"per_device_train_batch_size": 5}, "16 is no whole number of micro-batches of 5; set 20, or drop"),
+        ({}, {"per_device_train_batch_size": 32}, "16 is no whole number of micro-batches of 32; set 32, or drop"),
+        ({"examples_per_step": 0}, {}, "cogumi.examples_per_step = 0"),
+    ],
+)
+def test_a_step_that_is_said_twice_is_refused(cogumi_section: Any, train: Any, message: str) -> None:
+    options = {"method": "sft", "examples_per_step": 16} | cogumi_section
+    with pytest.raises(UsageError) as caught:
+        load_config({"model": {"name": "x"}, "data": {"source": "x"}, "train": train, "cogumi": options})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("data", "train", "tokens"),
     [
@@ -246,8 +355,6 @@ def test_a_run_says_what_was_chosen_and_why(tiny_model: Path, code_parquet: Path
 
 
 def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
-    from cogumi.core.run_directory import write_json
-
     run = load_config(config_of(tiny_model, code_parquet, tmp_path))
     then = [{"key": "train.gradient_checkpointing", "value": True, "reason": "then"}]
     write_json(tmp_path / "decisions.json", {"settings": then})

@@ -210,6 +210,8 @@ class CogumiSection(Section):
     """gspo: completions per optimizer step. Batch and accumulation follow from it exactly, or the run is refused."""
     prompts_per_step: int | None = Field(default=None, gt=0)
     """gspo: the same in prompts, each with `train.num_generations` completions."""
+    examples_per_step: int | None = Field(default=None, gt=0)
+    """sft, dpo: examples (dpo: pairs) per step of all processes. Micro-batch and accumulation follow from the memory."""
     behaviour_logps: Literal["trainer", "rollout"] = "trainer"
     """gspo: whose log-probabilities the ratio is taken against: the trainer's own, computed again, or the sampler's."""
     sampler_weights: Literal["merged", "adapter"] = "merged"
@@ -357,6 +359,7 @@ def read_config(
     if run.cogumi.run_dir is None:
         run.cogumi.run_dir = Path("runs", "run" if isinstance(config, Mapping) else Path(origins.label).stem)
     bind_sections(run, origins)
+    refuse_other_step(run, origins)
     refuse_unknown_names(run, origins)
     return run, origins
 
@@ -411,6 +414,8 @@ def refuse_ignored(run: RunConfig, origins: Origins) -> None:
     )
     if run.cogumi.method != "gspo":
         ignored = {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
+    else:
+        ignored["cogumi.examples_per_step"] = "for cogumi.method: gspo it is cogumi.docs_per_step"
     if formats == {"fim"}:
         ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
         ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"
@@ -422,6 +427,19 @@ def refuse_ignored(run: RunConfig, origins: Origins) -> None:
         section = reduce(getattr, way, run)
         if getattr(section, name) != type(section).model_fields[name].default:
             raise origins.error(f"{key} would be ignored: {why}", key, "drop it")
+
+
+def refuse_other_step(run: RunConfig, origins: Origins) -> None:
+    """Raise UsageError for keys of `train:` that decide the same as `cogumi.examples_per_step`, or do not divide it."""
+    step, batch = run.cogumi.examples_per_step, run.train.get("per_device_train_batch_size")
+    for key in ("gradient_accumulation_steps", "auto_find_batch_size") if step else ():
+        if run.train.get(key):
+            message = f"train.{key} and cogumi.examples_per_step decide the same"
+            raise origins.error(message, f"train.{key}", "drop one of the two")
+    if step and batch and step % batch:
+        message = f"cogumi.examples_per_step {step} is no whole number of micro-batches of {batch}"
+        fix = f"set {step + batch - step % batch}, or drop train.per_device_train_batch_size"
+        raise origins.error(message, "cogumi.examples_per_step", fix)
 
 
 def refuse_unknown_names(run: RunConfig, origins: Origins) -> None:

@@ -21,6 +21,7 @@ from cogumi.core.errors import UsageError
 # What a detached process keeps in the directory of its run, from before there is a run in it.
 CONSOLE, START = "console.log", "start.json"
 DECISIONS, FORECAST = "decisions.json", "forecast.json"  # read and written by sections
+SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
 SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the training, on the way and at its end
 ROLLOUTS = "rollouts.jsonl"
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.

@@ -7,10 +7,12 @@ lets examples read each other: `probe_packing` measures this.
 """
 
 import logging
+import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice, repeat
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +20,7 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 
+from cogumi.data.rows import Lengths
 from cogumi.patches.trl_internals import attention_of
 
 log = logging.getLogger("cogumi")
@@ -29,6 +32,7 @@ PROBED_DOCUMENTS = DRAWS * len(DOCUMENT_TOKENS) ** 2
 # Bounds of rounding: multiples of the distance between two batch shapes of the same documents, and of the epsilon of the
 # dtype times the largest logit, in case the two shapes agree bit for bit.
 MEASURED_MULTIPLE, EPSILON_MULTIPLE = 4, 4
+PACKED_AT_ONCE = 1000  # examples that `trl.pack_dataset` sorts by length: the batch of `Dataset.map`
 
 
 def wants_one_sequence(model: Any) -> bool:
@@ -119,6 +123,19 @@ def with_labels(examples: Dataset) -> Dataset:
 
     labelled = examples.with_format("arrow").map(label, batched=True, remove_columns=examples.column_names)
     return labelled.with_format(None)
+
+
+def count_per_row(lengths: Lengths, row: int) -> float:
+    """Return how many examples TRL's `bfd` puts into a row of `row` tokens: by as many as it packs at once, of all lengths."""
+    step = math.ceil(lengths.total() / PACKED_AT_ONCE)
+    in_order = chain.from_iterable(repeat(length, lengths[length]) for length in sorted(lengths))
+    sample = list(islice(in_order, step // 2, None, step))
+    rooms: list[int] = []  # what is left of each row, in order
+    for length in reversed(sample):
+        at = bisect_left(rooms, length)
+        room = rooms.pop(at) if at < len(rooms) else row
+        insort(rooms, room - length)
+    return len(sample) / len(rooms)
 
 
 def rows_per_step(examples_per_row: float, micro_batch: int, accumulation: int) -> tuple[int, int]:

@@ -207,6 +207,12 @@ class Lengths(Counter[int]):
         cumulative = accumulate(self[length] for length in lengths)
         return next((length for length, count in zip(lengths, cumulative, strict=True) if count >= rank), 0)
 
+    def longest_of(self, count: int) -> float:
+        """Return the mean length of the longest of `count` examples that are drawn at random."""
+        lengths, total = sorted(self), self.total()
+        shares = [(cumulative / total) ** count for cumulative in accumulate(self[length] for length in lengths)]
+        return sum(length * (b - a) for length, a, b in zip(lengths, [0.0, *shares[:-1]], shares, strict=True))
+
     def buckets(self, most: int) -> list[tuple[int, int, int]]:
         """Return (first length, last length, examples) of at most `most` buckets of equal width, from 0."""
         if not self:

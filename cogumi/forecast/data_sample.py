@@ -13,7 +13,7 @@ from datasets import Dataset
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.data.cache import Data, Source
-from cogumi.data.packing import with_labels
+from cogumi.data.packing import count_per_row
 from cogumi.data.rows import Lengths, decode_rows, token_lengths
 from cogumi.data.selection import held_out_rows
 from cogumi.forecast.preflight_report import Line
@@ -68,7 +68,6 @@ def sample_data(run: RunConfig, tokenizer: Any, base_config: Any = None) -> Data
     looked_at = examples = truncated = rows = 0
     dropped: Counter[str] = Counter()
     lengths: list[int] = []
-    tables = []
     sources = [pair for pair in sources_of(run, tokenizer, base_config) if pair[0].weight]
     for source, _ in sources:
         first = first_rows(source, SAMPLED_ROWS // len(sources))
@@ -82,7 +81,6 @@ def sample_data(run: RunConfig, tokenizer: Any, base_config: Any = None) -> Data
             lengths += prompt_lengths(run, list(prompts), tokenizer)
         else:
             lengths += token_lengths(chunk.table)
-        tables.append(chunk.table)
         rows += sum(map(count_rows, source.files))
     if not examples:
         reasons = ", ".join(f"{count:,} are {reason}" for reason, count in dropped.items())
@@ -92,7 +90,7 @@ def sample_data(run: RunConfig, tokenizer: Any, base_config: Any = None) -> Data
         0, round((rows - held_out_rows(rows, 0 if run.data.eval_source else run.data.eval_rows)) * run.data.fraction)
     )
     trained = round(min(chosen, run.data.max_rows or chosen) * examples / looked_at)
-    packed = examples_per_row(run, Dataset(tables[0]))
+    packed = examples_per_row(run, Lengths(lengths))
     return DataSample(looked_at, examples, truncated, dropped, Lengths(lengths), rows, trained, packed)
 
 
@@ -103,7 +101,7 @@ def measure_data(run: RunConfig, data: Data, tokenizer: Any) -> DataSample:
         spread = data.dataset.select(range(0, examples, max(1, examples // SAMPLED_ROWS)))
         lengths = Lengths(prompt_lengths(run, list(spread["prompt"]), tokenizer))
     dropped = {reason: rows_dropped.count for reason, rows_dropped in data.dropped.items()}
-    packed = examples_per_row(run, data.dataset.select(range(min(SAMPLED_ROWS, examples))))
+    packed = examples_per_row(run, lengths)
     return DataSample(data.total, examples, data.truncated, dropped, lengths, data.total, examples, packed)
 
 
@@ -131,14 +129,11 @@ def count_rows(file: Path) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: lines.read(2**20), b""))
 
 
-def examples_per_row(run: RunConfig, examples: Dataset) -> float | None:
-    """Return how many examples packing puts into a row, by a sample; None where rows are not packed."""
-    from trl import pack_dataset
-
-    if not run.train.get("packing") or run.cogumi.method != "sft":
+def examples_per_row(run: RunConfig, lengths: Lengths) -> float | None:
+    """Return how many examples packing puts into a row; None where rows are not packed."""
+    if not run.train.get("packing") or run.cogumi.method != "sft" or not lengths:
         return None
-    length = int(run.train.get("max_length") or longest_example(run))
-    return len(examples) / len(pack_dataset(with_labels(examples), length, run.train.get("packing_strategy") or "bfd"))
+    return count_per_row(lengths, int(run.train.get("max_length") or longest_example(run)))
 
 
 def describe_data(sample: DataSample, run: RunConfig) -> Line:

@@ -303,7 +303,7 @@ def smaller_rollout(run: RunConfig, work: StepShape, documents: int) -> str:
 def smaller_micro_batch(run: RunConfig, documents: int, rows: int) -> str:
     """Return the same step in micro-batches of so many rows; GSPO's planner decides the accumulation by itself."""
     smaller = f"train.per_device_train_batch_size: {rows}"
-    if is_planned(run):
+    if is_planned(run) or run.cogumi.examples_per_step is not None:
         return smaller
     accumulated = run.cogumi.process_count * documents // rows  # the YAML's step is that of all processes
     return f"{smaller} and train.gradient_accumulation_steps: {accumulated}"

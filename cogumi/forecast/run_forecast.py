@@ -32,8 +32,9 @@ from cogumi.forecast.vllm_forecast import choose_with_engine, describe_sampler, 
 from cogumi.health.rules import FEW_LOSS_ROWS
 from cogumi.merge.logits import WORKING_BYTES
 from cogumi.methods import gspo
-from cogumi.methods.auto_settings import MOMENTS, Choice, Load, load_of, with_values
+from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose_packing, load_of, with_values
 from cogumi.methods.dpo import REFERENCE
+from cogumi.methods.examples import longest_example
 from cogumi.methods.preparation import check_base, check_settings, find_merge_base, load_run_tokenizer, prepare_base
 from cogumi.methods.sampler import sampler_settings
 from cogumi.methods.step_split import is_planned, split_step
@@ -106,6 +107,8 @@ def forecast_run(
     measured = measure_steps(requested, train) if train is not None else None
     lines = [describe_stack()] if here else []
     lines.append(describe_backend(run, base.config, other_machine=not here))
+    if run.cogumi.method == "sft" and not lines[-1].figure.startswith("trl"):
+        run.train.setdefault("packing", False)  # unsloth may train, for which packing is not chosen
     apart = apart or torch.cuda.is_available() or unsloth_rl.is_in_place()
     forecast = forecast_in_worker if apart else forecast_lines
     forecast_of_run, figures = forecast(run, base, sample, target, measured)
@@ -170,7 +173,7 @@ def forecast_lines(
         text = f"several processes are not forecast: the figures are for one of {processes}"
         lines.append(Line("processes", f"{text}, without what they exchange", "unknown"))
     holds_share = processes > 1 and yaml_run.cogumi.sharding != "none"
-    chosen_run, load, choices = choose_for_target(yaml_run, base, sample.longest, target)
+    chosen_run, load, choices = choose_for_target(yaml_run, base, sample, target)
     if yaml_run.model.quantization_config is not None or quantization_of(base_config) is not None:
         dtype = weights_dtype(target, yaml_run.model.dtype)
         lines.append(describe_weights(base_config, dtype, yaml_run.model.quantization_config))
@@ -234,14 +237,15 @@ def describe_weights(base_config: Any, dtype: torch.dtype, quantization: dict[st
 
 
 def choose_for_target(
-    run: RunConfig, base: RunBase, longest: int, target: Target
+    run: RunConfig, base: RunBase, sample: DataSample, target: Target
 ) -> tuple[RunConfig, Load, list[Choice]]:
     """Return the run with its open settings chosen as the target would; its load; and the choices."""
     run_there = run.model_copy(deep=True)
     if run_there.model.dtype == "auto" and run_there.cogumi.tuning != "full":  # every weight is trained in float32 then
         run_there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
     load = load_of(run_there, base)
-    choices = choose_with_engine(run_there, target.machine, load, base.config, lambda: longest)
+    choices = choose_with_engine(run_there, target.machine, load, base.config, lambda: sample.longest)
+    choices += choose_packing(with_values(run, choices), base.config, sample.lengths, sample.trained)
     return with_values(run, choices), load, choices
 
 
@@ -255,10 +259,10 @@ def plan_work(
             batch, _ = gspo.batch_for(run, config, weights_dtype(target, run.model.dtype).itemsize, longest, free)
             run = gspo.with_batch(run, batch)
         return run, memory_forecast.planned_work(run, longest)
-    limit = run.train.get("max_length")
-    packed = sample.examples_per_row if limit else None
+    packed = sample.examples_per_row
+    limit = run.train.get("max_length") or (longest if packed is None else longest_example(run))
     # The sample may not hold the longest example of all.
-    return run, memory_forecast.planned_work(run, int(limit or longest), packed)
+    return run, memory_forecast.planned_work(run, int(limit), packed)
 
 
 # --------------------------------------------------------------------------------------------------------- time and money

@@ -217,12 +217,12 @@ class Sentinel(TrainerCallback):
 
 def setting_of(trainer: Any, method: str) -> RunSettings:
     args = trainer.args
-    loss = getattr(args, "loss_type", "")
+    loss, rows = getattr(args, "loss_type", ""), args.per_device_train_batch_size * args.gradient_accumulation_steps
     return RunSettings(
         method=method,
         learning_rate=args.learning_rate,
         max_steps=args.max_steps,
-        examples_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        examples_per_step=getattr(trainer, "examples_per_step", rows) * args.world_size,
         vocabulary=trainer.model.get_input_embeddings().num_embeddings,
         loss=",".join(loss) if isinstance(loss, list) else str(loss),
         fp16=args.fp16,

@@ -21,9 +21,12 @@ from cogumi.config.presets import CORRECTION, OURS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import format_memory
-from cogumi.core.run_directory import DECISIONS, read_section, write_section
+from cogumi.core.run_directory import DECISIONS, SETTINGS, read_section, write_section
+from cogumi.data.packing import count_per_row, rows_per_step
+from cogumi.data.rows import Lengths
 from cogumi.methods import gspo
 from cogumi.methods.examples import longest_example
+from cogumi.methods.sft import CLOSE
 from cogumi.methods.step_split import batch_of, is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.models.base import RunBase, meta_model
@@ -39,7 +42,6 @@ from cogumi.rl.watch import PREFIX, watch
 from cogumi.stack.probes import flash_attention
 
 log = logging.getLogger("cogumi")
-SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
 ALLOCATOR, SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", ALLOCATOR)
 MARGIN = 0.7  # of what is free beside the weights: what activations may take for layers not to be computed twice
@@ -49,6 +51,9 @@ PADDED_SHARE = 4  # without packing an example is assumed to fill a quarter of t
 # Of DPO, losses that sort a micro-batch or average over its tokens; and settings by which the batch picks the examples.
 UNSPLIT_LOSSES = frozenset({"aot", "aot_unpaired", "sft"})
 UNSPLIT_SETTINGS = ("auto_find_batch_size", "dataloader_drop_last", "train_sampling_strategy")
+SAVED_TOKENS = 0.2  # share of a step's tokens, padding included, above which packing is chosen
+# With these it is not: neftune's noise depends on the length of a row, and smoothing is a mean over a micro-batch.
+UNPACKED_SETTINGS = ("padding_free", "eval_packing", "neftune_noise_alpha", "label_smoothing_factor")
 ADAPTER_BYTES, MOMENTS, MOMENTS_8BIT = 8, 8, 2  # per trained weight: an adapter's own float32 and gradient; two moments
 ATTENTION = "model.attn_implementation"
 NOISE, ROUNDING = "ratio_noise", f"{PREFIX}clipped_by_rounding"  # of decisions.json, and of the metrics
@@ -113,6 +118,10 @@ class Load:
         """Bytes that one micro-batch takes beside weights and optimizer."""
         return step_bytes(self.micro_batch, self.shape, self.length, self.element, checkpointing)
 
+    def room(self, machine: Machine) -> int:
+        """Bytes that are free beside weights and optimizer."""
+        return max(0, machine.free_bytes - self.weights - MOMENTS * self.trained)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -169,7 +178,7 @@ def choose_correction(run: RunConfig) -> list[Choice]:
 
 def is_open(run: RunConfig, key: str) -> bool:
     if key == MICRO_BATCH:  # the step is the user's; how it is cut belongs to checkpointing, also where a size is set
-        key = "train.gradient_checkpointing"
+        return run.cogumi.examples_per_step is not None or is_open(run, "train.gradient_checkpointing")
     section, _, name = key.partition(".")
     if key == ATTENTION and unsloth_rl.is_in_place():
         return False  # unsloth drops it, and dispatches each call itself
@@ -193,37 +202,77 @@ def attention(machine: Machine, load: Load) -> Choice:
 
 
 def micro_batch(run: RunConfig, machine: Machine, load: Load) -> tuple[list[Choice], Load]:
-    """Choose a smaller micro-batch for the same step if only that fits without gradient checkpointing."""
-    batch, accumulated = batch_of(run)
-    if machine.capability is not None and is_open(run, MICRO_BATCH) and gradient_checkpointing(machine, load).value:
-        for size in load.splits:
-            smaller = replace(load, micro_batch=load.micro_batch // batch * size)
-            if not gradient_checkpointing(machine, smaller).value:
-                step = f"the step of {batch} x {accumulated} examples in {batch * accumulated // size} micro-batches"
-                return [Choice(MICRO_BATCH, size, f"{step}, without computing layers twice")], smaller
-    return [], load
+    """Choose a smaller micro-batch for the same step if only that fits without gradient checkpointing.
+
+    Of `cogumi.examples_per_step` it is the largest that fits: without checkpointing, or else with it.
+    """
+    (batch, accumulated), twice = batch_of(run), run.train.get("gradient_checkpointing")
+    parts = {n: replace(load, micro_batch=load.micro_batch // batch * n) for n in range(batch, 0, -1) if batch % n == 0}
+    tries = [(n, False) for n in load.splits]
+    if is_planned := run.cogumi.examples_per_step is not None:
+        tries = [(n, False) for n in (batch, *load.splits) if twice is None] + [(n, twice is not False) for n in parts]
+    elif machine.capability is None or not is_open(run, MICRO_BATCH) or not gradient_checkpointing(machine, load).value:
+        return [], load
+    room = int(MARGIN * load.room(machine))
+    fitting = [(n, again) for n, again in tries if parts[n].step(again) <= room] or tries[-1:] * is_planned
+    if not fitting:
+        return [], load
+    size, again = fitting[0]
+    step = f"the step of {batch} x {accumulated} examples in micro-batches of {size}"
+    return [Choice(MICRO_BATCH, size, f"{step}, with{'' if again else 'out'} computing layers twice")], parts[size]
+
+
+def choose_packing(run: RunConfig, config: Any, lengths: Lengths, examples: int) -> list[Choice]:
+    """Choose packing where it saves SAVED_TOKENS, and steps, their examples and the memory stay what they are.
+
+    run: with its other choices made. Neither they nor the forecast depend on packing, which a leak turns off
+    (`cogumi.methods.sft.decide_packing`). lengths: of `examples` examples, or of a sample.
+    """
+    is_trl_sft = run.cogumi.method == "sft" and run.cogumi.backend != "unsloth" and not unsloth_rl.is_in_place()
+    is_excluded = any(map(run.train.get, UNPACKED_SETTINGS)) or run.train.get("packing_strategy") not in (None, "bfd")
+    if (
+        not (is_trl_sft and lengths and is_open(run, "train.packing") and is_same_when_split(run, config))
+        or is_excluded
+    ):
+        return []
+    row, (batch, accumulated) = lengths.quantile(1.0), batch_of(run)  # no more rows than examples are no more memory
+    per_row, step = count_per_row(lengths, row), batch * accumulated
+    rows, micro_batches = rows_per_step(per_row, batch, accumulated)
+    packed_step = rows * micro_batches * per_row
+    steps, packed_steps = (math.ceil(examples / size / run.cogumi.process_count) for size in (step, packed_step))
+    is_close = abs(packed_step - step) <= CLOSE * step and abs(packed_steps - steps) <= CLOSE * steps
+    padded, packed = lengths.longest_of(batch), row / per_row  # tokens of an example
+    if not is_close or packed >= (1 - SAVED_TOKENS) * padded:
+        return []
+    why = f"in rows of {row:,} an example takes {packed:,.0f} tokens, and {padded:,.0f} with padding"
+    return [Choice("train.packing", True, f"{why}; a step has {packed_step:.1f} examples, and {step} were asked for")]
+
+
+def is_same_when_split(run: RunConfig, config: Any) -> bool:
+    """Return whether other micro-batches give the same optimizer step: its loss is a sum over tokens or pairs.
+
+    It is not with a router's loss or UNSPLIT_LOSSES. Shards are gathered for each micro-batch.
+    """
+    train, router, losses = run.train, run.train.get("router_aux_loss_coef"), run.train.get("loss_type") or ()
+    if router is None:
+        router = getattr(config.get_text_config(), "router_aux_loss_coef", 0)
+    if run.cogumi.method == "dpo" and UNSPLIT_LOSSES.intersection([losses] if isinstance(losses, str) else losses):
+        return False
+    return not (router or any(map(train.get, UNSPLIT_SETTINGS)) or run.cogumi.sharding != "none")
 
 
 def same_step_splits(run: RunConfig, config: Any, length: int) -> tuple[int, ...]:
-    """Divisors of the batch that give the same optimizer step, largest first: its loss is a sum over tokens or pairs.
-
-    Empty where it is not (the router's loss, UNSPLIT_LOSSES), and for shards, which are gathered for each micro-batch.
-    """
-    train, dpo, (batch, _) = run.train, run.cogumi.method == "dpo", batch_of(run)
-    router, losses = train.get("router_aux_loss_coef"), train.get("loss_type") or ()
-    if router is None:
-        router = getattr(config.get_text_config(), "router_aux_loss_coef", 0)
-    if dpo and UNSPLIT_LOSSES.intersection([losses] if isinstance(losses, str) else losses):
+    """Return the divisors of the batch that give the same optimizer step, MIN_TOKENS at least at a time, largest first."""
+    batch, _ = batch_of(run)
+    if run.cogumi.method == "gspo" or not is_same_when_split(run, config):
         return ()
-    if router or any(map(train.get, UNSPLIT_SETTINGS)) or run.cogumi.method == "gspo" or run.cogumi.sharding != "none":
-        return ()
-    tokens = length * (2 if dpo else 1) // (1 if train.get("packing") else PADDED_SHARE)
+    tokens = length * (2 if run.cogumi.method == "dpo" else 1) // (1 if run.train.get("packing") else PADDED_SHARE)
     return tuple(size for size in range(batch - 1, 0, -1) if batch % size == 0 and size * tokens >= MIN_TOKENS)
 
 
 def gradient_checkpointing(machine: Machine, load: Load) -> Choice:
     """Gradient checkpointing, off where everything fits with a margin: it costs about a third of the time."""
-    room = max(0, machine.free_bytes - load.weights - MOMENTS * load.trained)
+    room = load.room(machine)
     needed = load.step(checkpointing=False)
     activations = f"{load.micro_batch} x {load.length} tokens are estimated at {format_memory(needed)} of activations"
     why = f"{activations}, {format_memory(load.step(True))} with it; {format_memory(room)} are free beside the weights"

@@ -11,7 +11,8 @@ import torch
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import DECISIONS, read_section, write_section
+from cogumi.core.formatting import one_line
+from cogumi.core.run_directory import DECISIONS, SETTINGS, read_section, write_section
 from cogumi.data.packing import (
     PROBED_DOCUMENTS,
     collate_rows_apart,
@@ -52,12 +53,14 @@ def arguments(run: RunConfig) -> dict[str, Any]:
 def build_trainer(run: RunConfig, ranks: Ranks | None = None, **common: Any) -> Any:
     import trl  # looked up here: unsloth may have put its own trainer on the module
 
+    examples = common["args"].per_device_train_batch_size * common["args"].gradient_accumulation_steps
     if run.train.get("packing") or run.train.get("padding_free"):
         common |= pack_datasets(run, ranks or Ranks(), **common)
     # TRL warns of packing with any attention but flash attention. Whether this model keeps examples apart was measured.
     trl_log = logging.getLogger("trl.trainer.sft_trainer")
     trl_log.addFilter(lambda record: "supported Flash Attention variant" not in record.getMessage())
-    trainer = trl.SFTTrainer(**common)
+    trainer: Any = trl.SFTTrainer(**common)
+    trainer.examples_per_step = examples  # of a process, however many share a row
     end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
     if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.is_in_place():
         trainer.data_collator = partial(collate_rows_apart, trainer.data_collator)
@@ -96,6 +99,11 @@ def learned_labels(batch: dict[str, Any]) -> torch.Tensor:
     return (labels != -100) & ~starts.to(labels.device)
 
 
+def is_packing_chosen(run: RunConfig) -> bool:
+    """Return whether the run chose packing: rows are then as long as the longest example, not `train.max_length`."""
+    return any(choice["key"] == "train.packing" for choice in read_section(run.run_dir / DECISIONS, SETTINGS))
+
+
 def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, tokenizer: Any) -> dict[str, Any]:
     """Measure whether rows may be packed; a resumed run keeps its first decision."""
     if args.packing and args.packing_strategy == "wrapped":
@@ -106,8 +114,12 @@ def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, to
         log.info("packing: %s, as when the run began", "on" if decided["safe"] else "off")
         return decided
     documents = [train_dataset[i]["input_ids"] for i in range(min(PROBED_DOCUMENTS, len(train_dataset)))]
-    with preserve_rng_and_mode(model):
-        distance, bound = probe_packing(model.eval(), documents, tokenizer.pad_token_id)
+    try:
+        with preserve_rng_and_mode(model):
+            distance, bound = probe_packing(model.eval(), documents, tokenizer.pad_token_id)
+    except Exception as error:  # noqa: BLE001  unpacked it may train
+        log.warning("packing off: this model does not take packed rows: %s", one_line(error))
+        return {"safe": False, "error": one_line(error)}
     safe = distance <= bound  # NaN is not safe
     if not safe:
         log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
@@ -139,10 +151,13 @@ def pack_datasets(
     write_section(place, PACKING, decided)
     if decided["safe"] is False:
         args.packing = args.padding_free = False
+        args.max_length = arguments(run.model_copy(update={"train": run.train | {"packing": False}}))["max_length"]
     if not args.packing:  # of padding_free alone batches stay as they are
         return {"args": args}
-    length = args.max_length
-    packed = pack_dataset(with_labels(train_dataset), length, args.packing_strategy)
+    labelled, length = with_labels(train_dataset), args.max_length
+    if is_packing_chosen(run):
+        length = pc.max(pc.list_value_length(labelled.data.column("input_ids"))).as_py()
+    packed = pack_dataset(labelled, length, args.packing_strategy)
     examples_per_row = len(train_dataset) / len(packed)
     tokens = pc.sum(pc.list_value_length(packed.data.column("input_ids"))).as_py()
     efficiency = tokens / (len(packed) * length)  # the share of the slots of full rows that holds a token
@@ -159,8 +174,8 @@ def pack_datasets(
     log.info("packing: asked %d examples a step; %.1f examples a row, %d rows a step (%d x %d accumulated) = %.1f examples",
              requested, examples_per_row, rows, at_once, accumulated, per_step)  # fmt: skip
     if abs(per_step - requested) > CLOSE * requested:
-        log.warning("packing: a step of %.1f examples is not the %d that were asked for; shorten train.max_length %d for rows "
-                    "of fewer examples", per_step, requested, length)  # fmt: skip
+        log.warning("packing: a step of %.1f examples is not the %d that were asked for, in rows of %d tokens; shorten "
+                    "train.max_length, or set train.packing: false", per_step, requested, length)  # fmt: skip
     figures = {"examples": len(train_dataset), "rows": len(packed), "efficiency": efficiency}
     of_step = {"asked_per_step": requested, "rows_per_step": rows, "examples_per_step": per_step}
     write_section(place, PACKING, decided | figures | of_step)

@@ -10,25 +10,29 @@ from cogumi.core.errors import UsageError
 def split_step(run: RunConfig, count: int) -> RunConfig:
     """Divide the run among `count` processes: an optimizer step has as many examples as with one process.
 
-    Raises UsageError where a step cannot be shared out evenly, and for what several processes cannot do.
+    A step of `cogumi.examples_per_step` is one micro-batch until `auto_settings.micro_batch` cuts it to the memory. Raises
+    UsageError where a step cannot be shared out evenly, and for what several processes cannot do.
     """
-    if count == 1:
+    if count == 1 and run.cogumi.examples_per_step is None:
         return run
-    refuse_unshared(run, count)
-    import torch
-
-    from cogumi.stack.ranks import PATIENCE
-
     run = run.model_copy(deep=True)
-    run.cogumi.processes = count
     train = run.train
-    # A pause, or a full disk that the first process waits for, is no fault of the others.
-    train.setdefault("ddp_timeout", int(PATIENCE.total_seconds()))
-    if not torch.cuda.is_available() and run.cogumi.sharding == "none":
-        train.setdefault("use_cpu", True)  # else transformers takes each process for the only one
+    if count > 1:
+        refuse_unshared(run, count)
+        import torch
+
+        from cogumi.stack.ranks import PATIENCE
+
+        run.cogumi.processes = count
+        # A pause, or a full disk that the first process waits for, is no fault of the others.
+        train.setdefault("ddp_timeout", int(PATIENCE.total_seconds()))
+        if not torch.cuda.is_available() and run.cogumi.sharding == "none":
+            train.setdefault("use_cpu", True)  # else transformers takes each process for the only one
     if is_planned(run):
         return run  # the planner knows of the processes
     batch, accumulated = batch_of(run)
+    if train.get("per_device_train_batch_size") is not None:
+        run.cogumi.examples_per_step = None
     examples = batch * accumulated // count
     at_once = max(size for size in range(1, batch + 1) if examples % size == 0)
     train |= {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": examples // at_once}
@@ -48,6 +52,10 @@ def is_planned(run: RunConfig) -> bool:
 
 def batch_of(run: RunConfig) -> tuple[int, int]:
     """Examples at a time, and how many times a step: of one process, if it were the only one."""
+    step = run.cogumi.examples_per_step
+    if step is not None and run.train.get("gradient_accumulation_steps") is None:
+        batch = run.train.get("per_device_train_batch_size") or step
+        return batch, step // batch
     return run.setting("per_device_train_batch_size"), run.setting("gradient_accumulation_steps")
 
 
@@ -72,7 +80,9 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
             raise UsageError(message, key="train.use_vllm", fix=f"set {unsharded}")
     batch, accumulated = batch_of(run)
     step, keys = batch * accumulated, "train.per_device_train_batch_size x gradient_accumulation_steps"
-    if run.cogumi.docs_per_step is not None:
+    if run.cogumi.examples_per_step is not None:
+        keys = "cogumi.examples_per_step"
+    elif run.cogumi.docs_per_step is not None:
         step, keys = run.cogumi.docs_per_step, "cogumi.docs_per_step"
     elif run.cogumi.prompts_per_step is not None:
         group = run.setting("num_generations")

@@ -14,7 +14,8 @@ from cogumi.forecast.memory_forecast import find_target
 from cogumi.forecast.preflight_report import PreflightReport
 from cogumi.forecast.run_forecast import describe_stack, forecast_in_worker
 from cogumi.forecast.vllm_forecast import choose_with_engine
-from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices
+from cogumi.methods.auto_settings import Choice, Load, Machine, apply_choices, choose_packing, with_values
+from cogumi.methods.sft import is_packing_chosen
 from cogumi.models.base import RunBase
 
 log = logging.getLogger("cogumi")
@@ -32,7 +33,8 @@ def make_choices(run: RunConfig, base: RunBase, data: Data, tokenizer: Any) -> R
         def longest() -> int:
             return max(data_sample.prompt_lengths(run, list(data.dataset["prompt"]), tokenizer))
 
-        return choose_with_engine(run, machine, load, base.config, longest)
+        choices = choose_with_engine(run, machine, load, base.config, longest)
+        return choices + choose_packing(with_values(run, choices), base.config, data.lengths, len(data.dataset))
 
     return apply_choices(run, base, decide)
 
@@ -44,6 +46,9 @@ def run_preflight(run: RunConfig, base: RunBase, data: Data, tokenizer: Any) -> 
     may not fit is warned of.
     """
     target = find_target(None, run)
+    if run.cogumi.method == "sft":  # chosen packing is chosen by the forecast, too
+        packing = None if is_packing_chosen(run) else run.train.get("packing", False)
+        run = run.model_copy(update={"train": run.train | {"packing": packing}})
     log.info("preflight: one step is forecast, without weights, in a process of its own")
     try:
         sample = data_sample.measure_data(run, data, tokenizer)

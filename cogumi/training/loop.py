@@ -85,7 +85,8 @@ class ControlCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.rows:
-            step = args.train_batch_size * args.gradient_accumulation_steps * FLOPS_MULTIPLIER
+            rows = args.train_batch_size * args.gradient_accumulation_steps
+            step = getattr(self.trainer, "examples_per_step", rows) * FLOPS_MULTIPLIER
             self.every = max(
                 math.ceil(state.max_steps / MAX_EVALUATIONS), math.ceil(self.rows / step / MAX_EVALUATION_TIME_SHARE)
             )

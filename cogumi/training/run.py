@@ -158,10 +158,9 @@ class Process:
 
     def share_step(self, run: RunConfig) -> RunConfig:
         """Return the run as each process trains it: all together make the step that the configuration names."""
-        if self.ranks.count == 1:
-            return run
         rank_run = split_step(run, self.ranks.count)
-        self.notes.append(describe_split(run, rank_run, self.ranks.count))
+        if self.ranks.count > 1:
+            self.notes.append(describe_split(run, rank_run, self.ranks.count))
         return rank_run
 
 
