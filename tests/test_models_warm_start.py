@@ -22,7 +22,6 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.merge.adapter_files import write_base_record
 from cogumi.methods import warm_start
-from cogumi.models import adapters
 from cogumi.models.adapters import keep_float32
 from cogumi.training.finish import save_adapter
 
@@ -92,13 +91,13 @@ def dpo(tiny_model: Path, sources: list[str], tmp_path: Path) -> Callable[..., A
         }  # fmt: skip
         args = trl.DPOConfig(**settings | options)
         trainer = trl.DPOTrainer(
-            model=adapters.load_adapter(base, adapter, None),
+            model=warm_start.load_adapter(base, adapter, None),
             args=args,
             train_dataset=pairs(sources),
             processing_class=AutoTokenizer.from_pretrained(tiny_model),
         )
         keep_float32(trainer.model)
-        adapters.load_exact_values(trainer, adapter, compares=True)
+        warm_start.load_exact_values(trainer, adapter, compares=True)
         return trainer
 
     return make

@@ -35,7 +35,14 @@ from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose_packing, load_of, with_values
 from cogumi.methods.dpo import REFERENCE
 from cogumi.methods.examples import longest_example
-from cogumi.methods.preparation import check_base, check_settings, find_merge_base, load_run_tokenizer, prepare_base
+from cogumi.methods.preparation import (
+    check_base,
+    check_merge,
+    check_settings,
+    find_merge_base,
+    load_run_tokenizer,
+    prepare_base,
+)
 from cogumi.methods.sampler import sampler_settings
 from cogumi.methods.step_split import is_planned, split_step
 from cogumi.models.base import RunBase, meta_model
@@ -95,12 +102,13 @@ def forecast_run(
     if run.cogumi.method == "gspo":
         sampler_settings(run)
     run, base = prepare_base(run)
+    check_base(run, base)
     try:
         original = find_merge_base(run, base)
         merge_base = [] if original is None else [Line("base", str(original))]
     except UsageError as error:
         original, merge_base = None, [Line("base", f"{error.key}: {error.message}", "red", error.fix)]
-    check_base(run, base, original)
+    check_merge(run, base, original)
     sample = data_sample.assume_longest(run, base.name)
     if sample is None:
         sample = data_sample.sample_data(run, load_run_tokenizer(run, base), base.config)

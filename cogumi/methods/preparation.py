@@ -1,7 +1,7 @@
 """The base of a run and its tokenizer, and every refusal that needs neither data nor weights.
 
 Preview, preflight and training use these functions in the same order: `check_settings`, `prepare_base`,
-`find_merge_base`, `check_base`, `load_run_tokenizer`.
+`check_base`, `find_merge_base`, `check_merge`, `load_run_tokenizer`.
 """
 
 import json
@@ -72,10 +72,10 @@ def find_merge_base(run: RunConfig, base: RunBase) -> Original | None:
     return find_original(base.name, base.config, options.merge_base, options.base_mode)
 
 
-def check_base(run: RunConfig, base: RunBase, original: Original | None) -> str:
-    """Refuse a base that this run could not train, load whole or merge, by its configuration and its files' headers.
+def check_base(run: RunConfig, base: RunBase) -> str:
+    """Refuse a base that this run could not train or load whole, by its configuration and its files' headers.
 
-    original: `find_merge_base`. Returns the share of the parameters under the adapter, in words; "" if it is not known.
+    Returns the share of the parameters under the adapter, in words; "" if it is not known.
     """
     coverage = ""
     if run.cogumi.tuning == "lora":
@@ -87,8 +87,6 @@ def check_base(run: RunConfig, base: RunBase, original: Original | None) -> str:
     if run.model.quantization_config is not None:
         refuse_quantized_already(base.name, base.config)
     check_loadable(base)
-    if run.cogumi.tuning == "lora" and run.cogumi.merge:
-        refuse_unmergeable(run, base, original)
     return coverage
 
 
@@ -108,8 +106,13 @@ def refuse_without_decoder(base: RunBase) -> None:
         raise UsageError(message, key="model.name", fix="take a model of another family")
 
 
-def refuse_unmergeable(run: RunConfig, base: RunBase, original: Original | None) -> None:
-    """Raise UsageError for an adapter that could not be merged after it is trained. The merge is planned on shapes."""
+def check_merge(run: RunConfig, base: RunBase, original: Original | None) -> None:
+    """Refuse an adapter that could not be merged after it is trained: its merge is planned on shapes.
+
+    original: `find_merge_base`.
+    """
+    if run.cogumi.tuning == "full" or not run.cogumi.merge:
+        return
     lora = lora_config(run.lora, model=meta_model(base.config))
     fix = "set cogumi.merge: false, which trains it without merging"
     try:

@@ -40,7 +40,14 @@ from cogumi.methods.examples import (
     first_tokens,
     prepare_examples,
 )
-from cogumi.methods.preparation import check_base, check_settings, find_merge_base, load_run_tokenizer, prepare_base
+from cogumi.methods.preparation import (
+    check_base,
+    check_merge,
+    check_settings,
+    find_merge_base,
+    load_run_tokenizer,
+    prepare_base,
+)
 from cogumi.methods.sampler import refuse_settings
 from cogumi.methods.step_split import describe_split, split_step
 from cogumi.models.base import RunBase
@@ -212,8 +219,9 @@ class Prepared:
 
 def prepare(run: RunConfig, base: RunBase) -> Prepared:
     """Check the base, then make the examples and try the rewards. Raises UsageError for all that the run refuses."""
+    coverage = check_base(run, base)
     original = find_merge_base(run, base)
-    coverage = check_base(run, base, original)
+    check_merge(run, base, original)
     needed = (base.download, original.download if original is not None else None)
     downloads = [download for download in needed if download is not None]
     refuse_no_room(downloads)
