@@ -127,16 +127,16 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
     with open_run(run_dir, resuming, meter) as heart:
         write_atomic(run_dir / "config.yaml", config_text)
         record_start(run, resuming, process, prepared)
-        chosen = make_choices(run, base, prepared.examples.train, prepared.tokenizer)
+        run = make_choices(run, base, prepared.examples.train, prepared.tokenizer)
         if wants_preflight(run):
             enter(heart, "preflight")
-            run_preflight(chosen, base, prepared.examples.train, prepared.tokenizer)
+            run_preflight(run, base, prepared.examples.train, prepared.tokenizer)
         for download in prepared.downloads:
             enter(heart, "download")
             finish.fetch_into(run_dir, download)
         if prepared.original is not None:
             prove_original(base.name, base.revision, prepared.original)
-        trained = train_and_save(Job(run, chosen, requested_revision), prepared, followers, heart)
+        trained = train_and_save(run, requested_revision, prepared, followers, heart)
         gc.collect()  # model, trainer and optimizer refer to each other, and the merge needs their memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -296,15 +296,6 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
 
 
 @dataclass(frozen=True)
-class Job:
-    """A run with its choices. revision: the one that the configuration names, which an adapter records."""
-
-    run: RunConfig
-    chosen: RunConfig
-    revision: str | None
-
-
-@dataclass(frozen=True)
 class Trained:
     """What a training left. live: the record of its model for the checks of the merge, None where nothing is merged."""
 
@@ -314,20 +305,25 @@ class Trained:
     live: finish.LiveModel | None
 
 
-def train_and_save(job: Job, prepared: Prepared, followers: Followers, heart: Heartbeat) -> Trained:
-    """Build the trainer, train, save, judge. Its model is out of memory once this has returned."""
-    run, base, examples, tokenizer = job.run, prepared.base, prepared.examples, prepared.tokenizer
+def train_and_save(
+    run: RunConfig, revision: str | None, prepared: Prepared, followers: Followers, heart: Heartbeat
+) -> Trained:
+    """Build the trainer, train, save, judge. Its model is out of memory once this has returned.
+
+    run: with its choices made. revision: the one that the configuration names, which an adapter records.
+    """
+    base, examples, tokenizer = prepared.base, prepared.examples, prepared.tokenizer
     run_dir, prompts, ranks = run.run_dir, prepared.examples.prompts, followers.ranks
     enter(heart, "load")
     if ranks.count > 1:
         # A weight without a gradient in a step is an expert that no token came to. To look for one costs time.
         mixture = any(getattr(base.config, key, None) for key in EXPERTS)
-        job.chosen.train.setdefault("ddp_find_unused_parameters", mixture)
-    followers.start(job.chosen, base, run_dir)
+        run.train.setdefault("ddp_find_unused_parameters", mixture)
+    followers.start(run, base, run_dir)
     try:
         if prepared.weights is not None and base.download is not None:
             check_loadable(base)  # with the scales, which are in no header
-        trainer = building.build_trainer(job.chosen, base, tokenizer, examples, heart.meter, ranks)
+        trainer = building.build_trainer(run, base, tokenizer, examples, heart.meter, ranks)
     except UsageError as error:
         raise RefusedAtSetup.like(error) from error
     except BUILD_REFUSALS as error:
@@ -341,10 +337,10 @@ def train_and_save(job: Job, prepared: Prepared, followers: Followers, heart: He
     model = trainer.model
     if shared:
         enter(heart, "save")
-        model = building.rebuild_model(job.chosen, base, gather_trained(trainer.model))
+        model = building.rebuild_model(run, base, gather_trained(trainer.model))
     checks, ended, adapter, merged = fitted.checks, fitted.ended, None, None
     if run.cogumi.tuning == "lora" and (ended is None or ended.state != NON_FINITE):
-        adapter = finish.retry_when_full(run, "save", finish.save_adapter, model, tokenizer, run_dir, job.revision)
+        adapter = finish.retry_when_full(run, "save", finish.save_adapter, model, tokenizer, run_dir, revision)
     judge_fit(run, trainer, fitted, ranks)
     followers.wait()
     if run.cogumi.tuning == "full" and ended is None:  # after its checks: saving rounds the model's weights
