@@ -85,6 +85,7 @@ def check_base(run: RunConfig, base: RunBase) -> str:
         check_recorded_base(run.model.adapter, base.config, base.revision)
     refuse_quantized(run, base.config)
     if run.model.quantization_config is not None:
+        refuse_untrainable(base.name, base.config, run.cogumi.tuning)  # which dropping the key would lead to
         refuse_quantized_already(base.name, base.config)
     check_loadable(base)
     return coverage

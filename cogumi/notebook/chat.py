@@ -208,10 +208,12 @@ class LoadedModels:
 
         files, name = self.files, BASE if column == ADAPTER else column
         if name not in self.models:
-            base, quantization = read_base(str(files.merged)), None
+            options = {"dtype": files.dtype, "attention": files.attention}
             if name == BASE:
-                base, quantization = read_base(str(files.base), files.revision), files.quantization
-            loaded = load_model(base, files.dtype, quantization, files.attention)
+                base = read_base(str(files.base), files.revision)
+                loaded = load_model(base, quantization=files.quantization, **options)
+            else:
+                loaded = load_model(str(files.merged), **options)
             self.models[name] = loaded.eval()
         model = self.models[name]
         if column == ADAPTER and not isinstance(model, PeftModel):
