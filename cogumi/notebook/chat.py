@@ -208,12 +208,10 @@ class LoadedModels:
 
         files, name = self.files, BASE if column == ADAPTER else column
         if name not in self.models:
-            options = {"dtype": files.dtype, "attention": files.attention}
+            path, revision, quantization = str(files.merged), None, None
             if name == BASE:
-                base = read_base(str(files.base), files.revision)
-                loaded = load_model(base, quantization=files.quantization, **options)
-            else:
-                loaded = load_model(str(files.merged), **options)
+                path, revision, quantization = str(files.base), files.revision, files.quantization
+            loaded = load_model(read_base(path, revision), files.dtype, quantization, files.attention)
             self.models[name] = loaded.eval()
         model = self.models[name]
         if column == ADAPTER and not isinstance(model, PeftModel):
