@@ -15,6 +15,7 @@ import pytest
 from processes import until
 
 import cogumi
+from cogumi.config.schema import load_config
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.run_directory import CONSOLE, START, read_json, write_json
 from cogumi.runs import launch
@@ -77,7 +78,7 @@ def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config,
     reader, writer = os.pipe()
     os.close(reader)
     with (tmp_path / "output").open("wb") as output:
-        launch.launch(run_dir, pickle.dumps((sft, {"train__adam_epsilon": -1.0})), writer, output)
+        launch.launch(run_dir, pickle.dumps(load_config(sft, train__adam_epsilon=-1.0)), writer, output)
     until(lambda: (run_dir / START).exists() and "exit" in read_json(run_dir / START))
     refused = cogumi.attach(run_dir).status()
     assert (refused.state, refused.alive, refused.passed) == ("refused", False, False)

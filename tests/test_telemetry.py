@@ -78,7 +78,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(trl.SFTTrainer, "compute_loss", counting)
     sft["data"]["max_rows"] = 48  # six whole steps
-    sft["train"] |= {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": 2}
+    sft["train"] |= {"eval_strategy": "steps", "eval_steps": 3, "gradient_accumulation_steps": 2, "packing": False}
     result = cogumi.train(sft, cogumi__price_per_hour=7200.0)
     parsed = read_json(result.run_dir / "metrics.json")
     assert len(counted) == 12

@@ -258,7 +258,7 @@ def test_examples_per_step_is_the_batch_set_by_hand(
         del config["train"][key]
     config["cogumi"]["examples_per_step"] = 8
     config["train"]["save_strategy"], config["train"]["save_steps"] = "steps", 1
-    once = load_of(split_step(load_config(config), 1), str(tiny_model))
+    once = load_of(split_step(load_config(config), 1), read_base(str(tiny_model)))
     two = auto_settings.replace(once, micro_batch=once.micro_batch // 4).step(checkpointing=True)
     free = once.weights + 8 * once.trained + int(two / auto_settings.MARGIN) + 1000
     with monkeypatch.context() as small:

@@ -20,6 +20,7 @@ import cogumi
 from cogumi.config.schema import TRL_CONFIGS, CogumiSection, DataSection, ModelSection, RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.models import unsloth_models
+from cogumi.models.loading import read_base
 from cogumi.models.unsloth_models import (
     choose_backend,
     compare_adapter,
@@ -835,7 +836,9 @@ def test_a_full_card_is_told_as_itself_and_a_refusal_with_the_other_backend(
 
     monkeypatch.setattr(unsloth_models, "loader", lambda: Refusing)
     with pytest.raises(told, match=r"full|unsloth does not load"):
-        unsloth_models.load_fast_model(str(tiny_model), ModelSection(name=str(tiny_model)), "float32", 64, False)
+        unsloth_models.load_fast_model(
+            read_base(str(tiny_model)), ModelSection(name=str(tiny_model)), "float32", 64, False
+        )
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
@@ -965,19 +968,19 @@ def test_an_adapter_is_compared_with_what_was_asked_for(
 
 
 def test_a_base_is_compared_with_what_was_asked_for(tiny_model: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    base_config = AutoConfig.from_pretrained(tiny_model)
+    base = read_base(str(tiny_model))
     expected = ModelSection(name=str(tiny_model), attn_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
-    assert list(compare_model(model, base_config, torch.float32, expected)) == []
+    assert list(compare_model(model, base, torch.float32, expected)) == []
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16, attn_implementation="sdpa")
-    model.resize_token_embeddings(base_config.vocab_size + 8)
+    model.resize_token_embeddings(base.config.vocab_size + 8)
     model.extra = torch.nn.Linear(2, 2, bias=False)
-    assert list(compare_model(model, base_config, torch.float32, expected)) == [
+    assert list(compare_model(model, base, torch.float32, expected)) == [
         "dtype is bfloat16, and float32 was asked for",
         "model.attn_implementation is sdpa, and eager was asked for",
-        f"rows of embeddings is {base_config.vocab_size + 8}, and {base_config.vocab_size} was asked for",
+        f"rows of embeddings is {base.config.vocab_size + 8}, and {base.config.vocab_size} was asked for",
         "1 parameters have other names than transformers gives them, such as extra.weight",
     ]
 
