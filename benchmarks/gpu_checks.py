@@ -67,7 +67,7 @@ def shapes(setting: Setting, layers: int | None = None) -> Any:
 
 def train(setting: Setting, name: str, model: Path, method: str, settings: dict[str, Any], **cogumi: Any) -> Figures:
     """Make a short run of `cogumi.train` in this process."""
-    from cogumi.runs import train as train_run
+    from cogumi.runs.entry import train as train_run
 
     run_dir = setting.scratch / name.replace(" ", "-")
     config: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.harness import Row, mean_row, quiet, row
 from cogumi.methods.preview import compare_models
-from cogumi.runs import train
+from cogumi.runs.entry import train
 
 SEEDS = (1, 2, 3, 4, 5)
 ROWS = 200

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from cogumi.disk.callback import DiskMonitorCallback as DiskMonitorCallback
     from cogumi.disk.monitor import DiskMonitor as DiskMonitor
     from cogumi.forecast.preflight_report import PreflightReport as PreflightReport
-    from cogumi.merge import MergeReport as MergeReport
-    from cogumi.merge import merge_adapter as merge_adapter
     from cogumi.merge.inspection import AdapterReport as AdapterReport
     from cogumi.merge.inspection import inspect as inspect
+    from cogumi.merge.merging import MergeReport as MergeReport
+    from cogumi.merge.merging import merge_adapter as merge_adapter
     from cogumi.notebook.form import configure as configure
     from cogumi.rl.patching import PatchReport as PatchReport
     from cogumi.rl.patching import patch as patch
-    from cogumi.runs import preflight as preflight
-    from cogumi.runs import preview as preview
-    from cogumi.runs import train as train
+    from cogumi.runs.entry import preflight as preflight
+    from cogumi.runs.entry import preview as preview
+    from cogumi.runs.entry import train as train
     from cogumi.runs.handle import Run as Run
     from cogumi.runs.handle import attach as attach
     from cogumi.runs.launch import start as start
@@ -42,8 +42,8 @@ _HOME = {
     "DiskMonitorCallback": "cogumi.disk.callback",
     "UsageError": "cogumi.core.errors",
     "DoctorReport": "cogumi.diagnostics.checkup",
-    "MergeReport": "cogumi.merge",
-    "merge_adapter": "cogumi.merge",
+    "MergeReport": "cogumi.merge.merging",
+    "merge_adapter": "cogumi.merge.merging",
     "PatchReport": "cogumi.rl.patching",
     "configure": "cogumi.notebook.form",
     "doctor": "cogumi.diagnostics.checkup",
@@ -51,19 +51,19 @@ _HOME = {
     "last_good_checkpoint": "cogumi.checkpoints.verify",
     "patch": "cogumi.rl.patching",
     "PreflightReport": "cogumi.forecast.preflight_report",
-    "preflight": "cogumi.runs",
-    "preview": "cogumi.runs",
+    "preflight": "cogumi.runs.entry",
+    "preview": "cogumi.runs.entry",
     "protect": "cogumi.checkpoints.protection",
     "Run": "cogumi.runs.handle",
     "RunResult": "cogumi.training",
     "Status": "cogumi.telemetry.status",
     "attach": "cogumi.runs.handle",
     "start": "cogumi.runs.launch",
-    "train": "cogumi.runs",
+    "train": "cogumi.runs.entry",
 }
 _REPORTS = {
     "AdapterReport": "cogumi.merge.inspection",
-    "MergeReport": "cogumi.merge",
+    "MergeReport": "cogumi.merge.merging",
     "PreflightReport": "cogumi.forecast.preflight_report",
     "Preview": "cogumi.methods.preview",
 }

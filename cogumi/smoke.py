@@ -259,7 +259,7 @@ def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:
 
 def train_method(report: Report, method: str, model: str) -> Any:
     """Train by sft or gspo on a model, and add its checks to the report. Raises RuntimeError without a merged model."""
-    from cogumi.runs import train
+    from cogumi.runs.entry import train
 
     result = train({"sft": SFT, "gspo": GSPO}[method], **overrides_of(report, method, model))
     for check in result.verdict.checks:

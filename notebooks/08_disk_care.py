@@ -9,7 +9,7 @@ from pathlib import Path
 
 try: import cogumi
 except ModuleNotFoundError: raise SystemExit("Choose the kernel cogumi (Kernel, Change Kernel). If it is not listed, run in the clone: sh requirements/install.sh")
-from cogumi import disk
+from cogumi.disk import usage as disk
 
 CONFIG = "smoke/sft"  # the real one: "qwen3-4b-sft"
 RUN = "runs/disk"

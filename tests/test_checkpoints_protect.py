@@ -26,7 +26,7 @@ from cogumi.checkpoints.verify import PIN_NAME, CheckpointState, inspect, plan_p
 from cogumi.cli.disk_commands import prune
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import UsageError
-from cogumi.disk import disk_bytes
+from cogumi.disk.usage import disk_bytes
 from cogumi.patches.trl_internals import LOAD_OPTIMIZER
 
 SIZES: dict[str, Any] = {

@@ -18,12 +18,12 @@ from hub_server import hub_server
 from test_checkpoints_protect import flip, make
 from transformers import LlamaForCausalLM
 
-from cogumi import disk as usage
 from cogumi.checkpoints import verify
 from cogumi.checkpoints.manifest import write_manifest
 from cogumi.checkpoints.verify import bytes_of
 from cogumi.core.disk_space import space_of
 from cogumi.core.durability import lock_directory
+from cogumi.disk import usage
 from cogumi.forecast.disk_forecast import DOWNLOAD
 
 Run = Callable[..., tuple[int, str, str]]

@@ -27,7 +27,7 @@ import cogumi
 from cogumi.checkpoints.manifest import MANIFEST_NAME, write_manifest
 from cogumi.checkpoints.verify import list_checkpoints
 from cogumi.core.disk_space import Need, group_needs
-from cogumi.disk import disk_bytes
+from cogumi.disk.usage import disk_bytes
 from cogumi.forecast.disk_forecast import (
     CHECKPOINTS,
     DiskForecast,

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from disk_mounts import ext_image, fill, mounting
 
-from cogumi import disk as usage
 from cogumi.core import disk_space
 from cogumi.core.disk_space import filesystem_of, filesystems, format_bytes, space_of, try_allocate
-from cogumi.disk import list_leftovers, list_uses
+from cogumi.disk import usage
+from cogumi.disk.usage import list_leftovers, list_uses
 
 Mount = Callable[..., Path]
 MB = 1 << 20
@@ -105,7 +105,7 @@ import json, runpy
 from importlib.util import find_spec
 from pathlib import Path
 from huggingface_hub import constants
-from cogumi import disk as owners; from cogumi.core import disk_space as usage
+from cogumi.disk import usage as owners; from cogumi.core import disk_space as usage
 datasets = runpy.run_path(Path(find_spec("datasets").origin).with_name("config.py"))
 pairs = [(constants.HF_HUB_CACHE, usage.hub_cache()), (datasets["HF_DATASETS_CACHE"], usage.datasets_cache()),
          (constants.HF_XET_CACHE, dict(owners.caches())["HF xet cache"])]

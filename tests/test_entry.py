@@ -16,9 +16,9 @@ import yaml
 from hub_server import HubServer, hub_server
 
 import cogumi
-from cogumi import runs as entry
 from cogumi.config.schema import load_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
+from cogumi.runs import entry
 from cogumi.stack import gpus
 from cogumi.stack.gpus import COMPILED, choose_gpu, keep_compiled_code, refuse_ranks, refuse_several_gpus
 from cogumi.telemetry import trackers

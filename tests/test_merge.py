@@ -40,7 +40,8 @@ from transformers import (
 )
 
 from cogumi.core.errors import DiskFull, UsageError
-from cogumi.merge import MergeError, check_logits, merge_adapter, stream
+from cogumi.merge import MergeError, merge_adapter, stream
+from cogumi.merge.logits import check_logits
 from cogumi.merge.plan import RowRange
 
 SIZES = builders.SIZES | {"head_dim": 16}

@@ -28,9 +28,8 @@ from golden import Golden
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
-import cogumi.merge
 from cogumi.core.errors import DiskFull, UsageError
-from cogumi.merge import MergeError, merge_adapter, stream
+from cogumi.merge import MergeError, merge_adapter, merging, stream
 
 commit: Any = importlib.import_module(
     "cogumi.merge.output_directory"
@@ -475,14 +474,14 @@ def test_a_disk_that_others_fill_up_later(
     """The shards have their blocks; the small files find none."""
     base, adapter = plain
     disk = mount("tmpfs", "size=4m")
-    original = cogumi.merge.write_side_files
+    original = merging.write_side_files
 
     def fill(*arguments: Any) -> None:
         with (disk / "filler").open("xb", buffering=0) as file:
             os.posix_fallocate(file.fileno(), 0, os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize)
         original(*arguments)
 
-    monkeypatch.setattr(cogumi.merge, "write_side_files", fill)
+    monkeypatch.setattr(merging, "write_side_files", fill)
     with pytest.raises(DiskFull, match="nothing was written") as caught:
         merge_adapter(adapter, disk / "merged", base=base, progress=False)
     needed, free, more = kilobytes(str(caught.value))
@@ -584,13 +583,13 @@ def test_out_that_appears_during_the_merge_is_not_touched(
 ) -> None:
     base, adapter = plain
     out = tmp_path / "merged"
-    original = cogumi.merge.write_manifest
+    original = merging.write_manifest
 
     def appear(*arguments: Any) -> None:
         original(*arguments)
         make_something(out, appears)
 
-    monkeypatch.setattr(cogumi.merge, "write_manifest", appear)
+    monkeypatch.setattr(merging, "write_manifest", appear)
     with golden.raises("merge", message=f"out {out} exists"):
         merge_adapter(adapter, out, base=base, progress=False)
     assert is_still(out, appears)

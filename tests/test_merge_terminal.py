@@ -21,15 +21,15 @@ from transformers import LlamaConfig
 HELD = """
 import runpy, signal, sys, time
 from pathlib import Path
-import cogumi.merge
-original = cogumi.merge.write_side_files
+from cogumi.merge import merging
+original = merging.write_side_files
 def write_side_files(*given):
     Path("held").touch()
     until = time.monotonic() + 60
     while not Path("closed").exists() and time.monotonic() < until:
         time.sleep(0.01)
     original(*given)
-cogumi.merge.write_side_files = write_side_files
+merging.write_side_files = write_side_files
 signal.signal(signal.SIGHUP, getattr(signal, sys.argv.pop(1)))
 runpy.run_module("cogumi", run_name="__main__")
 """

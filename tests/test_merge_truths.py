@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from cogumi.core.errors import UsageError
-from cogumi.merge import check_logits, check_merged, merge_adapter
+from cogumi.merge import check_merged, merge_adapter
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, expert_factors, read_layout
+from cogumi.merge.logits import check_logits
 from cogumi.methods.warm_start import refuse_other_reading
 
 TRUTHS = Path(__file__).parent / "expert_truths"

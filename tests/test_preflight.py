@@ -43,7 +43,7 @@ from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
 from cogumi.methods.preparation import load_run_tokenizer
 from cogumi.models.base import meta_model
 from cogumi.models.loading import load_tokenizer, read_base, use_chat_template
-from cogumi.runs import train_run
+from cogumi.runs.entry import train_run
 from cogumi.stack import lanes
 from cogumi.stack.gpus import CARDS, find_card, parse_card
 

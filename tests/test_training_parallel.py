@@ -11,7 +11,7 @@ from cogumi.checkpoints.verify import SHARDED_WEIGHTS
 from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig, read_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.methods.step_split import describe_split, refuse_unshared, split_step
-from cogumi.runs.rank_launcher import dump_outcome, exit_status
+from cogumi.runs.rank import dump_outcome, exit_status
 from cogumi.stack.gpus import refuse_ranks
 from cogumi.training.loop import even_batch
 from cogumi.training.parallel import ACCELERATE, read_accelerate

@@ -16,6 +16,7 @@ import yaml
 from processes import until
 from safetensors.torch import load_file
 
+from cogumi.config.schema import load_config
 from cogumi.core.run_directory import read_jsonl
 from cogumi.runs import rank_launcher
 from cogumi.runs.rank_launcher import find_port
@@ -311,7 +312,7 @@ def test_a_signal_while_ranks_are_started_reaches_each(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(rank_launcher, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
     with pytest.raises(SystemExit) as ended:
-        rank_launcher.train_in_processes(config("sft", tmp_path / "run", processes=2), {}, tmp_path / "run", 2)
+        rank_launcher.train_in_processes(load_config(config("sft", tmp_path / "run", processes=2)), 2)
     assert ended.value.code == 128 + signal.SIGTERM
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
 

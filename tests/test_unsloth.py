@@ -265,7 +265,7 @@ def show_config(results: str) -> None:
 def run_batch(backend: str, config: str, results: str) -> None:
     """One batch of the run's own trainer, with an adapter of the same values whatever made it: loss, gradients, logits."""
     from cogumi.config.schema import load_config
-    from cogumi.runs import import_backend
+    from cogumi.runs.entry import import_backend
 
     run = load_config(json.loads(config), cogumi__backend=backend) if backend == "trl" else None
     if run is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from cogumi import runs, smoke
+from cogumi import smoke
 from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.cli import run_commands
 from cogumi.cli.disk_commands import disk_app
@@ -26,6 +26,7 @@ from cogumi.core.output import (
     show_waiting,
     survive_closed_terminal,
 )
+from cogumi.runs import entry
 from cogumi.telemetry.status import format_sentence, status_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
     """Run one configuration: data, training, adapter, checks, merge."""
     words = parse_overrides(overrides)
     with show_waiting("working"), survive_closed_terminal(), failures_in_one_line(RunFailed):
-        result = runs.train(config, **words)
+        result = entry.train(config, **words)
         if os.environ.get("RANK", "0") == "0":  # torchrun starts this command several times
             print_text(format_sentence(status_of(result.run_dir)))
     raise typer.Exit(0 if result.passed else 1)
@@ -72,7 +73,7 @@ def preview(
 ) -> None:
     """Show what a run would train on: examples as the model sees them, lengths, dropped rows."""
     with show_waiting("reading and preparing the data"):
-        report = runs.preview(config, examples, **parse_overrides(overrides))
+        report = entry.preview(config, examples, **parse_overrides(overrides))
     print_report(report, as_json)
 
 
@@ -88,11 +89,11 @@ def preflight(
     words = parse_overrides(overrides)
     if probe and card is not None:
         raise UsageError("--card and --probe: the probe's ten steps run on this machine", fix="use one of the two")
-    run = runs.validate_config(config, words, for_training=probe)
-    with show_waiting("forecasting memory, time and disk"), runs.import_backend(run, other_machine=card is not None):
+    run = entry.validate_config(config, words, for_training=probe)
+    with show_waiting("forecasting memory, time and disk"), entry.import_backend(run, other_machine=card is not None):
         from cogumi.forecast.run_forecast import forecast_run
 
-        report = forecast_run(run, card, runs.train_run if probe else None, apart=False)
+        report = forecast_run(run, card, entry.train_run if probe else None, apart=False)
     print_report(report, as_json)
     raise typer.Exit(0 if report.fits else 1)
 

@@ -21,7 +21,7 @@ from cogumi.core.output import failures_in_one_line, print_json, print_table, pr
 
 if TYPE_CHECKING:
     from cogumi.checkpoints.verify import CheckpointState
-    from cogumi.disk import Leftover
+    from cogumi.disk.usage import Leftover
 
 disk_app = typer.Typer(no_args_is_help=True)
 
@@ -40,7 +40,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """What the filesystems of a run hold, and who uses the space. Changes nothing."""
-    from cogumi.disk import list_leftovers, list_uses
+    from cogumi.disk.usage import list_leftovers, list_uses
 
     check_directory(path)
     with failures_in_one_line():
@@ -133,8 +133,8 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
 
 def unless_recent(finding: "CheckpointState") -> "CheckpointState":
     """A checkpoint that a trainer without `protect` writes in place is not called damaged while it changes."""
-    from cogumi import disk
     from cogumi.checkpoints.manifest import MANIFEST_NAME
+    from cogumi.disk import usage as disk
 
     age = time.time() - disk.last_change(finding.path)
     if finding.state != "rejected" or (finding.path / MANIFEST_NAME).exists() or age > disk.SETTLED_SECONDS:
@@ -222,7 +222,7 @@ def best_of(checkpoints: list[Path]) -> Path | None:
 @disk_app.command()
 def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Remove what interrupted trainings left (.cogumi-saving, .cogumi-trash-*), and nothing else."""
-    from cogumi.disk import STAGING, TRASH, list_leftovers
+    from cogumi.disk.usage import STAGING, TRASH, list_leftovers
 
     check_directory(directory)
     removed: list[Leftover] = []

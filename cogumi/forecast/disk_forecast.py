@@ -32,7 +32,7 @@ from cogumi.core.disk_space import Disk, Need, format_bytes, group_needs, hub_ca
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.safetensors_file import make_header
-from cogumi.disk import disk_bytes
+from cogumi.disk.usage import disk_bytes
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.training_step import keep_on_meta, without_machine
 from cogumi.hub.downloads import find_commit, plan_download

@@ -23,7 +23,7 @@ from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import last_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.run_directory import CONSOLE, START, same_process
-from cogumi.runs import validate_config
+from cogumi.runs.entry import validate_config
 from cogumi.runs.handle import POLL_SECONDS, Run, show_log
 from cogumi.stack.gpus import without_chosen_gpu
 from cogumi.telemetry.status import format_headline, format_sentence, read_json_or_empty, relative_path

@@ -1,6 +1,6 @@
 """A run in several processes of this machine: start them, forward signals, and report which one died.
 
-Each is `python -m cogumi.runs.rank_launcher OUTCOME` with the variables of torchrun, in a session of its own. The job comes
+Each is `python -m cogumi.runs.rank OUTCOME` with the variables of torchrun, in a session of its own. The job comes
 on standard input, which stays open: at its end the launcher is gone. Rank 0 shares the launcher's output, and writes the
 run's result into the file OUTCOME. The output of each other rank goes to a file, kept in the run directory if it died.
 """
@@ -17,12 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import last_line
@@ -93,7 +92,7 @@ def start_ranks(ranks: list[Rank], count: int, job: bytes, place: Path) -> None:
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         with (place / f"rank-{rank}.log").open("wb") as log_file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "cogumi.runs.rank_launcher", str(place / OUTCOME)],
+                [sys.executable, "-m", "cogumi.runs.rank", str(place / OUTCOME)],
                 stdin=subprocess.PIPE,
                 stdout=log_file if rank > 0 else None,
                 stderr=log_file if rank > 0 else None,
@@ -175,56 +174,3 @@ def describe_failed_rank(ranks: list[Rank], rank: int, place: Path, run_dir: Pat
     saved = any(run_dir.glob("checkpoints/checkpoint-*"))
     then = "The same command resumes from the last good checkpoint" if saved else "Nothing was saved yet"
     return f"{died}; the others were ended. {then}"
-
-
-def main() -> None:
-    """One of the processes."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("cogumi").setLevel(logging.INFO)
-    run = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=end_with_parent, args=(os.dup(0),), daemon=True).start()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from cogumi.runs import train_run
-
-    leads = os.environ.get("RANK", "0") == "0"
-    result, error, status = None, None, 0
-    try:
-        result = train_run(run)
-    except BaseException as raised:  # a signal's as well: the process that started this one raises what the first does
-        if not leads and not isinstance(raised, UsageError):
-            raise
-        error, status = raised, exit_status(raised)
-        if status == 1:  # the process that started this one raises it, and has no frames of this one
-            error.add_note(traceback.format_exc())
-    if leads:
-        Path(sys.argv[1]).write_bytes(dump_outcome(result, error))
-    sys.exit(status)
-
-
-def end_with_parent(pipe: int) -> None:
-    """Wait until the process that started this one is gone, killed perhaps, and then save a checkpoint and end."""
-    while os.read(pipe, 1):
-        pass
-    log.error("the command that started this process is gone: it saves a checkpoint and ends")
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def exit_status(error: BaseException) -> int:
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    if isinstance(error, UsageError):
-        return 2
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-
-
-def dump_outcome(result: Any, error: BaseException | None) -> bytes:
-    """Pickle the result of a run and its error; what cannot be pickled becomes a RuntimeError with its text."""
-    try:
-        return pickle.dumps((None if error is not None else pickle.dumps(result), error))
-    except Exception as unpicklable:  # noqa: BLE001  whatever the error of a library, or a result, holds
-        text = "".join(traceback.format_exception(error)) if error is not None else f"no result: {unpicklable}"
-        return pickle.dumps((None, RuntimeError(text)))
-
-
-if __name__ == "__main__":
-    main()

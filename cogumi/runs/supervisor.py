@@ -80,7 +80,7 @@ def run_training(pipe: int, run_dir: Path, run: "RunConfig") -> int:
             os.write(pipe, json.dumps(fields).encode() + b"\n")
 
     try:
-        from cogumi.runs import import_backend, train_run
+        from cogumi.runs.entry import import_backend, train_run
 
         with import_backend(run):
             already = describe_existing(run)

@@ -29,9 +29,11 @@ from cogumi.core.run_directory import (
 from cogumi.health.flags import red_flags
 from cogumi.health.verdict import RAISED, Check, Scale, Verdict, failed_check, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
-from cogumi.merge import LogitCheck, MergeReport, logits, merge_adapter
+from cogumi.merge import logits
 from cogumi.merge.adapter_files import write_base_record
 from cogumi.merge.bases import cached_snapshot
+from cogumi.merge.logits import LogitCheck
+from cogumi.merge.merging import MergeReport, merge_adapter
 from cogumi.merge.preflight import Original
 from cogumi.merge.tokenizer_files import settle_tokenizer
 from cogumi.merge.witness import write_witness

@@ -1,0 +1,227 @@
+"""Merging LoRA adapters into their full-precision base, exactly and checked.
+
+The steps are resolve -> plan -> allocate -> write and verify -> manifest -> commit. The first two refuse wrong inputs.
+The others write and check a directory beside the output, which the last one renames: it is absent or complete.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cogumi.core.errors import MergeError, UsageError
+from cogumi.core.formatting import format_bytes
+from cogumi.core.notices import show_seconds, show_stage
+from cogumi.merge.adapter_files import find_adapter, resolve_adapter
+from cogumi.merge.bases import check_further_base, resolve_base
+from cogumi.merge.completeness import describe_missing
+from cogumi.merge.expert_layout import EXPERT_LAYOUTS
+from cogumi.merge.foreign_adapters import as_installed
+from cogumi.merge.inspection import refuse_raw_factors
+from cogumi.merge.logits import LogitCheck, NotCompared, check_directory
+from cogumi.merge.merge_manifest import (
+    build_manifest,
+    totals,
+    write_manifest,
+    write_side_files,
+)
+from cogumi.merge.output_directory import check_target, commit_output, has_tokenizer, partial_directory, remove_stale
+from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
+from cogumi.merge.stream import progress_bar, write_and_verify
+from cogumi.merge.witness import Answer, AnswerCheck, WitnessCheck, check_answers, check_witness, read_answers
+
+log = logging.getLogger(__name__)
+
+AdapterPath = str | os.PathLike[str]
+CHOICES = {"base_mode": ("full", "dequant"), "dtype": ("keep", *OUTPUT_DTYPES), "verify": ("elements", "logits")}
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """Result of a merge.
+
+    tensors_replaced: those taken from the adapter (trained whole, or resized). tensors_converted: dequantized, or stored in
+    another dtype, without an update. bytes: of all output shards. max_delta: the largest change of an element before
+    rounding. max_delta_ratio: the largest Frobenius |delta| / |W| of a tensor, on a sample. delta_retained: the share of
+    all updates that rounding kept, on a sample; None where all updates are zero. elements: how many were computed, each
+    the nearest value to W + delta, and read back. readings: how factors of stacked experts were read, and why, by adapter.
+    notes: the share of the parameters under the adapter, names without effect, and tensors that base and output lack.
+    """
+
+    out: Path
+    base: str
+    tensors_merged: int
+    tensors_replaced: int
+    tensors_copied: int
+    tensors_converted: int
+    bytes: int
+    max_delta: float
+    max_delta_ratio: float
+    delta_retained: float | None
+    elements: int
+    logits: LogitCheck | None
+    witness: WitnessCheck | None
+    answers: AnswerCheck | None
+    readings: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        counts = {"replaced": self.tensors_replaced, "converted": self.tensors_converted, "copied": self.tensors_copied}
+        rest = "".join(f", {count} {name}" for name, count in counts.items() if count)
+        return (
+            f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
+            f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
+            f"{self.elements:,} computed elements read back and checked, each the nearest value; "
+            f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
+            + "".join(
+                f"\n{line}" for line in (*self.readings, *self.notes, self.logits, self.witness, self.answers) if line
+            )
+        )
+
+
+@show_seconds("merge: the adapter goes into its base")
+def merge_adapter(
+    adapter: AdapterPath | Sequence[tuple[AdapterPath, float]],
+    out: AdapterPath,
+    base: AdapterPath | None = None,
+    base_revision: str | None = None,
+    base_mode: str = "full",
+    dtype: str = "keep",
+    verify: str = "elements",
+    *,
+    expert_layout: str | None = None,
+    witness: AdapterPath | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> MergeReport:
+    """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
+
+    Every element is computed in float64 and rounded once, to the nearest value to W + scaling * B @ A (or DoRA's formula),
+    and every byte is read back. Shards, names and (with dtype="keep")
+    dtypes are the base's. A head that no longer equals the embedding it was tied to gets its own tensor. Memory holds one
+    layer's factors and a few megabytes of blocks.
+
+    Args:
+        adapter: A directory from PEFT's save_pretrained, or one around it, such as a run's; or (directory, weight) pairs,
+            whose updates are added.
+        out: The directory to write, which must not exist.
+        base: A directory, or a hub id in the local cache. By default the base and the commit that the adapter records.
+        base_revision: Revision of a hub id.
+        base_mode: "full" merges into full-precision weights. Where the base is quantized, it finds the full-precision
+            model by name and proves that it is the original. "dequant" merges into the dequantized weights.
+        dtype: "keep", "bfloat16", "float16" or "float32".
+        verify: "elements", or "logits", which also runs base + adapter and the merged model, one at a time.
+        expert_layout: How lora_A and lora_B of expert stacks are read ("axis1", "axis2", "axis1-grouped", "axis2-grouped"),
+            where the adapter's versions and shapes leave several ways.
+        witness: A file of JSON lines {"prompt": text or messages, "answer": text} with the trained model's greedy answers.
+            The logits that a run of cogumi left beside its adapter are compared without being asked for.
+        workers: Threads that compute, by default one, or with DoRA one for each core.
+        progress: Show a bar in a terminal.
+
+    Raises:
+        UsageError: The adapter or base cannot be merged exactly, they do not fit together, `out` exists or is not
+            writable, or (DiskFull) the disk is too small.
+        MergeError: The verification failed.
+        OSError: The disk failed.
+
+    After any error or interruption, `out` is complete or absent.
+    """
+    started = time.monotonic()
+    options: dict[str, str | None] = {"dtype": dtype, "base_mode": base_mode, "verify": verify}
+    if expert_layout not in (None, *EXPERT_LAYOUTS):
+        raise UsageError(f"expert_layout={expert_layout!r} is not one of {', '.join(EXPERT_LAYOUTS)}")
+    for name, choices in CHOICES.items():
+        if options[name] not in choices:
+            raise UsageError(f"{name}={options[name]!r} is not one of {', '.join(choices)}")
+    if base_mode == "dequant" and verify == "logits":
+        fix = "with base_mode='dequant' use verify='elements'"
+        raise UsageError("verify='logits' runs the full-precision base", fix=fix)
+    target = Path(out)
+    check_target(target)
+    answers = None if witness is None else read_answers(Path(witness))
+    show_stage(progress, "reading the adapter and its base")
+    pairs = weighted(adapter)
+    adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
+    given = None if base is None else os.fspath(base)
+    source_base = resolve_base(adapters[0][0], given, base_revision, base_mode)
+    for part, _ in adapters[1:]:
+        check_further_base(part, source_base, given, base_revision, base_mode)
+    adapters = [(as_installed(part, source_base, expert_layout), weight) for part, weight in adapters]
+    if expert_layout is not None and not any(part.reading for part, _ in adapters):
+        raise UsageError("no adapter changes stacked experts", key="--expert-layout", fix="leave it out")
+    plan = build_plan(adapters, source_base, dtype)
+    if plan.missing and (verify == "logits" or answers is not None):
+        asked = "witness" if answers is not None else "verify='logits'"
+        fix = f"leave {asked} out, or complete the base"
+        raise UsageError(f"{asked} loads base {source_base.name}, and {plan.missing[0]}", fix=fix)
+    refuse_raw_factors(plan)
+    remove_stale(target)
+    with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
+        with progress_bar(progress, "merging", plan.shard_bytes) as advance:
+            outcome = write_and_verify(plan, partial, workers, advance)
+        write_side_files(plan, partial)
+        figures = totals(plan, outcome)
+        show_stage(progress, "running the merged model")
+        checks = run_models(plan, partial, verify, answers, figures["delta_retained"])
+        if differing := next((check for check in checks.values() if check and not check.passed), None):
+            raise MergeError(f"{differing}; nothing was committed")
+        write_manifest(partial, build_manifest(plan, outcome, options | {"expert_layout": expert_layout}, checks))
+        commit_output(partial, target)
+    if not has_tokenizer(plan.side_files):
+        log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
+    unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]
+    if unchanged:
+        message = "%d of %d updates are zero (never trained?), the first is %s"
+        log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
+    if plan.missing:
+        log.warning("%s", describe_missing(plan.missing))
+    readings = tuple(part.reading for part, _ in adapters if part.reading)
+    return MergeReport(
+        out=target,
+        base=source_base.name,
+        readings=readings,
+        notes=plan.notes,
+        seconds=time.monotonic() - started,
+        **checks,
+        **figures,
+    )
+
+
+def run_models(
+    plan: MergePlan, merged: Path, verify: str, answers: list[Answer] | None, kept: float | None
+) -> dict[str, Any]:
+    """Compare a merged directory with base + adapter, with what was recorded in training, and with an owner's answers.
+
+    Returns MergeReport's logits, witness and answers. Raises NotCompared for a comparison that was asked for.
+    """
+    base, parts = plan.base.path, [(part.directory, weight) for part, weight in plan.adapters]
+    checks: dict[str, Any] = dict.fromkeys(("logits", "witness", "answers"))
+    if verify == "logits":
+        checks["logits"] = check_directory(parts, merged, base, kept=kept)
+    (first, weight), *others = plan.adapters
+    if weight == 1 and not others and not plan.missing:  # else the loaded model has random tensors
+        try:
+            checks["witness"] = check_witness(first, plan.base, merged, kept)
+        except NotCompared as error:
+            log.warning("the record of the trained model's logits was not compared: %s", error)
+    if answers is not None:
+        checks["answers"] = check_answers(answers, [path for path, _ in parts], base, merged)
+    return checks
+
+
+def weighted(adapter: AdapterPath | Sequence[tuple[AdapterPath, float]]) -> list[tuple[Path, float]]:
+    """Return (directory, weight) of each adapter. Raises UsageError for a weight that is zero or not a number."""
+    if isinstance(adapter, str | os.PathLike):
+        return [(find_adapter(Path(adapter)), 1.0)]
+    pairs = [(Path(path), float(weight)) for path, weight in adapter]
+    for path, weight in pairs:
+        if not math.isfinite(weight) or weight == 0:
+            raise UsageError(f"adapter {path} has weight {weight}", fix="give it a number other than 0")
+    if not pairs:
+        raise UsageError("no adapter was given", fix="pass a directory or (directory, weight) pairs")
+    return [(find_adapter(path), weight) for path, weight in pairs]
