@@ -19,7 +19,7 @@ from pydantic import Field
 from cogumi.core.errors import require_extra
 from cogumi.core.worker import Worker
 from cogumi.data.chat import text_of
-from cogumi.rewards.functions import Completion
+from cogumi.rewards.functions import Completion, answer_text
 
 # An answer with one of these marks its expression; another one is an expression as a whole.
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
@@ -47,7 +47,9 @@ def math_answer(
     `math_answer/late`.
     """
     pairs = zip(completions, answer, strict=True)
-    results = [UNREADABLE if gold is None else compare_apart(str(gold), text_of(text), seconds) for text, gold in pairs]
+    results = [
+        UNREADABLE if gold is None else compare_apart(answer_text(gold), text_of(text), seconds) for text, gold in pairs
+    ]
     if log_metric is not None:
         for why in (UNREADABLE, LATE):
             log_metric(f"math_answer/{why}", results.count(why) / max(len(results), 1))
