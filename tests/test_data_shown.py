@@ -1,0 +1,66 @@
+"""Every message is in the text that the model sees, and what is learned of it is what the model writes at inference."""
+
+import json
+from itertools import chain
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from cogumi.data.chat import split_thought
+from cogumi.data.encoding import FormatOptions
+from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, chunk_of, learned_texts
+
+TURNS = {
+    "qwen3": ("<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "<|im_end|>\n"),
+    "qwen2_5": ("<|im_start|>assistant\n", "", "<|im_end|>\n"),
+    "llama3": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>"),
+    "llama3_1": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>"),
+}
+"""Header, empty thought and end of a turn."""
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+SYSTEM, DEVELOPER = {"role": "system", "content": "System words."}, {"role": "developer", "content": "Developer words."}
+
+
+def ask(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def say(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def tokenizer_of(name: str) -> Any:
+    tokenizer = chat_tokenizer(name if name in TURNS or name == "gptoss" else "qwen3")
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    if "deepseek" in name:
+        tokenizer.add_special_tokens({"eos_token": "<｜end▁of▁sentence｜>"})
+    return tokenizer
+
+
+def made(name: str, row: dict[str, Any], method: str = "sft", format: str = "chat", **options: Any) -> Any:
+    """(texts of the examples, learned texts of all, reasons of dropped rows) of one row."""
+    tokenizer = tokenizer_of(name)
+    cells = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+    chunk = chunk_of([cells], tokenizer, FormatOptions(method, format, **options))  # type: ignore[arg-type]
+    rows = chunk.table.to_pylist()
+    if method == "dpo":
+        return [tuple(map(tokenizer.decode, example.values())) for example in rows], [], list(chunk.dropped)
+    if method == "gspo":
+        return [example["prompt"] for example in rows], [], list(chunk.dropped)
+    learned = [learned_texts(tokenizer, example["input_ids"], example["completion_mask"]) for example in rows]
+    return (
+        [tokenizer.decode(example["input_ids"]) for example in rows],
+        [*chain.from_iterable(learned)],
+        list(chunk.dropped),
+    )
+
+
+@pytest.mark.parametrize("content", ["T\n</think>\n\na", "T</think>\n\na", "T</think>\na", "<think>T</think>a"])
+def test_a_thought_ends_with_its_tag(content: str) -> None:
+    assert split_thought(content) == ("T", "a")
+
+
+@pytest.mark.parametrize("content", ["The tag </think> ends it.", "It is </think>\n\nthen a", "`</think>`\n"])
+def test_a_tag_that_a_text_talks_about_ends_no_thought(content: str) -> None:
+    assert split_thought(content) == (None, content)
