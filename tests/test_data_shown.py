@@ -56,6 +56,31 @@ def made(name: str, row: dict[str, Any], method: str = "sft", format: str = "cha
     )
 
 
+@pytest.mark.parametrize(
+    ("row", "token"),
+    [
+        ({"prompt": "a <think> b", "completion": "c"}, "<think>"),
+        ({"prompt": "a", "completion": "b <think> c"}, "<think>"),
+        ({"prompt": "a", "completion": "<think>b</think>c</think>"}, "</think>"),
+        ({"prompt": "a", "completion": "b <tool_call> c"}, "<tool_call>"),
+        ({"prompt": "a", "completion": "<think>b</think>c"}, None),
+        ({"prompt": "a <think>\n", "completion": "b\n</think>\n\nc"}, None),
+        ({"prompt": "a", "completion": '<tool_call>\n{"name": "f"}\n</tool_call>'}, None),
+    ],
+)
+def test_text_that_spells_a_token_of_the_template_is_dropped(row: dict[str, str], token: str | None) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>")])
+    chunk = chunk_of([row], tokenizer, FormatOptions("sft", "prompt_completion", learn="completion"))
+    assert list(chunk.dropped) == ([f"containing a special token ({token})"] if token else [])
+
+
+def test_code_that_spells_a_token_of_the_template_is_dropped() -> None:
+    rows = [{"source": "x = 1 # a <think> b\n" * 9}, {"source": "x = 1\n" * 9}]
+    chunk = chunk_of(rows, chat_tokenizer("qwen3"), FormatOptions("sft", "fim"))
+    assert list(chunk.dropped) == ["containing a special token (<think>)"]
+
+
 @pytest.mark.parametrize("content", ["T\n</think>\n\na", "T</think>\n\na", "T</think>\na", "<think>T</think>a"])
 def test_a_thought_ends_with_its_tag(content: str) -> None:
     assert split_thought(content) == ("T", "a")

@@ -48,7 +48,6 @@ from cogumi.data.encoding import (
     refuse_slow,
     reset_backend,
     shared_prefix,
-    special_texts,
 )
 from cogumi.data.fim import detect_fim_tokens, fim_prompts_chunk, fim_sft_chunk, read_controls
 from cogumi.data.literal import HIDDEN, HIDDEN_FIRST, OWN_FIRST, RESERVED, LiteralText, map_strings
@@ -231,7 +230,7 @@ class Rendering:
         """Texts that drop a row of text, and are kept as text in messages."""
         spellings = self.literal.spellings
         reserved = [chr(first + index) for first in (HIDDEN_FIRST, OWN_FIRST) for index in range(len(spellings))]
-        return list(dict.fromkeys([*special_texts(self.tokenizer), *spellings, *reserved]))
+        return list(dict.fromkeys([*spellings, *reserved]))
 
     @cached_property
     def fim_tokens(self) -> list[str]:
@@ -264,8 +263,9 @@ class Rendering:
             )
         prompt = row["prompt"] if isinstance(row, dict) else row.prompt if isinstance(row, Question) else row
         if isinstance(prompt, str | tuple):
-            for token in special_texts(self.tokenizer):
-                if any(token in text for text in texts):
+            shown = self.literal.without_tags(*texts)
+            for token in self.literal.controls:
+                if any(token in text for text in shown):
                     raise BadRow(f"containing a special token ({token})")
             return row
         if any(RESERVED.search(text) for text in texts):
