@@ -56,6 +56,41 @@ def made(name: str, row: dict[str, Any], method: str = "sft", format: str = "cha
     )
 
 
+@pytest.mark.parametrize("name", [*TURNS, "qwen3_instruct_2507", "gptoss", "phi3", "glm4moe", "deepseek_r1_distill",
+                                  "deepseekv3", "gemma3", "qwen3_5_think", "nemotron_3_nano"])  # fmt: skip
+@pytest.mark.parametrize("system", [[DEVELOPER], [SYSTEM, DEVELOPER], [SYSTEM, SYSTEM | {"content": "More of it."}]])
+def test_every_instruction_is_shown(name: str, system: list[Any]) -> None:
+    rows = {
+        ("sft", "chat"): {"messages": [*system, ask("q"), say("a")]},
+        ("sft", "prompt_completion"): {"prompt": [*system, ask("q")], "completion": [say("a")]},
+        ("dpo", "preference"): {"prompt": [*system, ask("q")], "chosen": [say("a")], "rejected": [say("b")]},
+    }
+    for (method, format), row in rows.items():
+        (text,), _, _ = made(name, row, method, format)
+        assert all(message["content"] in str(text) for message in system)
+    (prompt,), _, _ = made(name, {"prompt": [*system, ask("q")]}, "gspo", "prompt_completion")
+    shown = tokenizer_of(name).apply_chat_template(json.loads(prompt), tokenize=False)  # as the trainer renders it
+    assert all(message["content"] in shown for message in system)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "deepseek_r1_distill"])
+def test_an_instruction_that_the_template_drops_drops_the_row(name: str) -> None:
+    messages = [SYSTEM, ask("q"), say("a"), SYSTEM | {"content": "Later."}, ask("r"), say("b")]
+    for learn in ("turns", "completion", "all"):
+        assert made(name, {"messages": messages}, learn=learn)[2] == [
+            "of whose system message the chat template loses words"
+        ]
+    assert made(name, {"messages": messages}, "gspo", "chat")[2]
+
+
+@pytest.mark.parametrize("name", ["gptoss", "llama3_1", "qwen3", "glm4moe", "nemotron_3_nano"])
+def test_a_result_that_the_template_writes_as_json_is_shown(name: str) -> None:
+    result = {"role": "tool", "name": "f", "content": ' {"a": "b\\n"}\n "naïve"'}
+    messages = [ask("  /think /no_think q "), say("", tool_calls=[CALL]), result, say("a")]
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    assert made(name, {"messages": messages, "tools": [{"type": "function", "function": function}]})[2] == []
+
+
 @pytest.mark.parametrize(
     ("row", "token"),
     [

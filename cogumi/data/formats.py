@@ -31,7 +31,6 @@ from cogumi.data.chat import (
     Conversation,
     Question,
     Side,
-    adapt_thought,
     is_missing_reasoning,
     read_completion,
     read_conversation,
@@ -484,7 +483,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         """Return (the question, its prompt as the model sees it)."""
         if isinstance(question.prompt, str):
             return question, question.prompt
-        adapted = [adapt_thought(message, using.template.thinking) for message in question.prompt]
+        adapted = using.template.adapt(question.prompt)
         tools = [*(question.tools or []), *options.tools]
         # The trainer renders the messages, as `keep_data_as_text` has it do.
         return replace(question, prompt=using.literal.reveal(adapted)), using.template.prompt(adapted, tools or None)

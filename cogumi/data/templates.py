@@ -4,13 +4,19 @@
 marked text without the generation prompt is learned. Without marks (Llama 3.1's), and where the marked text is not what
 inference shows, turns are rendered as at inference: up to the turn with the generation prompt, and to its end. A turn that
 later ones show differently becomes an example of its own.
+
+A developer's message is a system message where the template shows none of that role, and leading system messages are joined
+where it does not show several. Any other message of which the rendering loses words drops the row.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -39,6 +45,9 @@ CALLS = [
     for name in CALL_NAMES
 ]
 SCHEMA: dict[str, Any] = {"name": "probe_1", "description": "d", "parameters": {"type": "object", "properties": {}}}
+SYSTEM_ROLES = ("system", "developer")
+SWITCHES = re.compile(r"/(?:no_think|think|system_override)\b")
+"""Words of a message that SmolLM3's and Nemotron's templates act on, and leave out."""
 TOOLS = [{"type": "function", "function": SCHEMA}]
 Spans = list[tuple[int, int]]
 """Character positions in a rendered text, in order."""
@@ -176,8 +185,7 @@ class ChatTemplate:
         Most templates strip contents, and none shows the ids of calls. Raises BadRow as a rendering does.
         """
         parts: list[list[Any]] = []
-        for message in messages:
-            adapted = adapt_thought(message, self.thinking) if message["role"] == "assistant" else message
+        for adapted in self.adapt(messages):
             role, text = adapted["role"].replace("developer", "system"), adapted["content"].strip()
             if role == "system" and not parts and text in ("", self.default_system):
                 continue
@@ -200,21 +208,43 @@ class ChatTemplate:
             raise BadRow(f"of whose tool calls the chat template does not show {some or 'any'}".rstrip())
         if tools and not self.shows_tools:
             raise BadRow("with tools that the chat template does not show")
-        return self._render(messages, tools, template, **options)
+        adapted = self.adapt(messages)
+        text, spans = self._render(adapted, tools, template, **options)
+        _refuse_lost_context(text, adapted)
+        return text, spans
+
+    def adapt(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages as this template takes them: its key of thoughts, its role and number of system messages."""
+        adapted = [adapt_thought(message, self.thinking) for message in messages]
+        for at, message in enumerate(adapted):
+            if message["role"] == "developer" and not self.shows_developer:
+                adapted[at] = message | {"role": "system"}
+        leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, adapted))
+        if len(leading) > 1 and not self.shows_systems:
+            joined = "\n\n".join(message["content"] for message in leading)
+            adapted[: len(leading)] = [leading[0] | {"content": joined}]
+        return adapted
+
+    @cached_property
+    def shows_developer(self) -> bool:
+        return ANSWER in self._probe([SYSTEM | {"role": "developer"}, QUESTION])
+
+    @cached_property
+    def shows_systems(self) -> bool:
+        return self._probe([SYSTEM, SYSTEM, QUESTION]).count(ANSWER) == 2
 
     def _render(
         self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
     ) -> tuple[str, Spans]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        adapted = [adapt_thought(message, self.thinking) for message in messages]
         chosen = template or (self.text_with_tools if tools else self.text)
         try:
             rendered: Any = render_jinja_template(
-                conversations=[adapted], tools=tools, chat_template=chosen, **options, **self.variables
+                conversations=[list(messages)], tools=tools, chat_template=chosen, **options, **self.variables
             )
         except REFUSALS as error:
-            talk = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "")
+            talk = next((message["role"] for message in messages if message["role"] not in SYSTEM_ROLES), "")
             start = "that begins with the assistant's turn, which" if talk == "assistant" else "that"
             raise BadRow(f"{start} the chat template refuses", f"{error}" or type(error).__name__) from error
         texts, spans = rendered
@@ -259,6 +289,27 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     return replace(
         bare, header=header, prompt_opens_thought=opens, marks_earlier_turns=_marks_earlier_turns(bare, tokenizer)
     )
+
+
+def _refuse_lost_context(text: str, messages: Sequence[Message]) -> None:
+    """Raise BadRow unless each content stands in the text, of users and answers in order.
+
+    A template may put system messages and tools' results elsewhere, results as JSON, and gpt-oss's the text of a call.
+    """
+    end = 0
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "assistant":
+            content = "" if message.get("tool_calls") else content.rpartition(CLOSE)[2]
+        elif role == "tool" and content.strip() not in text:
+            content = json.dumps(content, ensure_ascii=False)[1:-1]
+        at = 0 if role in ("tool", *SYSTEM_ROLES) else end
+        for piece in map(str.strip, SWITCHES.split(content)):
+            if (start := text.find(piece, at)) < 0:
+                lost = "answer" if role == "assistant" else f"{role} message"
+                raise BadRow(f"of whose {lost} the chat template loses words", content)
+            at = start + len(piece)
+        end = max(at, end) if role in ("user", "assistant") else end
 
 
 def _marks_earlier_turns(template: ChatTemplate, tokenizer: Any) -> bool:
