@@ -91,6 +91,31 @@ def test_a_result_that_the_template_writes_as_json_is_shown(name: str) -> None:
     assert made(name, {"messages": messages, "tools": [{"type": "function", "function": function}]})[2] == []
 
 
+@pytest.mark.parametrize("learn", ["turns", "completion"])
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3"])
+def test_answers_stand_behind_the_thought_that_the_prompt_opens(name: str, learn: str) -> None:
+    tokenizer = tokenizer_of(name)
+    prompt = tokenizer.apply_chat_template([ask("q")], tokenize=False, add_generation_prompt=True)
+    thoughts = dict.fromkeys(("<think>TH</think>a", "TH\n</think>\na", "TH</think>\n\na"), "TH") | {
+        "a": "",
+        "<a>": "",
+    }
+    for content, thought in thoughts.items():
+        (text,), learned, _ = made(name, {"messages": [ask("q"), say(content)]}, learn=learn)
+        assert text.startswith(prompt)
+        closing = f"{thought}\n</think>\n\n" if prompt.endswith("<think>\n") else ""
+        assert learned == [f"{closing}{content.rpartition('</think>')[2].strip()}{tokenizer.eos_token}"]
+    texts, learned, _ = made(name, {"messages": [ask("q"), say("a", reasoning_content="T1"), ask("r"), say("b")]})
+    assert len(texts) == len(learned) == (2 if prompt.endswith("<think>\n") else 1)
+
+
+def test_a_pair_stands_behind_the_thought_that_the_prompt_opens() -> None:
+    row = {"prompt": [ask("q")], "chosen": [say("<think>T</think>a")], "rejected": [say("b")]}
+    ((prompt, chosen, rejected),), _, _ = made("deepseek_r1_distill", row, "dpo", "preference")
+    assert prompt.endswith("<｜Assistant｜><think>\n")
+    assert (chosen, rejected) == ("T\n</think>\n\na<｜end▁of▁sentence｜>", "\n</think>\n\nb<｜end▁of▁sentence｜>")
+
+
 @pytest.mark.parametrize(
     ("row", "token"),
     [

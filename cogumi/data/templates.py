@@ -70,11 +70,23 @@ class ChatTemplate:
     header: str = ""
     """The part of the generation prompt that lies inside the marks."""
     prompt_opens_thought: bool = False
+    hides_thoughts: bool = False
+    """The generation prompt opens a thought, and the template shows none of an answer (DeepSeek-R1's)."""
     marks_earlier_turns: bool = True
     """The marked template shows turns before the last as inference does, and ends them with the same token as the last."""
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
-        return self.render(messages, tools)[0]
+        """Render messages; where the template hides thoughts, the last answer's stands behind the prompt that opens it."""
+        if not self.hides_thoughts or messages[-1]["role"] != "assistant":
+            return self.render(messages, tools)[0]
+        before = self.prompt(messages[:-1], tools)
+        thought, answer = split_thought(self.adapt(messages[-1:])[0]["content"])
+        last = messages[-1] | {"content": answer, "reasoning_content": None}
+        text = self.render([*messages[:-1], last], tools)[0]
+        head, tag, rest = before.rpartition(OPEN)
+        if not tag or CLOSE in rest or not text.startswith(head):  # nothing is opened behind a tool's result
+            return text
+        return f"{before}{thought or ''}\n{CLOSE}\n\n{text.removeprefix(head)}"
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render the messages and the generation prompt, as the model sees them at its turn."""
@@ -86,7 +98,7 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [index for index in answers if index >= first]
         thoughts = any(self.thought_of(messages[index]) for index in learned)
-        if self.marked is None or thoughts:
+        if self.marked is None or thoughts or self.hides_thoughts:
             return self._turns_as_at_inference(messages, tools, learned)
         if len(answers) > 1 and not self.marks_earlier_turns:
             with suppress(BadRow):  # two answers in a row, the first of which Qwen3 shows in two ways: as marked
@@ -287,7 +299,11 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
             header = generation_prompt[before:]
             break
     return replace(
-        bare, header=header, prompt_opens_thought=opens, marks_earlier_turns=_marks_earlier_turns(bare, tokenizer)
+        bare,
+        header=header,
+        prompt_opens_thought=opens,
+        hides_thoughts=opens and OPEN not in bare.whole(TURN).removeprefix(question),
+        marks_earlier_turns=_marks_earlier_turns(bare, tokenizer),
     )
 
 
