@@ -116,6 +116,24 @@ def test_a_pair_stands_behind_the_thought_that_the_prompt_opens() -> None:
     assert (chosen, rejected) == ("T\n</think>\n\na<｜end▁of▁sentence｜>", "\n</think>\n\nb<｜end▁of▁sentence｜>")
 
 
+@pytest.mark.parametrize("learn", ["turns"])
+def test_a_thought_before_a_call_is_learned_of_gpt_oss(learn: str) -> None:
+    result = {"role": "tool", "content": "r"}
+    messages = [ask("q"), say("", reasoning_content="T1", tool_calls=[CALL]), result, say("a", reasoning_content="T2")]
+    (text,), learned, _ = made("gptoss", {"messages": messages}, learn=learn)
+    call = (
+        "<|channel|>analysis<|message|>T1<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
+        '<|message|>{"x": 1}<|call|>'
+    )
+    final = "<|channel|>analysis<|message|>T2<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>"
+    assert learned == ([call, final] if learn == "turns" else [final])
+    before = tokenizer_of("gptoss").apply_chat_template(
+        [ask("q"), {"role": "assistant", "content": "", "thinking": "T1", "tool_calls": [CALL]}, result],
+        tokenize=False, add_generation_prompt=True,
+    )  # fmt: skip
+    assert text == before + final
+
+
 @pytest.mark.parametrize(
     ("row", "token"),
     [

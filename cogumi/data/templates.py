@@ -121,8 +121,7 @@ class ChatTemplate:
         """Render each turn behind the generation prompt; it joins the next turn's example if that begins with its text."""
         examples: list[tuple[str, Spans]] = []
         for index in reversed(learned):
-            before, through = self.prompt(messages[:index], tools), self.whole(messages[: index + 1], tools)
-            self.refuse_lost_words(before, through, [messages[index]])
+            before, through = self.answered(messages[: index + 1], index, tools)
             if not through.startswith(before):
                 rest = "(train.completion_only_loss: true learns the last alone)"
                 raise BadRow(f"whose earlier turns the chat template rewrites {rest}")
@@ -132,6 +131,16 @@ class ChatTemplate:
             else:
                 examples.append((through, [span]))
         return examples[::-1]
+
+    def answered(self, messages: Sequence[Message], first: int, tools: Any = None) -> tuple[str, str]:
+        """Render (the prompt of the answer that begins at `first`, prompt and answer)."""
+        before, through = self.prompt(messages[:first], tools), self.whole(messages, tools)
+        if not through.startswith(before):  # gpt-oss shows the thoughts of calls until the final answer is there
+            known = [adapt_thought(message, replace(self.thinking, flag=False)) for message in messages[:first]]
+            bare, text = self.prompt(known, tools), self.whole([*known, *messages[first:]], tools)
+            through = before + text.removeprefix(bare) if text.startswith(bare) else through
+        self.refuse_lost_words(before, through, messages[first:])
+        return before, through
 
     def thought_of(self, message: Message) -> str:
         """Return the thought that the template renders with a message; "" if there is none."""
