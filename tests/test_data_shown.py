@@ -56,6 +56,48 @@ def made(name: str, row: dict[str, Any], method: str = "sft", format: str = "cha
     )
 
 
+@pytest.mark.parametrize("name", TURNS)
+def test_only_the_assistants_turns_of_a_completion_are_learned(name: str) -> None:
+    _, empty, end = TURNS[name]
+    row = {"prompt": [ask("a"), say("earlier"), ask("b")], "completion": [say("one"), ask("c"), say("two")]}
+    _, learned, _ = made(name, row, format="prompt_completion", learn="completion")
+    answers = [f"{empty}one{end}", f"{empty}two{end}"]
+    assert learned == answers
+    chat = {"messages": row["prompt"] + row["completion"]}
+    assert made(name, chat)[1][1:] == answers
+
+
+def test_the_result_of_a_tool_in_a_completion_is_not_learned() -> None:
+    completion = [say("", tool_calls=[CALL]), {"role": "tool", "content": "RESULT"}, say("done")]
+    _, learned, _ = made("qwen3", {"prompt": [ask("a")], "completion": completion}, format="prompt_completion")
+    assert ["<tool_call>" in text for text in learned] == [True, False]
+    assert all("RESULT" not in text and text.startswith("<think>\n\n</think>") for text in learned)
+
+
+@pytest.mark.parametrize("learn", ["turns", "completion"])
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("begun", ["It is", "It is ", "<It is"])
+def test_the_beginning_of_an_answer_in_the_prompt_is_context(name: str, begun: str, learn: str) -> None:
+    header, empty, end = TURNS[name]
+    row = {"prompt": [ask("a"), say(begun)], "completion": [say(" five.")]}
+    (text,), learned, _ = made(name, row, format="prompt_completion", learn=learn)
+    assert learned == [f" five.{end}"]
+    assert text.endswith(f"{header}{empty}{begun} five.{end}")
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_the_beginning_of_both_answers_of_a_pair_is_their_prompt(name: str) -> None:
+    header, empty, end = TURNS[name]
+    row = {"prompt": [ask("a"), say("It is")], "chosen": [say(" good")], "rejected": [say(" bad")]}
+    ((prompt, chosen, rejected),), _, _ = made(name, row, "dpo", "preference")
+    assert prompt.endswith(f"{header}{empty}It is")
+    assert (chosen, rejected) == (f" good{end}", f" bad{end}")
+    row = {"chosen": [ask("a"), say("It is"), say("good")], "rejected": [ask("a"), say("It is"), say("bad")]}
+    ((_, chosen, _),), _, _ = made(name, row, "dpo", "preference")
+    assert chosen.endswith(f"good{end}")
+    assert "It is good" not in chosen  # turns of their own in a conversation
+
+
 @pytest.mark.parametrize("name", [*TURNS, "qwen3_instruct_2507", "gptoss", "phi3", "glm4moe", "deepseek_r1_distill",
                                   "deepseekv3", "gemma3", "qwen3_5_think", "nemotron_3_nano"])  # fmt: skip
 @pytest.mark.parametrize("system", [[DEVELOPER], [SYSTEM, DEVELOPER], [SYSTEM, SYSTEM | {"content": "More of it."}]])
@@ -116,7 +158,7 @@ def test_a_pair_stands_behind_the_thought_that_the_prompt_opens() -> None:
     assert (chosen, rejected) == ("T\n</think>\n\na<｜end▁of▁sentence｜>", "\n</think>\n\nb<｜end▁of▁sentence｜>")
 
 
-@pytest.mark.parametrize("learn", ["turns"])
+@pytest.mark.parametrize("learn", ["turns", "completion"])
 def test_a_thought_before_a_call_is_learned_of_gpt_oss(learn: str) -> None:
     result = {"role": "tool", "content": "r"}
     messages = [ask("q"), say("", reasoning_content="T1", tool_calls=[CALL]), result, say("a", reasoning_content="T2")]
