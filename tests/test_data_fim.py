@@ -274,7 +274,7 @@ def test_every_drop_is_counted_and_reported(starcoder):
         "null": 1,
         "not UTF-8": 1,
         "too short to split": 1,
-        "containing a special token": 1,
+        "containing a special token (<fim_middle>)": 1,
         "longer than 512 tokens": 1,
     }
 

@@ -338,7 +338,8 @@ def test_pieces_that_make_no_example_are_counted() -> None:
         "null": (1, 2),
         "with an empty middle": (1, 1),
         "without context": (1, 3),
-        "containing a special token": (2, 4),
+        "containing a special token (<fim_middle>)": (1, 4),
+        "containing a special token (<fim_suffix>)": (1, 5),
     }
     (row,) = examples_of(chunk)
     assert (row["prefix"], row["middle"], row["suffix"], row["level"]) == ("a = ", "1", "\n", 1)
@@ -352,7 +353,7 @@ def test_a_chunk_of_code_with_nothing_usable_is_no_error() -> None:
         assert {reason: each.row for reason, each in chunk.dropped.items()} == {
             "null": 0,
             "too short to split": 1,
-            "containing a special token": 2,
+            "containing a special token (<fim_middle>)": 2,
             "longer than 512 tokens": 3,
         }
         good = chunk_of({"source": texts()[:3]}, "qwen3", options(method, "fim"))

@@ -225,8 +225,9 @@ def test_marks_that_leave_out_the_end_of_a_turn_are_not_used() -> None:
 def test_a_template_that_rewrites_earlier_turns_drops_the_rows_it_rewrites() -> None:
     tokenizer = chat_tokenizer("qwen3_instruct_2507")
     tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content[:3] }}<|im_end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if not loop.last and m.content|length > 3 %}!{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     rows = [
         {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "an answer"}]},

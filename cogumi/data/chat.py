@@ -218,17 +218,20 @@ def _as_messages(side: Side, role: str) -> list[Message]:
 
 
 def closes_thought(before: str, after: str) -> bool:
-    """Tell whether the first `</think>` ends a thought: one that begins the content, or an unopened one on its own line."""
+    """Tell whether the first `</think>` ends a thought: one that begins the content, or an unopened one that ends its line.
+
+    A space before it says that a text talks about the tag.
+    """
     if before.lstrip().startswith(OPEN):
         return True
-    starts_line = not before.strip() or before.rstrip(" ").endswith("\n")
-    return OPEN not in before and starts_line and after.lstrip(" ")[:1] in ("", "\n")
+    is_glued = before.rstrip(" ")[-1:] in ("", "\n") or not before.endswith(" ")
+    return OPEN not in before and is_glued and after.lstrip(" ")[:1] in ("", "\n")
 
 
 def split_thought(content: str) -> tuple[str | None, str]:
     """Split content that starts with a thought into (thought, answer); (None, content) if tags elsewhere are text.
 
-    A content may close a thought that it does not open, on a line by itself: DeepSeek-R1's prompt has opened it. Raises
+    A content may close a thought that it does not open, at the end of a line: DeepSeek-R1's prompt has opened it. Raises
     BadRow for a thought that never closes.
     """
     before, close, answer = content.partition(CLOSE)

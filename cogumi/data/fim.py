@@ -20,7 +20,8 @@ import pyarrow as pa
 
 from cogumi.config.schema import FimConfig
 from cogumi.core.errors import UsageError
-from cogumi.data.encoding import Ids, cuts_at_spaces, encode, encode_by_words, list_array, special_texts
+from cogumi.data.encoding import Ids, cuts_at_spaces, encode, encode_by_words, list_array
+from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, Chunk, Dropped, count_dropped, describe_value, record_columns
 
 PLAIN, PSM, SPM = 0, 1, 2
@@ -153,7 +154,7 @@ def read_controls(tokenizer: Any) -> Controls:
     controls = tokens.texts() if tokens else []
     guard = controls[0] if controls else tokenizer.eos_token
     guarded = read(f"{guard}a b")[1:] != read("a b")
-    special = list(dict.fromkeys([*controls, *special_texts(tokenizer)]))
+    special = list(dict.fromkeys([*controls, *LiteralText(tokenizer).controls]))
     return Controls(tokenizer, tokens, runs, guard if guarded else None, special, cuts_at_spaces(tokenizer))
 
 
@@ -217,8 +218,11 @@ class DroppedCounter:
         return frame.filter(mask)
 
     def keep_without_special(self, frame: pl.DataFrame, name: str, controls: Controls) -> pl.DataFrame:
-        is_clean = ~pl.col(name).str.contains_any(controls.special_texts)
-        return self.keep(frame, is_clean, "containing a special token", name)
+        any_special = frame[name].str.contains_any(controls.special_texts).any()
+        for token in controls.special_texts if any_special else ():
+            is_clean = ~pl.col(name).str.contains(token, literal=True)
+            frame = self.keep(frame, is_clean, f"containing a special token ({token})", name)
+        return frame
 
 
 def cut_rows(rows: pl.DataFrame, controls: Controls, config: FimConfig, dropping: DroppedCounter) -> pl.DataFrame:

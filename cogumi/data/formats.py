@@ -29,9 +29,9 @@ from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
     Conversation,
+    Message,
     Question,
     Side,
-    adapt_thought,
     is_missing_reasoning,
     read_completion,
     read_conversation,
@@ -48,7 +48,6 @@ from cogumi.data.encoding import (
     refuse_slow,
     reset_backend,
     shared_prefix,
-    special_texts,
 )
 from cogumi.data.fim import detect_fim_tokens, fim_prompts_chunk, fim_sft_chunk, read_controls
 from cogumi.data.literal import HIDDEN, HIDDEN_FIRST, OWN_FIRST, RESERVED, LiteralText, map_strings
@@ -231,7 +230,7 @@ class Rendering:
         """Texts that drop a row of text, and are kept as text in messages."""
         spellings = self.literal.spellings
         reserved = [chr(first + index) for first in (HIDDEN_FIRST, OWN_FIRST) for index in range(len(spellings))]
-        return list(dict.fromkeys([*special_texts(self.tokenizer), *spellings, *reserved]))
+        return list(dict.fromkeys([*spellings, *reserved]))
 
     @cached_property
     def fim_tokens(self) -> list[str]:
@@ -264,8 +263,9 @@ class Rendering:
             )
         prompt = row["prompt"] if isinstance(row, dict) else row.prompt if isinstance(row, Question) else row
         if isinstance(prompt, str | tuple):
-            for token in special_texts(self.tokenizer):
-                if any(token in text for text in texts):
+            shown = self.literal.without_tags(*texts)
+            for token in self.literal.controls:
+                if any(token in text for text in shown):
                     raise BadRow(f"containing a special token ({token})")
             return row
         if any(RESERVED.search(text) for text in texts):
@@ -306,31 +306,35 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     make = read_completion if "prompt" in rows.columns else partial(read_conversation, learn=learn)
     parsed, at = using.parse(rows, first_row, make, dropped)
     plain = are_text([isinstance(row, tuple) for row in parsed], at)
-    by_turns = learn == "turns" and not plain
 
-    def render(row: Conversation | tuple[str, str]) -> list[tuple[str, Any]]:
-        """Return (text, its prompt or the spans of its turns) of each example."""
+    def render(row: Conversation | tuple[str, str]) -> list[tuple[str, Spans]]:
+        """Return (text, its learned spans) of each example."""
         if isinstance(row, tuple):
             using.refuse_thinking()
-            return [(row[0] + row[1] + tokenizer.eos_token, row[0])]
-        if by_turns:
-            return using.template.turns(row)
-        prompt = "" if learn == "all" else using.template.prompt(row.messages[: row.prompt_length], row.tools)
-        text = using.template.whole(row.messages, row.tools)
-        using.template.refuse_lost_words(prompt, text, row.messages[row.prompt_length :])
-        return [(text, prompt)]
+            text = row[0] + row[1] + tokenizer.eos_token
+            return [(text, [(len(row[0]), len(text))])]
+        messages, first, start = join_prefill(row.messages, row.prompt_length if "prompt" in rows.columns else 0)
+        first = first or row.prompt_length
+        if learn == "all":
+            text = using.template.whole(messages, row.tools)
+            using.template.refuse_lost_words("", text, messages[first:])
+            return [(text, [(0, len(text))])]
+        examples = using.template.turns(Conversation(messages, row.tools, first))
+        text, spans = examples[0]
+        spans[:1] = [(skip_prefill(text, spans[0][0], start), spans[0][1])]
+        return examples
 
     by_row, rows_at = try_each(
         parsed, at, render, dropped, lambda row: using.literal.reveal(getattr(row, "messages", row))
     )
     rows_at = [row for row, of_row in zip(rows_at, by_row, strict=True) for _ in of_row]
     rendered, extra = list(chain.from_iterable(by_row)), sum(map(len, by_row)) - len(by_row)
-    texts, parts = [text for text, _ in rendered], [part for _, part in rendered]
-    examples = (
-        learn_spans(using.literal, texts, parts)
-        if by_turns
-        else learn_completions(using.literal, parts, texts, plain, learn)
-    )
+    texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
+    if (learn != "turns" and all([end for _, end in spans] == [len(text)] for text, spans in rendered)) or plain:
+        prompts = [text[: spans[0][0]] for text, spans in rendered]
+        examples = learn_completions(using.literal, prompts, texts, plain, learn)
+    else:
+        examples = learn_spans(using.literal, texts, spans)
     conversations = dict(zip(at, parsed, strict=True))
 
     def fit(example: tuple[tuple[Ids, Mask], str]) -> tuple[Ids, Mask, bool]:
@@ -355,6 +359,26 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     truncated = sum(is_long for _, _, is_long in fitting)
     without = sum(is_missing_reasoning(conversations[row]) for row in example_rows) if options.thinking else 0
     return Chunk(pa.table(table), dropped, truncated, without, extra, text_rows=plain * len(fitting))
+
+
+def join_prefill(messages: list[Message], first: int) -> tuple[list[Message], int, str]:
+    """Join an answer, `messages[first]`, to its beginning if the prompt ends with that: (messages, first, the beginning)."""
+    pair = messages[first - 1 : first + 1]
+    if first < 2 or any(message["role"] != "assistant" for message in pair) or "tool_calls" in pair[0]:
+        return messages, first, ""
+    start = pair[0]["content"]
+    joined = pair[0] | pair[1] | {"content": start + pair[1]["content"]}
+    return [*messages[: first - 1], joined, *messages[first + 1 :]], first - 1, start
+
+
+def skip_prefill(text: str, start: int, prefill: str) -> int:
+    """Return where the prefill ends in a text from `start` on."""
+    at = text.find(prefill.lstrip(), start)
+    if at < 0:
+        raise BadRow(
+            "whose prompt ends with a part of the answer that the chat template rewrites (move it to the answer)"
+        )
+    return at + len(prefill.lstrip())
 
 
 def learn_spans(literal: LiteralText, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[Ids, Mask]]:
@@ -418,11 +442,13 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
             using.refuse_thinking()
             end = using.tokenizer.eos_token
             return prompt, prompt + chosen + end, prompt + rejected + end
-        before = using.template.prompt(prompt, tools)
-        wholes = [using.template.whole(prompt + side, tools) for side in (chosen, rejected)]
-        for text, side in zip(wholes, (chosen, rejected), strict=True):
-            using.template.refuse_lost_words(before, text, side)
-        return before, wholes[0], wholes[1]
+        texts = []
+        for side in (chosen, rejected):
+            # The prompt that two conversations share may end with a turn of its own.
+            messages, first, start = join_prefill(prompt + side, len(prompt) if "prompt" in rows.columns else 0)
+            before, text = using.template.answered(messages, first or len(prompt), tools)
+            texts += [text[: skip_prefill(text, len(before), start)] if start else before, text]
+        return texts[0], texts[1], texts[3]
 
     texts, at = try_each(pairs, at, render, dropped, lambda pair: using.literal.reveal(tuple(pair.values())))
     ids = [using.literal.encode([text[side] for text in texts], plain) for side in range(3)]
@@ -484,7 +510,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         """Return (the question, its prompt as the model sees it)."""
         if isinstance(question.prompt, str):
             return question, question.prompt
-        adapted = [adapt_thought(message, using.template.thinking) for message in question.prompt]
+        adapted = using.template.adapt(question.prompt)
         tools = [*(question.tools or []), *options.tools]
         # The trainer renders the messages, as `keep_data_as_text` has it do.
         return replace(question, prompt=using.literal.reveal(adapted)), using.template.prompt(adapted, tools or None)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from cogumi.data.chat import CLOSE, OPEN, closes_thought
+from cogumi.data.chat import CLOSE, OPEN, closes_thought, split_thought
 from cogumi.data.encoding import Ids, encode, special_texts
 from cogumi.data.rows import BadRow
 
@@ -127,6 +127,13 @@ class LiteralText:
             parts += [self.hide(content[end : call.start()]), call[1], self.hide(call[2]), call[3]]
             end = call.end()
         return head + "".join(parts) + self.hide(content[end:])
+
+    def without_tags(self, prompt: str, *answers: str) -> list[str]:
+        """Return texts without the tags of calls, and of a thought that begins an answer, or that the prompt opens."""
+        asked = prompt.rstrip().removesuffix(OPEN)
+        opened = OPEN if asked != prompt.rstrip() else ""
+        parts = [split_thought(opened + answer) if OPEN in self.controls else ("", answer) for answer in answers]
+        return [asked, *(text for thought, answer in parts for text in (thought or "", CALL.sub(r"\2", answer)))]
 
     def restore(self, text: str) -> str:
         """Return rendered text as the copy reads it."""

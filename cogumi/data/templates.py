@@ -4,13 +4,19 @@
 marked text without the generation prompt is learned. Without marks (Llama 3.1's), and where the marked text is not what
 inference shows, turns are rendered as at inference: up to the turn with the generation prompt, and to its end. A turn that
 later ones show differently becomes an example of its own.
+
+A developer's message is a system message where the template shows none of that role, and leading system messages are joined
+where it does not show several. Any other message of which the rendering loses words drops the row.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -39,6 +45,9 @@ CALLS = [
     for name in CALL_NAMES
 ]
 SCHEMA: dict[str, Any] = {"name": "probe_1", "description": "d", "parameters": {"type": "object", "properties": {}}}
+SYSTEM_ROLES = ("system", "developer")
+SWITCHES = re.compile(r"/(?:no_think|think|system_override)\b")
+"""Words of a message that SmolLM3's and Nemotron's templates act on, and leave out."""
 TOOLS = [{"type": "function", "function": SCHEMA}]
 Spans = list[tuple[int, int]]
 """Character positions in a rendered text, in order."""
@@ -61,11 +70,23 @@ class ChatTemplate:
     header: str = ""
     """The part of the generation prompt that lies inside the marks."""
     prompt_opens_thought: bool = False
+    hides_thoughts: bool = False
+    """The generation prompt opens a thought, and the template shows none of an answer (DeepSeek-R1's)."""
     marks_earlier_turns: bool = True
     """The marked template shows turns before the last as inference does, and ends them with the same token as the last."""
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
-        return self.render(messages, tools)[0]
+        """Render messages; where the template hides thoughts, the last answer's stands behind the prompt that opens it."""
+        if not self.hides_thoughts or messages[-1]["role"] != "assistant":
+            return self.render(messages, tools)[0]
+        before = self.prompt(messages[:-1], tools)
+        thought, answer = split_thought(self.adapt(messages[-1:])[0]["content"])
+        last = messages[-1] | {"content": answer, "reasoning_content": None}
+        text = self.render([*messages[:-1], last], tools)[0]
+        head, tag, rest = before.rpartition(OPEN)
+        if not tag or CLOSE in rest or not text.startswith(head):  # nothing is opened behind a tool's result
+            return text
+        return f"{before}{thought or ''}\n{CLOSE}\n\n{text.removeprefix(head)}"
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render the messages and the generation prompt, as the model sees them at its turn."""
@@ -77,7 +98,7 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [index for index in answers if index >= first]
         thoughts = any(self.thought_of(messages[index]) for index in learned)
-        if self.marked is None or thoughts:
+        if self.marked is None or thoughts or self.hides_thoughts:
             return self._turns_as_at_inference(messages, tools, learned)
         if len(answers) > 1 and not self.marks_earlier_turns:
             with suppress(BadRow):  # two answers in a row, the first of which Qwen3 shows in two ways: as marked
@@ -100,8 +121,7 @@ class ChatTemplate:
         """Render each turn behind the generation prompt; it joins the next turn's example if that begins with its text."""
         examples: list[tuple[str, Spans]] = []
         for index in reversed(learned):
-            before, through = self.prompt(messages[:index], tools), self.whole(messages[: index + 1], tools)
-            self.refuse_lost_words(before, through, [messages[index]])
+            before, through = self.answered(messages[: index + 1], index, tools)
             if not through.startswith(before):
                 rest = "(train.completion_only_loss: true learns the last alone)"
                 raise BadRow(f"whose earlier turns the chat template rewrites {rest}")
@@ -111,6 +131,16 @@ class ChatTemplate:
             else:
                 examples.append((through, [span]))
         return examples[::-1]
+
+    def answered(self, messages: Sequence[Message], first: int, tools: Any = None) -> tuple[str, str]:
+        """Render (the prompt of the answer that begins at `first`, prompt and answer)."""
+        before, through = self.prompt(messages[:first], tools), self.whole(messages, tools)
+        if not through.startswith(before):  # gpt-oss shows the thoughts of calls until the final answer is there
+            known = [adapt_thought(message, replace(self.thinking, flag=False)) for message in messages[:first]]
+            bare, text = self.prompt(known, tools), self.whole([*known, *messages[first:]], tools)
+            through = before + text.removeprefix(bare) if text.startswith(bare) else through
+        self.refuse_lost_words(before, through, messages[first:])
+        return before, through
 
     def thought_of(self, message: Message) -> str:
         """Return the thought that the template renders with a message; "" if there is none."""
@@ -176,8 +206,7 @@ class ChatTemplate:
         Most templates strip contents, and none shows the ids of calls. Raises BadRow as a rendering does.
         """
         parts: list[list[Any]] = []
-        for message in messages:
-            adapted = adapt_thought(message, self.thinking) if message["role"] == "assistant" else message
+        for adapted in self.adapt(messages):
             role, text = adapted["role"].replace("developer", "system"), adapted["content"].strip()
             if role == "system" and not parts and text in ("", self.default_system):
                 continue
@@ -200,21 +229,43 @@ class ChatTemplate:
             raise BadRow(f"of whose tool calls the chat template does not show {some or 'any'}".rstrip())
         if tools and not self.shows_tools:
             raise BadRow("with tools that the chat template does not show")
-        return self._render(messages, tools, template, **options)
+        adapted = self.adapt(messages)
+        text, spans = self._render(adapted, tools, template, **options)
+        _refuse_lost_context(text, adapted)
+        return text, spans
+
+    def adapt(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages as this template takes them: its key of thoughts, its role and number of system messages."""
+        adapted = [adapt_thought(message, self.thinking) for message in messages]
+        for at, message in enumerate(adapted):
+            if message["role"] == "developer" and not self.shows_developer:
+                adapted[at] = message | {"role": "system"}
+        leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, adapted))
+        if len(leading) > 1 and not self.shows_systems:
+            joined = "\n\n".join(message["content"] for message in leading)
+            adapted[: len(leading)] = [leading[0] | {"content": joined}]
+        return adapted
+
+    @cached_property
+    def shows_developer(self) -> bool:
+        return ANSWER in self._probe([SYSTEM | {"role": "developer"}, QUESTION])
+
+    @cached_property
+    def shows_systems(self) -> bool:
+        return self._probe([SYSTEM, SYSTEM, QUESTION]).count(ANSWER) == 2
 
     def _render(
         self, messages: Sequence[Message], tools: Any = None, template: str | None = None, **options: Any
     ) -> tuple[str, Spans]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        adapted = [adapt_thought(message, self.thinking) for message in messages]
         chosen = template or (self.text_with_tools if tools else self.text)
         try:
             rendered: Any = render_jinja_template(
-                conversations=[adapted], tools=tools, chat_template=chosen, **options, **self.variables
+                conversations=[list(messages)], tools=tools, chat_template=chosen, **options, **self.variables
             )
         except REFUSALS as error:
-            talk = next((message["role"] for message in messages if message["role"] not in ("system", "developer")), "")
+            talk = next((message["role"] for message in messages if message["role"] not in SYSTEM_ROLES), "")
             start = "that begins with the assistant's turn, which" if talk == "assistant" else "that"
             raise BadRow(f"{start} the chat template refuses", f"{error}" or type(error).__name__) from error
         texts, spans = rendered
@@ -257,8 +308,33 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
             header = generation_prompt[before:]
             break
     return replace(
-        bare, header=header, prompt_opens_thought=opens, marks_earlier_turns=_marks_earlier_turns(bare, tokenizer)
+        bare,
+        header=header,
+        prompt_opens_thought=opens,
+        hides_thoughts=opens and OPEN not in bare.whole(TURN).removeprefix(question),
+        marks_earlier_turns=_marks_earlier_turns(bare, tokenizer),
     )
+
+
+def _refuse_lost_context(text: str, messages: Sequence[Message]) -> None:
+    """Raise BadRow unless each content stands in the text, of users and answers in order.
+
+    A template may put system messages and tools' results elsewhere, results as JSON, and gpt-oss's the text of a call.
+    """
+    end = 0
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "assistant":
+            content = "" if message.get("tool_calls") else content.rpartition(CLOSE)[2]
+        elif role == "tool" and content.strip() not in text:
+            content = json.dumps(content, ensure_ascii=False)[1:-1]
+        at = 0 if role in ("tool", *SYSTEM_ROLES) else end
+        for piece in map(str.strip, SWITCHES.split(content)):
+            if (start := text.find(piece, at)) < 0:
+                lost = "answer" if role == "assistant" else f"{role} message"
+                raise BadRow(f"of whose {lost} the chat template loses words", content)
+            at = start + len(piece)
+        end = max(at, end) if role in ("user", "assistant") else end
 
 
 def _marks_earlier_turns(template: ChatTemplate, tokenizer: Any) -> bool:
