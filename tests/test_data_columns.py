@@ -63,17 +63,18 @@ def test_a_named_column_that_makes_nothing_is_refused(format: Any, columns: dict
 
 def test_the_preview_lists_unused_columns_and_shared_questions(tiny_model: Path, tmp_path: Path) -> None:
     rows = [
-        {"messages": [turn("user", f"{n // 2}?"), turn("assistant", f"{n}")], "score": n, "id": n} for n in range(20)
+        {"messages": [turn("user", f"{n // 2}?"), turn("assistant", f"{n}", images=[n])], "score": n, "id": n}
+        for n in range(20)
     ]
     file = write_lines(tmp_path / "a.jsonl", [*rows, {"messages": "x"}])
     train = {"chat_template_path": "cogumi:tulu"}
     config = run_config("sft", tiny_model, file, tmp_path / "run", data_section={"format": "chat"}, train=train)
     shown = cogumi.preview(config, examples=1)
-    assert f"{file}: columns that are not used: score, id" in str(shown)
+    assert f"{file}: columns that are not used: score, id, messages[].images" in str(shown)
     assert "20 rows share their question with another row" in str(shown)
     assert "1 whose messages are neither a list nor JSON, the first is row 20: x" in str(shown)
     told = json.loads(json.dumps(shown.as_dict()))
-    assert told["unused_columns"] == {file: ["score", "id"]}
+    assert told["unused_columns"] == {file: ["score", "id", "messages[].images"]}
     assert told["train"]["sharing"] == 20
 
 

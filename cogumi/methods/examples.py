@@ -3,9 +3,9 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import EXTRA_EXAMPLES, Data, Source, prepare, tokenizer_identity
+from cogumi.data.chat import unused_keys
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.literal import LiteralText
-from cogumi.data.rows import RECORD_COLUMN, decode_rows
+from cogumi.data.rows import RECORD_COLUMN, cells_of, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import is_hub_id, locate
 from cogumi.data.sources import column_names
@@ -37,6 +38,8 @@ DATA = "data"  # of decisions.json: the key of its prepared data, what became of
 BARS = 24  # of the histogram of lengths, at most
 SAMPLE_ROWS = 32  # held-out examples that are prompts for samples.jsonl, at most
 SIDES = ("chosen", "rejected")
+MESSAGE_FIELDS = ("messages", "conversations", "prompt", "completion", *SIDES)
+LOOKED_AT = 1000  # first rows of a source whose messages are looked at for unused keys
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Examples:
     sources: tuple[str, ...] = ()
     max_length: int | None = None
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Columns that nothing is made of, by source."""
+    """Columns, and keys of messages (`messages[].images`), that nothing is made of, by source."""
 
     def parts(self) -> list[Data]:
         return [self.train] if self.held_out is None else [self.train, self.held_out]
@@ -205,10 +208,22 @@ def sources_of(
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
             read=reader_for(options, tokenizer),
-            unused=() if skips_unused else [name for name in names if name not in columns.values()],
         )
+        if not skips_unused:
+            entry = replace(entry, unused=unused_parts(entry, names))
         sources.append((entry, options))
     return sources
+
+
+def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
+    """List the columns of a source, and the keys of the messages in its first rows, of which nothing is made."""
+    parts = [name or "(unnamed)" for name in names if name not in source.columns.values()]
+    fields = [name for name in MESSAGE_FIELDS if name in source.columns]
+    for rows in islice(source.batches(), bool(fields)):
+        for name in fields:
+            keys = unused_keys(cells_of(rows[name].head(LOOKED_AT)))
+            parts += [f"{source.columns[name]}[].{key}" for key in sorted(keys)]
+    return parts
 
 
 def refuse_other_end(
