@@ -72,7 +72,7 @@ def test_the_preview_lists_unused_columns_and_shared_questions(tiny_model: Path,
     shown = cogumi.preview(config, examples=1)
     assert f"{file}: columns that are not used: score, id, messages[].images" in str(shown)
     assert "20 rows share their question with another row" in str(shown)
-    assert "1 whose messages are neither a list nor JSON, the first is row 20: x" in str(shown)
+    assert "1 whose messages are neither a list nor JSON, the first is row 21: x" in str(shown)
     told = json.loads(json.dumps(shown.as_dict()))
     assert told["unused_columns"] == {file: ["score", "id", "messages[].images"]}
     assert told["train"]["sharing"] == 20

@@ -123,3 +123,58 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
         examples_of(tmp_path, eval_source=str(tmp_path))
     with pytest.raises(UsageError, match=r"data\.eval_rows: 0 would be ignored"):
         examples_of(tmp_path, eval_source="x.jsonl", eval_rows=0)
+
+
+def write_lines(path: Path, lines: list[str]) -> str:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+def test_dropped_rows_of_an_eval_source_have_their_own_numbers(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(10))
+    good, empty = '{"prompt": "evq", "completion": "eva"}', '{"prompt": "x", "completion": " "}'
+    null = '{"prompt": null, "completion": null}'
+    own = write_lines(tmp_path / "own.jsonl", [empty, good, null, null])
+    examples = examples_of(tmp_path, eval_source=own)
+    assert examples.held_out is not None
+    assert [line.partition(" (data.eval_source): ")[2] for line in examples.held_out.examples_dropped()] == [
+        "1 with an empty answer, the first is row 1: x |",
+        "2 null, the first is row 3: null | null",
+    ]
+    assert examples.train.note == ""  # nothing of the training file is left out
+    with pytest.raises(UsageError, match=r"own\.jsonl \(data\.eval_source\): 3 bad rows, 1 of them with an empty"):
+        examples_of(tmp_path, eval_source=own, bad_rows="fail")
+    for lines in ([empty], [null], [empty, null]):
+        own = write_lines(tmp_path / "bad.jsonl", lines)
+        with pytest.raises(UsageError, match=rf"\(data\.eval_source\): {len(lines)} rows, 0 used; dropped 1"):
+            examples_of(tmp_path, eval_source=own)
+
+
+def test_a_bad_row_that_the_default_holds_out_is_counted(tmp_path: Path) -> None:
+    bad = [f'{{"prompt": "q{n}", "completion": " "}}' for n in range(49)]
+    write_lines(tmp_path / "train.jsonl", [*bad, '{"prompt": "p", "completion": "c"}'])
+    examples = examples_of(tmp_path)
+    assert examples.held_out is None
+    assert examples.train.dropped["with an empty answer"].count == 49
+    assert examples.train.total == 50
+
+
+def test_rows_of_a_mixture_are_named_with_their_file(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(10))
+    bad = write_lines(tmp_path / "b.jsonl", ['{"prompt": "p", "completion": "c"}', '{"prompt": "x", "completion": ""}'])
+    mix = [{"source": str(tmp_path / "train.jsonl")}, {"source": bad}]
+    config = run_config("sft", tmp_path, "", tmp_path / "run", data_section={"format": "prompt_completion", "mix": mix})
+    del config["data"]["source"]
+    (line,) = prepare_examples(load_config(config), chat_tokenizer("qwen3")).train.examples_dropped()
+    assert f"the first is row 2 of {bad}: x" in line
+
+
+def test_the_training_file_as_its_own_eval_source_is_refused_with_a_fix(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(10))
+    with pytest.raises(UsageError, match=r"10 are equal to held-out rows.*give other rows as data\.eval_source"):
+        examples_of(tmp_path, eval_source=str(tmp_path / "train.jsonl"))
+
+
+def test_the_question_of_a_single_row_is_not_shared(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(1))
+    assert examples_of(tmp_path, eval_rows=0).train.sharing == 0

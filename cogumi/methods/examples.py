@@ -108,8 +108,9 @@ class Shares:
     extra_examples: int = 0
 
     def __str__(self) -> str:
+        examples = self.rows + self.extra_examples  # which may be dropped one by one
         of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
-        left_out = ", ".join(f"{format_share(count, self.rows)} {reason}" for reason, count in of_rows.items())
+        left_out = ", ".join(f"{format_share(count, examples)} {reason}" for reason, count in of_rows.items())
         learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
         sharing = f"; {self.sharing:,} rows share their question with another row" if self.sharing else ""
         extra = f"; {self.extra_examples:,} {EXTRA_EXAMPLES}" if self.extra_examples else ""
