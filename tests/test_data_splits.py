@@ -38,6 +38,10 @@ def names(source: Path | str, **options: Any) -> list[str]:
         (["train/a.jsonl", "dev/b.jsonl"], ["a.jsonl"]),
         (["my_train.jsonl", "my_VAL.jsonl", "my_test.jsonl"], ["my_train.jsonl"]),
         (["test-0.jsonl", "test-1.jsonl"], ["test-0.jsonl", "test-1.jsonl"]),
+        (["train_a.jsonl", "train_b.jsonl", "test.jsonl"], ["train_a.jsonl", "train_b.jsonl"]),
+        (["train-00000-of-00002-abc.parquet", "train-00001-of-00002-def.parquet"],
+         ["train-00000-of-00002-abc.parquet", "train-00001-of-00002-def.parquet"]),
+        (["train.jsonl", ".ipynb_checkpoints/train-checkpoint.jsonl", "__MACOSX/train.jsonl"], ["train.jsonl"]),
         (["a.jsonl", "latest.jsonl", "training_free.jsonl.bak"], ["a.jsonl", "latest.jsonl"]),
         (["train.json", "test.json", "dataset_info.json"], ["train.json"]),
     ],
@@ -48,13 +52,44 @@ def test_a_directory_is_read_as_its_names_say(tmp_path: Path, files: list[str], 
     assert names(tmp_path) == expected
 
 
-def test_files_of_other_splits_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("train.jsonl", "validation.jsonl", "more.csv"):
+@pytest.mark.parametrize("card", [False, True])
+def test_files_that_are_left_out_are_reported(tmp_path: Path, card: bool) -> None:
+    home = tmp_path / "data"
+    for name in (
+        "a/train.jsonl",
+        "a/validation.jsonl",
+        "more.csv",
+        "x.json",
+        ".ipynb_checkpoints/train.jsonl",
+        "._b.jsonl",
+    ):
+        write(home / name, range(9))
+    if card:
+        files = "data_files: [{split: train, path: a/train.jsonl}]"
+        (home / "README.md").write_text(f"---\nconfigs:\n- {{config_name: default, {files}}}\n---\n")
+    config = run_config("sft", tmp_path, home, tmp_path / "run", data_section={"format": "prompt_completion"})
+    examples = prepare_examples(load_config(config), chat_tokenizer("qwen3"))
+    assert len(examples.train.dataset) == 9
+    others = "a/validation.jsonl (another split), more.csv (only .jsonl is read), x.json (only .jsonl is read)"
+    hidden = "._b.jsonl (hidden), .ipynb_checkpoints/train.jsonl (hidden)"
+    assert examples.sources[0].startswith(f"{home}: 5 files are left out: {hidden}, {others}; data.split")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"],
+        ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
+        ["train_sft.jsonl", "train_gen.jsonl", "test_sft.jsonl", "test_gen.jsonl"],
+        ["sft/prefs_train.jsonl", "sft/gen_train.jsonl", "sft/prefs_test.jsonl", "sft/gen_test.jsonl"],
+    ],
+)  # fmt: skip
+def test_two_splits_to_train_on_are_refused(tmp_path: Path, files: list[str]) -> None:
+    for name in files:
         write(tmp_path / name, range(1))
-    locate(str(tmp_path))
-    assert "the split train is used" in caplog.text
-    assert "validation.jsonl" in caplog.text
-    assert "only JSON lines is read of a directory): more.csv" in caplog.text
+    with pytest.raises(UsageError, match=r"not clear what to train on: \w*gen\w*[-\d.].*a pattern, such as .*/NAME\*"):
+        find_files(tmp_path)
+    assert len(names(f"{tmp_path}/**/{Path(files[0]).name}")) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,7 +120,6 @@ def test_a_pattern_leaves_out_what_holds_no_rows(tmp_path: Path, caplog: pytest.
         write(tmp_path / name, range(1))
     (tmp_path / "README.md").write_text("about")
     assert names(f"{tmp_path}/*") == ["test.jsonl", "train.jsonl"]
-    assert "README.md" in caplog.text
     assert "several splits, which are all used: test, train" in caplog.text
 
 

@@ -26,7 +26,7 @@ from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_
 from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, cells_of, decode_rows
 from cogumi.data.selection import Selection
-from cogumi.data.source_files import is_hub_id, locate
+from cogumi.data.source_files import describe_left_out, is_hub_id, locate
 from cogumi.data.sources import column_names
 from cogumi.data.templates import end_of_turn, prints_date, read_template
 from cogumi.environments.loading import own_rows, write_rows
@@ -138,7 +138,8 @@ def prepare_examples(
     prepared = prepare([source for source, _ in sources], selection, parts, bad_rows=data.bad_rows)
     if base_config is not None:
         refuse_other_end(run, tokenizer, base_config, prepared.train.dataset)
-    notes = [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
+    notes = [line for source, _ in sources for line in source.notes]
+    notes += [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
     if prepared.train.text_rows and tokenizer.chat_template:
         log.warning("data.format: %s has text, which is learned without this model's chat template; as conversations: give "
                     "lists of messages, [{\"role\": \"user\", \"content\": ...}]", data.format)  # fmt: skip
@@ -209,6 +210,7 @@ def sources_of(
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
             read=reader_for(options, tokenizer),
+            notes=describe_left_out(source, files),
         )
         if not skips_unused:
             entry = replace(entry, unused=unused_parts(entry, names))
