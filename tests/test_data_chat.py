@@ -170,3 +170,13 @@ def test_keys_of_messages_that_are_not_used_are_found() -> None:
         "score",
     }
     assert not unused_keys(["text", {"a": 1}, 5, [1]])
+
+
+def test_a_row_dropped_for_a_control_token_is_shown_as_it_is() -> None:
+    prompt = [QUESTION | {"content": "\U00100003"}]
+    chunk = chunk_of(
+        [{"prompt": prompt, "completion": [ANSWER]}], chat_tokenizer("qwen3"), FormatOptions("sft", "prompt_completion")
+    )
+    (dropped,) = chunk.dropped.values()
+    assert "\0" not in dropped.excerpt
+    assert dropped.excerpt.startswith("user: ")

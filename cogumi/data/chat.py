@@ -84,10 +84,10 @@ def _read_list(value: Any, reason: str) -> list[Any]:
     return list(value)
 
 
-def _read_text(value: Any) -> str:
-    value = decode_cell(value)
+def _read_text(row: Mapping[str, Any], name: str) -> str:
+    value = decode_cell(row[name])
     if not isinstance(value, str):
-        raise BadRow("with a field that is no text", f"{value!r}")
+        raise BadRow(f"whose `{name}` is no text but {type(value).__name__}", f"{value!r}")
     return value
 
 
@@ -233,11 +233,12 @@ def _refuse_repr(text: str) -> None:
         raise BadRow("of Python's repr of a list, which is not JSON (json.dumps writes that)", text)
 
 
-def _text_or_messages(value: Any) -> Side:
-    """Return the messages in a cell, also in its JSON text; any other text is text."""
-    if isinstance(value, list):
-        return read_messages(value)
-    text = _read_text(value)
+def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
+    """Return the messages in a cell, also in its JSON text, or its only message; any other text is text."""
+    value = row[name]
+    if isinstance(value, list) or _is_message(value):
+        return read_messages(value if isinstance(value, list) else [value])
+    text = _read_text(row, name)
     if text.lstrip()[:1] in ("[", "a"):
         _refuse_repr(text)
         try:
@@ -301,12 +302,12 @@ def _row_messages(row: dict[str, Any]) -> list[Message]:
     if "instruction" not in row:
         messages = read_messages(row["messages"] if "messages" in row else row["conversations"])
     else:
-        question = _read_text(row["instruction"])
-        if row.get("input") is not None and (extra := _read_text(row["input"])).strip():
+        question = _read_text(row, "instruction")
+        if row.get("input") is not None and (extra := _read_text(row, "input")).strip():
             question = f"{question}\n\n{extra}"
-        answer = {"role": "assistant", "content": _read_text(row["output"])}
+        answer = {"role": "assistant", "content": _read_text(row, "output")}
         messages = [{"role": "user", "content": question}, answer]
-    if row.get("system") is not None and (system := _read_text(row["system"])).strip():
+    if row.get("system") is not None and (system := _read_text(row, "system")).strip():
         if messages[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": system}, *messages]
         if messages[0]["content"].strip() != system.strip():
@@ -335,7 +336,7 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
 
 def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
-    prompt, completion = _text_or_messages(row["prompt"]), _text_or_messages(row["completion"])
+    prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise BadRow("with an empty answer")
@@ -349,12 +350,12 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
 
 def read_pair(row: dict[str, Any]) -> dict[str, Any]:
     """Return {"prompt", "chosen", "rejected", "tools"}, the first three all text or all messages. Raises BadRow."""
-    chosen, rejected = _text_or_messages(row["chosen"]), _text_or_messages(row["rejected"])
+    chosen, rejected = _text_or_messages(row, "chosen"), _text_or_messages(row, "rejected")
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("whose chosen and rejected are of two kinds")
     if chosen == rejected:
         raise BadRow("whose chosen and rejected are the same")
-    prompt: Side | None = _text_or_messages(row["prompt"]) if row.get("prompt") is not None else None
+    prompt: Side | None = _text_or_messages(row, "prompt") if row.get("prompt") is not None else None
     if isinstance(chosen, str) and isinstance(prompt, list):
         chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
     elif isinstance(chosen, list) and isinstance(prompt, str):
@@ -364,7 +365,8 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
         length = _implicit_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
     if not prompt:
-        raise BadRow("without a prompt")
+        column = "" if row.get("prompt") is not None else " (data.columns.prompt names its column)"
+        raise BadRow(f"without a prompt{column}")
     for side in (chosen, rejected):
         if isinstance(side, str):
             if not side.strip():
@@ -373,7 +375,7 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
         if not side or side[-1]["role"] != "assistant":
             raise BadRow("with a side that does not end with the assistant")
         if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
-            raise BadRow("with a question inside a side")
+            raise BadRow("with a user's turn among the answers of chosen or rejected")
         _refuse_empty_answers(side)
         _refuse_context_turns(side, "in chosen or rejected")
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": _read_tools(row.get("tools"))}
@@ -411,10 +413,10 @@ def read_question(row: dict[str, Any]) -> Question:
 
 def read_prompt(row: dict[str, Any]) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
-    completion = None if row.get("completion") is None else _text_or_messages(row["completion"])
+    completion = None if row.get("completion") is None else _text_or_messages(row, "completion")
     answer = completion[-1]["content"] if isinstance(completion, list) else completion
     answer = None if answer is None else split_thought(answer)[1]
-    prompt = _text_or_messages(row["prompt"])
+    prompt = _text_or_messages(row, "prompt")
     _refuse_empty_prompt(prompt)
     return Question(prompt, answer, None if isinstance(prompt, str) else _read_tools(row.get("tools")))
 
