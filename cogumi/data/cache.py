@@ -318,7 +318,8 @@ class ExamplesWriter:
         try:
             chunk = self.sources[number].tokenize(rows, self.rows)
         except KindsDiffer as error:  # `tokenize` numbers the chosen rows; a report names the place in the source
-            raise KindsDiffer(*(int(at[row - self.rows]) for row in error.rows), name) from None
+            text, messages = (int(at[row - self.rows]) for row in error.rows)
+            raise KindsDiffer(text, messages, name) from None
         table = chunk.table.replace_schema_metadata(None)
         lost = sum(dropped.count for dropped in chunk.dropped.values())
         if len(table) + lost - chunk.extra_examples != len(at):
@@ -470,11 +471,7 @@ def _tokenize(sources: Sequence[Source], states: States, out: Path) -> tuple[Exa
 def _numbered(
     sources: Sequence[Source], doing: str, total: int | None, records: bool
 ) -> Iterator[tuple[int, slice, int, pl.DataFrame]]:
-    """Iterate over the rows of all sources by field, with a progress bar.
-
-    Yields (number of the source, place of the rows among those of all sources, number of the first one in its source, from
-    1, the rows).
-    """
+    """Iterate over (number of the source, place among all rows, first row of the source's from 1, rows by field)."""
     row = 0
     with tqdm(desc=doing, unit=" rows", total=total, delay=5, mininterval=1) as bar:
         for number, source in enumerate(sources):

@@ -39,16 +39,12 @@ NO_OBJECT = "(JSON that is no object)"
 
 @dataclass(frozen=True)
 class Dropped:
-    """Rows that made no example for one reason: their count, and the index and start of the first.
-
-    The index is that of a chunk's rows. In prepared data it is the number of the row in its source, from 1, and `source` is
-    the name of that source if there are several.
-    """
+    """Rows that made no example for one reason: their count, and the index (in `Data`: from 1) and start of the first."""
 
     count: int
     row: int
     excerpt: str
-    source: str = ""
+    source: str = ""  # the name, if there are several
 
     @property
     def place(self) -> str:

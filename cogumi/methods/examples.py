@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, cells_of, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import describe_left_out, is_hub_id, locate
-from cogumi.data.sources import column_names
+from cogumi.data.sources import batches, column_names
 from cogumi.data.templates import end_of_turn, prints_date, read_template
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, task_of
@@ -38,7 +38,10 @@ DATA = "data"  # of decisions.json: the key of its prepared data, what became of
 BARS = 24  # of the histogram of lengths, at most
 SAMPLE_ROWS = 32  # held-out examples that are prompts for samples.jsonl, at most
 SIDES = ("chosen", "rejected")
-MESSAGE_FIELDS = ("messages", "conversations", "prompt", "completion", *SIDES)
+CHATS = ("messages", "conversations")
+MESSAGE_FIELDS = (*CHATS, "prompt", "completion", *SIDES)
+KTO_LABELS = {"label", "kto_tag"}  # columns of TRL and LLaMA-Factory: whether the answer is a good one
+TRUTHS = {"true", "false", "none", ""}
 LOOKED_AT = 1000  # first rows of a source whose messages are looked at for unused keys
 
 
@@ -219,8 +222,20 @@ def sources_of(
 
 
 def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
-    """List the columns of a source, and the keys of the messages in its first rows, of which nothing is made."""
-    parts = [name or "(unnamed)" for name in names if name not in source.columns.values()]
+    """List the columns of a source, and the keys of the messages in its first rows, of which nothing is made.
+
+    Raises UsageError if one of the columns says that answers are bad.
+    """
+    unused = [name for name in names if name not in source.columns.values()]
+    has_answers = {"output", "completion", *CHATS} & source.columns.keys()
+    for name in sorted(KTO_LABELS.intersection(unused)) if has_answers else ():
+        files = [file for file in source.files if name in column_names([file])]
+        cells = ({str(cell).lower() for cell in rows[name]} for rows in batches(files, [name]))
+        if any("false" in values for values in takewhile(TRUTHS.issuperset, cells)):
+            message = f"answers whose column {name!r} is false are bad ones (KTO), and would be learned"
+            fix = "leave these rows out, pair good and bad ones as chosen and rejected, or give the column another name"
+            raise UsageError(message, place=source.name, fix=fix)
+    parts = [name or "(unnamed)" for name in unused]
     fields = [name for name in MESSAGE_FIELDS if name in source.columns]
     for rows in islice(source.batches(), bool(fields)):
         for name in fields:
