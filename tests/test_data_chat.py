@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cogumi.data.chat import read_messages
+from cogumi.data.chat import read_messages, unused_keys
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.rows import BadRow
-from tests.chat_tokenizers import chat_tokenizer, chunk_of
+from tests.chat_tokenizers import chat_tokenizer, chunk_of, learned_texts
 
 QUESTION = {"role": "user", "content": "2 + 3?"}
 ANSWER = {"role": "assistant", "content": "5."}
@@ -128,3 +128,55 @@ def test_bad_rows_are_counted_with_the_first_of_them(learn: str) -> None:
     assert "2 + 3?" in chunk.dropped["without any assistant turn"].excerpt
     assert len(chunk.dropped["without any assistant turn"].excerpt) <= 80
     assert len(chunk.table) == 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss": False}, {"weight": 0.0, "train": None}])
+def test_a_turn_that_the_data_gives_as_context_is_not_learned(name: str, flag: dict[str, Any]) -> None:
+    tokenizer = chat_tokenizer(name)
+    turns = [QUESTION, {"role": "assistant", "content": "WRONG"} | flag, QUESTION, ANSWER | {"weight": 1, "loss": True}]
+    last = [*turns, QUESTION, {"role": "assistant", "content": "LATE"} | flag]
+    for learn in ("turns", "completion"):
+        options = FormatOptions("sft", "chat", learn=learn)  # type: ignore[arg-type]
+        chunk = chunk_of([{"messages": json.dumps(messages)} for messages in (turns, last)], tokenizer, options)
+        for row in chunk.table.to_pylist():
+            (learned,) = learned_texts(tokenizer, row["input_ids"], row["completion_mask"])
+            assert "5." in learned
+            assert "WRONG" not in learned
+            assert "WRONG" in tokenizer.decode(row["input_ids"])
+            assert "LATE" not in tokenizer.decode(row["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("learn", "weight", "reason"),
+    [
+        ("turns", 0, "without a turn to learn (weight, train or loss of all is 0 or false)"),
+        ("all", 0, "with a turn that is not to be learned (weight 0) where everything is"),
+        ("turns", 0.5, "with a turn whose `weight` is neither 0 nor 1"),
+        ("turns", "0", "with a turn whose `weight` is neither 0 nor 1"),
+    ],
+)
+def test_a_weight_that_cannot_be_followed_drops_the_row(learn: Any, weight: Any, reason: str) -> None:
+    row = {"messages": json.dumps([QUESTION, ANSWER | {"weight": weight}])}
+    chunk = chunk_of([row], chat_tokenizer("qwen3"), FormatOptions("sft", "chat", learn=learn))
+    assert list(chunk.dropped) == [reason]
+
+
+def test_keys_of_messages_that_are_not_used_are_found() -> None:
+    odd = ANSWER | {"images": ["x.png"], "refusal": None, "annotations": [], "weight": 0, "context": "c"}
+    assert unused_keys([[QUESTION, odd], json.dumps([QUESTION | {"score": 0}]), "[text", odd, None]) == {
+        "images",
+        "context",
+        "score",
+    }
+    assert not unused_keys(["text", {"a": 1}, 5, [1]])
+
+
+def test_a_row_dropped_for_a_control_token_is_shown_as_it_is() -> None:
+    prompt = [QUESTION | {"content": "\U00100003"}]
+    chunk = chunk_of(
+        [{"prompt": prompt, "completion": [ANSWER]}], chat_tokenizer("qwen3"), FormatOptions("sft", "prompt_completion")
+    )
+    (dropped,) = chunk.dropped.values()
+    assert "\0" not in dropped.excerpt
+    assert dropped.excerpt.startswith("user: ")

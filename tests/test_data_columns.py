@@ -8,13 +8,16 @@ import polars as pl
 import pytest
 
 import cogumi
+from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import read_conversation
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for
 from cogumi.data.rows import BadRow, row_dicts
 from cogumi.data.sources import batches
+from cogumi.methods.examples import prepare_examples
 from tests.builders import run_config
+from tests.chat_tokenizers import chat_tokenizer
 from tests.test_data_leaks import prepared, turn, write_lines
 
 CHAT = [turn("user", "q"), turn("assistant", "a")]
@@ -63,17 +66,18 @@ def test_a_named_column_that_makes_nothing_is_refused(format: Any, columns: dict
 
 def test_the_preview_lists_unused_columns_and_shared_questions(tiny_model: Path, tmp_path: Path) -> None:
     rows = [
-        {"messages": [turn("user", f"{n // 2}?"), turn("assistant", f"{n}")], "score": n, "id": n} for n in range(20)
+        {"messages": [turn("user", f"{n // 2}?"), turn("assistant", f"{n}", images=[n])], "score": n, "id": n}
+        for n in range(20)
     ]
     file = write_lines(tmp_path / "a.jsonl", [*rows, {"messages": "x"}])
     train = {"chat_template_path": "cogumi:tulu"}
     config = run_config("sft", tiny_model, file, tmp_path / "run", data_section={"format": "chat"}, train=train)
     shown = cogumi.preview(config, examples=1)
-    assert f"{file}: columns that are not used: score, id" in str(shown)
+    assert f"{file}: columns that are not used: score, id, messages[].images" in str(shown)
     assert "20 rows share their question with another row" in str(shown)
-    assert "1 whose messages are neither a list nor JSON, the first is row 20: x" in str(shown)
+    assert "1 whose messages are neither a list nor JSON, the first is row 21: x" in str(shown)
     told = json.loads(json.dumps(shown.as_dict()))
-    assert told["unused_columns"] == {file: ["score", "id"]}
+    assert told["unused_columns"] == {file: ["score", "id", "messages[].images"]}
     assert told["train"]["sharing"] == 20
 
 
@@ -130,3 +134,53 @@ def test_the_preview_of_a_sample_names_no_unused_columns(tiny_model: Path, tmp_p
     train, data = {"chat_template_path": "cogumi:tulu"}, {"format": "chat", "max_rows": 20}
     config = run_config("sft", tiny_model, "cogumi:stdlib-chat", tmp_path / "run", data_section=data, train=train)
     assert "not used" not in str(cogumi.preview(config, examples=1))
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "p", "completion": "c"}, "label"),
+        ({"messages": CHAT}, "label"),
+        ({"messages": CHAT}, "kto_tag"),
+        ({"instruction": "i", "output": "o"}, "kto_tag"),
+    ],
+)
+def test_answers_marked_as_bad_are_not_learned(tmp_path: Path, row: dict[str, Any], column: str) -> None:
+    format: Any = "prompt_completion" if "prompt" in row else "chat"
+
+    def examples(values: list[Any], suffix: str = "jsonl", source: str = "") -> int:
+        rows = [row | {column: value} for value in values]
+        file = tmp_path / f"a.{suffix}"
+        if suffix == "jsonl":
+            write_lines(file, rows)
+        elif suffix == "parquet":
+            pl.DataFrame(rows).write_parquet(file)
+        else:
+            pl.DataFrame(rows).write_csv(file)
+        data = {"format": format, "eval_rows": 0}
+        config = run_config("sft", tmp_path, source or file, tmp_path / "run", data_section=data)
+        return len(prepare_examples(load_config(config), chat_tokenizer("qwen3")).train.dataset)
+
+    for suffix in ("jsonl", "parquet", *(["csv"] if "messages" not in row else [])):
+        with pytest.raises(UsageError, match=f"answers whose column '{column}' is false are bad ones"):
+            examples([True, None, False], suffix)
+        assert examples([True, True, None], suffix) == 3
+    write_lines(tmp_path / "b.jsonl", [row])  # a file without the column
+    assert examples([True], "jsonl", source=f"{tmp_path}/*.jsonl") == 2
+    assert examples([1, 0, 2]) == 3  # classes
+    assert examples(["positive", "negative"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"instruction": 5, "output": "o"}, "whose `instruction` is no text but int"),
+        ({"instruction": "i", "output": float("nan")}, "whose `output` is no text but float"),
+        ({"instruction": "i", "input": {"0": "x"}, "output": "o"}, "whose `input` is no text but dict"),
+        ({"messages": CHAT, "system": 1}, "whose `system` is no text but int"),
+    ],
+)
+def test_a_field_that_is_no_text_is_named(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRow) as caught:
+        conversation_of(row)
+    assert caught.value.reason == reason

@@ -185,7 +185,7 @@ def test_a_prompt_over_the_budget_is_dropped_and_one_that_is_no_text_too() -> No
     chunk = chunk_of(rows, "qwen3", options("gspo", "prompt_completion", max_length=20))
     assert [row["prompt"] for row in chunk.table.to_pylist()] == ["short", "also short"]
     assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
-        "with a field that is no text": (1, 2),
+        "whose `prompt` is no text but int": (1, 2),
         "longer than 20 tokens": (1, 1),
     }
     talks = [[{"role": "user", "content": text}] for text in ("hi", "long " * 50)]

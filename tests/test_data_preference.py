@@ -115,7 +115,7 @@ def test_pairs_that_say_nothing_are_dropped() -> None:
     assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
         "whose chosen and rejected are the same": (1, 0),
         "with an empty answer": (1, 1),
-        "without a prompt": (1, 2),
+        "without a prompt (data.columns.prompt names its column)": (1, 2),
         "null": (1, 3),
         "containing a special token (<|eot_id|>)": (1, 4),
         "with nothing to compare within 100 tokens": (2, 5),
@@ -131,4 +131,22 @@ def test_sides_that_part_before_the_last_question_are_dropped() -> None:
         for first in ("a", "b")
     ]  # fmt: skip
     chunk = chunk_of([{"chosen": sides[0], "rejected": sides[1]}], chat_tokenizer("llama3"))
-    assert list(chunk.dropped) == ["with a question inside a side"]
+    assert list(chunk.dropped) == ["with a user's turn among the answers of chosen or rejected"]
+
+
+def test_a_side_may_be_one_message() -> None:
+    """As LLaMA-Factory writes it, beside the conversation."""
+    said = {"from": "human", "value": "p"}
+    sides = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
+    (row,) = chunk_of([{"prompt": [said], **sides}], chat_tokenizer("llama3")).table.to_pylist()
+    lists = {name: [side] for name, side in sides.items()}
+    assert [row] == chunk_of([{"prompt": [said], **lists}], chat_tokenizer("llama3")).table.to_pylist()
+
+
+def test_sides_that_the_template_renders_alike_are_the_same() -> None:
+    asked, answers = (
+        {"role": "user", "content": "p"},
+        ({"role": "assistant", "content": text} for text in ("x", "x \n")),
+    )
+    row = dict(zip(("prompt", "chosen", "rejected"), ([asked], *([answer] for answer in answers)), strict=True))
+    assert list(chunk_of([row], chat_tokenizer("gemma")).dropped) == ["whose chosen and rejected are the same"]

@@ -109,15 +109,15 @@ def test_dropped_rows_are_named_by_their_place_in_the_source(tmp_path):
     one = source(tmp_path / "rows.parquet", texts)
     whole = run([one], tmp_path)
     assert whole.train.dropped == {
-        "bad": Dropped(2, 50, "bad one"),
-        "null": Dropped(1, 51, "None"),
-        "longer than 9 tokens": Dropped(1, 53, ("long " * 16).strip()),
+        "bad": Dropped(2, 51, "bad one"),
+        "null": Dropped(1, 52, "None"),
+        "longer than 9 tokens": Dropped(1, 54, ("long " * 16).strip()),
     }
     assert whole.train.total == 54 == len(whole.train.dataset) + 4
     # With only some of the rows chosen the place is still that in the file.
     some = run([one], tmp_path, max_rows=40, seed=3)
     for dropped in some.train.dropped.values():
-        assert (texts[dropped.row] or "None").startswith(dropped.excerpt)
+        assert (texts[dropped.row - 1] or "None").startswith(dropped.excerpt)
     assert some.train.note == "40 of 54 rows chosen"
 
 
@@ -129,7 +129,7 @@ def test_bad_rows_fail_names_them_and_long_rows_are_not_bad(tmp_path):
         with pytest.raises(UsageError) as caught:
             prepare([one], Selection(), {}, bad_rows="fail", cache_dir=tmp_path / "cache")
         assert str(caught.value) == (
-            "rows.parquet: 2 bad rows, 1 of them bad; the first is row 5: bad one; repair them, or drop them with "
+            "rows.parquet: 2 bad rows, 1 of them bad; the first is row 6: bad one; repair them, or drop them with "
             "data.bad_rows: drop"
         )
 
@@ -159,7 +159,7 @@ def test_duplicates_are_counted_and_dropped_on_request(tmp_path):
     assert len(kept.train.dataset) == 43
     dropped = run([one], tmp_path, deduplicate=True)
     assert texts_of(dropped.train) == expected(texts)  # the first of each; nulls are no copies
-    assert dropped.train.dropped["equal to an earlier row"] == Dropped(13, 30, texts[0])
+    assert dropped.train.dropped["equal to an earlier row"] == Dropped(13, 31, texts[0])
     assert dropped.train.dropped["null"].count == 2
     assert "kept" not in dropped.train.report()
 

@@ -74,7 +74,7 @@ def test_json_that_is_no_object_is_a_counted_bad_row(tmp_path: Path) -> None:
     train = prepared("sft", [str(tmp_path / "a.jsonl")], tmp_path, eval_rows=0)[0].train
     assert len(train.dataset) == 4
     dropped = train.dropped["of JSON that is no object"]
-    assert (dropped.count, dropped.row, dropped.excerpt) == (4, 2, "[1]")
+    assert (dropped.count, dropped.row, dropped.excerpt) == (4, 3, "[1]")
     with pytest.raises(UsageError, match="4 bad rows"):
         prepared("sft", [str(tmp_path / "a.jsonl")], tmp_path, eval_rows=0, bad_rows="fail")
 

@@ -228,7 +228,7 @@ def test_a_row_of_another_kind_is_named_by_its_place_in_the_file(tiny_model: Pat
     rows[47] = {"prompt": [{"role": "user", "content": "b"}]}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path, columns={}, eval_rows=30)
-    with pytest.raises(UsageError, match="row 47 is messages"):
+    with pytest.raises(UsageError, match="row 48 is messages"):
         examples_of(config, chat_tokenizer("qwen3"))
 
 
@@ -239,8 +239,8 @@ def test_code_that_is_no_text_in_some_rows_is_dropped_and_counted(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"source": row}) + "\n" for row in rows))
     config = config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path, format="fim", columns={})
     actual = examples_of(config, data__fim__max_length=400).train
-    assert actual.dropped["with a field that is no text"] == Dropped(5, 12, "5")
-    assert actual.dropped["null"].row == 15
+    assert actual.dropped["with a field that is no text"] == Dropped(5, 13, "5")
+    assert actual.dropped["null"].row == 16
     (tmp_path / "rows.jsonl").write_text('{"source": 5}\n{"source": [5]}\n')
     with pytest.raises(UsageError, match=r"data\.column: fim needs a column of text, and this one holds no text"):
         examples_of(config)

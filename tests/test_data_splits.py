@@ -38,6 +38,10 @@ def names(source: Path | str, **options: Any) -> list[str]:
         (["train/a.jsonl", "dev/b.jsonl"], ["a.jsonl"]),
         (["my_train.jsonl", "my_VAL.jsonl", "my_test.jsonl"], ["my_train.jsonl"]),
         (["test-0.jsonl", "test-1.jsonl"], ["test-0.jsonl", "test-1.jsonl"]),
+        (["train_a.jsonl", "train_b.jsonl", "test.jsonl"], ["train_a.jsonl", "train_b.jsonl"]),
+        (["train-00000-of-00002-abc.parquet", "train-00001-of-00002-def.parquet"],
+         ["train-00000-of-00002-abc.parquet", "train-00001-of-00002-def.parquet"]),
+        (["train.jsonl", ".ipynb_checkpoints/train-checkpoint.jsonl", "__MACOSX/train.jsonl"], ["train.jsonl"]),
         (["a.jsonl", "latest.jsonl", "training_free.jsonl.bak"], ["a.jsonl", "latest.jsonl"]),
         (["train.json", "test.json", "dataset_info.json"], ["train.json"]),
     ],
@@ -48,13 +52,44 @@ def test_a_directory_is_read_as_its_names_say(tmp_path: Path, files: list[str], 
     assert names(tmp_path) == expected
 
 
-def test_files_of_other_splits_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("train.jsonl", "validation.jsonl", "more.csv"):
+@pytest.mark.parametrize("card", [False, True])
+def test_files_that_are_left_out_are_reported(tmp_path: Path, card: bool) -> None:
+    home = tmp_path / "data"
+    for name in (
+        "a/train.jsonl",
+        "a/validation.jsonl",
+        "more.csv",
+        "x.json",
+        ".ipynb_checkpoints/train.jsonl",
+        "._b.jsonl",
+    ):
+        write(home / name, range(9))
+    if card:
+        files = "data_files: [{split: train, path: a/train.jsonl}]"
+        (home / "README.md").write_text(f"---\nconfigs:\n- {{config_name: default, {files}}}\n---\n")
+    config = run_config("sft", tmp_path, home, tmp_path / "run", data_section={"format": "prompt_completion"})
+    examples = prepare_examples(load_config(config), chat_tokenizer("qwen3"))
+    assert len(examples.train.dataset) == 9
+    others = "a/validation.jsonl (another split), more.csv (only .jsonl is read), x.json (only .jsonl is read)"
+    hidden = "._b.jsonl (hidden), .ipynb_checkpoints/train.jsonl (hidden)"
+    assert examples.sources[0].startswith(f"{home}: 5 files are left out: {hidden}, {others}; data.split")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"],
+        ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
+        ["train_sft.jsonl", "train_gen.jsonl", "test_sft.jsonl", "test_gen.jsonl"],
+        ["sft/prefs_train.jsonl", "sft/gen_train.jsonl", "sft/prefs_test.jsonl", "sft/gen_test.jsonl"],
+    ],
+)  # fmt: skip
+def test_two_splits_to_train_on_are_refused(tmp_path: Path, files: list[str]) -> None:
+    for name in files:
         write(tmp_path / name, range(1))
-    locate(str(tmp_path))
-    assert "the split train is used" in caplog.text
-    assert "validation.jsonl" in caplog.text
-    assert "only JSON lines is read of a directory): more.csv" in caplog.text
+    with pytest.raises(UsageError, match=r"not clear what to train on: \w*gen\w*[-\d.].*a pattern, such as .*/NAME\*"):
+        find_files(tmp_path)
+    assert len(names(f"{tmp_path}/**/{Path(files[0]).name}")) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,7 +120,6 @@ def test_a_pattern_leaves_out_what_holds_no_rows(tmp_path: Path, caplog: pytest.
         write(tmp_path / name, range(1))
     (tmp_path / "README.md").write_text("about")
     assert names(f"{tmp_path}/*") == ["test.jsonl", "train.jsonl"]
-    assert "README.md" in caplog.text
     assert "several splits, which are all used: test, train" in caplog.text
 
 
@@ -123,3 +157,58 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
         examples_of(tmp_path, eval_source=str(tmp_path))
     with pytest.raises(UsageError, match=r"data\.eval_rows: 0 would be ignored"):
         examples_of(tmp_path, eval_source="x.jsonl", eval_rows=0)
+
+
+def write_lines(path: Path, lines: list[str]) -> str:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+def test_dropped_rows_of_an_eval_source_have_their_own_numbers(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(10))
+    good, empty = '{"prompt": "evq", "completion": "eva"}', '{"prompt": "x", "completion": " "}'
+    null = '{"prompt": null, "completion": null}'
+    own = write_lines(tmp_path / "own.jsonl", [empty, good, null, null])
+    examples = examples_of(tmp_path, eval_source=own)
+    assert examples.held_out is not None
+    assert [line.partition(" (data.eval_source): ")[2] for line in examples.held_out.examples_dropped()] == [
+        "1 with an empty answer, the first is row 1: x |",
+        "2 null, the first is row 3: null | null",
+    ]
+    assert examples.train.note == ""  # nothing of the training file is left out
+    with pytest.raises(UsageError, match=r"own\.jsonl \(data\.eval_source\): 3 bad rows, 1 of them with an empty"):
+        examples_of(tmp_path, eval_source=own, bad_rows="fail")
+    for lines in ([empty], [null], [empty, null]):
+        own = write_lines(tmp_path / "bad.jsonl", lines)
+        with pytest.raises(UsageError, match=rf"\(data\.eval_source\): {len(lines)} rows, 0 used; dropped 1"):
+            examples_of(tmp_path, eval_source=own)
+
+
+def test_a_bad_row_that_the_default_holds_out_is_counted(tmp_path: Path) -> None:
+    bad = [f'{{"prompt": "q{n}", "completion": " "}}' for n in range(49)]
+    write_lines(tmp_path / "train.jsonl", [*bad, '{"prompt": "p", "completion": "c"}'])
+    examples = examples_of(tmp_path)
+    assert examples.held_out is None
+    assert examples.train.dropped["with an empty answer"].count == 49
+    assert examples.train.total == 50
+
+
+def test_rows_of_a_mixture_are_named_with_their_file(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(10))
+    bad = write_lines(tmp_path / "b.jsonl", ['{"prompt": "p", "completion": "c"}', '{"prompt": "x", "completion": ""}'])
+    mix = [{"source": str(tmp_path / "train.jsonl")}, {"source": bad}]
+    config = run_config("sft", tmp_path, "", tmp_path / "run", data_section={"format": "prompt_completion", "mix": mix})
+    del config["data"]["source"]
+    (line,) = prepare_examples(load_config(config), chat_tokenizer("qwen3")).train.examples_dropped()
+    assert f"the first is row 2 of {bad}: x" in line
+
+
+def test_the_training_file_as_its_own_eval_source_is_refused_with_a_fix(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(10))
+    with pytest.raises(UsageError, match=r"10 are equal to held-out rows.*give other rows as data\.eval_source"):
+        examples_of(tmp_path, eval_source=str(tmp_path / "train.jsonl"))
+
+
+def test_the_question_of_a_single_row_is_not_shared(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", range(1))
+    assert examples_of(tmp_path, eval_rows=0).train.sharing == 0

@@ -65,7 +65,7 @@ def test_every_row_is_accounted_for(chat: Config) -> None:
 
 
 def test_a_bad_row_can_be_refused(chat: Config) -> None:
-    with pytest.raises(cogumi.UsageError, match=r"2 bad rows, 1 of them .*; the first is row 41"):
+    with pytest.raises(cogumi.UsageError, match=r"2 bad rows, 1 of them .*; the first is row 42"):
         cogumi.preview(chat, data__bad_rows="fail")
 
 

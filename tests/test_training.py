@@ -113,7 +113,7 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo
     account = json.loads((result.run_dir / "decisions.json").read_text())["data"]["train"]
     assert (account["rows"], account["examples"]) == (8, 7)
     assert account["dropped"] == {"longer than 504 tokens": 1}
-    assert "longer than 504 tokens, the first is row 2" in (result.run_dir / "run.log").read_text()
+    assert "longer than 504 tokens, the first is row 3" in (result.run_dir / "run.log").read_text()
     preflight = str(cogumi.preflight(config))
     assert "left out: 1 longer than 504 tokens" in preflight
     assert "lower train.max_completion_length to keep them whole" in preflight

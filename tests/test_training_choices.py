@@ -288,7 +288,7 @@ def test_a_planned_step_is_shared_by_processes() -> None:
     alone = planned(24, per_device_train_batch_size=4)
     assert (alone.train["per_device_train_batch_size"], alone.train["gradient_accumulation_steps"]) == (4, 6)
     assert MICRO_BATCH not in decided(alone, CPU, SMALL)
-    with pytest.raises(UsageError, match=r"a step of 24 .* by 5 processes.*let cogumi.examples_per_step be 20 or 25"):
+    with pytest.raises(UsageError, match="24 is no whole number of examples for each of 5 processes; set 25"):
         planned(24, processes=5)
 
 
@@ -308,6 +308,12 @@ def test_a_planned_step_is_shared_by_processes() -> None:
         ({}, {"auto_find_batch_size": True}, "train.auto_find_batch_size and cogumi.examples_per_step decide the same"),
         ({}, {"per_device_train_batch_size": 5}, "16 is no whole number of micro-batches of 5; set 20, or drop"),
         ({}, {"per_device_train_batch_size": 32}, "16 is no whole number of micro-batches of 32; set 32, or drop"),
+        ({"processes": 3}, {}, "16 is no whole number of examples for each of 3 processes; set 18"),
+        (
+            {"examples_per_step": 9, "processes": 2},
+            {"per_device_train_batch_size": 2},
+            "9 is no whole number of micro-batches of 2 for each of 2 processes; set 12",
+        ),
         ({"examples_per_step": 0}, {}, "cogumi.examples_per_step = 0"),
     ],
 )

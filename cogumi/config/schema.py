@@ -436,9 +436,13 @@ def refuse_other_step(run: RunConfig, origins: Origins) -> None:
         if run.train.get(key):
             message = f"train.{key} and cogumi.examples_per_step decide the same"
             raise origins.error(message, f"train.{key}", "drop one of the two")
-    if step and batch and step % batch:
-        message = f"cogumi.examples_per_step {step} is no whole number of micro-batches of {batch}"
-        fix = f"set {step + batch - step % batch}, or drop train.per_device_train_batch_size"
+    count, size = run.cogumi.process_count, batch or 1
+    if step and (step % size or step % count):
+        each = f" for each of {count} processes" if count > 1 else ""
+        unit = f"micro-batches of {batch}" if batch else "examples"
+        message = f"cogumi.examples_per_step {step} is no whole number of {unit}{each}"
+        drop = ", or drop train.per_device_train_batch_size" if step % count == 0 else ""
+        fix = f"set {step + size * count - step % (size * count)}{drop}"
         raise origins.error(message, "cogumi.examples_per_step", fix)
 
 

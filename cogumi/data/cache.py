@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -36,8 +36,8 @@ from cogumi.data.rows import (
     KindsDiffer,
     Lengths,
     Tokenize,
-    count_dropped,
     decode_rows,
+    excerpt_of,
     token_lengths,
 )
 from cogumi.data.selection import (
@@ -98,6 +98,8 @@ class Source:
     """Finds rows of one question or example; None: by their columns."""
     unused: Sequence[str] = ()
     """Columns of the files that nothing is made of."""
+    notes: Sequence[str] = ()
+    """What a report of the source begins with."""
 
     def batches(self, files: Sequence[Path] | None = None, records: bool = False) -> Iterator[pl.DataFrame]:
         """Iterate over the rows of all files, or of `files`, by field; `records` adds original rows if they are kept."""
@@ -149,7 +151,7 @@ class Data:
     def examples_dropped(self) -> list[str]:
         """Return one line per reason, with the first row dropped for it."""
         return [
-            f"{self.name}: {dropped.count:,} {reason}, the first is row {dropped.row:,}: {dropped.excerpt}"
+            f"{self.name}: {dropped.count:,} {reason}, the first is {dropped.place}: {dropped.excerpt}"
             for reason, dropped in self.dropped.items()
         ]
 
@@ -160,7 +162,7 @@ class Data:
         if bad:
             (reason, first), count = bad[0], sum(dropped.count for _, dropped in bad)
             message = (
-                f"{count:,} bad rows, {first.count:,} of them {reason}; the first is row {first.row:,}: {first.excerpt}"
+                f"{count:,} bad rows, {first.count:,} of them {reason}; the first is {first.place}: {first.excerpt}"
             )
             raise UsageError(message, place=self.name, fix="repair them, or drop them with data.bad_rows: drop")
 
@@ -294,8 +296,10 @@ def exclusive_build(home: Path, key: str) -> Iterator[Path | None]:
 class ExamplesWriter:
     """Write the examples of one part (train or held_out) to one arrow stream per source, and count dropped rows."""
 
-    def __init__(self, directory: Path, part: str) -> None:
-        self.directory, self.part = directory, part
+    def __init__(self, directory: Path, part: str, sources: Sequence[Source]) -> None:
+        self.directory, self.part, self.sources = directory, part, sources
+        is_mixture = sum(source.weight > 0 for source in sources) > 1
+        self.names = [source.name if is_mixture else "" for source in sources]
         self.files: dict[str, Any] = {}
         self.rows = 0
         self.counts: Counter[str] = Counter()
@@ -304,18 +308,24 @@ class ExamplesWriter:
         self.encoded: dict[str, bool] = {}  # by column
         self.lengths = Lengths()
 
-    def add(self, number: int, tokenize: Tokenize, rows: pl.DataFrame, at: npt.NDArray[np.int64]) -> None:
-        """Write the examples of rows of source `number`, which have the indices `at`, and count the dropped ones."""
+    def count(self, reason: str, dropped: Dropped) -> None:
+        before = self.dropped.get(reason)
+        self.dropped[reason] = replace(before, count=before.count + dropped.count) if before else dropped
+
+    def add(self, number: int, rows: pl.DataFrame, at: npt.NDArray[np.int64]) -> None:
+        """Write the examples of rows of source `number`, where their numbers are `at`, and count the dropped ones."""
+        name = self.names[number]
         try:
-            chunk = tokenize(rows, self.rows)
+            chunk = self.sources[number].tokenize(rows, self.rows)
         except KindsDiffer as error:  # `tokenize` numbers the chosen rows; a report names the place in the source
-            raise KindsDiffer(*(int(at[row - self.rows]) for row in error.rows)) from None
+            text, messages = (int(at[row - self.rows]) for row in error.rows)
+            raise KindsDiffer(text, messages, name) from None
         table = chunk.table.replace_schema_metadata(None)
         lost = sum(dropped.count for dropped in chunk.dropped.values())
         if len(table) + lost - chunk.extra_examples != len(at):
             raise RuntimeError(f"{len(at)} rows became {len(table)} examples and {lost} dropped")
         for reason, dropped in chunk.dropped.items():
-            count_dropped(self.dropped, reason, int(at[dropped.row - self.rows]), dropped.excerpt, dropped.count)
+            self.count(reason, replace(dropped, row=int(at[dropped.row - self.rows]), source=name))
         self.rows += len(at)
         self.counts.update({name: getattr(chunk, name) for name in CHUNK_COUNTS})
         if not len(table):
@@ -325,7 +335,8 @@ class ExamplesWriter:
             if self.encoded.setdefault(name, is_encoded) != is_encoded:
                 kinds = ("text", "messages") if name == "prompt" else ("text", "another field")
                 before, after = kinds if is_encoded else kinds[::-1]
-                message = f"`{name}` is {before} before row {at[0]} and {after} from there on"
+                place = Dropped(0, int(at[0]), "", self.names[number]).place
+                message = f"`{name}` is {before} before {place} and {after} from there on"
                 raise UsageError(message, key="data.source", fix="write them alike")
         self.lengths.update(token_lengths(table))
         if "completion_mask" in table.column_names:
@@ -349,7 +360,7 @@ class ExamplesWriter:
         return {
             "name": name,
             "files": list(self.files),
-            "dropped": {reason: [drop.count, drop.row, drop.excerpt] for reason, drop in self.dropped.items()},
+            "dropped": {reason: astuple(drop) for reason, drop in self.dropped.items()},
             "encoded": [name for name, is_encoded in self.encoded.items() if is_encoded],
             "lengths": sorted(self.lengths.items()),
             **self.counts,
@@ -367,14 +378,18 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
         counts, (duplicates, sharing), states = _select(sources, selection, out)
         train, held_out = _tokenize(sources, states, out)
         used = sum(count[TRAIN] for count in counts)
-        left = used + sum(count[UNUSED] + count[COPY] for count in counts)
         trained, own = (
             [source for source in sources if bool(source.weight) is is_trained] for is_trained in (True, False)
         )
+        of_trained = counts[: len(trained)]  # the file of data.eval_source is the last
         name = trained[0].name if len(trained) == 1 else f"{len(trained)} sources"
         held_out_name = f"{own[0].name} (data.eval_source)" if own else "held out (data.eval_rows)"
-        note = f"{used:,} of {len(states):,} rows chosen" if used < left else ""
-        has_held_out = selection.eval_rows or held_out.files  # a default that makes no example refuses no run
+        is_part = any(count[UNUSED] for count in of_trained)
+        note = f"{used:,} of {sum(map(sum, of_trained)):,} rows chosen" if is_part else ""
+        has_held_out = own or selection.eval_rows or held_out.files
+        if not has_held_out:  # a default that makes no example refuses no run
+            for reason, dropped in held_out.dropped.items():
+                train.count(reason, dropped)
         record = {
             "train": train.close(name) | {"duplicates": duplicates, "sharing": sharing, "note": note},
             "held_out": held_out.close(held_out_name) | {"duplicates": 0, "sharing": 0} if has_held_out else None,
@@ -403,7 +418,7 @@ def _select(
     """Choose rows by their hashes: (counts of states by source, as `choose_rows`, state of each row of all sources)."""
     heights, is_same = [0] * len(sources), True
     with (out / "examples").open("wb") as examples, (out / "questions").open("wb") as questions:
-        for number, _, rows in _numbered(sources, "choosing rows", None, records=False):
+        for number, _, _, rows in _numbered(sources, "choosing rows", None, records=False):
             batch = example_hashes(rows, sources[number].read, selection.seed)
             for file, part in zip((examples, questions), batch, strict=True):
                 file.write(part.tobytes())
@@ -421,44 +436,47 @@ def _select(
     if any(count[TRAIN] for count in counts):
         return counts, copies, states
     for source, count in zip(sources, counts, strict=True):
+        other = "data.deduplicate=false keeps copies" if count[COPY] else "give other rows as data.eval_source"
         if source.weight and not count[UNUSED]:
             raise UsageError(
                 f"of its {sum(count):,} rows {count[HELD_OUT]:,} are held out (data.eval_rows), "
-                f"{count[LIKE_HELD_OUT] + count[SAME_QUESTION]:,} are equal to those and {count[COPY]:,} to earlier ones: "
-                "none is left to train on",
+                f"{count[LIKE_HELD_OUT] + count[SAME_QUESTION]:,} are equal to held-out rows and {count[COPY]:,} to earlier "
+                "ones: none is left to train on",
                 place=source.name,
-                fix="lower data.eval_rows" if count[HELD_OUT] else "data.deduplicate=false keeps copies",
+                fix="lower data.eval_rows" if count[HELD_OUT] else other,
             )
     return counts, copies, states
 
 
 def _tokenize(sources: Sequence[Source], states: States, out: Path) -> tuple[ExamplesWriter, ExamplesWriter]:
     """Make examples of the chosen rows: (those trained on, those held out)."""
-    train, held_out = ExamplesWriter(out, "train"), ExamplesWriter(out, "held_out")
-    for number, first_row, rows in _numbered(sources, "preparing", len(states), records=True):
-        batch_states = np.asarray(states[first_row : first_row + rows.height])
+    train, held_out = (ExamplesWriter(out, part, sources) for part in ("train", "held_out"))
+    for number, place, first_row, rows in _numbered(sources, "preparing", len(states), records=True):
+        batch_states = np.asarray(states[place])
         for state, reason in EQUAL.items():
             equal = np.flatnonzero(batch_states == state)
             if len(equal):
                 first = int(equal[0])
                 shown = rows.drop(RECORD_COLUMN, strict=False).row(first)
                 part = train if sources[number].weight else held_out
-                count_dropped(part.dropped, reason, first_row + first, shown, len(equal))
+                dropped = Dropped(len(equal), first_row + first, excerpt_of(shown), part.names[number])
+                part.count(reason, dropped)
         for state, part in ((TRAIN, train), (HELD_OUT, held_out)):
             chosen = np.flatnonzero(batch_states == state)
             if len(chosen):
-                part.add(number, sources[number].tokenize, rows[chosen], first_row + chosen)
+                part.add(number, rows[chosen], first_row + chosen)
     return train, held_out
 
 
 def _numbered(
     sources: Sequence[Source], doing: str, total: int | None, records: bool
-) -> Iterator[tuple[int, int, pl.DataFrame]]:
-    """Iterate over (number of the source, index of the first row over all sources, rows by field) with a progress bar."""
+) -> Iterator[tuple[int, slice, int, pl.DataFrame]]:
+    """Iterate over (number of the source, place among all rows, first row of the source's from 1, rows by field)."""
     row = 0
     with tqdm(desc=doing, unit=" rows", total=total, delay=5, mininterval=1) as bar:
         for number, source in enumerate(sources):
+            start = row
             for frame in source.batches(records=records):
-                yield number, row, frame
+                yield number, slice(row, row + frame.height), row - start + 1, frame
                 row += frame.height
                 bar.update(frame.height)

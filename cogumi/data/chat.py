@@ -14,7 +14,8 @@ harmony channels (`analysis` before `final`); `cogumi.data.templates` renders th
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +38,10 @@ CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
 REPR = re.compile(r"\s*(?:array\()?\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+LEARN_KEYS = ("weight", "train", "loss")
+"""Keys by which OpenAI, axolotl and ms-swift say whether an assistant's turn is learned: 0 or false, 1 or true."""
+MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name"}
+MESSAGE_KEYS |= {*REASONING_KEYS, *LEARN_KEYS}
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,10 @@ def _read_list(value: Any, reason: str) -> list[Any]:
     return list(value)
 
 
-def _read_text(value: Any) -> str:
-    value = decode_cell(value)
+def _read_text(row: Mapping[str, Any], name: str) -> str:
+    value = decode_cell(row[name])
     if not isinstance(value, str):
-        raise BadRow("with a field that is no text", f"{value!r}")
+        raise BadRow(f"whose `{name}` is no text but {type(value).__name__}", f"{value!r}")
     return value
 
 
@@ -103,7 +108,9 @@ def _read_message(raw: Any) -> Message:
     if role in CALL_ROLES:
         call = _parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
         parsed = call if isinstance(call, list) else [call]
-        return {"role": "assistant", "content": "", "tool_calls": list(map(_read_tool_call, parsed))}
+        return {"role": "assistant", "content": "", "tool_calls": list(map(_read_tool_call, parsed))} | _read_weight(
+            raw
+        )
     if role not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
     # `function_call` is how OpenAI's API wrote one call before `tool_calls`.
@@ -113,11 +120,36 @@ def _read_message(raw: Any) -> Message:
     if content is None and not calls:
         raise BadRow("with a message that has no content")
     message: Message = {"role": ROLES[role], "content": "" if content is None else _join_parts(content)}
+    if message["role"] == "assistant":
+        message |= _read_weight(raw)
     if calls:
         message["tool_calls"] = list(map(_read_tool_call, calls))
     texts = {"reasoning_content": next((raw[key] for key in REASONING_KEYS if raw.get(key)), None)}
     texts |= {key: raw.get(key) for key in ("name", "tool_call_id")}
     return message | {key: _join_parts(text) for key, text in texts.items() if text is not None}
+
+
+def _read_weight(raw: Mapping[str, Any]) -> Message:
+    """Return {"weight": 0} for a turn that is context only, else {}. Raises BadRow for another weight than 0 and 1."""
+    weights = {key: raw[key] for key in LEARN_KEYS if raw.get(key) is not None}
+    for key, weight in weights.items():
+        if isinstance(weight, str) or weight not in (0, 1):
+            raise BadRow(f"with a turn whose `{key}` is neither 0 nor 1", f"{key} {weight!r}")
+    return {} if all(weights.values()) else {"weight": 0}
+
+
+def unused_keys(cells: Iterable[Any]) -> set[str]:
+    """Return the keys of the messages in these cells that have a value and of which nothing is made."""
+    keys: set[str] = set()
+    for cell in cells:
+        messages = cell
+        if isinstance(cell, str) and cell.lstrip().startswith("["):
+            with suppress(ValueError, RecursionError):
+                messages = json.loads(cell)
+        for message in messages if isinstance(messages, list) else [messages]:
+            if isinstance(message, Mapping) and MESSAGE_KEYS & message.keys():
+                keys |= {key for key in message.keys() - MESSAGE_KEYS if message[key] not in (None, "", [], {})}
+    return keys
 
 
 def _join_parts(content: Any) -> str:
@@ -173,10 +205,20 @@ def _last_turn(messages: Sequence[Message], role: str) -> int:
     raise BadRow(f"without any {role} turn")
 
 
+def is_learned(message: Message) -> bool:
+    """Tell whether a message is an assistant's turn that the data does not give as context only."""
+    return message["role"] == "assistant" and "weight" not in message
+
+
+def _refuse_context_turns(messages: Sequence[Message], place: str) -> None:
+    if any("weight" in message for message in messages):
+        raise BadRow(f"with a turn that is not to be learned (weight 0) {place}")
+
+
 def _refuse_empty_answers(messages: Sequence[Message]) -> None:
     """Raise BadRow for an assistant's turn without text and calls: it would teach the model to stop at once."""
-    for message in messages:
-        if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
+    for message in filter(is_learned, messages):
+        if not message["content"].strip() and "tool_calls" not in message:
             raise BadRow("with an empty answer")
 
 
@@ -191,11 +233,12 @@ def _refuse_repr(text: str) -> None:
         raise BadRow("of Python's repr of a list, which is not JSON (json.dumps writes that)", text)
 
 
-def _text_or_messages(value: Any) -> Side:
-    """Return the messages in a cell, also in its JSON text; any other text is text."""
-    if isinstance(value, list):
-        return read_messages(value)
-    text = _read_text(value)
+def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
+    """Return the messages in a cell, also in its JSON text, or its only message; any other text is text."""
+    value = row[name]
+    if isinstance(value, list) or _is_message(value):
+        return read_messages(value if isinstance(value, list) else [value])
+    text = _read_text(row, name)
     if text.lstrip()[:1] in ("[", "a"):
         _refuse_repr(text)
         try:
@@ -262,12 +305,12 @@ def _row_messages(row: dict[str, Any]) -> list[Message]:
     if "instruction" not in row:
         messages = read_messages(row["messages"] if "messages" in row else row["conversations"])
     else:
-        question = _read_text(row["instruction"])
-        if row.get("input") is not None and (extra := _read_text(row["input"])).strip():
+        question = _read_text(row, "instruction")
+        if row.get("input") is not None and (extra := _read_text(row, "input")).strip():
             question = f"{question}\n\n{extra}"
-        answer = {"role": "assistant", "content": _read_text(row["output"])}
+        answer = {"role": "assistant", "content": _read_text(row, "output")}
         messages = [{"role": "user", "content": question}, answer]
-    if row.get("system") is not None and (system := _read_text(row["system"])).strip():
+    if row.get("system") is not None and (system := _read_text(row, "system")).strip():
         if messages[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": system}, *messages]
         if messages[0]["content"].strip() != system.strip():
@@ -279,7 +322,12 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
     """Return a chat row's conversation with at least one answer; it ends with the last one unless all is learned."""
     messages = _row_messages(row)
     last = _last_turn(messages, "assistant")
-    if learn != "all":
+    if learn == "all":
+        _refuse_context_turns(messages, "where everything is")
+    else:
+        last = next((at for at in range(last, -1, -1) if is_learned(messages[at])), -1)
+        if last < 0:
+            raise BadRow("without a turn to learn (weight, train or loss of all is 0 or false)")
         messages = messages[: last + 1]
     if last == 0:
         raise BadRow("with nothing before the answer")
@@ -291,7 +339,7 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
 
 def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
-    prompt, completion = _text_or_messages(row["prompt"]), _text_or_messages(row["completion"])
+    prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise BadRow("with an empty answer")
@@ -299,17 +347,18 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     questions, answers = _as_messages(prompt, "user"), _as_messages(completion, "assistant")
     _last_turn(answers, "assistant")
     _refuse_empty_answers(answers)
+    _refuse_context_turns(answers, "in a completion")
     return Conversation(questions + answers, _read_tools(row.get("tools")), len(questions))
 
 
 def read_pair(row: dict[str, Any]) -> dict[str, Any]:
     """Return {"prompt", "chosen", "rejected", "tools"}, the first three all text or all messages. Raises BadRow."""
-    chosen, rejected = _text_or_messages(row["chosen"]), _text_or_messages(row["rejected"])
+    chosen, rejected = _text_or_messages(row, "chosen"), _text_or_messages(row, "rejected")
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("whose chosen and rejected are of two kinds")
     if chosen == rejected:
         raise BadRow("whose chosen and rejected are the same")
-    prompt: Side | None = _text_or_messages(row["prompt"]) if row.get("prompt") is not None else None
+    prompt: Side | None = _text_or_messages(row, "prompt") if row.get("prompt") is not None else None
     if isinstance(chosen, str) and isinstance(prompt, list):
         chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
     elif isinstance(chosen, list) and isinstance(prompt, str):
@@ -319,7 +368,8 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
         length = _implicit_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
     if not prompt:
-        raise BadRow("without a prompt")
+        column = "" if row.get("prompt") is not None else " (data.columns.prompt names its column)"
+        raise BadRow(f"without a prompt{column}")
     for side in (chosen, rejected):
         if isinstance(side, str):
             if not side.strip():
@@ -328,8 +378,9 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
         if not side or side[-1]["role"] != "assistant":
             raise BadRow("with a side that does not end with the assistant")
         if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
-            raise BadRow("with a question inside a side")
+            raise BadRow("with a user's turn among the answers of chosen or rejected")
         _refuse_empty_answers(side)
+        _refuse_context_turns(side, "in chosen or rejected")
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": _read_tools(row.get("tools"))}
 
 
@@ -365,10 +416,10 @@ def read_question(row: dict[str, Any]) -> Question:
 
 def read_prompt(row: dict[str, Any]) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
-    completion = None if row.get("completion") is None else _text_or_messages(row["completion"])
+    completion = None if row.get("completion") is None else _text_or_messages(row, "completion")
     answer = completion[-1]["content"] if isinstance(completion, list) else completion
     answer = None if answer is None else split_thought(answer)[1]
-    prompt = _text_or_messages(row["prompt"])
+    prompt = _text_or_messages(row, "prompt")
     _refuse_empty_prompt(prompt)
     return Question(prompt, answer, None if isinstance(prompt, str) else _read_tools(row.get("tools")))
 

@@ -249,7 +249,10 @@ class Rendering:
         def keep(index: int) -> Any:
             return self.keep_as_text(parsed[index]) if has_special[index] else parsed[index]
 
-        return try_each(range(len(parsed)), at, keep, dropped, texts.__getitem__)
+        def show(index: int) -> Any:
+            return getattr(parsed[index], "messages", getattr(parsed[index], "prompt", parsed[index]))
+
+        return try_each(range(len(parsed)), at, keep, dropped, show)
 
     def keep_as_text(self, row: Any) -> Any:
         """Hide control tokens that a row's messages spell; of plain text, tags alone are no control tokens.
@@ -472,6 +475,8 @@ def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[t
     prompt, chosen, rejected, _ = pair
     start = min(shared_prefix(prompt, chosen), shared_prefix(prompt, rejected))
     prompt, chosen, rejected = prompt[:start], chosen[start:], rejected[start:]
+    if np.array_equal(chosen, rejected):  # a chat template may strip what sides differ by
+        raise BadRow("whose chosen and rejected are the same")
     limit = options.max_length
     is_cut = limit is not None and start + max(len(chosen), len(rejected)) > limit
     if is_cut and options.overlong == "drop":

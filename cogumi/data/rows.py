@@ -39,11 +39,16 @@ NO_OBJECT = "(JSON that is no object)"
 
 @dataclass(frozen=True)
 class Dropped:
-    """Rows that made no example for one reason: their count, and the index (in the whole source) and start of the first."""
+    """Rows that made no example for one reason: their count, and the index (in `Data`: from 1) and start of the first."""
 
     count: int
     row: int
     excerpt: str
+    source: str = ""  # the name, if there are several
+
+    @property
+    def place(self) -> str:
+        return f"row {self.row:,}" + (f" of {self.source}" if self.source else "")
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,9 @@ class BadRow(Exception):
 class KindsDiffer(UsageError):
     """One row is text and another one messages, which are tokenized differently."""
 
-    def __init__(self, text: int, messages: int):
-        message = f"row {text} is text and row {messages} is messages"
+    def __init__(self, text: int, messages: int, source: str = ""):
+        place = f" of {source}" if source else ""
+        message = f"row {text}{place} is text and row {messages} is messages"
         super().__init__(message, key="data.source", fix="write them alike")
         self.rows = (text, messages)
 

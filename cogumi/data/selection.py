@@ -141,7 +141,7 @@ def replace_common_questions(hashes: RowHashes) -> int:
     rows, replaced = len(questions), 0
     sample = questions[:: max(1, rows // BLOCK)]
     values, counts = np.unique(sample, return_counts=True)
-    common = values[counts * (rows / len(sample)) > min(rows // 2, max(MOST_HELD_OUT, rows // 10))]
+    common = values[counts * (rows / len(sample)) > max(1, min(rows // 2, max(MOST_HELD_OUT, rows // 10)))]
     for start in range(0, rows, BLOCK) if len(common) else ():
         block = slice(start, start + BLOCK)
         is_common = np.isin(questions[block], common) & (questions[block] != examples[block])
@@ -196,6 +196,8 @@ def choose_rows(
             count -= len(chosen)
             if not count:
                 break
+        if count and not all(shares):  # rows of nulls are dropped with their reason
+            states[part][np.flatnonzero(examples[part] == NOTHING)[:count]] = HELD_OUT
     duplicates = 0
     for rows in iter_ascending(examples):
         for state, before, of_all in zip((LIKE_HELD_OUT, SAME_QUESTION), held_out, hashes, strict=True):

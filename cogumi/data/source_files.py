@@ -22,6 +22,7 @@ SPLITS = {
 }
 """Words in names of files and directories that the hub reads as a split (`datasets.data_files`)."""
 SPLIT_WORD = re.compile(rf"(?:^|[\W_\d])({'|'.join(SPLITS)})(?=[\W_\d]|$)")
+SHARD = re.compile(r"[-_]?\d+(-of-\d+.*)?$")
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 log = logging.getLogger("cogumi")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -37,8 +38,8 @@ def refuse_missing(source: str) -> None:
 def find_files(path: str | Path) -> list[Path]:
     """Return the files of a path, a glob or a directory tree in name order; raises UsageError if there are none.
 
-    A directory gives the files of the first kind that it holds: parquet, JSON lines, CSV. Of files whose names spell
-    splits it gives those of train, or of the only split.
+    A directory gives the files of the first kind that it holds: parquet, JSON lines, CSV; hidden ones are left out. Of
+    files whose names spell splits it gives those of train, or of the only split.
     """
     path = os.path.expanduser(path)
     local = Path(path)
@@ -46,19 +47,16 @@ def find_files(path: str | Path) -> list[Path]:
         return [local]
     if local.is_dir():
         # A .json beside the data is more likely to describe it.
-        data = sorted(file for file in local.rglob("*") if kind_of(file) and file.is_file())
+        data = [file for file in _matches(path) if not _is_hidden(file.relative_to(local))]
         below = [file for file in data if file.suffix != ".json"] or [f for f in data if f.name not in DESCRIPTIONS]
         for kind in SUFFIXES:
             if files := [file for file in below if kind_of(file) == kind]:
-                others = [file for file in below if file not in files]
-                _log_left_out(path, others, f"only {kind} is read of a directory")
                 return _training_files(local, files)
         message = "this directory holds no .parquet or .jsonl file, nor a .csv"
         raise UsageError(message, place=path, fix="give a file of its own")
     if glob.has_magic(str(path)):
-        matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        matches = _matches(path)
         if files := [file for file in matches if kind_of(file)] or matches:
-            _log_left_out(path, [file for file in matches if file not in files], "they hold no rows")
             if len(splits := {split for file in files for split in _splits_of(Path(file.name))}) > 1:
                 log.warning(
                     "%s matches files of several splits, which are all used: %s", path, ", ".join(sorted(splits))
@@ -83,23 +81,55 @@ def _training_files(directory: Path, files: list[Path]) -> list[Path]:
     by_split: dict[str, list[Path]] = {}
     for file in files:
         by_split.setdefault(" or ".join(sorted(_splits_of(file.relative_to(directory)))), []).append(file)
-    if len(by_split) == 1:
+    train = by_split.get("train", [])
+    variants, others = ({_variant_of(file) for file in part} for part in (train, set(files).difference(train)))
+    # train_sft-00000-of-00001 and train_gen-00000-of-00001 are two splits, as are train_sft and train_gen beside test_sft.
+    is_several = len(variants) > 1 and (len(variants & others) > 1 or any("-of-" in file.name for file in train))
+    if len(by_split) == 1 and not is_several:
         return files
-    if not by_split.keys() <= set(SPLITS.values()) or "train" not in by_split:
-        parts = ", ".join(f"{paths[0].name} ({name or 'no split'})" for name, paths in by_split.items())
-        fix = "name the files to train on (data.source: a file or a pattern), or set data.split"
+    if not by_split.keys() <= set(SPLITS.values()) or not train or is_several:
+        groups = {_variant_of(file): [file] for file in reversed(train)} if is_several else by_split
+        parts = ", ".join(f"{group[0].name} ({name or 'no split'})" for name, group in sorted(groups.items()))
+        pattern = f"a file or a pattern, such as {next(iter(groups.values()))[0].parent}/NAME*"
+        fix = f"name the files to train on (data.source: {pattern}), or set data.split"
         raise UsageError(f"by their names it is not clear what to train on: {parts}", place=directory, fix=fix)
-    others = [file for file in files if file not in by_split["train"]]
-    _log_left_out(
-        directory, others, "the split train is used; data.split, or a file as data.eval_source, names another"
-    )
-    return by_split["train"]
+    return train
 
 
-def _log_left_out(place: str | Path, files: Sequence[Path], reason: str) -> None:
-    if files:
-        names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
-        log.warning("%s: %d files are left out (%s): %s", place, len(files), reason, names)
+def _variant_of(file: Path) -> str:
+    """Return what the name of a file says besides its split and its number: "sft" of train_sft-00000-of-00001.parquet."""
+    return SPLIT_WORD.sub("", SHARD.sub("", file.name.partition(".")[0].lower())).strip("-_")
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in path.parts)
+
+
+def _matches(source: str) -> list[Path]:
+    """Return the data files below a directory, or the files that a pattern matches, in name order."""
+    if Path(source).is_dir():
+        return sorted(file for file in Path(source).rglob("*") if kind_of(file) and file.is_file())
+    names = glob.glob(source, recursive=True) if glob.has_magic(source) else []
+    return sorted(Path(name) for name in names if Path(name).is_file())
+
+
+def describe_left_out(source: str, files: Sequence[Path]) -> list[str]:
+    """Return a line that names the files of a directory or a pattern that are not among `files`; [] if there are none."""
+    source = os.path.expanduser(source)
+    used, kind = {file.resolve() for file in files}, kind_of(files[0])
+    reasons = []
+    for file in _matches(source):
+        if file.resolve() in used or file.name in DESCRIPTIONS:
+            continue
+        name = file.relative_to(source) if Path(source).is_dir() else file
+        is_other = kind_of(file) != kind or file.suffix == ".json" != files[0].suffix
+        reason = "hidden" if _is_hidden(name) else f"only {files[0].suffix} is read" if is_other else "another split"
+        reasons.append(f"{name} ({reason})")
+    if not reasons:
+        return []
+    count = "1 file is" if len(reasons) == 1 else f"{len(reasons)} files are"
+    fix = "data.split, a pattern, or a file as data.eval_source names others"
+    return [f"{source}: {count} left out: {', '.join(reasons[:5])}{', ...' * (len(reasons) > 5)}; {fix}"]
 
 
 def _has_card(directory: Path) -> bool:

@@ -29,6 +29,7 @@ from cogumi.data.chat import (
     Message,
     Thinking,
     adapt_thought,
+    is_learned,
     read_thinking,
     split_thought,
 )
@@ -96,7 +97,7 @@ class ChatTemplate:
         """Render a conversation: (text, spans of the assistant's turns behind the prompt) of each example, mostly of one."""
         messages, tools, first = conversation.messages, conversation.tools, conversation.prompt_length
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        learned = [index for index in answers if index >= first]
+        learned = [index for index in answers if index >= first and is_learned(messages[index])]
         thoughts = any(self.thought_of(messages[index]) for index in learned)
         if self.marked is None or thoughts or self.hides_thoughts:
             return self._turns_as_at_inference(messages, tools, learned)
@@ -106,7 +107,7 @@ class ChatTemplate:
         text, spans = self.render(messages, tools, self.marked, return_assistant_tokens_mask=True)
         spans = [(start + len(self.header) * text.startswith(self.header, start), end) for start, end in spans]
         if len(spans) == len(answers):
-            spans = [span for index, span in zip(answers, spans, strict=True) if index >= first]
+            spans = [span for index, span in zip(answers, spans, strict=True) if index in learned]
             for index, (start, end) in zip(learned, spans, strict=True):
                 self.refuse_lost_words("", text[start:end], [messages[index]])
         elif len(learned) < len(answers):  # turns that are not marked one by one (Phi-3's end of the text is a span)
@@ -211,7 +212,8 @@ class ChatTemplate:
             if role == "system" and not parts and text in ("", self.default_system):
                 continue
             thought = adapted.get("reasoning_content") or adapted.get("thinking") or ""
-            parts.append([role, text, thought.strip(), [call["function"] for call in adapted.get("tool_calls", ())]])
+            calls = [call["function"] for call in adapted.get("tool_calls", ())]
+            parts.append([role, text, thought.strip(), calls, *(["context"] if "weight" in message else [])])
         if self.joins_system and [part[0] for part in parts[:2]] == ["system", "user"]:
             parts[:2] = [["user", f"{parts[0][1]}\n\n{parts[1][1]}", "", []]]
         return parts

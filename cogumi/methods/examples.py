@@ -3,9 +3,9 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from itertools import chain
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import EXTRA_EXAMPLES, Data, Source, prepare, tokenizer_identity
+from cogumi.data.chat import unused_keys
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.literal import LiteralText
-from cogumi.data.rows import RECORD_COLUMN, decode_rows
+from cogumi.data.rows import RECORD_COLUMN, cells_of, decode_rows
 from cogumi.data.selection import Selection
-from cogumi.data.source_files import is_hub_id, locate
-from cogumi.data.sources import column_names
+from cogumi.data.source_files import describe_left_out, is_hub_id, locate
+from cogumi.data.sources import batches, column_names
 from cogumi.data.templates import end_of_turn, prints_date, read_template
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, task_of
@@ -37,6 +38,11 @@ DATA = "data"  # of decisions.json: the key of its prepared data, what became of
 BARS = 24  # of the histogram of lengths, at most
 SAMPLE_ROWS = 32  # held-out examples that are prompts for samples.jsonl, at most
 SIDES = ("chosen", "rejected")
+CHATS = ("messages", "conversations")
+MESSAGE_FIELDS = (*CHATS, "prompt", "completion", *SIDES)
+KTO_LABELS = {"label", "kto_tag"}  # columns of TRL and LLaMA-Factory: whether the answer is a good one
+TRUTHS = {"true", "false", "none", ""}
+LOOKED_AT = 1000  # first rows of a source whose messages are looked at for unused keys
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Examples:
     sources: tuple[str, ...] = ()
     max_length: int | None = None
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Columns that nothing is made of, by source."""
+    """Columns, and keys of messages (`messages[].images`), that nothing is made of, by source."""
 
     def parts(self) -> list[Data]:
         return [self.train] if self.held_out is None else [self.train, self.held_out]
@@ -105,8 +111,9 @@ class Shares:
     extra_examples: int = 0
 
     def __str__(self) -> str:
+        examples = self.rows + self.extra_examples  # which may be dropped one by one
         of_rows = {**self.dropped, "truncated": self.truncated, "equal to an earlier row": self.duplicated}
-        left_out = ", ".join(f"{format_share(count, self.rows)} {reason}" for reason, count in of_rows.items())
+        left_out = ", ".join(f"{format_share(count, examples)} {reason}" for reason, count in of_rows.items())
         learned = f"; {self.learned / self.tokens:.1%} of {self.tokens:,} tokens are learned" if self.learned else ""
         sharing = f"; {self.sharing:,} rows share their question with another row" if self.sharing else ""
         extra = f"; {self.extra_examples:,} {EXTRA_EXAMPLES}" if self.extra_examples else ""
@@ -134,7 +141,8 @@ def prepare_examples(
     prepared = prepare([source for source, _ in sources], selection, parts, bad_rows=data.bad_rows)
     if base_config is not None:
         refuse_other_end(run, tokenizer, base_config, prepared.train.dataset)
-    notes = [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
+    notes = [line for source, _ in sources for line in source.notes]
+    notes += [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
     if prepared.train.text_rows and tokenizer.chat_template:
         log.warning("data.format: %s has text, which is learned without this model's chat template; as conversations: give "
                     "lists of messages, [{\"role\": \"user\", \"content\": ...}]", data.format)  # fmt: skip
@@ -205,10 +213,35 @@ def sources_of(
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
             read=reader_for(options, tokenizer),
-            unused=() if skips_unused else [name for name in names if name not in columns.values()],
+            notes=describe_left_out(source, files),
         )
+        if not skips_unused:
+            entry = replace(entry, unused=unused_parts(entry, names))
         sources.append((entry, options))
     return sources
+
+
+def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
+    """List the columns of a source, and the keys of the messages in its first rows, of which nothing is made.
+
+    Raises UsageError if one of the columns says that answers are bad.
+    """
+    unused = [name for name in names if name not in source.columns.values()]
+    has_answers = {"output", "completion", *CHATS} & source.columns.keys()
+    for name in sorted(KTO_LABELS.intersection(unused)) if has_answers else ():
+        files = [file for file in source.files if name in column_names([file])]
+        cells = ({str(cell).lower() for cell in rows[name]} for rows in batches(files, [name]))
+        if any("false" in values for values in takewhile(TRUTHS.issuperset, cells)):
+            message = f"answers whose column {name!r} is false are bad ones (KTO), and would be learned"
+            fix = "leave these rows out, pair good and bad ones as chosen and rejected, or give the column another name"
+            raise UsageError(message, place=source.name, fix=fix)
+    parts = [name or "(unnamed)" for name in unused]
+    fields = [name for name in MESSAGE_FIELDS if name in source.columns]
+    for rows in islice(source.batches(), bool(fields)):
+        for name in fields:
+            keys = unused_keys(cells_of(rows[name].head(LOOKED_AT)))
+            parts += [f"{source.columns[name]}[].{key}" for key in sorted(keys)]
+    return parts
 
 
 def refuse_other_end(
