@@ -213,7 +213,7 @@ class ChatTemplate:
                 continue
             thought = adapted.get("reasoning_content") or adapted.get("thinking") or ""
             calls = [call["function"] for call in adapted.get("tool_calls", ())]
-            parts.append([role, text, thought.strip(), calls, *(["context"] if "weight" in message else [])])
+            parts.append([role, text, thought.strip(), calls, *(["context"] if "weight" in adapted else [])])
         if self.joins_system and [part[0] for part in parts[:2]] == ["system", "user"]:
             parts[:2] = [["user", f"{parts[0][1]}\n\n{parts[1][1]}", "", []]]
         return parts
