@@ -22,7 +22,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "sft": {"config": "smoke/llama-3.1-8b-sft"},
     "dpo": {"config": "smoke/llama-3.1-8b-dpo", "model__name": "sft/merged"},
     "gspo": {"config": "smoke/gspo", "model__name": "cogumi:small-base"},
-    "qlora": {"config": "smoke/qlora", "train__packing": False},  # which commits before 2026-11-28 do not choose
+    "qlora": {"config": "smoke/qlora", "train__packing": False},
 }
 # Parts of the names of logged values that differ between runs.
 MACHINE_KEYS = ("time", "per_second", "disk/", "perf/")
