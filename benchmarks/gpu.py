@@ -36,8 +36,7 @@ BUDGET_SECONDS = 540.0
 POLL_SECONDS = 0.05
 OUT_OF_TIME = "skipped: out of time"
 PRELOADED = (
-    "transformers", "peft", "trl", "datasets", "cogumi.runs.entry",
-    "cogumi.training.run", "benchmarks.gpu_checks", "benchmarks.models",
+    "transformers", "peft", "trl", "datasets", "cogumi.training.run", "benchmarks.gpu_checks", "benchmarks.models",
 )  # fmt: skip
 
 
