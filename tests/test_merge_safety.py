@@ -31,9 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.merge import MergeError, merge_adapter, merging, stream
 
-commit: Any = importlib.import_module(
-    "cogumi.merge.output_directory"
-)  # by attribute, the package has the function of that name
+commit: Any = importlib.import_module("cogumi.merge.output_directory")
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SMALL = SIZES | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 256}
@@ -210,8 +208,8 @@ def run_cli(words: list[str], stderr: Path, limit: int | None, pipe: Connection,
 def slow_down(name: str | None, pipe: Connection) -> None:
     if name is None:
         return
-    place, _, function = f"cogumi.merge.{name}".rpartition(".")
-    module = sys.modules[place]
+    place, _, function = name.rpartition(".")
+    module = sys.modules[f"cogumi.merge.{place or 'merging'}"]
     original = getattr(module, function)
 
     def slower(*arguments: Any) -> Any:
