@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 import cogumi
 from cogumi import last_good_checkpoint, protect
-from cogumi.checkpoints.interruption import exit_on_signals
+from cogumi.checkpoints.interruption import Preemption, exit_on_signals
 from cogumi.core.output import print_json, show_waiting, survive_closed_terminal
 from cogumi.core.run_directory import START, append_jsonl, is_running, read_json, write_json
 from cogumi.methods.preview import Preview, Shares
@@ -194,6 +194,18 @@ def test_what_is_in_the_buffer_of_a_broken_stream_is_dropped(monkeypatch: pytest
             print("kept in the buffer")
             os.close(far)
         assert not {"write", "flush"} & vars(out).keys()
+
+
+def test_a_signal_whose_exit_a_library_swallowed_ends_the_training_before_its_first_step() -> None:
+    """The pickling of dill, by which datasets names what it caches, goes on after any exception."""
+    with exit_on_signals():
+        with suppress(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended, Preemption().listening():
+            pytest.fail("it trains")
+    assert ended.value.code == 128 + signal.SIGTERM
+    with Preemption().listening():
+        pass  # the next run of this process
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -28,6 +28,7 @@ from cogumi.core.errors import FINISHED_AND_SAVED, UsageError
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+asked_to_exit: list[int] = []  # signals whose SystemExit a library may have swallowed, as bare excepts of dill do
 
 
 @contextmanager
@@ -40,12 +41,14 @@ def exit_on_signals() -> Iterator[None]:
     try:
         yield
     finally:
+        asked_to_exit.clear()
         for number in deadly:
             signal.signal(number, signal.SIG_DFL)
 
 
 def raise_exit(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the second of a closed terminal is not to disturb what follows
+    asked_to_exit.append(number)
     raise SystemExit(128 + number)
 
 
@@ -78,6 +81,8 @@ class Preemption:
         previous handlers have been called. An ignored SIGHUP (nohup) stays ignored. Does nothing outside the main thread.
         """
         self.received, self.process = None, os.getpid()
+        if asked_to_exit:
+            raise SystemExit(128 + asked_to_exit[0])
         if threading.current_thread() is not threading.main_thread():
             yield
             return

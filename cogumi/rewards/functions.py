@@ -89,28 +89,20 @@ def last_number(text: str) -> Decimal | None:
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the last number of `answer`, else 0.0."""
     pairs = zip(completions, answer, strict=True)
-    numbers = [(last_number(text_of(completion)), last_number(answer_text(gold))) for completion, gold in pairs]
+    numbers = [(last_number(text_of(completion)), last_number(str(gold))) for completion, gold in pairs]
     return [float(number is not None and number == gold) for number, gold in numbers]
-
-
-def answer_text(answer: Any) -> str:
-    """Return an answer of the data as text. Raises UsageError for an object, which no completion equals."""
-    if isinstance(answer, Mapping):
-        message = f"`answer` is an object with {', '.join(map(str, answer))}, and completions are compared with text"
-        raise UsageError(message, key="data.columns", fix="make a column `answer` of text or numbers")
-    return str(answer)
 
 
 def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """Score 1 - Levenshtein(completion, answer) / max(len) over characters, without surrounding white space."""
     pairs = zip(completions, answer, strict=True)
-    return [levenshtein_similarity(text_of(text).strip(), answer_text(gold).strip()) for text, gold in pairs]
+    return [levenshtein_similarity(text_of(text).strip(), str(gold).strip()) for text, gold in pairs]
 
 
 def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """Score 1.0 if the completion is the answer, without surrounding white space, else 0.0."""
     pairs = zip(completions, answer, strict=True)
-    return [float(text_of(completion).strip() == answer_text(gold).strip()) for completion, gold in pairs]
+    return [float(text_of(completion).strip() == str(gold).strip()) for completion, gold in pairs]
 
 
 def format_match(

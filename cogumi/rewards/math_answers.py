@@ -9,17 +9,17 @@ import atexit
 import math
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from cogumi.core.errors import require_extra
+from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.worker import Worker
 from cogumi.data.chat import text_of
-from cogumi.rewards.functions import Completion, answer_text
+from cogumi.rewards.functions import Completion
 
 # An answer with one of these marks its expression; another one is an expression as a whole.
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
@@ -46,10 +46,11 @@ def math_answer(
     scored: the comparison takes longer than `seconds`. Their shares are the metrics `math_answer/unreadable` and
     `math_answer/late`.
     """
+    if mapping := next((gold for gold in answer if isinstance(gold, Mapping)), None):
+        message = f"`answer` is an object with {', '.join(map(str, mapping))}, and math_answer compares text"
+        raise UsageError(message, key="data.columns", fix="make a column `answer` of text or numbers")
     pairs = zip(completions, answer, strict=True)
-    results = [
-        UNREADABLE if gold is None else compare_apart(answer_text(gold), text_of(text), seconds) for text, gold in pairs
-    ]
+    results = [UNREADABLE if gold is None else compare_apart(str(gold), text_of(text), seconds) for text, gold in pairs]
     if log_metric is not None:
         for why in (UNREADABLE, LATE):
             log_metric(f"math_answer/{why}", results.count(why) / max(len(results), 1))

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cogumi.checkpoints.interruption import raise_exit
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import (
     CONSOLE,
@@ -53,7 +54,7 @@ def main() -> None:
     faulthandler.enable()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before and after the training, which has a handler of its own: status.json is to say so.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, raise_exit)
     line = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.WARNING, format=line, stream=sys.stderr, force=True)
     log.setLevel(logging.INFO)
