@@ -140,12 +140,13 @@ class Mirror:
                     return
             checkpoint, failure = self.under_way, self.mirror(self.under_way)
             with self.changed:
-                self.trouble, self.failing = "", False
+                # A try that was given up says nothing of what was sent since; what was known before it stays.
+                self.trouble, self.failing = self.trouble if failure and checkpoint == self.given_up else "", False
                 if failure is None:
                     self.reached, self.behind = step_of(checkpoint), int(self.waiting is not None)
                 elif isinstance(failure, CheckpointDamaged | ValueError):  # of the disk, or a mistake: it stays so
                     self.lose(checkpoint, describe(failure))
-                elif checkpoint != self.given_up:  # else it says nothing of what was sent since
+                elif checkpoint != self.given_up:
                     self.trouble, self.failing = describe(failure), not self.stopped
                     log.warning("mirroring %s to %s failed (%s)", checkpoint.name, self, self.trouble)
                     self.changed.wait_for(lambda: self.waiting or self.stopped, RETRY_SECONDS)
