@@ -1,4 +1,4 @@
-"""Who uses the disks of a run: the caches of the libraries, the checkpoints, and what cogumi itself left over. Needs no torch.
+"""Users of the disks of a run: the caches of the libraries, the checkpoints, and what cogumi itself left over. Needs no torch.
 
 Sizes are what files take on the disk (allocated blocks, a file with two names counted once), not the lengths that they
 say they have. Nothing here is changed or removed.
@@ -49,7 +49,7 @@ class Use:
 
 
 def list_uses(directory: Path) -> list[Use]:
-    """Who uses the space: the caches, and below `directory` what is known by name. Largest first.
+    """List the users of the space: the caches, and below `directory` what is known by name. Largest first.
 
     Reads every directory's entries, as du does. Does not follow links, nor leave a place's filesystem.
     """

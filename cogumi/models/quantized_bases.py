@@ -1,4 +1,4 @@
-"""How a base is quantized, by its configuration, and the names that its full-precision model may have."""
+"""Read the quantization of a base from its configuration, and name its full-precision model."""
 
 import re
 from dataclasses import dataclass

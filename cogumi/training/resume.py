@@ -1,4 +1,4 @@
-"""Whether a run directory holds this run, unfinished, and may be resumed."""
+"""Checks of a run directory that may hold this run, unfinished."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -201,7 +201,7 @@ def set_up_process(run: RunConfig) -> Process:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run is made of, found good before its directory exists.
+    """Parts of a run, checked before its directory exists.
 
     original: the full-precision model of a quantized base, for the merge. notes: lines for the log. weights: how much of
     a quantized base is quantized. sandbox: how programs of the model are isolated, "" without them.
@@ -297,7 +297,7 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training left. live: the record of its model for the checks of the merge, None where nothing is merged."""
+    """Result of a training. live: the record of its model for the checks of the merge, None where nothing is merged."""
 
     fitted: TrainingOutcome
     adapter: Path | None
