@@ -4,6 +4,7 @@ No real hub was reached: tests/hub_server.py answers as its documented API does,
 talks to it over HTTP, without Xet.
 """
 
+import errno
 import json
 import logging
 import os
@@ -360,6 +361,25 @@ def test_a_half_uploaded_one_is_passed_over(bucket: Bucket, tmp_path: Path, said
     until(lambda: bucket.files() == {"checkpoint-2": WHOLE - {MANIFEST_NAME}})  # the last try may be under way
     assert mirror.fetch_newest(tmp_path / "there", -1) is None
     assert f"checkpoint-2 of {mirror} is not resumed from: its upload did not end" in said()
+
+
+def test_a_mirror_given_up_within_a_try_keeps_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "RETRY_SECONDS", 0.01)
+    mirror, tries, is_over = Mirror(tmp_path / "mirror"), list[int](), threading.Event()
+
+    def send(*_: Any) -> None:
+        tries.append(len(tries))
+        if len(tries) > 1:
+            is_over.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(mirror.place, "send", send)
+    mirror.send(make(tmp_path, 2))
+    until(lambda: len(tries) == 2)
+    assert mirror.finish(0)
+    is_over.set()
+    until(lambda: mirror.thread is None)
+    assert "No space left on device" in mirror.stalled()
 
 
 def test_what_is_not_cogumis_is_left_alone(bucket: Bucket, tmp_path: Path, said: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import trl
 import yaml
 from golden import Golden
 from pydantic import TypeAdapter, ValidationError
@@ -45,6 +46,12 @@ def test_the_source_has_the_defaults_of_the_signature(name: str) -> None:
     read = defaults_in_source(name)
     assert read == {key: real[key] for key in read}
     assert real.keys() - read.keys() <= {"optim"}  # which depends on the version of torch
+
+
+def test_a_setting_of_zero_is_no_default() -> None:
+    run = load_config("smoke/sft", train__learning_rate=0.0, train__warmup_steps=None)
+    assert run.setting("learning_rate") == 0.0
+    assert run.setting("weight_decay") == trl.SFTConfig.weight_decay
 
 
 def test_the_hints_of_a_quantization_are_those_of_the_signature() -> None:

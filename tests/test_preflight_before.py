@@ -19,7 +19,7 @@ from trl import pack_dataset
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json, read_section
+from cogumi.core.run_directory import DECISIONS, SETTINGS, read_json, read_section, write_section
 from cogumi.data.packing import with_labels
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import Target, find_target
@@ -196,6 +196,26 @@ def test_a_forecast_that_breaks_does_not_end_the_run(
     assert message.startswith("preflight: the forecast ended with status 1: ")
     assert message.endswith("; the run continues without it")
     assert not run.run_dir.exists()
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_packing_that_the_run_chose_is_forecast_unpacked(
+    is_chosen: bool, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leak that turns it off later needs no more than was forecast; packing of the user's own is forecast packed."""
+    run, base, *_ = asked
+    run.train |= {"packing": True, "max_length": 160, "per_device_train_batch_size": 16}
+    chosen = [{"key": "train.packing", "value": True, "reason": ""}] if is_chosen else []
+    run.run_dir.mkdir()
+    write_section(run.run_dir / DECISIONS, SETTINGS, chosen)
+    tokenizer, rows = load_tokenizer(base), list[int]()
+    monkeypatch.setattr(estimate, "forecast_in_worker", lambda run, *rest: forecast_lines(run, *rest))
+    monkeypatch.setattr(
+        "cogumi.forecast.memory_forecast.rows_per_step", lambda per_row, *step: rows.append(per_row) or step
+    )
+    estimate.run_preflight(run, base, prepare_examples(run, tokenizer).train, tokenizer)
+    assert rows
+    assert all(per_row == 1 for per_row in rows) is is_chosen
 
 
 def test_a_forecast_that_takes_too_long_is_ended(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

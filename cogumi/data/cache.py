@@ -99,7 +99,7 @@ class Source:
     unused: Sequence[str] = ()
     """Columns of the files that nothing is made of."""
     notes: Sequence[str] = ()
-    """What a report of the source begins with."""
+    """Lines that begin a report of the source."""
 
     def batches(self, files: Sequence[Path] | None = None, records: bool = False) -> Iterator[pl.DataFrame]:
         """Iterate over the rows of all files, or of `files`, by field; `records` adds original rows if they are kept."""
