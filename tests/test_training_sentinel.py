@@ -12,6 +12,7 @@ from test_training_unfinished import logged, the_same
 import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
+from cogumi.health import data_checks
 from cogumi.health import sentinel as module
 
 Config = dict[str, Any]
@@ -25,8 +26,9 @@ def sft(sft: Config) -> Config:
 
 @pytest.fixture
 def asked(sft: Config) -> Config:
-    """With rows enough to be asked whether prompts and answers belong together."""
+    """With rows and steps enough to be asked whether prompts and answers belong together."""
     sft["data"]["max_rows"] = 32
+    sft["train"]["per_device_train_batch_size"] = 16
     return sft
 
 
@@ -174,3 +176,27 @@ def test_watching_changes_nothing_that_is_learned(asked: Config, watched: Any, m
     alone = cogumi.train(asked)
     assert the_same(watched.run_dir, alone.run_dir)
     assert logged(watched.run_dir) == logged(alone.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("base", "examples", "passes"),
+    [("cogumi:small-base", 16, 16), ("", 16, 32), ("", 4, 0)],
+    ids=["told apart at once", "not told apart", "too short a run"],
+)
+def test_prompts_are_compared_for_a_twentieth_of_the_training(
+    base: str, examples: int, passes: int, asked: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_checks, "CLEAR_T", 2.0)
+    calls, measured, loss_of = [], [], data_checks.loss_of
+    monkeypatch.setattr(data_checks, "loss_of", lambda *inputs: calls.append(inputs) or loss_of(*inputs))
+    begin = module.Sentinel.begin
+    monkeypatch.setattr(module.Sentinel, "begin", lambda self: begin(self) or measured.append(self.batches.pairs))
+    source = {"data__source": "cogumi:stdlib", "model__name": base} if base else {}
+    cogumi.train(asked, **source, train__per_device_train_batch_size=examples)
+    first = calls[:passes]  # they may be compared again at the end
+    assert len(calls) in (passes, 2 * passes)
+    assert all(a[2:] == b[2:] for a, b in zip(first[::2], first[1::2], strict=True))  # the same completion
+    assert all(a[1] != b[1] for a, b in zip(first[::2], first[1::2], strict=True))
+    assert (measured[0] is not None) == bool(passes)
+    if passes:
+        assert (measured[0].t >= data_checks.CLEAR_T) == bool(base)

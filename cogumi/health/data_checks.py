@@ -18,11 +18,15 @@ from cogumi.data.packing import padding_mask
 from cogumi.health.flags import AnswerOverlap, BatchStatistics, PairLosses, WordOverlap, students_t
 from cogumi.models.completion import end_ids
 from cogumi.patches.trl_internals import logged_metrics, prepared_inputs
+from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 
 OTHER_PROMPTS = 16  # that each completion is compared with
 MAX_EXAMPLES, MAX_DOCUMENTS = 256, 512  # a packed row holds several documents
-MAX_PAIRS = 32
+MAX_PAIRS, MIN_PAIRS = 32, 16  # of a prompt and its completion
+CLEAR_PAIRS, CLEAR_T = 8, 4.0  # so many pairs suffice if they are told apart by this t
+PAIR_COST_SHARE = 0.05  # of the training's computing
+PASSES_PER_EXAMPLE = 3  # of training, counted in forward passes: backward costs two
 IGNORED = -100
 
 Tokens = Sequence[int]
@@ -85,7 +89,7 @@ def gains(
     return [shared(j, j) - statistics.fmean(shared((j + k) % n, j) for k in others) for j in range(n)]
 
 
-def examine_batches(trainer: Any, method: str) -> BatchStatistics:
+def examine_batches(trainer: Any, method: str, ranks: Ranks) -> BatchStatistics:
     """Examine what the collator of an SFT or DPO trainer makes of examples spread over the data."""
     dataset = trainer.train_dataset
     examples = [dataset[i] for i in spread(len(dataset), MAX_EXAMPLES)]
@@ -108,7 +112,7 @@ def examine_batches(trainer: Any, method: str) -> BatchStatistics:
         ends=int(torch.isin(labels[learned], torch.tensor(sorted(ends), dtype=labels.dtype)).sum()) if ends else 0,
         pad_is_end=getattr(trainer.processing_class, "pad_token_id", None) in ends,
         entropy=entropy_of(labels[learned]),
-        pairs=measure_pairs(trainer) if has_pairs else None,
+        pairs=measure_pairs(trainer, ranks) if has_pairs else None,
         words=compare_words(trainer) if has_pairs else None,
         answers=compare_answers(trainer) if method == "dpo" else None,
     )
@@ -158,26 +162,43 @@ def compare_answers(trainer: Any) -> AnswerOverlap | None:
     return shared_by_answers([(example[keys[0]], example[keys[1]], example[keys[2]]) for example in examples])
 
 
-def measure_pairs(trainer: Any) -> PairLosses | None:
-    """Measure the loss of completions after their own prompts and after the next example's, in 2 * MAX_PAIRS passes.
+def measure_pairs(trainer: Any, ranks: Ranks) -> PairLosses | None:
+    """Measure the loss of completions after their own prompts and after the next example's.
 
-    None if the data has no prompts, or only one.
+    Stops as soon as the pairs are clearly told apart. None if the data has no prompts, or only one, and if the training is
+    too short to pay for enough pairs.
     """
     documents = prompts_and_completions(trainer, MAX_PAIRS)[:MAX_PAIRS]
     distinct = len({tuple(prompt) for prompt, _, _ in documents})
-    if len(documents) < MAX_PAIRS // 2 or distinct < len(documents) // 2:
+    affordable = int(PAIR_COST_SHARE * PASSES_PER_EXAMPLE * count_planned_examples(trainer) / 2)  # two passes a pair
+    if len(documents) < MIN_PAIRS or distinct < len(documents) // 2 or affordable < CLEAR_PAIRS:
         return None
-    others = [*documents[1:], documents[0]]
+    own_losses, differences, t = [], [], 0.0
     with preserve_rng_and_mode(trainer.model):
         trainer.model.eval()
-        own_losses = [loss_of(trainer, prompt, rest, labels) for prompt, rest, labels in documents]
-        other = [loss_of(trainer, others[i][0], rest, labels) for i, (_, rest, labels) in enumerate(documents)]
+        for i, (prompt, rest, labels) in enumerate(documents[:affordable]):
+            own_losses.append(loss_of(trainer, prompt, rest, labels))
+            other_prompt = documents[(i + 1) % len(documents)][0]
+            differences.append(loss_of(trainer, other_prompt, rest, labels) - own_losses[-1])
+            is_finite = math.isfinite(differences[-1])
+            if is_finite and i + 1 >= CLEAR_PAIRS:
+                t = students_t(differences)
+            if ranks.tell(t >= CLEAR_T or not is_finite):  # processes compute each loss together
+                break
     logged_metrics(trainer, "eval").clear()  # between two evaluations there are none
-    differences = [b - a for a, b in zip(own_losses, other, strict=True)]
-    if not all(map(math.isfinite, differences)):
-        return None  # the flag for finite numbers reports it
-    step = trainer.state.global_step
-    return PairLosses(statistics.fmean(own_losses), statistics.fmean(other), students_t(differences), step)
+    if not is_finite or (len(differences) < MIN_PAIRS and t < CLEAR_T):
+        return None  # the flag for finite numbers reports those that are not
+    own = statistics.fmean(own_losses)
+    return PairLosses(own, own + statistics.fmean(differences), t, trainer.state.global_step)
+
+
+def count_planned_examples(trainer: Any) -> float:
+    """Return how many examples the training will see in all."""
+    args = trainer.args
+    if args.max_steps <= 0:
+        return args.num_train_epochs * len(trainer.train_dataset) / args.world_size
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return args.max_steps * getattr(trainer, "examples_per_step", rows)
 
 
 def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int]) -> float:

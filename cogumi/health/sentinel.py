@@ -95,7 +95,7 @@ class Sentinel(TrainerCallback):
                 self.was_red[record["name"]] = record.pop("step"), Flag(**record)
         with self.excused():
             if self.method != "gspo":
-                self.batches = examine_batches(self.trainer, self.method)
+                self.batches = examine_batches(self.trainer, self.method, self.ranks)
         self.look(0)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -149,7 +149,7 @@ class Sentinel(TrainerCallback):
         # All processes compute the loss together.
         if batches is not None and self.ranks.tell(self.should_measure_pairs(batches, step)):
             with self.excused():
-                self.batches = replace(batches, pairs_now=measure_pairs(self.trainer))
+                self.batches = replace(batches, pairs_now=measure_pairs(self.trainer, self.ranks))
         self.look(step)
         self.act_on_red(control)
 

@@ -17,6 +17,7 @@ from cogumi.stack.gpus import (
     keep_compiled_code,
     refuse_missing_gpus,
     refuse_ranks,
+    share_cores,
     use_one_gpu,
 )
 
@@ -103,6 +104,7 @@ def import_backend(run: "RunConfig", other_machine: bool = False) -> Iterator[No
     """
     use_one_gpu()
     keep_compiled_code()
+    share_cores()
     with show_import():
         from cogumi.models.unsloth_models import choose_backend
         from cogumi.patches import unsloth_rl
