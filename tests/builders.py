@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from cogumi.core.safetensors_file import read_shard
 from cogumi.merge import merge_adapter
 from cogumi.merge.completeness import find_faults
+from cogumi.merge.logits import LogitCheck, compare_logits, record_logits
 from cogumi.models.base import meta_model
 
 SIZES: dict[str, Any] = {
@@ -151,6 +153,7 @@ def check_loads(out: Path) -> None:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
+    assert (out / "model.safetensors.index.json").is_file() != (out / "model.safetensors").is_file()
     if (out / "model.safetensors.index.json").is_file():
         index = json.loads((out / "model.safetensors.index.json").read_text())
         collected = {}
@@ -204,3 +207,37 @@ def without_tensor(base: Path, copy: Path, name: str) -> Path:
     del tensors[name]
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
+
+
+def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, stored: torch.dtype | None = None) -> LogitCheck:
+    """Compare a merged model with the live, unmerged PEFT model. stored: the dtype that its weights were rounded to."""
+    return compare_logits(record_logits(live, input_ids), merged, stored or merged.dtype)
+
+
+def edit_config(directory: Path, **entries: Any) -> Path:
+    """Change entries of an adapter's configuration, or of a model's."""
+    file = directory / "adapter_config.json"
+    file = file if file.is_file() else directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    return directory
+
+
+def edit_tensors(directory: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Path:
+    """Change the tensors of an adapter or a model; those for which `change` returns None are left out."""
+    for file in directory.glob("*.safetensors"):
+        changed = {name: change(name, tensor) for name, tensor in load_file(file).items()}
+        tensors = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+        save_file(tensors, file, {"format": "pt"})
+    return directory
+
+
+def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Add tensors to the file of an adapter or a model, or replace them."""
+    (file,) = directory.glob("*.safetensors")
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
+    return directory
+
+
+def manifest_of(merged: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((merged / "cogumi-merge.json").read_text())
+    return manifest

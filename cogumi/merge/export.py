@@ -170,17 +170,16 @@ def convert(converter: list[str], merged: Path, out: Path, outtype: str, no_mtp:
     no_mtp: use the option --no-mtp, where the converter has it for this class.
     """
     command = [*converter, str(merged.absolute()), "--outfile", str(out.absolute()), "--outtype", outtype]
-    patched = command
     if converter[0] == sys.executable:
-        patched = [sys.executable, "-m", "cogumi.patches.gguf_pre_tokenizer", *command[1:]]
+        command[:1] = [sys.executable, "-m", "cogumi.patches.gguf_pre_tokenizer"]
     again = shlex.join([*converter, str(merged.absolute()), "--outfile", out.name, "--outtype", outtype])
+    option = ["--no-mtp"] * no_mtp
     try:
-        option = ["--no-mtp"] * no_mtp
-        run_tool([*patched, *option], out, f"to see all: {shlex.join([*shlex.split(again), *option])}")
+        run_tool([*command, *option], out, f"to see all: {' '.join([again, *option])}")
     except UsageError as error:
         if not no_mtp or not NO_OPTION.search(error.message):
             raise
-        run_tool(patched, out, f"to see all: {again}")
+        run_tool(command, out, f"to see all: {again}")
 
 
 def lacks_predicting_blocks(merged: Path) -> bool:

@@ -65,14 +65,12 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
     """
     modules = {match["module"] for span in adapter.spans if (match := FACTOR.fullmatch(span.name))}
     modules = {module.removeprefix(PREFIX) for module in modules}
-    config = base.model_config
-    renamed, experts, model = locate_modules(modules, config)
-    is_unnamed = adapter.config.get("target_modules") in (None, "all-linear") and not adapter.config.get(
-        "target_parameters"
-    )
+    renamed, experts, model = locate_modules(modules, base.model_config)
+    has_stacks = adapter.config.get("target_parameters")
+    is_unnamed = adapter.config.get("target_modules") in (None, "all-linear") and not has_stacks
     if renamed or experts or (modules and is_unnamed):
         adapter = with_model_names(adapter, base, model, renamed, experts)
-    if not adapter.config.get("target_parameters") or experts:
+    if not has_stacks or experts:
         return adapter
     return with_installed_order(adapter, base, model, expert_layout)
 
@@ -243,14 +241,15 @@ def with_model_names(
     if factors:
         config["target_parameters"] = sorted(factors)
         for key, wrapper in expert_wrappers(adapter, base, model, config).items():
-            a, b = factors[wrapper.parameter]
+            parameter = stack_parameter(key, wrapper)
+            a, b = factors[parameter]
             count, rank = a.shape[:2]
             flat_a, flat_b = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
-            axis = stacks[wrapper.parameter][0].axis
-            a, b = as_reading(flat_a, flat_b, count, Reading(axis, grouped=False), wrapper.reading)
+            reading = Reading(stacks[parameter][0].axis, grouped=False)
+            a, b = as_reading(flat_a, flat_b, count, reading, installed_reading(wrapper))
             out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = a, b
-    reading = f"{len(experts)} layers of single experts, which this transformers stacks" if experts else ""
-    return adapter.rewritten(out, config, reading)
+    evidence = f"{len(experts)} layers of single experts, which this transformers stacks" if experts else ""
+    return adapter.rewritten(out, config, evidence)
 
 
 def check_promises(adapter: Adapter, base: Base, experts: list[Expert], counts: Mapping[str, int]) -> None:
@@ -323,19 +322,8 @@ def stack_factors(
     return a, b, scaling
 
 
-@dataclass(frozen=True)
-class ExpertWrapper:
-    """A stack of experts in PEFT's model. reading: the installed PEFT's. shape: of the parameter. family: see Stack."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    stored_in_out: bool
-    family: str
-    reading: Reading
-
-
-def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[str, Any]) -> dict[str, ExpertWrapper]:
-    """Return key of the factors -> the stack that PEFT puts them on, for every stack that a configuration targets."""
+def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return key of the factors -> PEFT's wrapper of the stack that they are on, for every stack of a configuration."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -345,16 +333,20 @@ def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[st
         layers = get_peft_model(copy.deepcopy(model), lora, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:  # no target found, which the plan reports
         raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
-    wrappers = {}
-    for name, module in layers.get_base_model().named_modules():
-        if isinstance(module, ParamWrapper) and len(module.get_param().shape) == 3:
-            parameter = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
-            experts = module.get_base_layer()
-            is_in_out = bool(getattr(experts, "is_transposed", False))
-            family = stack_family(experts)
-            reading, shape = Reading(2 if swaps_features(module) else 1, grouped=False), tuple(module.get_param().shape)
-            wrappers[f"{PREFIX}{name}"] = ExpertWrapper(parameter, shape, is_in_out, family, reading)
-    return wrappers
+    return {
+        f"{PREFIX}{name}": module
+        for name, module in layers.get_base_model().named_modules()
+        if isinstance(module, ParamWrapper) and len(module.get_param().shape) == 3
+    }
+
+
+def stack_parameter(key: str, wrapper: Any) -> str:
+    """Return the name of a wrapper's parameter in the base. key: of its factors."""
+    return f"{key.removeprefix(PREFIX).replace('.base_layer', '')}.{wrapper.parameter_name}"
+
+
+def installed_reading(wrapper: Any) -> Reading:
+    return Reading(2 if swaps_features(wrapper) else 1, grouped=False)
 
 
 def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout: str | None) -> Adapter:
@@ -363,12 +355,13 @@ def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout
     spans: dict[str, Span] = {span.name: span for span in adapter.spans}
     stacks = {}
     for key, wrapper in wrappers.items():
-        sides = [spans.get(f"{key}.lora_{side}.weight") for side in "AB"]
-        shapes = [span.shape for span in sides if span is not None]
+        factors = [spans.get(f"{key}.lora_{side}.weight") for side in "AB"]
+        shapes = [span.shape for span in factors if span is not None]
         if len(shapes) == 2:
-            stacks[key] = Stack(
-                wrapper.parameter, wrapper.shape, (shapes[0], shapes[1]), wrapper.stored_in_out, wrapper.family
-            )
+            experts, shape = wrapper.get_base_layer(), tuple(wrapper.get_param().shape)
+            is_in_out = bool(getattr(experts, "is_transposed", False))
+            parameter = stack_parameter(key, wrapper)
+            stacks[key] = Stack(parameter, shape, (shapes[0], shapes[1]), is_in_out, stack_family(experts))
     if not stacks:
         return adapter
     record = read_base_record(adapter.path)
@@ -377,13 +370,13 @@ def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout
         layout = read_layout(adapter.config, list(stacks.values()), expert_layout, trained_with)
     except UsageError as error:
         raise UsageError(f"adapter {adapter.path}: {error.message}", key=error.key, fix=error.fix) from error
-    changed = [key for key, stack in stacks.items() if layout.readings[stack.parameter] != wrappers[key].reading]
+    readings = {key: (layout.readings[stacks[key].parameter], installed_reading(wrappers[key])) for key in stacks}
+    changed = [key for key, (stored, installed) in readings.items() if stored != installed]
     if not changed:
         return replace(adapter, reading=str(layout))
     tensors = load_file(adapter.weights)
     for key in changed:
-        stack, names = stacks[key], (f"{key}.lora_A.weight", f"{key}.lora_B.weight")
+        names = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
         a, b = (tensors[name] for name in names)
-        readings = layout.readings[stack.parameter], wrappers[key].reading
-        tensors |= dict(zip(names, as_reading(a, b, stack.shape[0], *readings), strict=True))
+        tensors |= dict(zip(names, as_reading(a, b, stacks[key].shape[0], *readings[key]), strict=True))
     return adapter.rewritten(tensors, adapter.config, str(layout))

@@ -128,17 +128,11 @@ class Loader:
         return self.kind.from_pretrained(path, **options)
 
 
-def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, stored: torch.dtype | None = None) -> LogitCheck:
-    """Compare a merged model with the live, unmerged PEFT model on the same tokens. Copies neither.
-
-    input_ids: int64 [batch, sequence]. stored: the dtype that the merged weights were rounded to, by default the one that
-    `merged` is loaded in. Raises UsageError where the two have logits of different shapes.
-    """
-    return compare_logits(record_logits(live, input_ids), merged, stored or merged.dtype)
-
-
 def record_logits(live: Any, input_ids: torch.Tensor) -> Reference:
-    """Run a PEFT model with its adapter and without, where PEFT leaves the biases that bias="all" or "lora_only" trained."""
+    """Run a PEFT model with its adapter and without, where PEFT leaves the biases that bias="all" or "lora_only" trained.
+
+    input_ids: int64 [batch, sequence].
+    """
     logits = run_model(live, input_ids)
     with live.disable_adapter():
         return Reference(live.dtype, input_ids, logits, run_model(live, input_ids))
@@ -192,7 +186,10 @@ def runnable_experts(model: Any) -> Iterator[None]:
 
 
 def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept: float | None = None) -> LogitCheck:
-    """Run a merged model on the reference's tokens. stored: the dtype of its weights; kept: share of the update in them."""
+    """Run a merged model on the reference's tokens. Raises UsageError where its logits have another shape.
+
+    stored: the dtype that its weights were rounded to. kept: the share of the update in them.
+    """
     logits, live = run_model(merged, reference.input_ids), reference.live
     if logits.shape[:-1] != live.shape[:-1]:
         message = f"the merged model's logits are {list(logits.shape)}, the live model's {list(live.shape)}"
@@ -226,22 +223,20 @@ def rms(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def check_directory(
-    adapter: Path | Sequence[tuple[Path, float]],
+    adapters: Sequence[tuple[Path, float]],
     merged: Path,
     base: str | Path,
-    revision: str | None = None,
     input_ids: torch.Tensor | None = None,
     kept: float | None = None,
 ) -> LogitCheck:
-    """check_logits for a merged directory, on the CPU in the dtype that it is stored in, one model in memory at a time.
+    """Compare a merged directory with base + adapters, on the CPU in the dtype that it is stored in, one model at a time.
 
-    adapter: a PEFT directory, or several with their weights. base: the full-precision base, a directory or a hub id in
-    the local cache at `revision`. input_ids: int64 [batch, sequence], by default prompt_tokens. kept: the share of the
-    update that the merge stored. Raises NotCompared.
+    adapters: PEFT's directories with their weights. base: the full-precision base, a directory or a hub id in the cache.
+    input_ids: int64 [batch, sequence], by default prompt_tokens. kept: the share of the update that the merge stored.
+    Raises NotCompared.
     """
     from transformers import AutoConfig
 
-    adapters = [(adapter, 1.0)] if isinstance(adapter, Path) else list(adapter)
     paths = [path for path, _ in adapters]
     loader = loader_of(paths, merged)
     if input_ids is None:
@@ -249,7 +244,7 @@ def check_directory(
         shape = (2, PROMPT_TOKENS) if loader.labelled is None else (16, PROMPT_TOKENS // 8)
         config = AutoConfig.from_pretrained(merged).get_text_config()
         input_ids = prompt_tokens(tokenizer_of(merged), config, trained_tokens(paths), *shape)
-    source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
+    source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), None)
     return compare_directory(record_directory(adapters, source, merged, input_ids, loader), merged, loader, kept)
 
 
