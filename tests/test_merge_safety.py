@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 import torch
+from builders import EXPERTS, FUSED, save_base, train_adapter
 from disk_mounts import ext_image, mounting
 from golden import Golden
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.merge import MergeError, merge_adapter, merging, stream
@@ -39,16 +39,13 @@ BASES: dict[str, PreTrainedConfig] = {
     "small": LlamaConfig(**SMALL, tie_word_embeddings=False),
     # Embedding and head are cut into two runs each.
     "large": LlamaConfig(**SIZES, hidden_size=256, intermediate_size=512, vocab_size=36000, tie_word_embeddings=False),
-    "experts": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+    "experts": Qwen3MoeConfig(**SMALL, **EXPERTS),
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("large", {"target_modules": [*LINEARS, "lm_head"]}),
     "dora": ("large", {"target_modules": [*LINEARS, "lm_head"], "use_dora": True}),
     "embedding-dora": ("large", {"target_modules": ["embed_tokens"], "use_dora": True}),
-    "experts": (
-        "experts",
-        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-    ),
+    "experts": ("experts", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
     "plain": ("small", {"target_modules": LINEARS}),
 }
 # What a merge would import, so that a forked child starts at the merge itself.
@@ -64,18 +61,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
         family, lora = KINDS[kind]
         base, adapter = root / family, root / f"adapter-{kind}"
         if not base.exists():
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(BASES[family], dtype=torch.bfloat16)
-            model.save_pretrained(base, max_shard_size="60KB" if family == "small" else "16MB")
+            save_base(base, BASES[family], max_shard_size="60KB" if family == "small" else "16MB")
             (base / "tokenizer.json").write_text("{}")
         if not adapter.exists():
-            torch.manual_seed(1)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-            adapted = get_peft_model(loaded, LoraConfig(r=8, **lora))
-            for name, parameter in adapted.named_parameters():
-                if "lora_B" in name or "lora_embedding_A" in name:
-                    torch.nn.init.normal_(parameter, std=0.01)
-            adapted.save_pretrained(str(adapter), save_embedding_layers=False)
+            train_adapter(base, adapter, **lora)
         return base, adapter
 
     return make
@@ -128,25 +117,47 @@ def test_bits_do_not_depend_on_threads(
     assert sum(name.endswith(".safetensors") for name in collected[0]) >= 1
 
 
-@pytest.mark.parametrize("failure", [MergeError, KeyboardInterrupt])
-def test_torch_is_as_it_was_after_a_failure(
-    failure: type[BaseException], plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize("function", ["write_run", "verify_run"])
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        (MergeError("stop"), MergeError, "stop"),
+        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+        (OSError("stop"), OSError, "stop"),
+        (OSError(errno.ENOSPC, FULL), DiskFull, FULL),
+    ],
+)
+def test_a_failure_in_a_thread_leaves_nothing_and_torch_as_it_was(
+    failure: BaseException,
+    kind: type[BaseException],
+    message: str,
+    function: str,
+    plain: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base, adapter = plain
-    before = torch.get_num_threads()
+    before, original, calls = torch.get_num_threads(), getattr(stream, function), []
 
-    def fail(*_: Any) -> None:
-        assert torch.get_num_threads() == 1
-        raise failure("stop")
+    def fail(*arguments: Any) -> None:
+        calls.append(torch.get_num_threads())
+        if len(calls) == 3:
+            raise failure
+        original(*arguments)
 
-    monkeypatch.setattr(stream, "verify_run", fail)
+    monkeypatch.setattr(stream, function, fail)
     try:
         torch.set_num_threads(3)
-        with pytest.raises(failure, match="stop"):
+        with pytest.raises(kind, match=message) as caught:
             merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+    assert set(calls) == {1}
+    assert kind is not DiskFull or str(tmp_path) in str(caught.value)
     assert nothing_left(tmp_path / "merged")
 
 
@@ -519,6 +530,12 @@ def test_without_locks_a_partial_is_said_and_left(
     assert partial.exists()
 
 
+def test_read_only_place(plain: tuple[Path, Path], mount: Callable[..., Path], golden: Golden) -> None:
+    disk = mount("tmpfs", "size=10m,ro")
+    with golden.raises("merge", message=str(disk)):
+        merge_adapter(plain[1], disk / "merged", base=plain[0], progress=False)
+
+
 def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = plain
     original, calls = os.posix_fallocate, []
@@ -552,6 +569,8 @@ def test_out_however_it_is_written(
         assert nothing_left(tmp_path / f"{lies}.partial-")
     with golden.raises("merge", message="there/~"):
         merge_adapter(adapter, "~/merged", base=base, progress=False)
+    with golden.raises("merge", message="config.json is not a directory"):
+        merge_adapter(adapter, base / "config.json" / "merged", base=base, progress=False)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for taken in (base, adapter, tmp_path / "dangling", ".", "..", "/", ""):
         with golden.raises("merge", message="exists"):
