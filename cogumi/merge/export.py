@@ -30,7 +30,7 @@ from cogumi.core.safetensors_file import element_count, read_shard
 from cogumi.data.fim import PSM, SPM, detect_fim_tokens
 from cogumi.merge.adapter_files import read_json
 from cogumi.merge.gguf_check import GgufCheck, check_tensors
-from cogumi.merge.output_directory import check_target, commit_output, partial_directory, remove_stale
+from cogumi.merge.output_directory import check_target, partial_directory
 
 # Bits of an element of a large tensor. The converter writes the first three itself.
 CONVERTED = {"bf16": 16.0, "f16": 16.0, "q8_0": 8.5}
@@ -90,7 +90,6 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
     except (OSError, ValueError) as error:
         message = f"it has no tokenizer that loads ({one_line(error)[:200]})"
         raise UsageError(message, place=merged, fix="copy the tokenizer's files into it") from None
-    remove_stale(out)
     with partial_directory(out, {}, needed_bytes(merged, quant)) as partial:
         gguf = partial / f"{out.name}-{quant}.gguf"
         written = gguf if quantizer is None else partial / "bf16.gguf"
@@ -104,7 +103,6 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
         write_synced(partial / MODELFILE, text.encode())
         sync_path(gguf)
         size = gguf.stat().st_size
-        commit_output(partial, out)
     return ExportReport(out, out / gguf.name, quant, size, check, template)
 
 

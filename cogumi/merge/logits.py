@@ -266,24 +266,24 @@ def record_directory(
     from transformers import AutoConfig
 
     vocabulary = AutoConfig.from_pretrained(merged).get_text_config().vocab_size
-    with room_for(merged, input_ids.numel() * vocabulary, loader) as device:
-        return record_logits(adapted_model(adapters, loader.load(base, device), vocabulary), input_ids)
+    with loaded(base, loader, merged, input_ids.numel() * vocabulary) as model:
+        return record_logits(adapted_model(adapters, model, vocabulary), input_ids)
 
 
 def compare_directory(reference: Reference, merged: Path, loader: Loader, kept: float | None = None) -> LogitCheck:
     """Load a merged directory and compare it with what was recorded. Raises NotCompared."""
-    with room_for(merged, reference.live.numel(), loader) as device:
-        return compare_logits(reference, loader.load(merged, device), measure_directory(merged)[1], kept)
+    with loaded(merged, loader, merged, reference.live.numel()) as model:
+        return compare_logits(reference, model, measure_directory(merged)[1], kept)
 
 
 @contextmanager
-def room_for(merged: Path, logits: int, loader: Loader) -> Iterator[torch.device]:
-    """Find a device with room for one model and three sets of so many logits: the loader's, else the CPU.
+def loaded(path: Path, loader: Loader, size: Path, logits: int) -> Iterator[Any]:
+    """Load a model where there is room for it and three sets of so many logits: on the loader's device, else the CPU.
 
-    Raises NotCompared where there is none, or where memory runs out in the block.
+    size: the directory whose size is planned with. Raises NotCompared where there is no room, also in the block.
     """
     gc.collect()  # models hold reference cycles: the last one has to go before the next one comes
-    needed = loader.dtype.itemsize * (measure_directory(merged)[0] + 3 * logits) + WORKING_BYTES
+    needed = loader.dtype.itemsize * (measure_directory(size)[0] + 3 * logits) + WORKING_BYTES
     free = {place: free_memory(place) for place in (loader.device, torch.device("cpu"))}
     figures = " and ".join(f"{format_memory(size)} free on {place.type}" for place, size in free.items())
     figures = f"{format_memory(needed)} needed, {figures}"
@@ -291,7 +291,7 @@ def room_for(merged: Path, logits: int, loader: Loader) -> Iterator[torch.device
     if device is None:
         raise NotCompared(figures)
     try:
-        yield device
+        yield loader.load(path, device)
     except OUT_OF_MEMORY as error:
         raise NotCompared(f"{figures}, and memory ran out: {one_line(error)}") from error
 
@@ -331,12 +331,7 @@ def tokenizer_of(directory: Path) -> Any:
 
 
 def prompt_tokens(
-    tokenizer: Any,
-    config: Any,
-    trained: list[int],
-    rows: int = 2,
-    columns: int = PROMPT_TOKENS,
-    text: str = PROMPT,
+    tokenizer: Any, config: Any, trained: list[int], rows: int = 2, columns: int = PROMPT_TOKENS, text: str = PROMPT
 ) -> torch.Tensor:
     """Return int64 token ids [rows, columns, or fewer where the model has fewer positions].
 

@@ -23,13 +23,8 @@ from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.inspection import refuse_raw_factors
 from cogumi.merge.logits import LogitCheck, NotCompared, check_directory
-from cogumi.merge.merge_manifest import (
-    build_manifest,
-    totals,
-    write_manifest,
-    write_side_files,
-)
-from cogumi.merge.output_directory import check_target, commit_output, has_tokenizer, partial_directory, remove_stale
+from cogumi.merge.merge_manifest import build_manifest, totals, write_manifest, write_side_files
+from cogumi.merge.output_directory import check_target, has_tokenizer, partial_directory
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
 from cogumi.merge.stream import progress_bar, write_and_verify
 from cogumi.merge.witness import Answer, AnswerCheck, WitnessCheck, check_answers, check_witness, read_answers
@@ -160,7 +155,6 @@ def merge_adapter(
         fix = f"leave {asked} out, or complete the base"
         raise UsageError(f"{asked} loads base {source_base.name}, and {plan.missing[0]}", fix=fix)
     refuse_raw_factors(plan)
-    remove_stale(target)
     with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
         with progress_bar(progress, "merging", plan.shard_bytes) as advance:
             outcome = write_and_verify(plan, partial, workers, advance)
@@ -171,20 +165,17 @@ def merge_adapter(
         if differing := next((check for check in checks.values() if check and not check.passed), None):
             raise MergeError(f"{differing}; nothing was committed")
         write_manifest(partial, build_manifest(plan, outcome, options | {"expert_layout": expert_layout}, checks))
-        commit_output(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
-    unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]
-    if unchanged:
+    if unchanged := [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]:
         message = "%d of %d updates are zero (never trained?), the first is %s"
         log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
     if plan.missing:
         log.warning("%s", describe_missing(plan.missing))
-    readings = tuple(part.reading for part, _ in adapters if part.reading)
     return MergeReport(
         out=target,
         base=source_base.name,
-        readings=readings,
+        readings=tuple(part.reading for part, _ in adapters if part.reading),
         notes=plan.notes,
         seconds=time.monotonic() - started,
         **checks,

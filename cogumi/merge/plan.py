@@ -473,10 +473,10 @@ def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: 
 
 
 def output_index(base: Base, shards: list[ShardPlan]) -> dict[str, Any] | None:
-    """Return the index of shards, with the real total of tensor bytes, or None when the base has none."""
-    if not base.indexed:
+    """Return the index of shards, with the real total of tensor bytes, or None for a base in a single file."""
+    if (base.path / "model.safetensors").is_file():
         return None
-    metadata = json.loads((base.path / INDEX_NAME).read_text(encoding="utf-8")).get("metadata") or {}
+    metadata = read_json(base.path / INDEX_NAME).get("metadata") or {}
     targets = {tensor.target.name: (tensor.target, shard.name) for shard in shards for tensor in shard.tensors}
     metadata["total_size"] = sum(target.end - target.start for target, _ in targets.values())
     return {"metadata": metadata, "weight_map": {name: targets[name][1] for name in sorted(targets)}}

@@ -145,7 +145,11 @@ def decode(tensor: Bnb4bit, first: int, count: int, absmax: torch.Tensor, dtype:
     """Decode elements with bitsandbytes. absmax: one float32 for each block of the tensor."""
     if count == 0:
         return torch.empty(0, dtype=dtype)
-    dequantize_4bit, QuantState = import_bitsandbytes()
+    try:
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+    except ImportError as error:
+        message = "reading bitsandbytes' 4-bit weights needs bitsandbytes, which is not installed"
+        raise UsageError(message, fix='run: pip install "cogumi[quantization]"') from error
     begin, end = first // tensor.blocksize, -(-(first + count) // tensor.blocksize)
     start = begin * tensor.blocksize
     packed = read_stored(tensor.weight, torch.uint8, start // 2, (first + count - start + 1) // 2)
@@ -153,15 +157,6 @@ def decode(tensor: Bnb4bit, first: int, count: int, absmax: torch.Tensor, dtype:
     shape = torch.Size((1, 2 * len(packed)))
     state = QuantState(absmax[begin:end], shape, blocksize=tensor.blocksize, quant_type=tensor.kind, dtype=dtype)
     return dequantize_4bit(packed[:, None], state).view(-1)[first - start : first - start + count]
-
-
-def import_bitsandbytes() -> tuple[Any, Any]:
-    try:
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-    except ImportError as error:
-        message = "reading bitsandbytes' 4-bit weights needs bitsandbytes, which is not installed"
-        raise UsageError(message, fix='run: pip install "cogumi[quantization]"') from error
-    return dequantize_4bit, QuantState
 
 
 @lru_cache(maxsize=4)

@@ -26,12 +26,12 @@ from cogumi.merge.logits import (
     Loader,
     NotCompared,
     Reference,
+    loaded,
     loader_of,
     measure_directory,
     prompt_tokens,
     record_logits,
     rms,
-    room_for,
     rounding_bound,
     run_model,
     tokenizer_of,
@@ -141,12 +141,12 @@ def check_witness(adapter: Adapter, base: Base, merged: Path, kept: float | None
     start, moved = reference.base, rms(reference.live, reference.base)
     quantized = facts["quantized"] or base.trained_on  # in memory, or on the disk
     if quantized:
-        with room_for(merged, reference.live.numel(), loader) as device:
-            start = run_model(loader.load(base.path, device), reference.input_ids)[..., reference.columns]
+        with loaded(base.path, loader, merged, reference.live.numel()) as model:
+            start = run_model(model, reference.input_ids)[..., reference.columns]
+        del model  # before the next one is loaded
         if (noise := rms(start, reference.base)) > UNTOLD * moved:
             raise NotCompared(f"quantization moved the base's logits by {noise:.3g}, the adapter by {moved:.3g}")
-    with room_for(merged, reference.live.numel(), loader) as device:
-        model = loader.load(merged, device)
+    with loaded(merged, loader, merged, reference.live.numel()) as model:
         logits = run_model(model, reference.input_ids)[..., reference.columns]
     measured = rms(reference.live, logits)
     bound = scale_bound = None
@@ -264,8 +264,8 @@ def given_by(model: Any, tokenizer: Any, answers: Sequence[Answer], stored: torc
 def answers_of(directory: Path, loader: Loader, tokenizer: Any, answers: Sequence[Answer], size: Path) -> list[str]:
     """Load a model and return given_by. size: the directory whose size is planned with. Raises NotCompared."""
     longest = max(encode_answer(tokenizer, answer)[0].numel() for answer in answers)
-    with room_for(size, longest * len(tokenizer), loader) as device:
-        return given_by(loader.load(directory, device), tokenizer, answers, measure_directory(size)[1])
+    with loaded(directory, loader, size, longest * len(tokenizer)) as model:
+        return given_by(model, tokenizer, answers, measure_directory(size)[1])
 
 
 def check_answers(answers: Sequence[Answer], adapters: Sequence[Path], base: Path, merged: Path) -> AnswerCheck:

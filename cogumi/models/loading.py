@@ -164,11 +164,11 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
             raise UsageError(f"the tokenizer of {name} has no chat template", key="train.chat_template_path")
     missing = [token for token in tokens if token in template and token not in tokenizer.get_vocab()]
     if missing:
-        raise UsageError(
-            f"the template of {name} writes {', '.join(missing)}, which {tokenizer.name_or_path} has no tokens for",
-            key="train.chat_template_path",
-            fix="take one without control tokens, such as cogumi:tulu, or that model itself",
+        message = (
+            f"the template of {name} writes {', '.join(missing)}, which {tokenizer.name_or_path} has no tokens for"
         )
+        fix = "take one without control tokens, such as cogumi:tulu, or that model itself"
+        raise UsageError(message, key="train.chat_template_path", fix=fix)
     tokenizer.chat_template = template
 
 
