@@ -200,13 +200,17 @@ def found_faults(path: Path) -> set[str]:
     }
 
 
-def without_tensor(base: Path, copy: Path, name: str) -> Path:
-    """A copy of a base in one file, without one of its tensors."""
+def changed(base: Path, copy: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a base in one file, with other tensors."""
     shutil.copytree(base, copy)
     tensors = load_file(copy / "model.safetensors")
-    del tensors[name]
+    change(tensors)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
+
+
+def without_tensor(base: Path, copy: Path, name: str) -> Path:
+    return changed(base, copy, lambda tensors: tensors.pop(name))
 
 
 def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, stored: torch.dtype | None = None) -> LogitCheck:

@@ -36,7 +36,7 @@ from hub_server import hub_server
 from peft import LoraConfig, PeftModel, get_peft_model
 from qlora_runs import four_bit_copy
 from safetensors.torch import load_file, save_file
-from test_models_download import TRAIN
+from test_models_download import train_apart
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Lfm2Config, LlamaConfig, Qwen3Config
 
 import cogumi
@@ -453,10 +453,7 @@ def test_an_incomplete_base_of_the_hub_is_refused_by_its_headers(
         del config["lora"]
 
     def run(**more: str) -> str:
-        environment = os.environ | hub.environment(tmp_path / "cache") | {"OMP_NUM_THREADS": "1"} | more
-        command = [sys.executable, "-c", TRAIN, json.dumps(config)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        return done.stdout + done.stderr[-3000:]
+        return train_apart(config, hub.environment(tmp_path / "cache") | {"OMP_NUM_THREADS": "1"} | more)
 
     size = (tmp_path / "base" / "model.safetensors").stat().st_size
     with hub_server(tmp_path / "hub") as hub:

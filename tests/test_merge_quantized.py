@@ -323,15 +323,17 @@ def test_what_is_not_quantized_must_be_equal(full: Path, quantized: dict[str, Pa
 def test_names_shapes_and_configs_must_agree(full: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
     path, weights = quantized["nf4"], tensors_of(full)
     embedding = weights["model.embed_tokens.weight"]
-    padded = copy_with(full, tmp_path / "padded", {"model.embed_tokens.weight": torch.cat([embedding, embedding[:8]])})
-    assert "model.embed_tokens.weight is [264, 64] where the quantized one has [256, 64]" in refused(path, padded)
-    projection = "model.layers.0.mlp.up_proj.weight"
-    turned = copy_with(full, tmp_path / "turned", {projection: weights[projection].T})
-    assert f"{projection} is [64, 96] where the quantized one has [96, 64]" in refused(path, turned)
-    bias = copy_with(full, tmp_path / "bias", {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
-    assert "it has model.layers.0.self_attn.q_proj.bias, which the quantized one lacks" in refused(path, bias)
-    short = copy_with(full, tmp_path / "short", {"model.layers.1.mlp.up_proj.weight": None})
-    assert "it has no model.layers.1.mlp.up_proj.weight" in refused(path, short)
+    projection, bias = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+    changes: dict[str, dict[str, torch.Tensor | None]] = {
+        "embed_tokens.weight is [264, 64] where the quantized one has [256, 64]": {
+            "model.embed_tokens.weight": torch.cat([embedding, embedding[:8]])
+        },
+        f"{projection} is [64, 96] where the quantized one has [96, 64]": {projection: weights[projection].T},
+        f"it has {bias}, which the quantized one lacks": {bias: torch.zeros(64)},
+        f"it has no {projection}": {projection: None},
+    }
+    for number, (problem, change) in enumerate(changes.items()):
+        assert problem in refused(path, copy_with(full, tmp_path / f"{number}", change))
     heads = copy_with(full, tmp_path / "heads", {}, num_attention_heads=2)
     assert "num_attention_heads=2 where the quantized one says 4" in refused(path, heads)
 
@@ -365,43 +367,33 @@ def test_other_formats_are_proven_by_what_they_leave_alone(full: Path, tmp_path:
     assert "nothing can be compared" in refused(as_gptq(full, tmp_path / "nothing", "gptq", nothing), full)
 
 
-def test_8_bit_weights_are_not_compared_but_what_is_beside_them_is(full: Path, tmp_path: Path) -> None:
-    eight = save_quantized(full, tmp_path / "int8", BitsAndBytesConfig(load_in_8bit=True))
+def as_fp8(full: Path, out: Path) -> Path:
+    eight = {name: w.to(torch.float8_e4m3fn) for name, w in tensors_of(full).items() if "_proj" in name}
+    scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in eight}
+    return copy_with(full, out, {**eight, **scales}, quantization_config={"quant_method": "fp8"})
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_8_bits_are_not_compared_but_what_is_beside_them_is(kind: str, full: Path, tmp_path: Path) -> None:
+    int8 = BitsAndBytesConfig(load_in_8bit=True)
+    eight = as_fp8(full, tmp_path / "8") if kind == "fp8" else save_quantized(full, tmp_path / "8", int8)
     assert prove(eight, full) == BaseProof(7, 0, None, None)
     moved: dict[str, torch.Tensor | None] = {"model.norm.weight": tensors_of(full)["model.norm.weight"] * 2}
     assert "model.norm.weight" in refused(eight, copy_with(full, tmp_path / "other", moved))
 
 
-def test_fp8_weights_are_not_compared_but_what_is_beside_them_is(full: Path, tmp_path: Path) -> None:
-    weights = tensors_of(full)
-    eight = {name: w.to(torch.float8_e4m3fn) for name, w in weights.items() if "_proj" in name}
-    scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in eight}
-    config = {"quantization_config": {"quant_method": "fp8"}}
-    proof = prove(copy_with(full, tmp_path / "fp8", {**eight, **scales}, **config), full)
-    assert (proof.tensors_equal, proof.sampled_tensors, proof.nf4_error) == (7, 0, None)
-    moved = {"model.norm.weight": weights["model.norm.weight"] * 2}
-    assert "model.norm.weight" in refused(copy_with(full, tmp_path / "o", {**eight, **scales, **moved}, **config), full)
-
-
 def test_damaged_and_unknown_layouts_are_refused(quantized: dict[str, Path], tmp_path: Path, golden: Golden) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-
-    def read(kind: str, what: str, changes: dict[str, torch.Tensor | None]) -> None:
-        path = copy_with(quantized[kind], tmp_path / what, changes)
-        quantized_tensors(shards_of(path), config_of(path))
-
-    with golden.raises("merge", message="up_proj.weight.absmax"):
-        read("nf4", "no-absmax", {f"{name}.absmax": None})
-    with golden.raises("merge", message="6144"):
-        read("nf4", "short", {name: torch.zeros(8, 1, dtype=torch.uint8)})
-    with golden.raises("merge", message="up_proj.weight.nested_absmax"):
-        read("nf4", "half-absmax", {f"{name}.nested_absmax": torch.zeros(1, dtype=torch.float16)})
-    with golden.raises("merge", message="bitsandbytes quant state"):
-        read("nf4", "state", {f"{name}.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)})
-    state = json.dumps({"shape": [96, 64], "dtype": "float64", "blocksize": 64}).encode()
-    with golden.raises("merge", message="float64"):
-        read(
-            "nf4",
-            "f64",
-            {f"{name}.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8)},
-        )
+    state = f"{name}.quant_state.bitsandbytes__nf4"
+    of_float64 = bytearray(json.dumps({"shape": [96, 64], "dtype": "float64", "blocksize": 64}).encode())
+    changes: dict[str, dict[str, torch.Tensor | None]] = {
+        "up_proj.weight.absmax": {f"{name}.absmax": None},
+        "6144": {name: torch.zeros(8, 1, dtype=torch.uint8)},
+        "up_proj.weight.nested_absmax": {f"{name}.nested_absmax": torch.zeros(1, dtype=torch.float16)},
+        "bitsandbytes quant state": {state: torch.zeros(9, dtype=torch.uint8)},
+        "float64": {state: torch.frombuffer(of_float64, dtype=torch.uint8)},
+    }
+    for number, (problem, change) in enumerate(changes.items()):
+        path = copy_with(quantized["nf4"], tmp_path / f"{number}", change)
+        with golden.raises("merge", message=problem):
+            quantized_tensors(shards_of(path), config_of(path))

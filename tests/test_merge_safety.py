@@ -75,6 +75,14 @@ def plain(inputs: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
     return inputs("plain")
 
 
+Merge = Callable[[Path | str], Any]
+
+
+@pytest.fixture
+def merge(plain: tuple[Path, Path]) -> Merge:
+    return lambda out: merge_adapter(plain[1], out, base=plain[0], progress=False)
+
+
 def contents(directory: Path) -> dict[str, str]:
     """sha256 of every file, by name; of the manifest, without its time of day."""
     collected = {}
@@ -135,11 +143,10 @@ def test_a_failure_in_a_thread_leaves_nothing_and_torch_as_it_was(
     kind: type[BaseException],
     message: str,
     function: str,
-    plain: tuple[Path, Path],
+    merge: Merge,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    base, adapter = plain
     before, original, calls = torch.get_num_threads(), getattr(stream, function), []
 
     def fail(*arguments: Any) -> None:
@@ -152,7 +159,7 @@ def test_a_failure_in_a_thread_leaves_nothing_and_torch_as_it_was(
     try:
         torch.set_num_threads(3)
         with pytest.raises(kind, match=message) as caught:
-            merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+            merge(tmp_path / "merged")
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -314,9 +321,8 @@ def test_a_running_merge_is_left_alone_and_a_killed_one_removed(
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_what_only_looks_like_a_partial_is_left_alone(plain: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_only_looks_like_a_partial_is_left_alone(merge: Merge, tmp_path: Path) -> None:
     """Nothing but a directory with a name of ours is removed, and no link is followed to somebody's data."""
-    base, adapter = plain
     out = tmp_path / "merged[1]*"  # which means something else to a glob
     data = tmp_path / "data"
     data.mkdir()
@@ -331,7 +337,7 @@ def test_what_only_looks_like_a_partial_is_left_alone(plain: tuple[Path, Path], 
     shutil.copytree(data, stale)
     (stale / "link").symlink_to(data)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and stale not in path.parents}
-    merge_adapter(adapter, out, base=base, progress=False)
+    merge(out)
     assert not stale.exists()
     assert {path: path.read_bytes() for path in before} == before
     assert (tmp_path / "merged[1]*.partial-0123abce").is_symlink()
@@ -339,7 +345,7 @@ def test_what_only_looks_like_a_partial_is_left_alone(plain: tuple[Path, Path], 
 
 
 def test_a_partial_that_another_merge_took_is_refused(
-    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its creation and its lock, a partial looks like a killed merge's."""
     original = commit.lock_directory
@@ -352,7 +358,7 @@ def test_a_partial_that_another_merge_took_is_refused(
 
     monkeypatch.setattr(commit, "lock_directory", beaten)
     with pytest.raises(UsageError, match="another merge is writing"):
-        merge_adapter(plain[1], tmp_path / "merged", base=plain[0], progress=False)
+        merge(tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     os.close(held[0])
 
@@ -478,10 +484,9 @@ def test_a_limit_on_file_size_is_refused(inputs: Callable[[str], tuple[Path, Pat
 
 
 def test_a_disk_that_others_fill_up_later(
-    plain: tuple[Path, Path], mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    merge: Merge, mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shards have their blocks; the small files find none."""
-    base, adapter = plain
     disk = mount("tmpfs", "size=4m")
     original = merging.write_side_files
 
@@ -492,7 +497,7 @@ def test_a_disk_that_others_fill_up_later(
 
     monkeypatch.setattr(merging, "write_side_files", fill)
     with pytest.raises(DiskFull, match="nothing was written") as caught:
-        merge_adapter(adapter, disk / "merged", base=base, progress=False)
+        merge(disk / "merged")
     needed, free, more = kilobytes(str(caught.value))
     assert needed == pytest.approx(caught.value.needed, abs=1000)
     assert free == pytest.approx(needed - more, abs=2000)
@@ -501,23 +506,19 @@ def test_a_disk_that_others_fill_up_later(
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "ext2"])
-def test_out_on_another_filesystem(
-    kind: str, plain: tuple[Path, Path], tmp_path: Path, mount: Callable[..., Path]
-) -> None:
+def test_out_on_another_filesystem(kind: str, merge: Merge, tmp_path: Path, mount: Callable[..., Path]) -> None:
     """The kernel does not copy between two of them, and ramfs and ext2 cannot allocate blocks beforehand."""
-    base, adapter = plain
     source = str(ext_image(tmp_path / "image", "ext2", 0, 8 << 20)) if kind == "ext2" else "none"
     disk = mount(kind, "loop" if kind == "ext2" else "", source)
-    merge_adapter(adapter, tmp_path / "here", base=base, progress=False)
-    merge_adapter(adapter, disk / "there", base=base, progress=False)
+    merge(tmp_path / "here")
+    merge(disk / "there")
     assert contents(tmp_path / "here") == contents(disk / "there")
     assert not list(disk.glob("there.*"))
 
 
 def test_without_locks_a_partial_is_said_and_left(
-    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    base, adapter = plain
     partial = tmp_path / "merged.partial-0123abcd"
     partial.mkdir()
 
@@ -525,19 +526,18 @@ def test_without_locks_a_partial_is_said_and_left(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    merge(tmp_path / "merged")
     assert f"{partial} is a killed merge's, or a running one's" in caplog.text
     assert partial.exists()
 
 
-def test_read_only_place(plain: tuple[Path, Path], mount: Callable[..., Path], golden: Golden) -> None:
+def test_read_only_place(merge: Merge, mount: Callable[..., Path], golden: Golden) -> None:
     disk = mount("tmpfs", "size=10m,ro")
     with golden.raises("merge", message=str(disk)):
-        merge_adapter(plain[1], disk / "merged", base=plain[0], progress=False)
+        merge(disk / "merged")
 
 
-def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, adapter = plain
+def test_a_quota_is_refused(merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, calls = os.posix_fallocate, []
 
     def limited(*arguments: int) -> None:
@@ -548,7 +548,7 @@ def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "posix_fallocate", limited)
     with pytest.raises(UsageError, match=r"^out .* needs .* free \(Disk quota exceeded\); raise that limit or"):
-        merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+        merge(tmp_path / "merged")
     assert nothing_left(tmp_path / "merged")
 
 
@@ -596,9 +596,8 @@ def test_out_inside_base_or_adapter_changes_neither(plain: tuple[Path, Path], tm
 
 @pytest.mark.parametrize("appears", ["directory", "full directory", "file", "link"])
 def test_out_that_appears_during_the_merge_is_not_touched(
-    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+    appears: str, merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
-    base, adapter = plain
     out = tmp_path / "merged"
     original = merging.write_manifest
 
@@ -608,21 +607,20 @@ def test_out_that_appears_during_the_merge_is_not_touched(
 
     monkeypatch.setattr(merging, "write_manifest", appear)
     with golden.raises("merge", message=f"out {out} exists"):
-        merge_adapter(adapter, out, base=base, progress=False)
+        merge(out)
     assert is_still(out, appears)
     assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]
 
 
 @pytest.mark.parametrize("appears", ["full directory", "file", "link"])
 def test_out_that_appears_at_the_last_instant(
-    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    appears: str, merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the last look. Of an empty directory the kernel makes no fuss, and nothing is lost."""
-    base, adapter = plain
     out = tmp_path / "merged"
     monkeypatch.setattr(commit, "check_target", lambda target: make_something(target, appears))
     with pytest.raises(OSError, match=str(out)):
-        merge_adapter(adapter, out, base=base, progress=False)
+        merge(out)
     assert is_still(out, appears)
     assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]
 

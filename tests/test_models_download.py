@@ -321,6 +321,13 @@ except UsageError as error:
 """
 
 
+def train_apart(config: dict[str, Any], environment: dict[str, str]) -> str:
+    """Train in a process of its own; what it says, and the end of what went wrong."""
+    command = [sys.executable, "-c", TRAIN, json.dumps(config)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    return done.stdout + done.stderr[-3000:]
+
+
 @pytest.mark.slow("two runs in processes of their own")
 def test_a_run_fetches_its_model_as_a_stage_and_goes_on_with_the_same_commit(
     hub: HubServer, tmp_path: Path, tiny_model: Path, code_parquet: Path

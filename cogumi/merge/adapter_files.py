@@ -97,9 +97,8 @@ class Adapter:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_WEIGHTS)
         write_json(directory / "adapter_config.json", config)
         spans = read_shard(directory / ADAPTER_WEIGHTS).spans
-        return replace(
-            self, config=config, spans=spans, directory=directory, copy=copy, reading=reading or self.reading
-        )
+        reading = reading or self.reading
+        return replace(self, config=config, spans=spans, directory=directory, copy=copy, reading=reading)
 
     def refused(self, problem: str, fix: str | None = None) -> UsageError:
         """Return the error, by default with the advice to use PEFT, which reads the adapter where it is not rewritten here."""
@@ -125,10 +124,8 @@ def find_adapter(path: Path) -> Path:
         return path
     inside = sorted(config.parent for config in path.glob("*/adapter_config.json"))
     if len(inside) > 1:
-        names = ", ".join(directory.name for directory in inside)
-        raise UsageError(
-            f"adapter {path} holds several adapters: {names}", fix=f"pass one of them, such as {inside[0]}"
-        )
+        problem = f"adapter {path} holds several adapters: {', '.join(directory.name for directory in inside)}"
+        raise UsageError(problem, fix=f"pass one of them, such as {inside[0]}")
     if inside:
         log.info("%s has no adapter_config.json; taking the adapter in %s", path, inside[0])
     return inside[0] if inside else path
@@ -169,9 +166,8 @@ def weight_files(path: Path) -> list[Path]:
     if names:
         return [path / name for name in names]
     fix = "download it again, or save it again with save_pretrained"
-    if (
-        path / "adapter_model.bin"
-    ).is_file():  # save_pretrained would record its own version, by which experts are read
+    if (path / "adapter_model.bin").is_file():
+        # save_pretrained would record its own version, by which experts are read.
         load = "torch.load('adapter_model.bin', map_location='cpu')"
         fix = f"run there: python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{ADAPTER_WEIGHTS}')\""
     raise UsageError(f"adapter {path} has no {ADAPTER_WEIGHTS}", fix=fix)

@@ -164,10 +164,8 @@ def find_gguf(path: Path) -> Path:
     """Return a GGUF file, or the only one of a directory. Raises UsageError."""
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) != 1 or not files[0].is_file():
-        found = "no GGUF file" if not files or not files[0].is_file() else "several GGUF files"
-        raise UsageError(
-            f"{path} holds {found}" if path.is_dir() else f"{path} is not there", key="--gguf", fix="name a file"
-        )
+        state = f"holds {'several GGUF files' if files else 'no GGUF file'}" if path.is_dir() else "is not there"
+        raise UsageError(f"{path} {state}", key="--gguf", fix="name a file")
     return files[0]
 
 

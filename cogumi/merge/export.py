@@ -163,10 +163,7 @@ def needed_bytes(merged: Path, quant: str) -> int:
 
 
 def convert(converter: list[str], merged: Path, out: Path, outtype: str, no_mtp: bool = False) -> None:
-    """Write `out` from a merged directory. Raises UsageError with the converter's last line where it fails.
-
-    no_mtp: use the option --no-mtp, where the converter has it for this class.
-    """
+    """Write `out` from a merged directory. no_mtp: by the option --no-mtp, where the converter has it for this class."""
     command = [*converter, str(merged.absolute()), "--outfile", str(out.absolute()), "--outtype", outtype]
     if converter[0] == sys.executable:
         command[:1] = [sys.executable, "-m", "cogumi.patches.gguf_pre_tokenizer"]
@@ -192,10 +189,7 @@ def lacks_predicting_blocks(merged: Path) -> bool:
 
 
 def run_tool(command: list[str], out: Path, fix: str) -> None:
-    """Run a program of llama.cpp's that writes `out`.
-
-    Raises UsageError with its last line where it does not, and OSError where the disk was full.
-    """
+    """Run a program that writes `out`. Raises UsageError with its last line where it does not, OSError on a full disk."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode == 0 and out.is_file():
         return

@@ -76,11 +76,9 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
 
 
 def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str, ...]], list[Expert], Any]:
-    """Find an adapter's modules in the model of a base.
+    """Return names of an adapter's modules in a model that has others, layers that it stacks, and that model of a base.
 
-    Returns:
-        Names in the model of modules that have another one, or several, layers that the model stacks, and that model. The
-        first class in which every module is found is taken; modules that no class has are left to the plan's own error.
+    The first class in which every module is found is taken; modules that no class has are left to the plan's own error.
     """
     first = None
     for kind in candidate_classes(config):
@@ -90,9 +88,7 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
         parameters = {name for name, _ in model.named_parameters()}
         renamed: dict[str, tuple[str, ...]] = {}
         found: dict[str, Expert] = {}
-        names = {f"{module}.weight": module for module in unknown} | {
-            f"{other_name(module)}.weight": module for module in unknown
-        }
+        names = {f"{name}.weight": module for module in unknown for name in (module, other_name(module))}
         for name, parameter, pattern in renamed_tensors(model, names):
             module = names[name]
             number = EXPERT_NUMBER.search(module)
@@ -163,12 +159,10 @@ def stack_family(stack: Any) -> str:
 
 
 def stacked_patterns(model: Any, pattern: str) -> list[str]:
-    """Return what a converter stacks and then concatenates by rows, in order; [] if it does something else.
-
-    Of two converters with one pattern, transformers takes the last.
-    """
+    """Return what a converter stacks and then concatenates by rows, in order; [] if it does something else."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
+    # Of two converters with one pattern, transformers takes the last.
     converter = [converter for converter in weight_converters(model) if pattern in converter.source_patterns][-1]
     match converter.operations:
         case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
@@ -204,15 +198,12 @@ def with_model_names(
         is_a = match is not None and match["side"] == "A"
         heights = [len(kinds[target].weight) for target in targets] if len(targets) > 1 and not is_a else [len(tensor)]
         if sum(heights) != len(tensor):
-            raise adapter.refused(
-                f"{name} has {len(tensor)} rows for {', '.join(targets)} of {heights}", fix=OTHER_BASE
-            )
+            problem = f"{name} has {len(tensor)} rows for {', '.join(targets)} of {heights}"
+            raise adapter.refused(problem, fix=OTHER_BASE)
         for target, part in zip(targets, tensor.split(heights) * (len(targets) if is_a else 1), strict=False):
             out[name.replace(f"{PREFIX}{module}", f"{PREFIX}{target}", 1)] = part.clone()
-            is_matrix = (
-                getattr(getattr(kinds.get(target), "weight", None), "ndim", 0) == 2
-            )  # a stack of experts is none
-            if is_a and is_matrix:
+            is_matrix = getattr(getattr(kinds.get(target), "weight", None), "ndim", 0) == 2
+            if is_a and is_matrix:  # a stack of experts is none
                 modules.add(target)
                 scalings[target] = len(tensor), scaling_of(config, module) * len(tensor)
     stacks: dict[str, list[Expert]] = defaultdict(list)

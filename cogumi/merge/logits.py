@@ -129,10 +129,7 @@ class Loader:
 
 
 def record_logits(live: Any, input_ids: torch.Tensor) -> Reference:
-    """Run a PEFT model with its adapter and without, where PEFT leaves the biases that bias="all" or "lora_only" trained.
-
-    input_ids: int64 [batch, sequence].
-    """
+    """Run a PEFT model with its adapter and without, where PEFT leaves the biases that bias="all" or "lora_only" trained."""
     logits = run_model(live, input_ids)
     with live.disable_adapter():
         return Reference(live.dtype, input_ids, logits, run_model(live, input_ids))

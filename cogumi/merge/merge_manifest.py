@@ -234,9 +234,8 @@ def join_names(names: list[str]) -> str:
 def read_back(digests: dict[Path, str], workers: int, progress: bool, name: str) -> tuple[str | None, int | None]:
     """Compare files with their digests. Each is written out and dropped from memory before it is read.
 
-    Returns:
-        A description of the first file that is gone or has another digest (None: all match), and the number of bytes
-        served from the page cache despite eviction (None if unknown).
+    Returns what is wrong with the first that is gone or changed, or None; and the bytes that were in memory all the same,
+    None if unknown.
     """
     if gone := next((path for path in digests if not path.is_file()), None):
         return f"{gone} is gone", None

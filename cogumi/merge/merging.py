@@ -68,15 +68,14 @@ class MergeReport:
     def __str__(self) -> str:
         counts = {"replaced": self.tensors_replaced, "converted": self.tensors_converted, "copied": self.tensors_copied}
         rest = "".join(f", {count} {name}" for name, count in counts.items() if count)
-        return (
+        lines = (
             f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
-            f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
+            f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)",
             f"{self.elements:,} computed elements read back and checked, each the nearest value; "
-            f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
-            + "".join(
-                f"\n{line}" for line in (*self.readings, *self.notes, self.logits, self.witness, self.answers) if line
-            )
+            f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}",
+            *(*self.readings, *self.notes, self.logits, self.witness, self.answers),
         )
+        return "\n".join(str(line) for line in lines if line)
 
 
 @show_seconds("merge: the adapter goes into its base")

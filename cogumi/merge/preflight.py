@@ -122,10 +122,7 @@ def check_loadable(model: RunBase) -> None:
 
 
 def plan_adapter(lora: Any, model: RunBase, base: Base) -> None:
-    """Plan the merge of an untrained adapter by names, shapes and dtypes. Raises UsageError as build_plan.
-
-    lora: its LoraConfig. model: what it is trained on. base: what it is merged into.
-    """
+    """Plan the merge of an untrained adapter on a model into a base, by names and shapes. Raises UsageError as build_plan."""
     from peft import get_peft_model, get_peft_model_state_dict
 
     lora = copy.copy(lora)

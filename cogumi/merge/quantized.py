@@ -173,9 +173,8 @@ def block_absmax(tensor: Bnb4bit) -> torch.Tensor:
 def compare_codes(packed: dict[str, Bnb4bit], full: dict[str, Span]) -> tuple[int, float, float]:
     """Compare a sample of 4-bit codes with the full-precision weights. Raises Mismatch outside limits.
 
-    Returns:
-        Tensors sampled, their |dequantized - W| / |W| in Frobenius norms, and the share of codes that quantizing W does
-        not give.
+    Returns the number of tensors sampled, their |dequantized - W| / |W| in Frobenius norms, and the share of codes that
+    quantizing W does not give.
 
     Measured relative errors in bfloat16 (NF4 / FP4): Gaussian 0.092 / 0.122; with 8 columns of 1024 ten times larger
     0.141 / 0.225. An error near zero is the dequantized checkpoint itself, whose codes are the same.
@@ -224,8 +223,7 @@ def differing_codes(tensor: Bnb4bit, weight: torch.Tensor, first: int) -> int:
     values = values / absmax.clamp(min=1e-38)
     levels = tensor.levels.sort().values
     nearest = levels[torch.bucketize(values, (levels[:-1] + levels[1:]) / 2)]
-    stored = decode(
-        tensor, first, len(values), torch.ones(-(-(first + len(values)) // tensor.blocksize)), torch.float32
-    )
+    scales = torch.ones(-(-(first + len(values)) // tensor.blocksize))
+    stored = decode(tensor, first, len(values), scales, torch.float32)
     right = (values - stored).abs() <= (values - nearest).abs() + 1e-5
     return int((~right & (absmax > 0)).sum())

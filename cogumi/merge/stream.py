@@ -223,21 +223,18 @@ def merge_run(work: Work, updates: Updates, spare: list[torch.Tensor]) -> Work:
     return work
 
 
+@dataclass
 class TargetWriter:
     """Writes runs, unless they exist and are only compared. Reads them back, compares and hashes them."""
 
-    def __init__(
-        self,
-        plan: MergePlan,
-        directory: Path,
-        spare: list[torch.Tensor],
-        outcome: Outcome | None,
-        disk: ThreadPoolExecutor,
-    ) -> None:
-        self.plan, self.directory, self.spare, self.outcome, self.disk = plan, directory, spare, outcome, disk
-        self.digest: FileDigest | None = None
-        self.settled = 0
-        self.waiting: list[Future[None]] = []
+    plan: MergePlan
+    directory: Path
+    spare: list[torch.Tensor]
+    outcome: Outcome | None
+    disk: ThreadPoolExecutor
+    digest: "FileDigest | None" = None
+    settled: int = 0
+    waiting: list[Future[None]] = field(default_factory=list)
 
     def write(self, work: Work) -> Work:
         if self.outcome is not None and self.digest is None:

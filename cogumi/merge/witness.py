@@ -106,7 +106,7 @@ def write_witness(adapter: Path, live: Any, tokenizer: Any) -> None:
 
 
 def witness_bytes(model: Any) -> int:
-    """Return the bytes of the record of a model, without its header: columns of both sets of logits, and the tokens."""
+    """Return the bytes of the record of a model, without its header."""
     config = model.config.get_text_config()
     tokens = 2 * min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
     columns = min(COLUMNS, config.vocab_size)
@@ -129,10 +129,7 @@ def read_witness(adapter: Path) -> tuple[Reference, dict[str, str]] | None:
 
 
 def check_witness(adapter: Adapter, base: Base, merged: Path, kept: float | None = None) -> WitnessCheck | None:
-    """Run a merged directory on the recorded tokens; None without a record. Raises NotCompared.
-
-    base: the full-precision model. kept: the share of the update that was stored.
-    """
+    """Run a merged directory on the recorded tokens; None without a record. kept: see compare_logits. Raises NotCompared."""
     witness = read_witness(adapter.path)
     if witness is None:
         return None
@@ -269,10 +266,7 @@ def answers_of(directory: Path, loader: Loader, tokenizer: Any, answers: Sequenc
 
 
 def check_answers(answers: Sequence[Answer], adapters: Sequence[Path], base: Path, merged: Path) -> AnswerCheck:
-    """Compare a merged model's greedy answers with their owner's. Raises NotCompared.
-
-    Raises UsageError without a tokenizer, or where the base gives all of the answers, too.
-    """
+    """Compare a merged model's greedy answers with their owner's. Raises NotCompared, UsageError where they prove nothing."""
     tokenizer, loader = tokenizer_of(merged), loader_of(adapters, merged)
     if tokenizer is None:
         raise UsageError("the merged model has no tokenizer to read prompts with", fix="save it beside the adapter")

@@ -81,11 +81,9 @@ def find_towers(model: Any) -> list[str]:
 def check_targets(lora: dict[str, Any], base: RunBase, is_own: bool = True) -> str:
     """Raise UsageError for a name in `lora:` that matches nothing in the base, before anything is loaded or prepared.
 
-    is_own: whether `lora:` is the run's own, and not that of the adapter that it starts from, whose tensors decide.
-
-    Returns:
-        The share of the parameters under the adapter, in words; "" for a base that cannot be built of its config alone,
-        which is left for PEFT to refuse.
+    is_own: whether `lora:` is the run's own, and not that of the adapter that it starts from, whose tensors decide. Returns
+    the share of the parameters under the adapter, in words; "" for a base that cannot be built of its config alone, which
+    is left for PEFT to refuse.
     """
     try:
         model = meta_model(base.config)

@@ -313,9 +313,8 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
         self.bits, self.compute_dtype = packed.bits, layer.weight.dtype
         size = packed.layer_bytes(self.out_features, self.in_features)
-        self.weight = nn.Parameter(
-            torch.empty(size, dtype=torch.uint8, device=layer.weight.device), requires_grad=False
-        )
+        weight = torch.empty(size, dtype=torch.uint8, device=layer.weight.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         shape = (self.out_features, self.in_features)
