@@ -32,7 +32,7 @@ from builders import (
 )
 from expert_truths.make import config_of
 from golden import Golden
-from hub_server import hub_server
+from hub_server import HubServer
 from peft import LoraConfig, PeftModel, get_peft_model
 from qlora_runs import four_bit_copy
 from safetensors.torch import load_file, save_file
@@ -445,7 +445,7 @@ def test_a_run_that_starts_from_an_adapter_needs_the_whole_base(
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_an_incomplete_base_of_the_hub_is_refused_by_its_headers(
-    tuning: str, sft: dict[str, Any], tiny_model: Path, tmp_path: Path
+    tuning: str, hub: HubServer, sft: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     without_tensor(tiny_model, tmp_path / "base", "model.norm.weight")
     config = with_overrides(sft, model__name="someone/model", cogumi__tuning=tuning)
@@ -456,14 +456,13 @@ def test_an_incomplete_base_of_the_hub_is_refused_by_its_headers(
         return train_apart(config, hub.environment(tmp_path / "cache") | {"OMP_NUM_THREADS": "1"} | more)
 
     size = (tmp_path / "base" / "model.safetensors").stat().st_size
-    with hub_server(tmp_path / "hub") as hub:
-        hub.publish("someone/model", tmp_path / "base")
-        assert "REFUSED model.name: base someone/model is not a whole LlamaForCausalLM: model.norm.weight" in run()
-        assert sum(hub.sent.values()) < size
-        fetch = "import huggingface_hub as hf; hf.snapshot_download('someone/model')"
-        environment = os.environ | hub.environment(tmp_path / "cache")
-        subprocess.run([sys.executable, "-c", fetch], env=environment, check=True, capture_output=True)
-        assert "REFUSED model.name: base someone/model is not a whole" in run(HF_HUB_OFFLINE="1")
+    hub.publish("someone/model", tmp_path / "base")
+    assert "REFUSED model.name: base someone/model is not a whole LlamaForCausalLM: model.norm.weight" in run()
+    assert sum(hub.sent.values()) < size
+    fetch = "import huggingface_hub as hf; hf.snapshot_download('someone/model')"
+    environment = os.environ | hub.environment(tmp_path / "cache")
+    subprocess.run([sys.executable, "-c", fetch], env=environment, check=True, capture_output=True)
+    assert "REFUSED model.name: base someone/model is not a whole" in run(HF_HUB_OFFLINE="1")
 
 
 # Quantized on the disk. transformers loads some of these without a word.

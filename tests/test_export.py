@@ -21,7 +21,6 @@ import pytest
 import torch
 from builders import SIZES, edit_tensors, save_base
 from chat_tokenizers import CONTROLS, chat_tokenizer
-from disk_mounts import mounting
 from golden import Golden
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
@@ -240,16 +239,15 @@ def test_a_disk_that_fills_in_a_tool_of_llama_cpp_is_called_that(
     quantizer: None,
     exported: export.ExportReport,
     chat_model: Path,
-    tmp_path: Path,
+    mount: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(export, "needed_bytes", lambda merged, quant: 1)  # others write there meanwhile
     room = exported.bytes // 4 if quant == "bf16" else exported.bytes * 9 // 8
-    with mounting(tmp_path) as mount:
-        disk = mount("tmpfs", f"size={room}")
-        with pytest.raises(DiskFull, match=r"disk0 has .* free \(No space left on device\)"):
-            export.export_model(chat_model, disk / "out", quant)
-        assert not list(disk.iterdir())
+    disk = mount("tmpfs", f"size={room}")
+    with pytest.raises(DiskFull, match=r"disk0 has .* free \(No space left on device\)"):
+        export.export_model(chat_model, disk / "out", quant)
+    assert not list(disk.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- the converter

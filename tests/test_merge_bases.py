@@ -51,8 +51,9 @@ def save_sibling(full: Path, path: Path) -> Path:
     torch.manual_seed(7)
 
     def train(name: str, weight: torch.Tensor) -> torch.Tensor:
-        moved = weight.float() * (1 + 0.01 * torch.randn(weight.shape))
-        return moved.bfloat16() if "_proj" in name else weight
+        if "_proj" not in name:
+            return weight
+        return (weight.float() * (1 + 0.01 * torch.randn(weight.shape))).bfloat16()
 
     return edit_tensors(path, train)
 

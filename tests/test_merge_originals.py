@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import all_tensors, edit_config
-from hub_server import HubServer, hub_server
+from hub_server import HubServer
 from qlora_runs import check, four_bit_copy, qlora
 from safetensors.torch import save_file
 from test_models_download import train_apart
@@ -35,12 +34,6 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     shutil.copytree(tiny_model, found / "model")
     four_bit_copy(tiny_model, found / "model-bnb-4bit")
     return found
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
-    with hub_server(tmp_path / "hub") as server:
-        yield server
 
 
 def on_disk(base: Path, code: Path, **ours: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from builders import EXPERTS, SIZES, save_base, train_adapter
-from disk_mounts import mounting
 from golden import Golden
 from page_cache import is_in_memory
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
@@ -394,10 +393,8 @@ def test_files_are_read_from_the_disk_unless_a_process_maps_them(merged: Merged)
     assert f"but {size:,} of {report.bytes:,} bytes were read from memory, not from the disk" in str(report)
 
 
-def test_a_filesystem_in_memory_has_no_disk(merged: Merged, tmp_path: Path) -> None:
-    with mounting(tmp_path) as mount:
-        out = Path(shutil.copytree(merged.out, mount() / "merged"))
-        report = check_merged(out, progress=False)
+def test_a_filesystem_in_memory_has_no_disk(merged: Merged, mount: Callable[..., Path]) -> None:
+    report = check_merged(Path(shutil.copytree(merged.out, mount() / "merged")), progress=False)
     assert report.from_memory == report.bytes
 
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from builders import EXPERTS, FUSED, save_base, train_adapter
-from disk_mounts import ext_image, mounting
+from disk_mounts import ext_image
 from golden import Golden
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
@@ -411,13 +411,6 @@ def test_a_check_that_is_interrupted_leaves_the_directory_as_it_was(plain: tuple
 
 
 # -------------------------------------------------------------------------------------------------------- full and odd disks
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a filesystem. Skips where that takes rights, or parts of the kernel, that are not to be had."""
-    with mounting(tmp_path) as mount_one:
-        yield mount_one
 
 
 def kilobytes(message: str) -> tuple[int, int, int]:

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
-from hub_server import HubServer, hub_server
+from hub_server import HubServer
 
 from cogumi.core.errors import UsageError
 from cogumi.hub import downloads as download
@@ -43,12 +43,6 @@ except UsageError as error:
 assert "torch" not in sys.modules
 """
 BIG = 6_000_000
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
-    with hub_server(tmp_path / "hub") as server:
-        yield server
 
 
 def noise(size: int, seed: int) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from builders import all_tensors, check_close, logits, rms, run_config, train
-from hub_server import hub_server
+from hub_server import HubServer
 from multimodal_models import KINDS, save_multimodal
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -310,15 +310,13 @@ def test_weights_that_no_merge_reads_are_refused_with_both_ways_out(
 
 @pytest.mark.slow("a run in a process of its own")
 def test_nothing_of_the_weights_but_their_headers_is_fetched_to_refuse_it(
-    tiny_model: Path, code_parquet: Path, tmp_path: Path
+    hub: HubServer, tiny_model: Path, code_parquet: Path, tmp_path: Path
 ) -> None:
-    base = save_multimodal("mistral3", tiny_model, tmp_path / "base")
-    with hub_server(tmp_path / "hub") as hub:
-        hub.publish("someone/model", base)
-        config = unmergeable(Path("someone/model"), code_parquet, tmp_path / "run")
-        output = train_apart(config, hub.environment(tmp_path / "cache"))
-        assert "REFUSED lora: adapter lora: model.vision_tower.patch_conv is a Conv2d" in output
-        sent = {path: count for path, count in hub.sent.items() if path.endswith(".safetensors")}
+    hub.publish("someone/model", save_multimodal("mistral3", tiny_model, tmp_path / "base"))
+    config = unmergeable(Path("someone/model"), code_parquet, tmp_path / "run")
+    output = train_apart(config, hub.environment(tmp_path / "cache"))
+    assert "REFUSED lora: adapter lora: model.vision_tower.patch_conv is a Conv2d" in output
+    sent = {path: count for path, count in hub.sent.items() if path.endswith(".safetensors")}
     assert list(sent.values()) == [100_001]  # what huggingface_hub asks for, of 750 kB
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     assert not (tmp_path / "run").exists()
