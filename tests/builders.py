@@ -11,7 +11,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
 from cogumi.core.safetensors_file import read_shard
 from cogumi.merge import merge_adapter
@@ -245,3 +245,22 @@ def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def manifest_of(merged: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((merged / "cogumi-merge.json").read_text())
     return manifest
+
+
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def save_distinct(path: Path, config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A random base in shards whose norms are not all ones, which any two models would share."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    model.to(dtype).save_pretrained(path, max_shard_size="100KB")
+    return path
+
+
+def save_quantized(full: Path, path: Path, settings: BitsAndBytesConfig, **options: Any) -> Path:
+    AutoModelForCausalLM.from_pretrained(full, quantization_config=settings, **options).save_pretrained(path)
+    return path

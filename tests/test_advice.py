@@ -17,6 +17,7 @@ import torch
 from builders import (
     EXPERTS,
     INPUT_IDS,
+    NF4,
     SIZES,
     add_tensors,
     all_tensors,
@@ -26,6 +27,7 @@ from builders import (
     logits,
     rms,
     save_base,
+    save_quantized,
     tiny_llama,
     train_adapter,
     without_tensor,
@@ -472,14 +474,8 @@ def test_an_incomplete_base_of_the_hub_is_refused_by_its_headers(
 def four_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("four")
     tiny_llama(intermediate_size=128, tie_word_embeddings=False).save_pretrained(root / "full")
-    for name, settings in {
-        "4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-        "8": {"load_in_8bit": True},
-    }.items():
-        model = AutoModelForCausalLM.from_pretrained(
-            root / "full", quantization_config=BitsAndBytesConfig(**settings), dtype=torch.float32
-        )
-        model.save_pretrained(root / name)
+    for name, settings in {"4": NF4, "8": BitsAndBytesConfig(load_in_8bit=True)}.items():
+        save_quantized(root / "full", root / name, settings, dtype=torch.float32)
     return root
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
-from builders import all_tensors, load
+from builders import NF4, all_tensors, load, save_quantized
 from peft import PeftModel, get_peft_model
 from qlora_runs import qlora, train_until_failure, watch_trainers
 from test_preflight import line, preflight
@@ -153,12 +153,11 @@ def test_a_base_that_is_quantized_on_disk_is_forecast_to_the_byte(
     on_disk: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     settings = {
-        "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+        "nf4": NF4,
         "fp4": BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "down_proj"]),
         "8-bit": BitsAndBytesConfig(load_in_8bit=True),
     }[on_disk]
-    saved = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, quantization_config=settings)
-    saved.save_pretrained(tmp_path / "base")
+    save_quantized(tiny_model, tmp_path / "base", settings, dtype=torch.float32)
     forecast = forecast_weights(AutoConfig.from_pretrained(tmp_path / "base"), torch.float32, None)
     assert count_weights(load_model(str(tmp_path / "base"), dtype="float32")) == forecast
     assert forecast.quantized > 0.25

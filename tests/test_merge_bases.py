@@ -9,40 +9,35 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
-from builders import INPUT_IDS, LINEARS, SIZES, edit_config, edit_tensors, manifest_of, rms
+from builders import (
+    INPUT_IDS,
+    LINEARS,
+    NF4,
+    SIZES,
+    edit_config,
+    edit_tensors,
+    manifest_of,
+    rms,
+    save_distinct,
+    save_quantized,
+)
 from builders import all_tensors as tensors_of
 from golden import Golden
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
 from cogumi.merge.adapter_files import write_base_record
 from cogumi.models.quantization import reads_4bit_rows
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 NF4_SINGLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}
 READS_ROWS = reads_4bit_rows(SIZES["intermediate_size"])  # of itself, before the fixture
 
 pytestmark = pytest.mark.usefixtures("reads_4bit")
-
-
-def save_full(path: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # all ones otherwise, which any two models share
-            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
-    model.to(torch.bfloat16).save_pretrained(path, max_shard_size="100KB")
-    return path
-
-
-def save_quantized(full: Path, path: Path, how: BitsAndBytesConfig) -> Path:
-    AutoModelForCausalLM.from_pretrained(full, quantization_config=how).save_pretrained(path)
-    return path
 
 
 def save_sibling(full: Path, path: Path) -> Path:
@@ -131,10 +126,11 @@ def refused(adapter: Path, out: Path, golden: Golden | None = None, **options: A
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models in directories with names that lead nowhere; tests lay them out as they need them."""
     place = tmp_path_factory.mktemp("models")
-    full = save_full(place / "full")
+    config = LlamaConfig(**SIZES, tie_word_embeddings=False)
+    full = save_distinct(place / "full", config)
     return {
         "full": full,
-        "other": save_full(place / "other", seed=1),
+        "other": save_distinct(place / "other", config, seed=1),
         "sibling": save_sibling(full, place / "sibling"),
         "nf4": save_quantized(full, place / "nf4", NF4),
         "nf4-single": save_quantized(full, place / "nf4-single", NF4_SINGLE),

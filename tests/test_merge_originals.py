@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import all_tensors, edit_config
+from builders import all_tensors, edit_config, save_quantized
 from hub_server import HubServer
 from qlora_runs import check, four_bit_copy, qlora
 from safetensors.torch import save_file
@@ -281,8 +281,7 @@ def test_a_base_in_eight_bits_trains_and_merges_into_its_original(
     if kind == "fp8":
         fp8_copy(home / "model", base)
     else:
-        settings = BitsAndBytesConfig(load_in_8bit=True)
-        AutoModelForCausalLM.from_pretrained(home / "model", quantization_config=settings).save_pretrained(base)
+        save_quantized(home / "model", base, BitsAndBytesConfig(load_in_8bit=True))
         AutoTokenizer.from_pretrained(home / "model").save_pretrained(base)
     config = on_disk(base, code_parquet, run_dir=str(tmp_path / "run"), merge_base=str(home / "model"))
     result = cogumi.train(config, train__max_steps=2)

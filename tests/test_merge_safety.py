@@ -200,14 +200,6 @@ def test_a_worker_brings_in_no_threads_of_its_own_and_a_merge_no_training() -> N
 # ------------------------------------------------------------------------------------------------------- killed, stopped
 
 
-def merge_and_say(base: Path, adapter: Path, out: Path, pipe: Connection, slow: str | None) -> None:
-    """Runs in a child. slow: a function of the merge, such as "stream.write_run"; each call is announced and then held up."""
-    slow_down(slow, pipe)
-    pipe.send("started")
-    merge_adapter(adapter, out, base=str(base), progress=False)
-    pipe.send("done")
-
-
 def run_cli(words: list[str], stderr: Path, limit: int | None, pipe: Connection, slow: str | None) -> None:
     """The command line in a child, its standard error in a file, and no file larger than `limit` bytes."""
     from cogumi.cli.app import main
@@ -238,12 +230,17 @@ def slow_down(name: str | None, pipe: Connection) -> None:
     setattr(module, function, slower)
 
 
-def start(target: Callable[..., None], *arguments: Any, slow: str | None = None) -> tuple[BaseProcess, Connection]:
-    """A forked child that has everything imported, at the moment at which it begins; or at its first slow call."""
+def start(
+    words: list[str], said: Path, limit: int | None = None, slow: str | None = None
+) -> tuple[BaseProcess, Connection]:
+    """A forked child that has everything imported, at the moment at which it begins; or at its first slow call.
+
+    slow: a function of the merge, such as "stream.write_run"; each call is announced and then held up.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     ours, theirs = context.Pipe()
-    child = context.Process(target=target, args=(*arguments, theirs, slow))
+    child = context.Process(target=run_cli, args=(words, said, limit, theirs, slow))
     child.start()
     theirs.close()
     assert ours.recv() == "started"
@@ -258,17 +255,17 @@ def survive_kills(base: Path, adapter: Path, folder: Path, kills: int, caplog: p
     merge_adapter(adapter, out, base=base, progress=False)
     expected = contents(out)
     shutil.rmtree(out)
-    child, pipe = start(merge_and_say, base, adapter, out)
+    words, said = ["merge", str(adapter), str(out), "--base", str(base)], folder.with_suffix(".stderr")
+    child, _ = start(words, said)
     begun = time.perf_counter()
-    assert pipe.recv() == "done"
-    duration = time.perf_counter() - begun
     child.join()
+    duration = time.perf_counter() - begun
     assert child.exitcode == 0
     shutil.rmtree(out)
     killed = attempts = partials = 0
     while killed < kills and attempts < 3 * kills:
         attempts += 1
-        child, _ = start(merge_and_say, base, adapter, out)
+        child, _ = start(words, said)
         time.sleep(moment.uniform(0, duration))
         child.kill()
         child.join()
@@ -304,7 +301,8 @@ def test_a_running_merge_is_left_alone_and_a_killed_one_removed(
 ) -> None:
     base, adapter = plain
     out = tmp_path / "merged"
-    child, _ = start(merge_and_say, base, adapter, out, slow="write_side_files")
+    words = ["merge", str(adapter), str(out), "--base", str(base)]
+    child, _ = start(words, tmp_path.with_suffix(".stderr"), slow="write_side_files")
     (partial,) = tmp_path.glob("merged.partial-*")
     with pytest.raises(UsageError, match=f"^out {out}: another merge is writing {partial.name}; wait") as caught:
         merge_adapter(adapter, out, base=base, progress=False)
@@ -384,7 +382,7 @@ def test_a_signal_stops_the_workers_and_leaves_nothing(
     out, said = tmp_path / "out" / "merged", tmp_path / "stderr"
     out.parent.mkdir()
     words = ["merge", str(adapter), str(out), "--base", str(base), "--workers", "1"]
-    child, pipe = start(run_cli, words, said, None, slow=during)
+    child, pipe = start(words, said, slow=during)
     time.sleep(0.1)
     assert child.pid is not None
     os.kill(child.pid, number)
@@ -401,7 +399,7 @@ def test_a_check_that_is_interrupted_leaves_the_directory_as_it_was(plain: tuple
     out, said = tmp_path / "merged", tmp_path / "stderr"
     merge_adapter(plain[1], out, base=plain[0], progress=False)
     before = contents(out)
-    child, _ = start(run_cli, ["merge", "--check", str(out)], said, None, slow="merge_manifest.read_back")
+    child, _ = start(["merge", "--check", str(out)], said, slow="merge_manifest.read_back")
     assert child.pid is not None
     os.kill(child.pid, signal.SIGTERM)
     child.join(30)
@@ -464,7 +462,7 @@ def test_a_limit_on_file_size_is_refused(inputs: Callable[[str], tuple[Path, Pat
     base, adapter = inputs("lora")
     out, said = tmp_path / "out" / "merged", tmp_path / "stderr"
     out.parent.mkdir()
-    child, _ = start(run_cli, ["merge", str(adapter), str(out), "--base", str(base)], said, 1 << 20)
+    child, _ = start(["merge", str(adapter), str(out), "--base", str(base)], said, limit=1 << 20)
     child.join(60)
     assert child.exitcode == 2, said.read_text()
     assert re.fullmatch(
