@@ -96,3 +96,12 @@ def four_bit_layers(model: Any) -> dict[str, Any]:
     from bitsandbytes.nn import Linear4bit
 
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def logged_weights(run_dir: Path) -> str:
+    """The weights that were loaded, as the log has them; the forecast said the same before."""
+    text = (run_dir / "run.log").read_text()
+    forecast, loaded = (text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
+    assert forecast == loaded
+    assert text.index("weights: ") < text.index("loaded on cpu: ")
+    return loaded

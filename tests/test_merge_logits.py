@@ -12,7 +12,7 @@ from typing import Any
 import builders
 import pytest
 import torch
-from builders import FUSED, INPUT_IDS, LINEARS, check_logits, edit_config, edit_tensors
+from builders import FUSED, INPUT_IDS, LINEARS, check_logits, edit_config, edit_tensors, load
 from builders import all_tensors as tensors_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -91,10 +91,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         )
 
     return get
-
-
-def load(path: Path, dtype: Any = torch.float32, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval()
 
 
 def make_adapter(base: Path, path: Path, arguments: dict[str, Any], size: float = 0.05, seed: int = 1) -> Path:

@@ -14,6 +14,7 @@ from builders import all_tensors, check_close, logits, rms, run_config, train
 from hub_server import HubServer
 from multimodal_models import KINDS, save_multimodal
 from peft import PeftModel, get_peft_model
+from qlora_runs import logged_weights
 from safetensors.torch import load_file
 from test_models_download import train_apart
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -219,10 +220,7 @@ def test_a_base_in_four_bits_trains_and_merges(base: Path, kind: str, code_parqu
     config["model"]["quantization_config"] = {"load_in_4bit": True, "llm_int8_skip_modules": skipped}
     result = cogumi.train(config)
     assert result.passed, str(result.verdict)
-    log_text = (result.run_dir / "run.log").read_text()
-    forecast, loaded = (log_text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
-    assert forecast == loaded
-    assert "in nf4 4-bit" in loaded
+    assert "in nf4 4-bit" in logged_weights(result.run_dir)
 
 
 def gspo_of(base: Path, code: Path, run_dir: Path) -> Config:

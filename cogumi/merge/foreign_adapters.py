@@ -283,17 +283,14 @@ def stack_factors(
 
     Parts of one matrix (gate and up) get ranks of their own, with zeros elsewhere; experts without factors are zero.
     """
-    pairs = {}
-    for expert in members:
-        key = f"{PREFIX}{expert.module}"
-        pairs[expert] = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
-    ranks = [max((len(pairs[e][0]) for e in members if e.part == part), default=0) for part in range(members[0].parts)]
-    scalings = {expert: scaling_of(adapter.config, expert.module) for expert in members}
-    scaling = scalings[members[0]]
-    is_uniform = len(set(scalings.values())) == 1
-    dtype = pairs[members[0]][0].dtype if is_uniform else torch.float32
     first, parts, axis = members[0], members[0].parts, members[0].axis
+    keys = {expert: f"{PREFIX}{expert.module}.lora" for expert in members}
+    pairs = {expert: (tensors[f"{key}_A.weight"], tensors[f"{key}_B.weight"]) for expert, key in keys.items()}
+    ranks = [max((len(pairs[e][0]) for e in members if e.part == part), default=0) for part in range(parts)]
+    scalings = {expert: scaling_of(adapter.config, expert.module) for expert in members}
+    scaling, is_uniform = scalings[first], len(set(scalings.values())) == 1
     (a0, b0), (count, *sides) = pairs[first], shape if len(shape) == 3 else (1, *shape)
+    dtype = a0.dtype if is_uniform else torch.float32
     heights = [
         next((len(pairs[e][1]) for e in members if e.part == part), sides[2 - axis] // parts) for part in range(parts)
     ]
