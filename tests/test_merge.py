@@ -183,22 +183,6 @@ def test_one_layer_without_training_still_merges(
     assert same_bits(tensors_of(tmp_path / "merged")[name], tensors_of(llama_base)[name])
 
 
-EDITED: dict[str, tuple[dict[str, Any], str]] = {
-    # Made for real, the first three need data or scipy; the config's word for them is what the refusal reads.
-    **{name: ({"init_lora_weights": name}, f"init_lora_weights='{name}'") for name in ("corda", "loftq", "lora_ga")},
-    "unknown entry": ({"use_fancy_lora": True}, "use_fancy_lora=True"),
-    "another rank": ({"r": 4}, "need (4, "),
-}
-
-
-@pytest.mark.parametrize("case", EDITED)
-def test_refuses_configs(case: str, llama_base: Path, tmp_path: Path) -> None:
-    changes, text = EDITED[case]
-    adapter = edit_config(make_adapter(llama_base, tmp_path / "adapter"), **changes)
-    with pytest.raises(UsageError, match=re.escape(text)):
-        merge_adapter(adapter, tmp_path / "merged", progress=False)
-
-
 def test_refuses_embeddings_of_another_base(llama_base: Path, tmp_path: Path) -> None:
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     modules = ("model.embed_tokens", "lm_head")
@@ -216,10 +200,16 @@ def spoiled(value: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
     return spoil
 
 
-# Changes of an adapter's tensors, and a word of the refusal. PEFT stores a head's base weight with its factors, and loads
-# it over the base's: it has to be the same one.
+# An adapter's configuration, a change of it or of its tensors, and a word of the refusal. PEFT stores a head's base weight
+# with its factors, and loads it over the base's: it has to be the same one.
 HEAD = {"target_modules": ["q_proj", "lm_head"]}
-SPOILED: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor], torch.Tensor | None], str]] = {
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | Callable[[str, torch.Tensor], torch.Tensor | None], str]] = {
+    # Made for real, the first three need data or scipy; the config's word for them is what the refusal reads.
+    **{
+        name: ({}, {"init_lora_weights": name}, f"init_lora_weights='{name}'") for name in ("corda", "loftq", "lora_ga")
+    },
+    "unknown entry": ({}, {"use_fancy_lora": True}, "use_fancy_lora=True"),
+    "another rank": ({}, {"r": 4}, "need (4, "),
     "another head": (HEAD, lambda name, t: t * (1.01 if "base_layer" in name else 1), "lm_head.base_layer.weight"),
     "untrained": ({}, lambda name, t: t * ("lora_A" in name), "changes nothing"),
     "half a pair": ({}, lambda name, t: None if "1.mlp.up_proj.lora_B" in name else t, "up_proj.lora_A.weight"),
@@ -227,10 +217,14 @@ SPOILED: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor], torch.Ten
 }
 
 
-@pytest.mark.parametrize("case", SPOILED)
-def test_refuses_tensors(case: str, llama_base: Path, tmp_path: Path) -> None:
-    lora, change, text = SPOILED[case]
-    adapter = edit_tensors(make_adapter(llama_base, tmp_path / "adapter", **lora), change)
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_an_adapter(case: str, llama_base: Path, tmp_path: Path) -> None:
+    lora, change, text = REFUSED[case]
+    adapter = make_adapter(llama_base, tmp_path / "adapter", **lora)
+    if isinstance(change, dict):
+        edit_config(adapter, **change)
+    else:
+        edit_tensors(adapter, change)
     with pytest.raises(UsageError, match=re.escape(text)):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 

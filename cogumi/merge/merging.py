@@ -96,9 +96,8 @@ def merge_adapter(
     """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
 
     Every element is computed in float64 and rounded once, to the nearest value to W + scaling * B @ A (or DoRA's formula),
-    and every byte is read back. Shards, names and (with dtype="keep")
-    dtypes are the base's. A head that no longer equals the embedding it was tied to gets its own tensor. Memory holds one
-    layer's factors and a few megabytes of blocks.
+    and every byte is read back. Shards, names and (with dtype="keep") dtypes are the base's. A head that no longer equals the
+    embedding it was tied to gets its own tensor. Memory holds one layer's factors and a few megabytes of blocks.
 
     Args:
         adapter: A directory from PEFT's save_pretrained, or one around it, such as a run's; or (directory, weight) pairs,
