@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
 from cogumi.core.safetensors_file import read_shard
 from cogumi.merge import merge_adapter
 from cogumi.merge.completeness import find_faults
+from cogumi.merge.logits import LogitCheck, compare_logits, record_logits
 from cogumi.models.base import meta_model
 
 SIZES: dict[str, Any] = {
@@ -151,6 +153,7 @@ def check_loads(out: Path) -> None:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
+    assert (out / "model.safetensors.index.json").is_file() != (out / "model.safetensors").is_file()
     if (out / "model.safetensors.index.json").is_file():
         index = json.loads((out / "model.safetensors.index.json").read_text())
         collected = {}
@@ -197,10 +200,67 @@ def found_faults(path: Path) -> set[str]:
     }
 
 
-def without_tensor(base: Path, copy: Path, name: str) -> Path:
-    """A copy of a base in one file, without one of its tensors."""
+def changed(base: Path, copy: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a base in one file, with other tensors."""
     shutil.copytree(base, copy)
     tensors = load_file(copy / "model.safetensors")
-    del tensors[name]
+    change(tensors)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
+
+
+def without_tensor(base: Path, copy: Path, name: str) -> Path:
+    return changed(base, copy, lambda tensors: tensors.pop(name))
+
+
+def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, stored: torch.dtype | None = None) -> LogitCheck:
+    """Compare a merged model with the live, unmerged PEFT model. stored: the dtype that its weights were rounded to."""
+    return compare_logits(record_logits(live, input_ids), merged, stored or merged.dtype)
+
+
+def edit_config(directory: Path, **entries: Any) -> Path:
+    """Change entries of an adapter's configuration, or of a model's."""
+    file = directory / "adapter_config.json"
+    file = file if file.is_file() else directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    return directory
+
+
+def edit_tensors(directory: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Path:
+    """Change the tensors of an adapter or a model; those for which `change` returns None are left out."""
+    for file in directory.glob("*.safetensors"):
+        changed = {name: change(name, tensor) for name, tensor in load_file(file).items()}
+        tensors = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+        save_file(tensors, file, {"format": "pt"})
+    return directory
+
+
+def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Add tensors to the file of an adapter or a model, or replace them."""
+    (file,) = directory.glob("*.safetensors")
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
+    return directory
+
+
+def manifest_of(merged: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((merged / "cogumi-merge.json").read_text())
+    return manifest
+
+
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def save_distinct(path: Path, config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A random base in shards whose norms are not all ones, which any two models would share."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    model.to(dtype).save_pretrained(path, max_shard_size="100KB")
+    return path
+
+
+def save_quantized(full: Path, path: Path, settings: BitsAndBytesConfig, **options: Any) -> Path:
+    AutoModelForCausalLM.from_pretrained(full, quantization_config=settings, **options).save_pretrained(path)
+    return path

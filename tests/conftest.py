@@ -221,3 +221,21 @@ def reads_4bit(monkeypatch: pytest.MonkeyPatch) -> None:
         return read.t() if packed.shape[0] == 1 else read  # as it returns what is given transposed
 
     monkeypatch.setattr(functional, "dequantize_4bit", as_one_row)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Any]:
+    """A hub of the test's own (tests/hub_server.py)."""
+    from hub_server import hub_server
+
+    with hub_server(tmp_path / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a filesystem. Skips where that takes rights, or parts of the kernel, that are not to be had."""
+    from disk_mounts import mounting
+
+    with mounting(tmp_path) as mount_one:
+        yield mount_one

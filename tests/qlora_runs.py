@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import run_config
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from builders import NF4, run_config, save_quantized
+from transformers import AutoTokenizer
 
 import cogumi
 from cogumi.telemetry.recorder import Telemetry
@@ -83,8 +83,7 @@ def watch_trainers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def four_bit_copy(model: Path, path: Path) -> Path:
     """A checkpoint whose weights are quantized on the disk."""
-    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    AutoModelForCausalLM.from_pretrained(model, quantization_config=settings).save_pretrained(path)
+    save_quantized(model, path, NF4)
     AutoTokenizer.from_pretrained(model).save_pretrained(path)
     return path
 
@@ -97,3 +96,12 @@ def four_bit_layers(model: Any) -> dict[str, Any]:
     from bitsandbytes.nn import Linear4bit
 
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def logged_weights(run_dir: Path) -> str:
+    """The weights that were loaded, as the log has them; the forecast said the same before."""
+    text = (run_dir / "run.log").read_text()
+    forecast, loaded = (text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
+    assert forecast == loaded
+    assert text.index("weights: ") < text.index("loaded on cpu: ")
+    return loaded

@@ -9,9 +9,8 @@ import builders
 import pytest
 from chat_tokenizers import chat_tokenizer
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from test_export import real
-from test_merge_witness import edit_factors, speaking, trained
+from test_merge_witness import reversed_rows, speaking, trained
 from transformers import GptOssConfig, LlamaConfig
 
 from cogumi.core.errors import UsageError
@@ -22,14 +21,22 @@ from cogumi.merge.export import export_model
 from cogumi.merge.merge_manifest import check_merged
 from cogumi.merge.witness import WITNESS_NAME, write_witness
 
+Chain = tuple[Path, Path, Path]
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    """Return a base, an adapter with its witness, and their merge."""
+    base, adapter, _ = trained(tmp_path, "llama")
+    return base, adapter, merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+
 
 def passed_of(certificate: Any) -> list[bool | None]:
     return [step.passed for step in certificate.steps]
 
 
-def test_a_whole_chain(tmp_path: Path) -> None:
-    base, adapter, _ = trained(tmp_path, "llama")
-    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+def test_a_whole_chain(chain: Chain, tmp_path: Path) -> None:
+    base, adapter, merged = chain
     certificate = certify(adapter, merged, base=str(base))
     assert passed_of(certificate) == [True, True, True]
     written = json.loads((merged / CERTIFICATE_NAME).read_text())
@@ -38,8 +45,7 @@ def test_a_whole_chain(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(written["steps"])
     check_merged(merged, progress=False)  # the certificate is no foreign file
     assert "| trained model, merged model |" in describe_certificate(merged)[0]
-    weights = next(merged.glob("*.safetensors"))
-    save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    builders.edit_tensors(merged, lambda name, tensor: tensor * 2)
     assert describe_certificate(merged) == []  # it is about other weights
 
 
@@ -51,23 +57,18 @@ def test_answers_are_run_too(tmp_path: Path) -> None:
     assert "2 prompts of answers.jsonl" in str(certificate)
 
 
-def test_weights_that_were_changed(tmp_path: Path) -> None:
-    base, adapter, _ = trained(tmp_path, "llama")
-    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
-    weights = next(merged.glob("*.safetensors"))
-    tensors = load_file(weights)
-    tensors["model.layers.0.mlp.up_proj.weight"] *= -1
-    save_file(tensors, weights, {"format": "pt"})
+def test_weights_that_were_changed(chain: Chain) -> None:
+    base, adapter, merged = chain
+    builders.edit_tensors(merged, lambda name, t: -t if name == "model.layers.0.mlp.up_proj.weight" else t)
     certificate = certify(adapter, merged, base=str(base))
     assert passed_of(certificate) == [False, False, False]
     assert certificate.file is None
     assert not (merged / CERTIFICATE_NAME).exists()
 
 
-def test_a_merge_of_another_adapter(tmp_path: Path) -> None:
-    base, adapter, _ = trained(tmp_path, "llama")
-    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
-    edit_factors(adapter, lambda name, t: t.flip(0) if "lora_B" in name else t)
+def test_a_merge_of_another_adapter(chain: Chain) -> None:
+    base, adapter, merged = chain
+    builders.edit_tensors(adapter, reversed_rows)
     certificate = certify(adapter, merged, base=str(base))
     assert passed_of(certificate) == [False, True, False]
     assert "was merged from another adapter" in str(certificate)
@@ -78,8 +79,7 @@ def test_what_the_merge_was_told_is_read_from_its_manifest(tmp_path: Path) -> No
     sizes = builders.SIZES | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     base = builders.save_base(tmp_path / "base", GptOssConfig(**sizes, architectures=["GptOssForCausalLM"]))
     adapter = builders.train_adapter(base, tmp_path / "adapter", target_modules=[], target_parameters=["down_proj"])
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"peft_version": "0.19.1"}))
+    builders.edit_config(adapter, peft_version="0.19.1")
     with pytest.raises(UsageError, match="is square"):
         merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
     options: dict[str, Any] = {"expert_layout": "axis2", "dtype": "float32", "progress": False}
@@ -97,9 +97,8 @@ def test_a_weighted_merge_is_not_the_adapters(tmp_path: Path) -> None:
     assert not (merged / CERTIFICATE_NAME).exists(), "an earlier one does not stay"
 
 
-def test_too_little_memory_leaves_links_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, adapter, _ = trained(tmp_path, "llama")
-    merged = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).out
+def test_too_little_memory_leaves_links_unknown(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, adapter, merged = chain
     monkeypatch.setattr("cogumi.merge.logits.free_memory", lambda device: 1 << 20)
     assert passed_of(certify(adapter, merged, base=str(base))) == [True, None, None]
 

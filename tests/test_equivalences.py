@@ -71,22 +71,15 @@ def config(method: str, model: Path, data: dict[str, Path], run_dir: Path, **tra
         "dpo": {"format": "preference"},
         "gspo": {"format": "prompt_completion", "columns": {"answer": "answer"}},
     }
-    settings = {**TRAIN, "save_strategy": "no", **train}
+    settings, rewards = {**TRAIN, "save_strategy": "no", **train}, {}
     if method == "gspo":
         settings.pop("max_length")
+        rewards = {"rewards": ["answer_similarity"]}
     return {
         "model": {"name": str(model)},
         "data": {"source": str(data[method]), "eval_rows": 0, **formats[method]},
         "train": settings,
-        "cogumi": {
-            "method": method,
-            "run_dir": str(run_dir),
-            "merge": False,
-            "compile": "off",
-            "rewards": ["answer_similarity"],
-        }
-        if method == "gspo"
-        else {"method": method, "run_dir": str(run_dir), "merge": False, "compile": "off"},
+        "cogumi": {"method": method, "run_dir": str(run_dir), "merge": False, "compile": "off"} | rewards,
     }
 
 

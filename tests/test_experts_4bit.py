@@ -10,9 +10,9 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
-from builders import all_tensors, load
+from builders import NF4, all_tensors, load, save_quantized
 from peft import PeftModel, get_peft_model
-from qlora_runs import qlora, train_until_failure, watch_trainers
+from qlora_runs import logged_weights, qlora, train_until_failure, watch_trainers
 from test_preflight import line, preflight
 from test_training_unfinished import logged, the_same
 from transformers import (
@@ -153,12 +153,11 @@ def test_a_base_that_is_quantized_on_disk_is_forecast_to_the_byte(
     on_disk: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     settings = {
-        "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+        "nf4": NF4,
         "fp4": BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "down_proj"]),
         "8-bit": BitsAndBytesConfig(load_in_8bit=True),
     }[on_disk]
-    saved = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, quantization_config=settings)
-    saved.save_pretrained(tmp_path / "base")
+    save_quantized(tiny_model, tmp_path / "base", settings, dtype=torch.float32)
     forecast = forecast_weights(AutoConfig.from_pretrained(tmp_path / "base"), torch.float32, None)
     assert count_weights(load_model(str(tmp_path / "base"), dtype="float32")) == forecast
     assert forecast.quantized > 0.25
@@ -326,11 +325,7 @@ def test_sft_resumes_bit_for_bit_and_merges_into_full_precision(
     whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
     assert whole.passed, str(whole.verdict)
     assert len(expert_states(trainers[0].model)) == 4
-    log_text = (whole.run_dir / "run.log").read_text()
-    forecast, loaded = (log_text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
-    assert forecast == loaded
-    assert "in nf4 4-bit" in loaded
-    assert log_text.index("weights: ") < log_text.index("loaded on cpu: ")
+    assert "in nf4 4-bit" in logged_weights(whole.run_dir)
     train_until_failure(config, 3)
     resumed = cogumi.train(config)
     assert logged(resumed.run_dir) == logged(whole.run_dir)

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from builders import SIZES, edit_tensors, save_base
 from chat_tokenizers import CONTROLS, chat_tokenizer
-from disk_mounts import mounting
 from golden import Golden
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from cogumi.core.errors import DiskFull, MergeError, UsageError
 from cogumi.merge import export
@@ -48,23 +48,11 @@ real = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A merged directory: a random Llama with grouped queries and rotary halves to reorder, and Qwen2.5's chat template."""
-    path = tmp_path_factory.mktemp("chat-model")
     tokenizer = chat_tokenizer("qwen2_5")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.1,  # logits that are apart
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = SIZES | {"vocab_size": len(tokenizer), "hidden_size": 256, "intermediate_size": 256} | ids
+    # A range in which logits are apart.
+    path = save_base(tmp_path_factory.mktemp("chat-model"), LlamaConfig(**sizes, initializer_range=0.1))
     tokenizer.save_pretrained(path)
     return path
 
@@ -155,30 +143,31 @@ def test_a_file_of_another_model_or_tokenizer_is_seen(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     other = Path(shutil.copytree(chat_model, tmp_path / "other"))
-    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.bfloat16)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[3, 7] += 1
-    model.save_pretrained(other)
+
+    def add_one(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "model.layers.1.self_attn.k_proj.weight":
+            tensor[3, 7] += 1
+        return tensor
+
+    edit_tensors(other, add_one)
     with pytest.raises(MergeError, match=r"blk\.1\.attn_k\.weight is not model\.layers\.1\.self_attn\.k_proj\.weight"):
         check_gguf(exported.gguf, other, tokenizer)
     short = tmp_path / "short.gguf"
     short.write_bytes(exported.gguf.read_bytes()[:-100_000])
     with pytest.raises(MergeError, match="no whole GGUF file"):
         check_gguf(short, chat_model, tokenizer)
-    tokenizer.chat_template += " "
-    with pytest.raises(MergeError, match="the chat template in the GGUF file is not the tokenizer's"):
-        check_gguf(exported.gguf, chat_model, tokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    tokenizer.eos_token = "<pad>"
-    with pytest.raises(MergeError, match="eos_token_id in the GGUF file is not the tokenizer's"):
-        check_gguf(exported.gguf, chat_model, tokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(chat_model)
     number = len(tokenizer)
-    tokenizer.add_tokens(["<one more>"])
-    with pytest.raises(
-        MergeError, match=rf"token {number} in the GGUF file is not the tokenizer's \(None, not '<one more>'"
-    ):
-        check_gguf(exported.gguf, chat_model, tokenizer)
+    changes: dict[str, Callable[[Any], object]] = {
+        "the chat template": lambda tokenizer: setattr(tokenizer, "chat_template", f"{tokenizer.chat_template} "),
+        "eos_token_id": lambda tokenizer: setattr(tokenizer, "eos_token", "<pad>"),
+        f"token {number}": lambda tokenizer: tokenizer.add_tokens(["<one more>"]),
+    }
+    for part, change in changes.items():
+        tokenizer = AutoTokenizer.from_pretrained(chat_model)
+        change(tokenizer)
+        with pytest.raises(MergeError, match=f"{part} in the GGUF file is not the tokenizer's") as error:
+            check_gguf(exported.gguf, chat_model, tokenizer)
+    assert "(None, not '<one more>'" in str(error.value)
 
 
 @real
@@ -250,16 +239,15 @@ def test_a_disk_that_fills_in_a_tool_of_llama_cpp_is_called_that(
     quantizer: None,
     exported: export.ExportReport,
     chat_model: Path,
-    tmp_path: Path,
+    mount: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(export, "needed_bytes", lambda merged, quant: 1)  # others write there meanwhile
     room = exported.bytes // 4 if quant == "bf16" else exported.bytes * 9 // 8
-    with mounting(tmp_path) as mount:
-        disk = mount("tmpfs", f"size={room}")
-        with pytest.raises(DiskFull, match=r"disk0 has .* free \(No space left on device\)"):
-            export.export_model(chat_model, disk / "out", quant)
-        assert not list(disk.iterdir())
+    disk = mount("tmpfs", f"size={room}")
+    with pytest.raises(DiskFull, match=r"disk0 has .* free \(No space left on device\)"):
+        export.export_model(chat_model, disk / "out", quant)
+    assert not list(disk.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- the converter

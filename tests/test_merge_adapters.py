@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import INPUT_IDS, LINEARS, SIZES, check_close, check_merge, distances, load, save_base, train
+from builders import INPUT_IDS, LINEARS, SIZES, all_tensors, check_close, check_merge, distances, load, save_base, train
 from golden import Golden
 from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from safetensors.torch import load_file, save_file
@@ -116,42 +116,59 @@ class Wrapper(nn.Module):
         self.add_module(name, inner)
 
 
-def wrapped(kind: str, model: Any) -> dict[str, torch.Tensor]:
-    """The adapter's tensors as a state dict of the wrapped model names them."""
-    if kind == "compiled":
-        whole: nn.Module = torch.compile(model)  # type: ignore[assignment]
-    elif kind == "compiled-layers":
-        layers = model.get_base_model().model.layers
+def wrapped(kind: str, model: Any) -> Any:
+    """A PEFT model in what wraps it: all of it, its layers, or the base in it."""
+    layers = model.get_base_model().model.layers
+    if kind in ("compiled-layers", "fsdp"):
         for number, layer in enumerate(layers):
-            layers[number] = torch.compile(layer)
-        whole = model
-    elif kind == "fsdp":
-        layers = model.get_base_model().model.layers
-        for number, layer in enumerate(layers):
-            layers[number] = Wrapper("_fsdp_wrapped_module", layer)
-        whole = model
-    elif kind == "ddp-inside":
+            layers[number] = torch.compile(layer) if kind != "fsdp" else Wrapper("_fsdp_wrapped_module", layer)
+    if kind == "ddp-inside":
         model.base_model.model = Wrapper("module", model.base_model.model)
-        whole = model
-    else:
-        whole = Wrapper("module", model)
-    return {name.replace(".default", ""): value for name, value in whole.state_dict().items() if "lora_" in name}
-
-
-@pytest.mark.parametrize("kind", ["compiled", "compiled-layers", "fsdp", "ddp", "ddp-inside"])
-def test_the_names_of_a_wrapped_model_are_understood(kind: str, base: Path, tmp_path: Path) -> None:
-    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
-    merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
-    model = PeftModel.from_pretrained(load(base), str(adapter))
-    save_file(wrapped(kind, model), adapter / "adapter_model.safetensors")
-    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
-    assert same_weights(tmp_path / "out", tmp_path / "expected")
+    return {"compiled": torch.compile, "ddp": lambda whole: Wrapper("module", whole)}.get(kind, lambda whole: whole)(
+        model
+    )
 
 
 def same_weights(one: Path, other: Path) -> bool:
     names = sorted(path.name for path in one.glob("*.safetensors"))
     assert names, "a merge writes weights"
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "named": lambda name: name.replace(".weight", ".default.weight"),
+    "bare": lambda name: name.replace(".weight", ""),
+    "inner": lambda name: name.removeprefix("base_model.model."),
+    "sharded": lambda name: name,
+}
+WRAPPED = ["compiled", "compiled-layers", "fsdp", "ddp", "ddp-inside"]
+
+
+@pytest.mark.parametrize(
+    ("form", "dora"),
+    [*((form, dora) for form in SPELLINGS for dora in (False, True)), *((form, False) for form in WRAPPED)],
+)
+def test_other_names_of_an_adapters_tensors_merge_alike(form: str, dora: bool, base: Path, tmp_path: Path) -> None:
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj", "down_proj"], use_dora=dora)
+    merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
+    weights = adapter / "adapter_model.safetensors"
+    if form in WRAPPED:
+        state = wrapped(form, PeftModel.from_pretrained(load(base), str(adapter))).state_dict()
+        factors = {name.replace(".default", ""): value for name, value in state.items() if "lora_" in name}
+    else:
+        factors = {SPELLINGS[form](name): tensor for name, tensor in load_file(weights).items()}
+    weights.unlink()
+    if form == "sharded":
+        names = sorted(factors)
+        files = {name: f"adapter_model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
+        for file in set(files.values()):
+            save_file({name: factors[name] for name in names if files[name] == file}, adapter / file)
+        (adapter / "adapter_model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    else:
+        save_file(factors, weights)
+    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert same_weights(tmp_path / "out", tmp_path / "expected")
+    assert check_merged(tmp_path / "out").elements
 
 
 @pytest.mark.parametrize(
@@ -172,45 +189,11 @@ def test_each_kind_of_tensor_has_one_name(name: str, standard: str) -> None:
     assert standard_name(f"{module}.{name}") == f"{module}.{standard}"
 
 
-def spelled(form: str, factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    change = {
-        "named": lambda name: name.replace(".weight", ".default.weight"),
-        "bare": lambda name: name.replace(".weight", ""),
-        "inner": lambda name: name.removeprefix("base_model.model."),
-        "sharded": lambda name: name,
-    }[form]
-    return {change(name): tensor for name, tensor in factors.items()}
-
-
-@pytest.mark.parametrize("form", ["named", "bare", "inner", "sharded"])
-@pytest.mark.parametrize("dora", [False, True])
-def test_other_spellings_of_an_adapter_merge_alike(form: str, dora: bool, base: Path, tmp_path: Path) -> None:
-    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj", "down_proj"], use_dora=dora)
-    merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
-    weights = adapter / "adapter_model.safetensors"
-    factors = spelled(form, load_file(weights))
-    weights.unlink()
-    if form == "sharded":
-        names = sorted(factors)
-        files = {name: f"adapter_model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
-        for file in set(files.values()):
-            save_file({name: factors[name] for name in names if files[name] == file}, adapter / file)
-        (adapter / "adapter_model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    else:
-        save_file(factors, weights)
-    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
-    assert same_weights(tmp_path / "out", tmp_path / "expected")
-    assert check_merged(tmp_path / "out").elements
-
-
 def test_a_model_whose_own_module_is_called_module_is_no_wrapped_one(base: Path, tmp_path: Path) -> None:
     """Only the outermost `module.` is a wrapper's."""
     adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
-    factors = load_file(adapter / "adapter_model.safetensors")
-    save_file(
-        {name.replace("self_attn", "module"): value for name, value in factors.items()},
-        adapter / "adapter_model.safetensors",
-    )
+    factors = {name.replace("self_attn", "module"): value for name, value in all_tensors(adapter).items()}
+    save_file(factors, adapter / "adapter_model.safetensors")
     with pytest.raises(UsageError, match="belongs to nothing"):
         merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
 

@@ -9,19 +9,29 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
-from builders import INPUT_IDS, LINEARS, SIZES
+from builders import (
+    INPUT_IDS,
+    LINEARS,
+    NF4,
+    SIZES,
+    edit_config,
+    edit_tensors,
+    manifest_of,
+    rms,
+    save_distinct,
+    save_quantized,
+)
 from builders import all_tensors as tensors_of
 from golden import Golden
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
 from cogumi.merge.adapter_files import write_base_record
 from cogumi.models.quantization import reads_4bit_rows
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 NF4_SINGLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}
@@ -30,61 +40,31 @@ READS_ROWS = reads_4bit_rows(SIZES["intermediate_size"])  # of itself, before th
 pytestmark = pytest.mark.usefixtures("reads_4bit")
 
 
-def save_full(path: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # all ones otherwise, which any two models share
-            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
-    model.to(torch.bfloat16).save_pretrained(path, max_shard_size="100KB")
-    return path
-
-
-def save_quantized(full: Path, path: Path, how: BitsAndBytesConfig) -> Path:
-    AutoModelForCausalLM.from_pretrained(full, quantization_config=how).save_pretrained(path)
-    return path
-
-
 def save_sibling(full: Path, path: Path) -> Path:
     """As if fine-tuned from `full` with embeddings, norms and head frozen: 1 % away, in what gets quantized alone."""
     shutil.copytree(full, path)
     torch.manual_seed(7)
-    for shard in path.glob("*.safetensors"):
-        weights = {
-            name: (w.float() * (1 + 0.01 * torch.randn(w.shape))).bfloat16() if "_proj" in name else w
-            for name, w in load_file(shard).items()
-        }
-        save_file(weights, shard, metadata={"format": "pt"})
-    return path
 
+    def train(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if "_proj" not in name:
+            return weight
+        return (weight.float() * (1 + 0.01 * torch.randn(weight.shape))).bfloat16()
 
-def randomise(adapted: Any) -> None:
-    torch.manual_seed(2)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.01)
+    return edit_tensors(path, train)
 
 
 def make_adapter(base: Path | str, path: Path, record: bool = False, lora: dict[str, Any] = LORA, **load: Any) -> Path:
     """A real adapter, saved by PEFT on the base as transformers loads it, with the factors a trained one might have."""
     model = AutoModelForCausalLM.from_pretrained(base, **load)
     adapted = get_peft_model(model, LoraConfig(**lora))
-    randomise(adapted)
+    torch.manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
     adapted.save_pretrained(str(path))
     if record:
         write_base_record(path, adapted, load.get("revision"))
     return path
-
-
-def edit_config(path: Path, **changes: Any) -> Path:
-    file = path / ("adapter_config.json" if (path / "adapter_config.json").is_file() else "config.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return path
-
-
-def manifest_of(out: Path) -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads((out / "cogumi-merge.json").read_text())
-    return parsed
 
 
 def factors_of(adapter: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -100,11 +80,6 @@ def factors_of(adapter: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
-def deltas_of(adapter: Path) -> dict[str, torch.Tensor]:
-    """scaling * B @ A in float64 by the name of the base's tensor."""
-    return {name: b @ a for name, (b, a) in factors_of(adapter).items()}
-
-
 def seen_in_training(model: Any) -> dict[str, torch.Tensor]:
     """What bitsandbytes itself makes of the weights of a live quantized model: float64 by name."""
     collected = {}
@@ -114,10 +89,6 @@ def seen_in_training(model: Any) -> dict[str, torch.Tensor]:
             collected[f"{name}.weight"] = functional.dequantize_4bit(weight.data, weight.quant_state).double()
     assert collected
     return collected
-
-
-def rms(values: torch.Tensor) -> float:
-    return values.double().square().mean().sqrt().item()
 
 
 def assert_merged_into(weights: dict[str, torch.Tensor], adapter: Path, out: Path) -> None:
@@ -155,10 +126,11 @@ def refused(adapter: Path, out: Path, golden: Golden | None = None, **options: A
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models in directories with names that lead nowhere; tests lay them out as they need them."""
     place = tmp_path_factory.mktemp("models")
-    full = save_full(place / "full")
+    config = LlamaConfig(**SIZES, tie_word_embeddings=False)
+    full = save_distinct(place / "full", config)
     return {
         "full": full,
-        "other": save_full(place / "other", seed=1),
+        "other": save_distinct(place / "other", config, seed=1),
         "sibling": save_sibling(full, place / "sibling"),
         "nf4": save_quantized(full, place / "nf4", NF4),
         "nf4-single": save_quantized(full, place / "nf4-single", NF4_SINGLE),
@@ -196,6 +168,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # PEFT asks the hub when it saves
     return tmp_path / "cache"
+
+
+def from_cache(cache: Path) -> dict[str, Any]:
+    return {"cache_dir": str(cache), "local_files_only": True}
 
 
 def test_found_by_name_proven_and_merged_into(beside: Path, models: dict[str, Path]) -> None:
@@ -322,7 +298,7 @@ def test_a_damaged_quantized_base_is_not_blamed_on_the_candidates(
     shutil.copytree(models["full"], beside / "tiny")
     [shard] = (beside / "tiny-bnb-4bit").glob("*.safetensors")
     name = "model.layers.0.mlp.up_proj.weight.absmax"
-    save_file({key: value for key, value in load_file(shard).items() if key != name}, shard)
+    edit_tensors(beside / "tiny-bnb-4bit", lambda key, value: None if key == name else value)
     error = refused(beside / "adapter", beside / "out", golden)
     assert (error.place, name in error.message) == (str(shard), True)
 
@@ -330,14 +306,7 @@ def test_a_damaged_quantized_base_is_not_blamed_on_the_candidates(
 def test_the_recorded_commit_and_not_the_newest(models: dict[str, Path], cache: Path, tmp_path: Path) -> None:
     """main has moved since training: to another model, where the mistake would be silent."""
     into_cache(cache, "someone/tiny", a=models["full"], b=models["other"])
-    adapter = make_adapter(
-        "someone/tiny",
-        tmp_path / "adapter",
-        record=True,
-        revision="a" * 40,
-        cache_dir=str(cache),
-        local_files_only=True,
-    )
+    adapter = make_adapter("someone/tiny", tmp_path / "adapter", record=True, revision="a" * 40, **from_cache(cache))
     commits = {"a" * 40: tensors_of(models["full"]), "b" * 40: tensors_of(models["other"])}
 
     def merge(commit: str, out: str, **options: Any) -> None:
@@ -364,14 +333,8 @@ def test_the_recorded_commit_of_a_quantized_base(models: dict[str, Path], cache:
     other = save_quantized(models["other"], tmp_path / "other4", NF4)
     into_cache(cache, "unsloth/tiny-bnb-4bit", a=models["nf4"], b=other)
     into_cache(cache, "unsloth/tiny", c=models["full"])
-    adapter = make_adapter(
-        "unsloth/tiny-bnb-4bit",
-        tmp_path / "adapter",
-        record=True,
-        revision="a" * 40,
-        cache_dir=str(cache),
-        local_files_only=True,
-    )
+    options = {"revision": "a" * 40, **from_cache(cache)}
+    adapter = make_adapter("unsloth/tiny-bnb-4bit", tmp_path / "adapter", record=True, **options)
     merge_adapter(adapter, tmp_path / "found", progress=False)
     merge_adapter(adapter, tmp_path / "passed", base="unsloth/tiny", progress=False)
     for out in (tmp_path / "found", tmp_path / "passed"):
@@ -417,7 +380,7 @@ def test_dequant_merges_into_what_the_weights_decode_to(
     assert report.tensors_merged == 14
     seen = seen_in_training(AutoModelForCausalLM.from_pretrained(models[kind]))
     full = tensors_of(models["full"])
-    assert seen.keys() == deltas_of(adapter).keys()
+    assert seen.keys() == factors_of(adapter).keys()
     assert_merged_into(full | seen, adapter, out)
     manifest = manifest_of(out)
     assert (manifest["base_mode"], manifest["base"]["proof"]) == ("dequant", None)

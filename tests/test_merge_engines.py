@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import builders
 import pytest
 import torch
 import transformers
@@ -100,14 +101,8 @@ def test_megatron_bridges_stacks(kind: str, inner: int, tmp_path: Path) -> None:
     check(tmp_path, config_of(kind, inner), tensors, config, delta)
 
 
-SIZES = {
-    "vocab_size": 16,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = builders.SIZES | LAYERS | {"hidden_size": HIDDEN}
 
 
 def test_a_fused_layer_goes_into_the_layers_of_the_base(tmp_path: Path) -> None:

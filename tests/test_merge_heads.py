@@ -3,7 +3,6 @@
 The oracle is the live model: transformers' class with PEFT's adapter on it, on batches with padding.
 """
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -12,10 +11,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from builders import INPUT_IDS, SIZES, all_tensors, check_close, check_loads, rms, save_base, train, train_adapter
+from builders import (
+    INPUT_IDS,
+    SIZES,
+    add_tensors,
+    all_tensors,
+    check_close,
+    check_loads,
+    edit_config,
+    rms,
+    save_base,
+    train,
+    train_adapter,
+)
 from golden import Golden
+from multimodal_models import TOWER
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, Gemma3Config, LlamaConfig, Qwen3Config
 
 from cogumi.merge import check_merged, merge_adapter
@@ -32,14 +44,7 @@ FAMILIES: dict[str, Any] = {
     ),
     "images": Gemma3Config(
         text_config=SIZES | {"head_dim": 16, "sliding_window": 16, "pad_token_id": None},
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        vision_config=TOWER,
         mm_tokens_per_image=4,
         architectures=["Gemma3ForConditionalGeneration"],
     ),
@@ -66,29 +71,25 @@ def outputs(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=PADDED).logits.double()
 
 
-# name: (base, labels, class, lora)
-HEADS: dict[str, tuple[str, int, str, dict[str, Any]]] = {
-    "classifier": ("open", 3, "SequenceClassification", {"target_modules": ["q_proj", "down_proj"]}),
-    "two-labels": ("tied", 2, "SequenceClassification", {"target_modules": ["q_proj"]}),
-    "reward": ("tied", 1, "SequenceClassification", {"target_modules": ["q_proj", "v_proj"]}),
-    "dora": ("open", 3, "SequenceClassification", {"target_modules": ["q_proj"], "use_dora": True}),
-    "embedding": ("tied", 3, "SequenceClassification", {"target_modules": ["q_proj", "embed_tokens"]}),
-    "without-task": (
-        "open",
-        3,
-        "SequenceClassification",
-        {"target_modules": ["q_proj"], "task_type": None, "modules_to_save": ["score"]},
-    ),
-    "tokens": ("open", 5, "TokenClassification", {"target_modules": ["q_proj"], "task_type": "TOKEN_CLS"}),
-    "its-own-base": ("classifier", 4, "SequenceClassification", {"target_modules": ["q_proj"]}),
-    "other-labels": ("classifier", 2, "SequenceClassification", {"target_modules": ["q_proj"]}),
-    "images": ("images", 3, "SequenceClassification", {"target_modules": r".*language_model.*\.(q_proj|down_proj)"}),
+# name: (base, labels, lora)
+HEADS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "classifier": ("open", 3, {"target_modules": ["q_proj", "down_proj"]}),
+    "two-labels": ("tied", 2, {"target_modules": ["q_proj"]}),
+    "reward": ("tied", 1, {"target_modules": ["q_proj", "v_proj"]}),
+    "dora": ("open", 3, {"target_modules": ["q_proj"], "use_dora": True}),
+    "embedding": ("tied", 3, {"target_modules": ["q_proj", "embed_tokens"]}),
+    "without-task": ("open", 3, {"target_modules": ["q_proj"], "task_type": None, "modules_to_save": ["score"]}),
+    "tokens": ("open", 5, {"target_modules": ["q_proj"], "task_type": "TOKEN_CLS"}),
+    "its-own-base": ("classifier", 4, {"target_modules": ["q_proj"]}),
+    "other-labels": ("classifier", 2, {"target_modules": ["q_proj"]}),
+    "images": ("images", 3, {"target_modules": r".*language_model.*\.(q_proj|down_proj)"}),
 }
 
 
 @pytest.mark.parametrize("case", HEADS)
 def test_the_merge_is_the_live_classifier(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
-    family, labels, task, lora = HEADS[case]
+    family, labels, lora = HEADS[case]
+    task = "TokenClassification" if case == "tokens" else "SequenceClassification"
     base, out = bases[family], tmp_path / "out"
     adapter = train(class_of(base, labels, task), tmp_path / "adapter", **{"task_type": "SEQ_CLS"} | lora)
     report = merge_adapter(adapter, out, base=base, dtype="float32", progress=False)
@@ -125,7 +126,7 @@ def with_tokenizer(directory: Path, source: Path, pad: str | None) -> int | None
 def test_the_padding_token_is_the_tokenizers(
     family: str, bases: dict[str, Path], tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lora = HEADS["images" if family == "images" else "classifier"][3]
+    lora = HEADS["images" if family == "images" else "classifier"][2]
     adapter = train(class_of(bases[family]), tmp_path / "adapter", task_type="SEQ_CLS", **lora)
     with caplog.at_level(logging.WARNING, logger="cogumi"):
         merge_adapter(adapter, tmp_path / "without", base=bases[family], progress=False)
@@ -147,8 +148,7 @@ def test_logits_are_compared_with_the_live_classifier(labels: int, bases: dict[s
     lora = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "SEQ_CLS"}
     adapter = train(class_of(bases["tied"], labels), tmp_path / "adapter", **lora)
     base = shutil.copytree(bases["tied"], tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"pad_token_id": PAD}))
+    edit_config(Path(base), pad_token_id=PAD)
     report = merge_adapter(adapter, tmp_path / "out", base=base, verify="logits", progress=False)
     assert report.logits is not None
     assert report.logits.passed
@@ -158,11 +158,7 @@ def test_logits_are_compared_with_the_live_classifier(labels: int, bases: dict[s
 def test_a_head_of_a_class_that_transformers_lacks_is_refused(tmp_path: Path, golden: Golden) -> None:
     base = save_base(tmp_path / "base", transformers.Olmo2Config(**SIZES))
     adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
-    factors = load_file(adapter / "adapter_model.safetensors")
-    factors["base_model.model.classifier.weight"] = torch.ones(3, 64)
-    save_file(factors, adapter / "adapter_model.safetensors")
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    settings |= {"task_type": "SEQ_CLS", "modules_to_save": ["classifier"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    add_tensors(adapter, {"base_model.model.classifier.weight": torch.ones(3, 64)})
+    edit_config(adapter, task_type="SEQ_CLS", modules_to_save=["classifier"])
     with golden.raises("merge", message="classifier.weight", fix="SEQ_CLS"):
         merge_adapter(adapter, tmp_path / "out", base=base, progress=False)

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from builders import EXPERTS, FUSED, LINEARS, SIZES, all_tensors, load, save_base, train_adapter
+from builders import (
+    EXPERTS,
+    FUSED,
+    LINEARS,
+    SIZES,
+    all_tensors,
+    edit_config,
+    edit_tensors,
+    load,
+    save_base,
+    train_adapter,
+)
 from golden import Golden
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -35,12 +46,6 @@ CONFIGS: dict[str, Any] = {
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
     return {name: save_base(root / name, config) for name, config in CONFIGS.items()}
-
-
-def edit_config(path: Path, **entries: Any) -> Path:
-    config = json.loads((path / "adapter_config.json").read_text())
-    (path / "adapter_config.json").write_text(json.dumps(config | entries))
-    return path
 
 
 # ------------------------------------------------------------------------------------------------------------ raw factors
@@ -177,24 +182,17 @@ def test_an_adapter_on_the_residual_of_pissa_merges(bases: dict[str, Path], tmp_
 # -------------------------------------------------------------------------------------------------------- nothing changed
 
 
-def products_of_zero(path: Path) -> Path:
-    """Factors that are not zero, whose products are: B has columns where A has no rows."""
-    file = path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if "lora_A" in name:
-            tensor[:2] = 0
-        else:
-            tensor[:, 2:] = 0
-    save_file(tensors, file, {"format": "pt"})
-    return path
+def zero_product(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Make factors that are not zero, whose products are: B has columns where A has no rows."""
+    (tensor[:2] if "lora_A" in name else tensor[:, 2:]).zero_()
+    return tensor
 
 
 NOTHING: dict[str, tuple[Callable[[Path], Path], str]] = {
     "alpha": (lambda path: edit_config(path, lora_alpha=0), "lora_alpha is 0"),
     "alpha with rsLoRA": (lambda path: edit_config(path, lora_alpha=0, use_rslora=True), "lora_alpha is 0"),
     "alpha pattern": (lambda path: edit_config(path, alpha_pattern={".*_proj": 0}), "alpha_pattern is 0"),
-    "products": (products_of_zero, "all its updates are zero"),
+    "products": (lambda path: edit_tensors(path, zero_product), "all its updates are zero"),
 }
 
 
@@ -319,8 +317,7 @@ def test_the_base_is_compared_with_the_recorded_one(bases: dict[str, Path], tmp_
     write_base_record(adapter, load(bases["llama"]))
     assert cogumi.inspect(adapter).base_state.endswith("holds the weights that it was trained on")
     other = shutil.copytree(bases["llama"], tmp_path / "other")
-    tensors = load_file(other / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    edit_tensors(Path(other), lambda name, tensor: tensor + 1)
     report = cogumi.inspect(adapter, other)
     assert "holds other than the weights" in report.base_state
     assert report.writer.startswith("cogumi with PEFT")

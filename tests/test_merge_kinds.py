@@ -46,6 +46,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"target_modules": LINEARS}),
     "rslora": ("llama", {"target_modules": LINEARS, "use_rslora": True}),
     "dora": ("llama", {"target_modules": LINEARS, "use_dora": True}),
+    "stored-transposed": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     "dora-stored-transposed": (
         "gpt2",
         {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True},

@@ -3,7 +3,6 @@
 Every merge is reloaded through transformers and compared with the live adapter, as in test_merge_kinds.py.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,19 @@ import torch
 import transformers
 from builders import (
     EXPERTS,
+    FUSED,
     LINEARS,
     SIZES,
     all_tensors,
     check_merge,
+    edit_config,
+    edit_tensors,
     load,
     save_base,
     train_adapter,
 )
 from golden import Golden
+from multimodal_models import QWEN_TOWER, TOWER
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3MoeConfig
@@ -181,15 +184,7 @@ def test_every_registered_conversion_is_mapped_right_or_not_at_all() -> None:
 
 # Layouts, through the whole merge.
 
-VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "patch_size": 14,
-}
-TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = QWEN_TOWER | {"patch_size": 14}
 TEXT = SIZES | {"head_dim": 16}
 
 
@@ -217,30 +212,29 @@ LAYOUT_BASES: dict[str, Any] = {
         text_config=TEXT
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "num_hidden_layers": 1}
         | {"bos_token_id": 1, "eos_token_id": 2},
-        vision_config=TOWER | {"patch_size": 14},
+        vision_config=TOWER,
         projector_hidden_size=32,
         architectures=["MiniMaxM3SparseForConditionalGeneration"],
     ),
     "renamed-tied": transformers.Gemma3Config(
         text_config=TEXT | {"sliding_window": 16},
-        vision_config=TOWER | {"image_size": 28, "patch_size": 14},
+        vision_config=TOWER,
         mm_tokens_per_image=4,
         architectures=["Gemma3ForConditionalGeneration"],
     ),
     "experts-fused": Qwen3MoeConfig(**TEXT, **EXPERTS),
 }
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj)"
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chunked": ("chunked", {"target_modules": LINEARS}),
     "chunked-dora": ("chunked", {"target_modules": LINEARS, "use_dora": True}),
     "chunked-third-of-four": ("chunked", {"target_modules": ["k_proj"]}),
-    "experts-transposed": ("experts-transposed", {"target_modules": LANGUAGE, "target_parameters": STACKS}),
-    "experts-square": ("experts-square", {"target_modules": LANGUAGE, "target_parameters": STACKS}),
-    "experts-fused": ("experts-fused", {"target_modules": ["q_proj"], "target_parameters": STACKS}),
+    "experts-transposed": ("experts-transposed", {"target_modules": LANGUAGE, "target_parameters": FUSED}),
+    "experts-square": ("experts-square", {"target_modules": LANGUAGE, "target_parameters": FUSED}),
+    "experts-fused": ("experts-fused", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
     "concatenated": (
         "concatenated",
-        {"target_modules": r".*language_model.*\.(q_proj|gate_up_proj)", "target_parameters": STACKS},
+        {"target_modules": r".*language_model.*\.(q_proj|gate_up_proj)", "target_parameters": FUSED},
     ),
     "concatenated-whole": (
         "concatenated",
@@ -258,13 +252,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def store_otherwise(base: Path, name: str) -> None:
     """Store a base's experts as its publisher does and save_pretrained does not."""
-    tensors = load_file(base / "model.safetensors")
     if name == "experts-transposed":
-        tensors = {key: value.mT.contiguous() if ".experts." in key else value for key, value in tensors.items()}
+        edit_tensors(base, lambda key, value: value.mT if ".experts." in key else value)
     if name == "experts-fused":
         model = load(base, torch.bfloat16)
         tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -291,23 +284,18 @@ def test_the_writer_of_a_square_stack_says_how_it_is_stored(
 ) -> None:
     """transformers 4 stored [in, out], and 5 stores [out, in] and turns what has another shape, which no square has."""
     new = layout_bases["experts-square"]
-    adapter = train_adapter(new, tmp_path / "adapter", target_modules=LANGUAGE, target_parameters=STACKS)
+    adapter = train_adapter(new, tmp_path / "adapter", target_modules=LANGUAGE, target_parameters=FUSED)
     old = shutil.copytree(new, tmp_path / "old")
-    tensors = load_file(new / "model.safetensors")
-    turned = {key: value.mT.contiguous() if ".experts." in key else value for key, value in tensors.items()}
-    save_file(turned, old / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((old / "config.json").read_text())
-    (old / "config.json").write_text(json.dumps(config | {"transformers_version": "4.57.6"}))
+    edit_tensors(Path(old), lambda name, tensor: tensor.mT if ".experts." in name else tensor)
+    edit_config(Path(old), transformers_version="4.57.6")
     for base in (new, old):
         merge_adapter(adapter, tmp_path / f"{base.name}-out", base=base, progress=False)
     expected, actual = (all_tensors(tmp_path / f"{base.name}-out") for base in (new, old))
-    assert "gate_up_proj" in str(
-        [key for key, value in tensors.items() if value.ndim == 3 and value.shape[1] == value.shape[2]]
-    )
+    stacks = {name: tensor.shape for name, tensor in all_tensors(new).items() if tensor.ndim == 3}
+    assert any("gate_up_proj" in name and rows == columns for name, (_, rows, columns) in stacks.items())
     for key, value in expected.items():
         assert torch.equal(actual[key], value.mT if ".experts." in key else value), key
-    del config["transformers_version"]
-    (old / "config.json").write_text(json.dumps(config))
+    edit_config(Path(old), transformers_version=None)
     with golden.raises("merge", message="gate_up_proj, which is square", fix="transformers_version"):
         merge_adapter(adapter, tmp_path / "refused", base=old, progress=False)
     dense = train_adapter(new, tmp_path / "dense", target_modules=LANGUAGE)

@@ -12,43 +12,34 @@ from typing import Any
 import builders
 import pytest
 import torch
-from builders import INPUT_IDS, LINEARS
+from builders import FUSED, INPUT_IDS, LINEARS, check_logits, edit_config, edit_tensors, load
+from builders import all_tensors as tensors_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
-from cogumi.merge.logits import NotCompared, check_directory, check_logits, prompt_tokens, tokenizer_of, trained_tokens
+from cogumi.merge.logits import LogitCheck, NotCompared, check_directory, prompt_tokens, tokenizer_of, trained_tokens
 
 SIZES = builders.SIZES | {"head_dim": 16}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-BASES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
-    "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False)),
-    "gptoss": lambda: GptOssForCausalLM(
-        GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
-    ),
+BASES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "qwen3moe": Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False),
+    "gptoss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False),
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"target_modules": LINEARS}),
@@ -66,9 +57,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "embedding_tied": ("tied", {"target_modules": ["embed_tokens", "q_proj"]}),
     "head": ("llama", {"target_modules": ["lm_head", "q_proj"]}),
     "head_tied": ("tied", {"target_modules": ["lm_head", "q_proj"]}),
-    "qwen3moe": ("qwen3moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
-    "mixtral": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
-    "gptoss": ("gptoss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "qwen3moe": ("qwen3moe", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
+    "mixtral": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
+    "gptoss": ("gptoss", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
 }
 # The loosest bound is that of bfloat16; what fails there fails in the others.
 RUNNING = [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.sweep) for each in (torch.float32, torch.float16))]
@@ -93,13 +84,13 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def get(name: str) -> Path:
         torch.manual_seed(0)
-        return folder / name if (folder / name).exists() else make_base(folder / name, BASES[name]())
+        return (
+            folder / name
+            if (folder / name).exists()
+            else make_base(folder / name, AutoModelForCausalLM.from_config(BASES[name]))
+        )
 
     return get
-
-
-def load(path: Path, dtype: Any = torch.float32, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval()
 
 
 def make_adapter(base: Path, path: Path, arguments: dict[str, Any], size: float = 0.05, seed: int = 1) -> Path:
@@ -129,21 +120,12 @@ def peft_merge(base: Path, adapter: Path, out: Path, tied: bool = False) -> Path
     return out
 
 
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def edited(source: Path, out: Path, edit: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Path:
-    """A copy of a directory with its tensors edited; those for which `edit` returns None are left out."""
-    shutil.copytree(source, out)
-    for file in out.glob("*.safetensors"):
-        tensors = {name: edit(name, tensor) for name, tensor in load_file(file).items()}
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None},
-            file,
-            {"format": "pt"},
-        )
-    return out
+    return edit_tensors(Path(shutil.copytree(source, out)), edit)
+
+
+def check_one(adapter: Path, merged: Path, base: Path, **options: Any) -> LogitCheck:
+    return check_directory([(adapter, 1.0)], merged, base, **options)
 
 
 @pytest.mark.parametrize("running", RUNNING, ids=str)
@@ -173,10 +155,6 @@ def test_right_merges_pass_and_a_scaling_off_by_a_twentieth_does_not(
     assert "DIFFER" in str(findings)
 
 
-def without_magnitude(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    return None if "magnitude" in name else tensor
-
-
 def base_biases(base: Path, merged: Path, out: Path) -> Path:
     before = tensors_of(base)
     return edited(merged, out, lambda name, tensor: before[name] if name.endswith("bias") else tensor)
@@ -184,9 +162,8 @@ def base_biases(base: Path, merged: Path, out: Path) -> Path:
 
 def plain(adapter: Path, **changes: Any) -> Path:
     """The adapter as something that reads only its low-rank factors sees it."""
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
-    return edited(adapter, adapter.with_name("plain"), without_magnitude)
+    edit_config(adapter, **changes)
+    return edited(adapter, adapter.with_name("plain"), lambda name, tensor: None if "magnitude" in name else tensor)
 
 
 def swap_rows(tensor: torch.Tensor, one: int, other: int) -> torch.Tensor:
@@ -268,13 +245,13 @@ def test_figures_against_closed_forms(bases: Callable[[str], Path], tmp_path: Pa
 def test_adapters_that_do_almost_nothing(bases: Callable[[str], Path], tmp_path: Path) -> None:
     base = bases("llama")
     faint = make_adapter(base, tmp_path / "faint", {"target_modules": LINEARS}, size=1e-6)
-    check = check_directory(faint, base, base)
+    check = check_one(faint, base, base)
     assert check.passed, check  # rounding took all of it, and there is no better merge in bfloat16
     assert check.measured > 0
     assert check.base_distance == 0  # not nearer to the adapter than to the base: a run's verdict fails on this
     assert check.scale_bound is None
     untrained = make_adapter(base, tmp_path / "untrained", {"target_modules": LINEARS}, size=0)
-    check = check_directory(untrained, base, base)
+    check = check_one(untrained, base, base)
     assert (check.measured, check.base_distance, check.live_distance) == (0, 0, 0)
     assert check.passed
 
@@ -283,7 +260,7 @@ def test_adapters_that_do_almost_nothing(bases: Callable[[str], Path], tmp_path:
 def test_flipped_experts_pass(running: torch.dtype, tmp_path: Path) -> None:
     """Rounding tips near-ties between experts; unequal experts then move the logits far more than rounding does."""
     torch.manual_seed(0)
-    model = BASES["qwen3moe"]()
+    model = AutoModelForCausalLM.from_config(BASES["qwen3moe"])
     with torch.no_grad():
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.mlp.gate.weight, std=0.2)
@@ -313,7 +290,8 @@ def test_check_leaves_models_alone_and_repeats(bases: Callable[[str], Path], tmp
     weight = "model.layers.1.self_attn.v_proj.weight"
     merged.get_parameter(weight).data.copy_(original.get_parameter(weight).data)  # one update forgotten
     assert not check_logits(live, merged, INPUT_IDS, torch.bfloat16).passed
-    assert not check_logits(live, BASES["mixtral"](), INPUT_IDS).passed
+    other = AutoModelForCausalLM.from_config(BASES["mixtral"])
+    assert not check_logits(live, other, INPUT_IDS).passed
 
 
 def test_modules_in_float32_between_16_bit_ones(bases: Callable[[str], Path], tmp_path: Path) -> None:
@@ -345,9 +323,9 @@ def test_the_scale_may_lack_what_storing_took_and_no_more(bases: Callable[[str],
     merged = peft_merge(base, adapter, tmp_path / "whole")
     before = tensors_of(base)
     edited(merged, tmp_path / "merged", lambda name, tensor: before[name].lerp(tensor, 0.97))
-    assert not check_directory(adapter, tmp_path / "merged", base).passed
-    assert not check_directory(adapter, tmp_path / "merged", base, kept=1.0).passed
-    assert check_directory(adapter, tmp_path / "merged", base, kept=0.97).passed
+    assert not check_one(adapter, tmp_path / "merged", base).passed
+    assert not check_one(adapter, tmp_path / "merged", base, kept=1.0).passed
+    assert check_one(adapter, tmp_path / "merged", base, kept=0.97).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -355,7 +333,7 @@ def test_directories_in_another_dtype(dtype: torch.dtype, bases: Callable[[str],
     base = bases("llama")
     adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS})
     PeftModel.from_pretrained(load(base), adapter).merge_and_unload().to(dtype).save_pretrained(tmp_path / "merged")
-    check = check_directory(adapter, tmp_path / "merged", base)
+    check = check_one(adapter, tmp_path / "merged", base)
     assert check.passed, check
     assert check.base_distance > 100 * check.bound
 
@@ -397,10 +375,10 @@ def test_vocabulary_that_the_adapter_grew(bases: Callable[[str], Path], tmp_path
     adapted.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=True)
     adapted.merge_and_unload().bfloat16().save_pretrained(tmp_path / "merged")
     ids = torch.cat([INPUT_IDS, torch.tensor([[256, 257], [258, 259]])], dim=1)
-    check = check_directory(tmp_path / "adapter", tmp_path / "merged", base, input_ids=ids)
+    check = check_one(tmp_path / "adapter", tmp_path / "merged", base, input_ids=ids)
     assert check.passed, check
     wrong = edited(tmp_path / "merged", tmp_path / "wrong", lambda n, t: swap_rows(t, 256, 259) if "embed" in n else t)
-    assert not check_directory(tmp_path / "adapter", wrong, base, input_ids=ids).passed
+    assert not check_one(tmp_path / "adapter", wrong, base, input_ids=ids).passed
 
 
 def test_prompt(bases: Callable[[str], Path], tmp_path: Path) -> None:
@@ -432,4 +410,4 @@ def test_too_little_memory_is_said_before_loading(bases: Callable[[str], Path], 
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * 10**12)
     with pytest.raises(NotCompared, match=r"^1863\.\d GiB needed, \d+\.\d GiB free on cpu"):
-        check_directory(adapter, huge, base)
+        check_one(adapter, huge, base)

@@ -1,21 +1,17 @@
 """Bases that are quantized on disk: what the merge needs is found, proven and fetched before the training, or refused."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import all_tensors
-from hub_server import HubServer, hub_server
-from qlora_runs import check, four_bit_copy, qlora
+from builders import all_tensors, edit_config, save_quantized
+from hub_server import HubServer
+from qlora_runs import check, four_bit_copy, logged_weights, qlora
 from safetensors.torch import save_file
-from test_models_download import TRAIN
+from test_models_download import train_apart
 from test_preflight import line, preflight
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -40,10 +36,11 @@ def home(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     return found
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
-    with hub_server(tmp_path / "hub") as server:
-        yield server
+def on_disk(base: Path, code: Path, **ours: Any) -> dict[str, Any]:
+    """A run on a base that is quantized on disk."""
+    config = qlora(base, code, **ours)
+    del config["model"]["quantization_config"]
+    return config
 
 
 def original_of(base: Path, wanted: str | None = None, mode: str = "full") -> Any:
@@ -179,8 +176,7 @@ def test_formats_are_read_as_their_configs_write_them() -> None:
 def test_the_preflight_of_a_quantized_base_names_its_original_and_its_bytes(
     home: Path, code_parquet: Path, tmp_path: Path
 ) -> None:
-    config = qlora(home / "model-bnb-4bit", code_parquet, run_dir=str(tmp_path / "run"))
-    del config["model"]["quantization_config"]
+    config = on_disk(home / "model-bnb-4bit", code_parquet, run_dir=str(tmp_path / "run"))
     report = preflight(config)
     assert line(report, "base").figure.endswith(f"the merge is into {home / 'model'}, which is here")
     assert "in nf4 4-bit" in line(report, "weights").figure
@@ -207,14 +203,11 @@ def test_a_run_merges_into_the_model_that_it_names_or_into_its_own_weights(
     home: Path, code_parquet: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(home / "model-bnb-4bit", tmp_path / "alone")
-    config = qlora(tmp_path / "alone", code_parquet, run_dir=str(tmp_path / "run"), merge_base=str(home / "model"))
-    del config["model"]["quantization_config"]
+    config = on_disk(tmp_path / "alone", code_parquet, run_dir=str(tmp_path / "run"), merge_base=str(home / "model"))
     result = cogumi.train(config, train__max_steps=2)
     assert result.passed, str(result.verdict)
     assert check(result, "merged logits").passed
-    log_text = (result.run_dir / "run.log").read_text()
-    forecast, loaded = (log_text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
-    assert forecast == loaded
+    assert "in nf4 4-bit" in logged_weights(result.run_dir)
     manifest = json.loads((result.merged / "cogumi-merge.json").read_text())
     assert manifest["base"]["path"] == str(home / "model")
     own = cogumi.train(
@@ -239,13 +232,8 @@ def fp8_copy(model: Path, path: Path) -> None:
             tensors[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = scale.expand(*(-(-each // 128) for each in weight.shape)).contiguous()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-    }
-    (path / "config.json").write_text(json.dumps(config))
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit_config(path, quantization_config=settings)
 
 
 def mxfp4_pair(path: Path) -> Path:
@@ -266,19 +254,15 @@ def mxfp4_pair(path: Path) -> Path:
         full[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
     save_file(full, path.with_name(f"{path.name}-BF16") / "model.safetensors", metadata={"format": "pt"})
     save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
     left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return edit_config(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left_out})
 
 
 @pytest.mark.slow("a training")
 def test_gpt_oss_in_mxfp4_trains_dequantized_and_merges_into_the_copy_that_its_name_leads_to(
     code_parquet: Path, tmp_path: Path
 ) -> None:
-    config = qlora(mxfp4_pair(tmp_path / "gpt-oss-tiny"), code_parquet, run_dir=str(tmp_path / "run"))
-    del config["model"]["quantization_config"]
+    config = on_disk(mxfp4_pair(tmp_path / "gpt-oss-tiny"), code_parquet, run_dir=str(tmp_path / "run"))
     result = cogumi.train(config, train__max_steps=2)
     assert result.passed, str(result.verdict)
     assert "(it was trained on mxfp4)" in check(result, "merged logits").figure
@@ -295,11 +279,9 @@ def test_a_base_in_eight_bits_trains_and_merges_into_its_original(
     if kind == "fp8":
         fp8_copy(home / "model", base)
     else:
-        settings = BitsAndBytesConfig(load_in_8bit=True)
-        AutoModelForCausalLM.from_pretrained(home / "model", quantization_config=settings).save_pretrained(base)
+        save_quantized(home / "model", base, BitsAndBytesConfig(load_in_8bit=True))
         AutoTokenizer.from_pretrained(home / "model").save_pretrained(base)
-    config = qlora(base, code_parquet, run_dir=str(tmp_path / "run"), merge_base=str(home / "model"))
-    del config["model"]["quantization_config"]
+    config = on_disk(base, code_parquet, run_dir=str(tmp_path / "run"), merge_base=str(home / "model"))
     result = cogumi.train(config, train__max_steps=2)
     assert result.passed, str(result.verdict)
     assert "full-precision base" in check(result, "merged logits").figure
@@ -315,14 +297,7 @@ def test_on_the_hub_a_missing_original_is_refused_before_the_first_byte_and_one_
     hub.publish("someone/model-bnb-4bit", home / "model-bnb-4bit")
 
     def run() -> str:
-        environment = {**os.environ, **hub.environment(tmp_path / "cache")}
-        return subprocess.run(
-            [sys.executable, "-c", TRAIN, json.dumps(config)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout
+        return train_apart(config, hub.environment(tmp_path / "cache"))
 
     output = run()
     assert "REFUSED model.name: someone/model-bnb-4bit is quantized (bnb-4bit)" in output

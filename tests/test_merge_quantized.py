@@ -12,29 +12,20 @@ import builders
 import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
+from builders import NF4, save_distinct, save_quantized
 from builders import all_tensors as tensors_of
 from golden import Golden
 from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, MixtralConfig, Qwen3Config
 
 from cogumi.core.errors import UsageError
-from cogumi.core.safetensors_file import Shard, read_shard
+from cogumi.core.safetensors_file import read_shard
 from cogumi.merge.bases import BaseProof, compare_models, read_model
 from cogumi.merge.quantized import Bnb4bit, Mismatch, dequantize_rows, quantization, quantized_tensors
 from cogumi.models.quantized_bases import full_precision_names
 
 SIZES = builders.SIZES | {"head_dim": 16}
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 FORMATS = {
     "nf4": NF4,
     "fp4": BitsAndBytesConfig(load_in_4bit=True),
@@ -48,30 +39,18 @@ FORMATS = {
 }
 
 
-def shards_of(path: Path) -> tuple[Shard, ...]:
-    return tuple(read_shard(shard) for shard in sorted(path.glob("*.safetensors")))
-
-
 def config_of(path: Path) -> dict[str, Any]:
     parsed: dict[str, Any] = json.loads((path / "config.json").read_text())
     return parsed
 
 
+def packed_of(path: Path) -> dict[str, Bnb4bit]:
+    shards = tuple(read_shard(shard) for shard in sorted(path.glob("*.safetensors")))
+    return quantized_tensors(shards, config_of(path))
+
+
 def prove(quantized: Path, full: Path) -> BaseProof:
     return compare_models(read_model(str(quantized), None), read_model(str(full), None))
-
-
-def save_model(path: Path, model: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # all ones otherwise, which any two models share
-            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
-    model.to(dtype).save_pretrained(path, max_shard_size="100KB")
-    return path
-
-
-def save_quantized(full: Path, path: Path, how: BitsAndBytesConfig, **options: Any) -> Path:
-    AutoModelForCausalLM.from_pretrained(full, quantization_config=how, **options).save_pretrained(path)
-    return path
 
 
 def copy_with(path: Path, out: Path, changes: dict[str, torch.Tensor | None], **config: Any) -> Path:
@@ -92,9 +71,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("bases") / "llama"
-    return save_model(path, LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)))
+    return save_distinct(tmp_path_factory.mktemp("bases") / "llama", LlamaConfig(**SIZES, tie_word_embeddings=False))
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +127,8 @@ def save_4bit(path: Path, weight: torch.Tensor, **options: Any) -> tuple[Bnb4bit
     packed, state = quantize_4bit(weight, **options)
     tensors = {"w.weight": packed} | {f"w.weight.{key}": part for key, part in state.as_dict(packed=True).items()}
     save_file(tensors, path / "model.safetensors")
-    tensor = quantized_tensors(shards_of(path), {"quantization_config": {"load_in_4bit": True}})["w.weight"]
+    shards = (read_shard(path / "model.safetensors"),)
+    tensor = quantized_tensors(shards, {"quantization_config": {"load_in_4bit": True}})["w.weight"]
     assert set(tensor.auxiliary) == tensors.keys() - {"w.weight"}
     absmax = state.absmax
     if state.nested:
@@ -206,7 +184,7 @@ def test_without_bitsandbytes_one_line_says_so(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("name", FORMATS)
 def test_saved_models_come_back_as_peft_dequantizes_them(name: str, full: Path, quantized: dict[str, Path]) -> None:
     path = quantized[name]
-    actual = quantized_tensors(shards_of(path), config_of(path))
+    actual = packed_of(path)
     linears = {key for key in tensors_of(full) if "_proj" in key}
     assert actual.keys() == linears - ({"model.layers.1.mlp.down_proj.weight"} if "kept" in name else set())
     beside = {key for tensor in actual.values() for key in tensor.auxiliary}
@@ -226,7 +204,7 @@ def test_importing_the_merge_imports_no_bitsandbytes() -> None:
 def test_the_right_base_is_proven(name: str, full: Path, quantized: dict[str, Path]) -> None:
     proof = prove(quantized[name], full)
     path = quantized[name]
-    packed = quantized_tensors(shards_of(path), config_of(path))
+    packed = packed_of(path)
     weights = tensors_of(full)
     kept_rows = [key for key in weights if key not in packed]
     assert proof.tensors_equal == len(kept_rows)
@@ -242,15 +220,13 @@ def test_the_right_base_is_proven(name: str, full: Path, quantized: dict[str, Pa
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loaded", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_base_of_another_dtype_is_proven(stored: torch.dtype, loaded: torch.dtype, tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    full = save_model(tmp_path / "full", LlamaForCausalLM(LlamaConfig(**SIZES)), stored)
+    full = save_distinct(tmp_path / "full", LlamaConfig(**SIZES), dtype=stored)
     path = save_quantized(full, tmp_path / "nf4", NF4, dtype=loaded)
     assert prove(path, full).codes_differing == 0
 
 
 def test_tied_heads_experts_and_extra_modules_are_proven(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    tied = save_model(tmp_path / "qwen", Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)))
+    tied = save_distinct(tmp_path / "qwen", Qwen3Config(**SIZES, tie_word_embeddings=True))
     path = save_quantized(tied, tmp_path / "qwen4", NF4)
     embedding = tensors_of(tied)["model.embed_tokens.weight"]
     # Full checkpoints may hold the tied head as well, and layers that transformers does not load.
@@ -258,7 +234,7 @@ def test_tied_heads_experts_and_extra_modules_are_proven(tmp_path: Path) -> None
     assert prove(path, tied) == prove(path, copy_with(tied, tmp_path / "more", extra))
 
     # transformers 5 fuses experts into parameters, which bitsandbytes leaves in 16 bits; on disk they are split again.
-    moe = save_model(tmp_path / "moe", MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)))
+    moe = save_distinct(tmp_path / "moe", MixtralConfig(**SIZES, num_local_experts=4))
     proof = prove(save_quantized(moe, tmp_path / "moe4", NF4), moe)
     assert proof.sampled_tensors == 2 * 4  # attention only
     assert proof.codes_differing == 0
@@ -290,7 +266,7 @@ def test_another_model_and_a_sibling_are_refused(
 
 def test_the_dequantized_checkpoint_is_not_the_base(full: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
     path = quantized["nf4"]
-    packed = quantized_tensors(shards_of(path), config_of(path))
+    packed = packed_of(path)
     weights: dict[str, torch.Tensor | None] = {k: dequantize_rows(t, 0, t.shape[0]) for k, t in packed.items()}
     assert "is it the dequantized checkpoint?" in refused(path, copy_with(full, tmp_path / "back", weights))
 
@@ -323,15 +299,17 @@ def test_what_is_not_quantized_must_be_equal(full: Path, quantized: dict[str, Pa
 def test_names_shapes_and_configs_must_agree(full: Path, quantized: dict[str, Path], tmp_path: Path) -> None:
     path, weights = quantized["nf4"], tensors_of(full)
     embedding = weights["model.embed_tokens.weight"]
-    padded = copy_with(full, tmp_path / "padded", {"model.embed_tokens.weight": torch.cat([embedding, embedding[:8]])})
-    assert "model.embed_tokens.weight is [264, 64] where the quantized one has [256, 64]" in refused(path, padded)
-    projection = "model.layers.0.mlp.up_proj.weight"
-    turned = copy_with(full, tmp_path / "turned", {projection: weights[projection].T})
-    assert f"{projection} is [64, 96] where the quantized one has [96, 64]" in refused(path, turned)
-    bias = copy_with(full, tmp_path / "bias", {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
-    assert "it has model.layers.0.self_attn.q_proj.bias, which the quantized one lacks" in refused(path, bias)
-    short = copy_with(full, tmp_path / "short", {"model.layers.1.mlp.up_proj.weight": None})
-    assert "it has no model.layers.1.mlp.up_proj.weight" in refused(path, short)
+    projection, bias = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+    changes: dict[str, dict[str, torch.Tensor | None]] = {
+        "embed_tokens.weight is [264, 64] where the quantized one has [256, 64]": {
+            "model.embed_tokens.weight": torch.cat([embedding, embedding[:8]])
+        },
+        f"{projection} is [64, 96] where the quantized one has [96, 64]": {projection: weights[projection].T},
+        f"it has {bias}, which the quantized one lacks": {bias: torch.zeros(64)},
+        f"it has no {projection}": {projection: None},
+    }
+    for number, (problem, change) in enumerate(changes.items()):
+        assert problem in refused(path, copy_with(full, tmp_path / f"{number}", change))
     heads = copy_with(full, tmp_path / "heads", {}, num_attention_heads=2)
     assert "num_attention_heads=2 where the quantized one says 4" in refused(path, heads)
 
@@ -365,43 +343,33 @@ def test_other_formats_are_proven_by_what_they_leave_alone(full: Path, tmp_path:
     assert "nothing can be compared" in refused(as_gptq(full, tmp_path / "nothing", "gptq", nothing), full)
 
 
-def test_8_bit_weights_are_not_compared_but_what_is_beside_them_is(full: Path, tmp_path: Path) -> None:
-    eight = save_quantized(full, tmp_path / "int8", BitsAndBytesConfig(load_in_8bit=True))
+def as_fp8(full: Path, out: Path) -> Path:
+    eight = {name: w.to(torch.float8_e4m3fn) for name, w in tensors_of(full).items() if "_proj" in name}
+    scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in eight}
+    return copy_with(full, out, {**eight, **scales}, quantization_config={"quant_method": "fp8"})
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_8_bits_are_not_compared_but_what_is_beside_them_is(kind: str, full: Path, tmp_path: Path) -> None:
+    int8 = BitsAndBytesConfig(load_in_8bit=True)
+    eight = as_fp8(full, tmp_path / "8") if kind == "fp8" else save_quantized(full, tmp_path / "8", int8)
     assert prove(eight, full) == BaseProof(7, 0, None, None)
     moved: dict[str, torch.Tensor | None] = {"model.norm.weight": tensors_of(full)["model.norm.weight"] * 2}
     assert "model.norm.weight" in refused(eight, copy_with(full, tmp_path / "other", moved))
 
 
-def test_fp8_weights_are_not_compared_but_what_is_beside_them_is(full: Path, tmp_path: Path) -> None:
-    weights = tensors_of(full)
-    eight = {name: w.to(torch.float8_e4m3fn) for name, w in weights.items() if "_proj" in name}
-    scales = {f"{name}_scale_inv": torch.ones(1, 1) for name in eight}
-    config = {"quantization_config": {"quant_method": "fp8"}}
-    proof = prove(copy_with(full, tmp_path / "fp8", {**eight, **scales}, **config), full)
-    assert (proof.tensors_equal, proof.sampled_tensors, proof.nf4_error) == (7, 0, None)
-    moved = {"model.norm.weight": weights["model.norm.weight"] * 2}
-    assert "model.norm.weight" in refused(copy_with(full, tmp_path / "o", {**eight, **scales, **moved}, **config), full)
-
-
 def test_damaged_and_unknown_layouts_are_refused(quantized: dict[str, Path], tmp_path: Path, golden: Golden) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-
-    def read(kind: str, what: str, changes: dict[str, torch.Tensor | None]) -> None:
-        path = copy_with(quantized[kind], tmp_path / what, changes)
-        quantized_tensors(shards_of(path), config_of(path))
-
-    with golden.raises("merge", message="up_proj.weight.absmax"):
-        read("nf4", "no-absmax", {f"{name}.absmax": None})
-    with golden.raises("merge", message="6144"):
-        read("nf4", "short", {name: torch.zeros(8, 1, dtype=torch.uint8)})
-    with golden.raises("merge", message="up_proj.weight.nested_absmax"):
-        read("nf4", "half-absmax", {f"{name}.nested_absmax": torch.zeros(1, dtype=torch.float16)})
-    with golden.raises("merge", message="bitsandbytes quant state"):
-        read("nf4", "state", {f"{name}.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)})
-    state = json.dumps({"shape": [96, 64], "dtype": "float64", "blocksize": 64}).encode()
-    with golden.raises("merge", message="float64"):
-        read(
-            "nf4",
-            "f64",
-            {f"{name}.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8)},
-        )
+    state = f"{name}.quant_state.bitsandbytes__nf4"
+    of_float64 = bytearray(json.dumps({"shape": [96, 64], "dtype": "float64", "blocksize": 64}).encode())
+    changes: dict[str, dict[str, torch.Tensor | None]] = {
+        "up_proj.weight.absmax": {f"{name}.absmax": None},
+        "6144": {name: torch.zeros(8, 1, dtype=torch.uint8)},
+        "up_proj.weight.nested_absmax": {f"{name}.nested_absmax": torch.zeros(1, dtype=torch.float16)},
+        "bitsandbytes quant state": {state: torch.zeros(9, dtype=torch.uint8)},
+        "float64": {state: torch.frombuffer(of_float64, dtype=torch.uint8)},
+    }
+    for number, (problem, change) in enumerate(changes.items()):
+        path = copy_with(quantized["nf4"], tmp_path / f"{number}", change)
+        with golden.raises("merge", message=problem):
+            packed_of(path)

@@ -12,24 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import builders
 import pytest
-import torch
 from blake3 import blake3
-from disk_mounts import mounting
+from builders import EXPERTS, SIZES, save_base, train_adapter
 from golden import Golden
 from page_cache import is_in_memory
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from cogumi.cli.app import main
 from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memory, sync_path
 from cogumi.merge import CheckReport, MergeError, check_merged, merge_adapter
 from cogumi.merge.merge_manifest import read_back
 
-SIZES = builders.SIZES | {"head_dim": 16}
-LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False)
-EXPERTS = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+LLAMA = LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=False)
+MIXTURE = Qwen3MoeConfig(**SIZES, head_dim=16, **EXPERTS)
+Run = Callable[..., tuple[int, str, str]]
 
 
 @dataclass(frozen=True)
@@ -43,21 +39,13 @@ class Merged:
 
 
 def make_base(path: Path, config: PreTrainedConfig) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path, max_shard_size="60KB")
+    save_base(path, config, max_shard_size="60KB")
     (path / "tokenizer.json").write_text('{"of": "base"}\n')
     return path
 
 
-def make_adapter(base: Path, path: Path, seed: int = 1, **lora: Any) -> Path:
-    torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(**({"r": 4, "target_modules": ["q_proj", "down_proj"]} | lora)))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.01)
-    adapted.save_pretrained(str(path))
-    return path
+def make_adapter(base: Path, path: Path, **lora: Any) -> Path:
+    return train_adapter(base, path, **{"target_modules": ["q_proj", "down_proj"]} | lora)
 
 
 @pytest.fixture
@@ -68,23 +56,13 @@ def merged(tmp_path: Path) -> Merged:
     return Merged(tmp_path / "merged", base, adapter, report.elements)
 
 
-@dataclass(frozen=True)
-class Said:
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """The command line, in this process: exit status, standard output, standard error after its first line."""
+def cli(command_line: Run) -> Run:
+    """The command line in this process: exit status, standard output, standard error after its first line."""
 
-    def run(*words: object) -> Said:
-        monkeypatch.setattr("sys.argv", ["cogumi", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        captured = capsys.readouterr()
-        return Said(int(stopped.value.code or 0), captured.out, re.sub(r"^checking \S+ \.\.\.\n", "", captured.err))
+    def run(*words: object) -> tuple[int, str, str]:
+        status, out, err = command_line(*words)
+        return status, out, re.sub(r"^checking \S+ \.\.\.\n", "", err)
 
     return run
 
@@ -107,18 +85,18 @@ def edit_manifest(directory: Path, change: Callable[[dict[str, Any]], object]) -
     path.write_text(json.dumps(manifest))
 
 
-def test_a_good_directory(merged: Merged, cli: Callable[..., Said]) -> None:
-    done = cli("merge", "--check", merged.out)
+def test_a_good_directory(merged: Merged, cli: Run) -> None:
+    status, out, err = cli("merge", "--check", merged.out)
     sealed = [path for path in merged.out.iterdir() if path.name not in ("cogumi-merge.json", "README.md")]
     files = len(sealed)
-    assert (done.status, done.err) == (0, "")
-    assert done.out.startswith(f"{merged.out}: {files} files (")
-    assert f"{merged.elements:,} computed elements compared with base + adapter again" in done.out
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{merged.out}: {files} files (")
+    assert f"{merged.elements:,} computed elements compared with base + adapter again" in out
 
-    done = cli("merge", "--check", merged.out, "--json")
+    status, out, _ = cli("merge", "--check", merged.out, "--json")
     size = sum(path.stat().st_size for path in sealed)
-    assert done.status == 0
-    said = json.loads(done.out)
+    assert status == 0
+    said = json.loads(out)
     assert isinstance(said.pop("from_memory"), int | None)
     assert said == {
         "directory": str(merged.out),
@@ -133,7 +111,7 @@ def test_a_good_directory(merged: Merged, cli: Callable[..., Said]) -> None:
 KINDS: dict[str, tuple[PreTrainedConfig, dict[str, Any], dict[str, Any]]] = {
     "dora": (LLAMA, {"use_dora": True}, {}),
     "float16": (LLAMA, {}, {"dtype": "float16"}),
-    "experts": (EXPERTS, {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}, {}),
+    "experts": (MIXTURE, {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}, {}),
     "head": (LLAMA, {"target_modules": ["lm_head"]}, {}),
 }
 
@@ -202,32 +180,33 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_status_1_and_one_line(damage: str, merged: Merged, cli: Callable[..., Said]) -> None:
+def test_damage_is_status_1_and_one_line(damage: str, merged: Merged, cli: Run) -> None:
     harm, says = DAMAGES[damage]
     pattern = says.format(shard=shard(merged.out), out=merged.out)
     harm(merged.out)
     with pytest.raises(MergeError, match=pattern) as caught:
         check_merged(merged.out, progress=False)
     assert "\n" not in str(caught.value)
-    done = cli("merge", "--check", merged.out, "--json")
-    assert (done.status, done.out, done.err) == (1, "", f"cogumi: {caught.value}\n")
+    assert cli("merge", "--check", merged.out, "--json") == (1, "", f"cogumi: {caught.value}\n")
 
 
-def test_a_change_that_the_manifest_agrees_with_is_found_too(merged: Merged, cli: Callable[..., Said]) -> None:
+def test_a_change_that_the_manifest_agrees_with_is_found_too(merged: Merged, cli: Run) -> None:
     """One element off and every hash renewed: base + adapter still say otherwise."""
+
+    def renew(path: Path) -> None:
+        digest = {"blake3": blake3(path.read_bytes()).hexdigest()}
+        edit_manifest(merged.out, lambda manifest: manifest["shards"][path.name].update(digest))
+
     for path in sorted(merged.out.glob("*.safetensors")):
-        before = path.read_bytes()
         flip(path, -1)  # a sign or exponent bit of the shard's last element
-        digest = blake3(path.read_bytes()).hexdigest()
-        edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(blake3=digest))  # type: ignore[misc]
-        done = cli("merge", "--check", merged.out)
-        assert done.status == 1, path
-        assert "where W + delta is" in done.err or "should be the base's bytes" in done.err
-        assert done.err.count("\n") == 1
-        path.write_bytes(before)
-        digest = blake3(before).hexdigest()
-        edit_manifest(merged.out, lambda m, name=path.name, digest=digest: m["shards"][name].update(blake3=digest))  # type: ignore[misc]
-    assert cli("merge", "--check", merged.out).status == 0
+        renew(path)
+        status, _, err = cli("merge", "--check", merged.out)
+        assert status == 1, path
+        assert "where W + delta is" in err or "should be the base's bytes" in err
+        assert err.count("\n") == 1
+        flip(path, -1)
+        renew(path)
+    assert cli("merge", "--check", merged.out)[0] == 0
 
 
 CHANGES: dict[str, tuple[Callable[[Merged], object], str]] = {
@@ -246,17 +225,17 @@ CHANGES: dict[str, tuple[Callable[[Merged], object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_inputs_that_are_not_what_they_were(change: str, merged: Merged, cli: Callable[..., Said]) -> None:
+def test_inputs_that_are_not_what_they_were(change: str, merged: Merged, cli: Run) -> None:
     """The directory is still what was merged; that it is base + adapter cannot be said, and that is what is said."""
     alter, says = CHANGES[change]
     alter(merged)
     report = check_merged(merged.out, progress=False)
     assert report.elements is None
     assert report.missing is not None
-    done = cli("merge", "--check", merged.out)
-    assert (done.status, done.err) == (0, "")
-    assert f"not compared with base + adapter again: {report.missing}" in done.out
-    as_json = json.loads(cli("merge", "--check", merged.out, "--json").out)
+    status, out, err = cli("merge", "--check", merged.out)
+    assert (status, err) == (0, "")
+    assert f"not compared with base + adapter again: {report.missing}" in out
+    as_json = json.loads(cli("merge", "--check", merged.out, "--json")[1])
     assert as_json["elements"] is None
     assert as_json["missing"] == report.missing
     assert re.fullmatch(says.format(base=merged.base, adapter=merged.adapter), report.missing)
@@ -267,13 +246,10 @@ def test_the_directory_may_move(merged: Merged, tmp_path: Path) -> None:
     assert check_merged(moved, progress=False).elements == merged.elements
 
 
-def test_what_is_no_merged_directory_is_status_2(
-    merged: Merged, tmp_path: Path, cli: Callable[..., Said], golden: Golden
-) -> None:
+def test_what_is_no_merged_directory_is_status_2(merged: Merged, tmp_path: Path, cli: Run, golden: Golden) -> None:
     for path in (merged.base, tmp_path / "nowhere", merged.out / "config.json"):
-        done = cli("merge", "--check", path)
-        assert (done.status, done.out) == (2, "")
-        assert done.err == f"cogumi: {path} holds no cogumi-merge.json, so it is not a directory that cogumi merged\n"
+        problem = f"cogumi: {path} holds no cogumi-merge.json, so it is not a directory that cogumi merged\n"
+        assert cli("merge", "--check", path) == (2, "", problem)
     edit_manifest(merged.out, lambda manifest: manifest.update(format=5))
     with golden.raises("merge", message="cogumi-merge.json", fix="merge again"):
         check_merged(merged.out, progress=False)
@@ -318,7 +294,7 @@ def put(path: Path) -> None:
 
 
 def test_every_file_that_a_loader_may_read_is_the_merge_s(
-    merged: Merged, tmp_path: Path, cli: Callable[..., Said], golden: Golden
+    merged: Merged, tmp_path: Path, cli: Run, golden: Golden
 ) -> None:
     put(tmp_path / "elsewhere" / "config.json")
     for name in LOADED:
@@ -333,23 +309,23 @@ def test_every_file_that_a_loader_may_read_is_the_merge_s(
         with pytest.raises(MergeError, match=f"a loader may read it: {name}; move it elsewhere"):
             check_merged(merged.out, progress=False)
         (merged.out / name).unlink()
-    assert cli("merge", "--check", merged.out).status == 0
+    assert cli("merge", "--check", merged.out)[0] == 0
     for name in LOADED[:7]:
         put(merged.out / name)
-    done = cli("merge", "--check", merged.out)
-    assert (done.status, done.out) == (1, "")
-    golden("merge", done.err)
+    status, out, err = cli("merge", "--check", merged.out)
+    assert (status, out) == (1, "")
+    golden("merge", err)
 
 
-def test_files_that_no_loader_reads_are_said(merged: Merged, cli: Callable[..., Said], golden: Golden) -> None:
+def test_files_that_no_loader_reads_are_said(merged: Merged, cli: Run, golden: Golden) -> None:
     for name in UNREAD:
         put(merged.out / name)
     beside = [".DS_Store", ".cache", ".git", ".gitattributes", ".ipynb_checkpoints", "LICENSE", "README.md"]
     beside += ["docs/Notes.MD", "notice.txt"]
     assert check_merged(merged.out, progress=False).beside == beside
-    done = cli("merge", "--check", merged.out)
-    assert (done.status, done.err) == (0, "")
-    golden("merge", done.out[done.out.index("; not written") :])
+    status, out, err = cli("merge", "--check", merged.out)
+    assert (status, err) == (0, "")
+    golden("merge", out[out.index("; not written") :])
 
 
 def test_a_directory_that_cannot_be_listed_is_no_whole_one(merged: Merged) -> None:
@@ -365,7 +341,7 @@ def test_a_directory_that_cannot_be_listed_is_no_whole_one(merged: Merged) -> No
 # ------------------------------------------------------------------------------------------------------ options beside --check
 
 
-def test_words_of_a_merge_are_refused_beside_check(merged: Merged, cli: Callable[..., Said], golden: Golden) -> None:
+def test_words_of_a_merge_are_refused_beside_check(merged: Merged, cli: Run, golden: Golden) -> None:
     """Also those that say what is so anyway: nothing was asked of them."""
     words: list[tuple[object, ...]] = [
         (merged.adapter,),
@@ -379,12 +355,12 @@ def test_words_of_a_merge_are_refused_beside_check(merged: Merged, cli: Callable
         ("--add", f"{merged.adapter}=1"),
     ]
     for given in [*words, sum(words[1:], ())]:
-        done = cli("merge", *given, "--check", merged.out)
-        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+        status, out, err = cli("merge", *given, "--check", merged.out)
+        assert (status, out, err.count("\n")) == (2, "", 1)
         for each in given:
-            assert not str(each).startswith("--") or f" {each}" in done.err
-        golden("merge", done.err)
-    assert cli("merge", "--check", merged.out, "--workers", "1", "--json").status == 0
+            assert not str(each).startswith("--") or f" {each}" in err
+        golden("merge", err)
+    assert cli("merge", "--check", merged.out, "--workers", "1", "--json")[0] == 0
 
 
 # -------------------------------------------------------------------------------------------------------- memory and the disk
@@ -417,10 +393,8 @@ def test_files_are_read_from_the_disk_unless_a_process_maps_them(merged: Merged)
     assert f"but {size:,} of {report.bytes:,} bytes were read from memory, not from the disk" in str(report)
 
 
-def test_a_filesystem_in_memory_has_no_disk(merged: Merged, tmp_path: Path) -> None:
-    with mounting(tmp_path) as mount:
-        out = Path(shutil.copytree(merged.out, mount() / "merged"))
-        report = check_merged(out, progress=False)
+def test_a_filesystem_in_memory_has_no_disk(merged: Merged, mount: Callable[..., Path]) -> None:
+    report = check_merged(Path(shutil.copytree(merged.out, mount() / "merged")), progress=False)
     assert report.from_memory == report.bytes
 
 

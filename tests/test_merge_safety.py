@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 import torch
-from disk_mounts import ext_image, mounting
+from builders import EXPERTS, FUSED, save_base, train_adapter
+from disk_mounts import ext_image
 from golden import Golden
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from cogumi.core.errors import DiskFull, UsageError
 from cogumi.merge import MergeError, merge_adapter, merging, stream
@@ -39,16 +39,13 @@ BASES: dict[str, PreTrainedConfig] = {
     "small": LlamaConfig(**SMALL, tie_word_embeddings=False),
     # Embedding and head are cut into two runs each.
     "large": LlamaConfig(**SIZES, hidden_size=256, intermediate_size=512, vocab_size=36000, tie_word_embeddings=False),
-    "experts": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+    "experts": Qwen3MoeConfig(**SMALL, **EXPERTS),
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("large", {"target_modules": [*LINEARS, "lm_head"]}),
     "dora": ("large", {"target_modules": [*LINEARS, "lm_head"], "use_dora": True}),
     "embedding-dora": ("large", {"target_modules": ["embed_tokens"], "use_dora": True}),
-    "experts": (
-        "experts",
-        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-    ),
+    "experts": ("experts", {"target_modules": ["q_proj"], "target_parameters": FUSED}),
     "plain": ("small", {"target_modules": LINEARS}),
 }
 # What a merge would import, so that a forked child starts at the merge itself.
@@ -64,18 +61,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
         family, lora = KINDS[kind]
         base, adapter = root / family, root / f"adapter-{kind}"
         if not base.exists():
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(BASES[family], dtype=torch.bfloat16)
-            model.save_pretrained(base, max_shard_size="60KB" if family == "small" else "16MB")
+            save_base(base, BASES[family], max_shard_size="60KB" if family == "small" else "16MB")
             (base / "tokenizer.json").write_text("{}")
         if not adapter.exists():
-            torch.manual_seed(1)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-            adapted = get_peft_model(loaded, LoraConfig(r=8, **lora))
-            for name, parameter in adapted.named_parameters():
-                if "lora_B" in name or "lora_embedding_A" in name:
-                    torch.nn.init.normal_(parameter, std=0.01)
-            adapted.save_pretrained(str(adapter), save_embedding_layers=False)
+            train_adapter(base, adapter, **lora)
         return base, adapter
 
     return make
@@ -84,6 +73,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 @pytest.fixture
 def plain(inputs: Callable[[str], tuple[Path, Path]]) -> tuple[Path, Path]:
     return inputs("plain")
+
+
+Merge = Callable[[Path | str], Any]
+
+
+@pytest.fixture
+def merge(plain: tuple[Path, Path]) -> Merge:
+    return lambda out: merge_adapter(plain[1], out, base=plain[0], progress=False)
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -128,25 +125,46 @@ def test_bits_do_not_depend_on_threads(
     assert sum(name.endswith(".safetensors") for name in collected[0]) >= 1
 
 
-@pytest.mark.parametrize("failure", [MergeError, KeyboardInterrupt])
-def test_torch_is_as_it_was_after_a_failure(
-    failure: type[BaseException], plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize("function", ["write_run", "verify_run"])
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        (MergeError("stop"), MergeError, "stop"),
+        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+        (OSError("stop"), OSError, "stop"),
+        (OSError(errno.ENOSPC, FULL), DiskFull, FULL),
+    ],
+)
+def test_a_failure_in_a_thread_leaves_nothing_and_torch_as_it_was(
+    failure: BaseException,
+    kind: type[BaseException],
+    message: str,
+    function: str,
+    merge: Merge,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    base, adapter = plain
-    before = torch.get_num_threads()
+    before, original, calls = torch.get_num_threads(), getattr(stream, function), []
 
-    def fail(*_: Any) -> None:
-        assert torch.get_num_threads() == 1
-        raise failure("stop")
+    def fail(*arguments: Any) -> None:
+        calls.append(torch.get_num_threads())
+        if len(calls) == 3:
+            raise failure
+        original(*arguments)
 
-    monkeypatch.setattr(stream, "verify_run", fail)
+    monkeypatch.setattr(stream, function, fail)
     try:
         torch.set_num_threads(3)
-        with pytest.raises(failure, match="stop"):
-            merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+        with pytest.raises(kind, match=message) as caught:
+            merge(tmp_path / "merged")
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+    assert set(calls) == {1}
+    assert kind is not DiskFull or str(tmp_path) in str(caught.value)
     assert nothing_left(tmp_path / "merged")
 
 
@@ -182,14 +200,6 @@ def test_a_worker_brings_in_no_threads_of_its_own_and_a_merge_no_training() -> N
 # ------------------------------------------------------------------------------------------------------- killed, stopped
 
 
-def merge_and_say(base: Path, adapter: Path, out: Path, pipe: Connection, slow: str | None) -> None:
-    """Runs in a child. slow: a function of the merge, such as "stream.write_run"; each call is announced and then held up."""
-    slow_down(slow, pipe)
-    pipe.send("started")
-    merge_adapter(adapter, out, base=str(base), progress=False)
-    pipe.send("done")
-
-
 def run_cli(words: list[str], stderr: Path, limit: int | None, pipe: Connection, slow: str | None) -> None:
     """The command line in a child, its standard error in a file, and no file larger than `limit` bytes."""
     from cogumi.cli.app import main
@@ -220,12 +230,17 @@ def slow_down(name: str | None, pipe: Connection) -> None:
     setattr(module, function, slower)
 
 
-def start(target: Callable[..., None], *arguments: Any, slow: str | None = None) -> tuple[BaseProcess, Connection]:
-    """A forked child that has everything imported, at the moment at which it begins; or at its first slow call."""
+def start(
+    words: list[str], said: Path, limit: int | None = None, slow: str | None = None
+) -> tuple[BaseProcess, Connection]:
+    """A forked child that has everything imported, at the moment at which it begins; or at its first slow call.
+
+    slow: a function of the merge, such as "stream.write_run"; each call is announced and then held up.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     ours, theirs = context.Pipe()
-    child = context.Process(target=target, args=(*arguments, theirs, slow))
+    child = context.Process(target=run_cli, args=(words, said, limit, theirs, slow))
     child.start()
     theirs.close()
     assert ours.recv() == "started"
@@ -240,17 +255,17 @@ def survive_kills(base: Path, adapter: Path, folder: Path, kills: int, caplog: p
     merge_adapter(adapter, out, base=base, progress=False)
     expected = contents(out)
     shutil.rmtree(out)
-    child, pipe = start(merge_and_say, base, adapter, out)
+    words, said = ["merge", str(adapter), str(out), "--base", str(base)], folder.with_suffix(".stderr")
+    child, _ = start(words, said)
     begun = time.perf_counter()
-    assert pipe.recv() == "done"
-    duration = time.perf_counter() - begun
     child.join()
+    duration = time.perf_counter() - begun
     assert child.exitcode == 0
     shutil.rmtree(out)
     killed = attempts = partials = 0
     while killed < kills and attempts < 3 * kills:
         attempts += 1
-        child, _ = start(merge_and_say, base, adapter, out)
+        child, _ = start(words, said)
         time.sleep(moment.uniform(0, duration))
         child.kill()
         child.join()
@@ -286,7 +301,8 @@ def test_a_running_merge_is_left_alone_and_a_killed_one_removed(
 ) -> None:
     base, adapter = plain
     out = tmp_path / "merged"
-    child, _ = start(merge_and_say, base, adapter, out, slow="write_side_files")
+    words = ["merge", str(adapter), str(out), "--base", str(base)]
+    child, _ = start(words, tmp_path.with_suffix(".stderr"), slow="write_side_files")
     (partial,) = tmp_path.glob("merged.partial-*")
     with pytest.raises(UsageError, match=f"^out {out}: another merge is writing {partial.name}; wait") as caught:
         merge_adapter(adapter, out, base=base, progress=False)
@@ -303,9 +319,8 @@ def test_a_running_merge_is_left_alone_and_a_killed_one_removed(
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_what_only_looks_like_a_partial_is_left_alone(plain: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_only_looks_like_a_partial_is_left_alone(merge: Merge, tmp_path: Path) -> None:
     """Nothing but a directory with a name of ours is removed, and no link is followed to somebody's data."""
-    base, adapter = plain
     out = tmp_path / "merged[1]*"  # which means something else to a glob
     data = tmp_path / "data"
     data.mkdir()
@@ -320,7 +335,7 @@ def test_what_only_looks_like_a_partial_is_left_alone(plain: tuple[Path, Path], 
     shutil.copytree(data, stale)
     (stale / "link").symlink_to(data)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and stale not in path.parents}
-    merge_adapter(adapter, out, base=base, progress=False)
+    merge(out)
     assert not stale.exists()
     assert {path: path.read_bytes() for path in before} == before
     assert (tmp_path / "merged[1]*.partial-0123abce").is_symlink()
@@ -328,7 +343,7 @@ def test_what_only_looks_like_a_partial_is_left_alone(plain: tuple[Path, Path], 
 
 
 def test_a_partial_that_another_merge_took_is_refused(
-    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its creation and its lock, a partial looks like a killed merge's."""
     original = commit.lock_directory
@@ -341,7 +356,7 @@ def test_a_partial_that_another_merge_took_is_refused(
 
     monkeypatch.setattr(commit, "lock_directory", beaten)
     with pytest.raises(UsageError, match="another merge is writing"):
-        merge_adapter(plain[1], tmp_path / "merged", base=plain[0], progress=False)
+        merge(tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     os.close(held[0])
 
@@ -367,7 +382,7 @@ def test_a_signal_stops_the_workers_and_leaves_nothing(
     out, said = tmp_path / "out" / "merged", tmp_path / "stderr"
     out.parent.mkdir()
     words = ["merge", str(adapter), str(out), "--base", str(base), "--workers", "1"]
-    child, pipe = start(run_cli, words, said, None, slow=during)
+    child, pipe = start(words, said, slow=during)
     time.sleep(0.1)
     assert child.pid is not None
     os.kill(child.pid, number)
@@ -384,7 +399,7 @@ def test_a_check_that_is_interrupted_leaves_the_directory_as_it_was(plain: tuple
     out, said = tmp_path / "merged", tmp_path / "stderr"
     merge_adapter(plain[1], out, base=plain[0], progress=False)
     before = contents(out)
-    child, _ = start(run_cli, ["merge", "--check", str(out)], said, None, slow="merge_manifest.read_back")
+    child, _ = start(["merge", "--check", str(out)], said, slow="merge_manifest.read_back")
     assert child.pid is not None
     os.kill(child.pid, signal.SIGTERM)
     child.join(30)
@@ -394,13 +409,6 @@ def test_a_check_that_is_interrupted_leaves_the_directory_as_it_was(plain: tuple
 
 
 # -------------------------------------------------------------------------------------------------------- full and odd disks
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a filesystem. Skips where that takes rights, or parts of the kernel, that are not to be had."""
-    with mounting(tmp_path) as mount_one:
-        yield mount_one
 
 
 def kilobytes(message: str) -> tuple[int, int, int]:
@@ -454,7 +462,7 @@ def test_a_limit_on_file_size_is_refused(inputs: Callable[[str], tuple[Path, Pat
     base, adapter = inputs("lora")
     out, said = tmp_path / "out" / "merged", tmp_path / "stderr"
     out.parent.mkdir()
-    child, _ = start(run_cli, ["merge", str(adapter), str(out), "--base", str(base)], said, 1 << 20)
+    child, _ = start(["merge", str(adapter), str(out), "--base", str(base)], said, limit=1 << 20)
     child.join(60)
     assert child.exitcode == 2, said.read_text()
     assert re.fullmatch(
@@ -467,10 +475,9 @@ def test_a_limit_on_file_size_is_refused(inputs: Callable[[str], tuple[Path, Pat
 
 
 def test_a_disk_that_others_fill_up_later(
-    plain: tuple[Path, Path], mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    merge: Merge, mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shards have their blocks; the small files find none."""
-    base, adapter = plain
     disk = mount("tmpfs", "size=4m")
     original = merging.write_side_files
 
@@ -481,7 +488,7 @@ def test_a_disk_that_others_fill_up_later(
 
     monkeypatch.setattr(merging, "write_side_files", fill)
     with pytest.raises(DiskFull, match="nothing was written") as caught:
-        merge_adapter(adapter, disk / "merged", base=base, progress=False)
+        merge(disk / "merged")
     needed, free, more = kilobytes(str(caught.value))
     assert needed == pytest.approx(caught.value.needed, abs=1000)
     assert free == pytest.approx(needed - more, abs=2000)
@@ -490,23 +497,19 @@ def test_a_disk_that_others_fill_up_later(
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "ext2"])
-def test_out_on_another_filesystem(
-    kind: str, plain: tuple[Path, Path], tmp_path: Path, mount: Callable[..., Path]
-) -> None:
+def test_out_on_another_filesystem(kind: str, merge: Merge, tmp_path: Path, mount: Callable[..., Path]) -> None:
     """The kernel does not copy between two of them, and ramfs and ext2 cannot allocate blocks beforehand."""
-    base, adapter = plain
     source = str(ext_image(tmp_path / "image", "ext2", 0, 8 << 20)) if kind == "ext2" else "none"
     disk = mount(kind, "loop" if kind == "ext2" else "", source)
-    merge_adapter(adapter, tmp_path / "here", base=base, progress=False)
-    merge_adapter(adapter, disk / "there", base=base, progress=False)
+    merge(tmp_path / "here")
+    merge(disk / "there")
     assert contents(tmp_path / "here") == contents(disk / "there")
     assert not list(disk.glob("there.*"))
 
 
 def test_without_locks_a_partial_is_said_and_left(
-    plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    base, adapter = plain
     partial = tmp_path / "merged.partial-0123abcd"
     partial.mkdir()
 
@@ -514,13 +517,18 @@ def test_without_locks_a_partial_is_said_and_left(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+    merge(tmp_path / "merged")
     assert f"{partial} is a killed merge's, or a running one's" in caplog.text
     assert partial.exists()
 
 
-def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, adapter = plain
+def test_read_only_place(merge: Merge, mount: Callable[..., Path], golden: Golden) -> None:
+    disk = mount("tmpfs", "size=10m,ro")
+    with golden.raises("merge", message=str(disk)):
+        merge(disk / "merged")
+
+
+def test_a_quota_is_refused(merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, calls = os.posix_fallocate, []
 
     def limited(*arguments: int) -> None:
@@ -531,7 +539,7 @@ def test_a_quota_is_refused(plain: tuple[Path, Path], tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "posix_fallocate", limited)
     with pytest.raises(UsageError, match=r"^out .* needs .* free \(Disk quota exceeded\); raise that limit or"):
-        merge_adapter(adapter, tmp_path / "merged", base=base, progress=False)
+        merge(tmp_path / "merged")
     assert nothing_left(tmp_path / "merged")
 
 
@@ -552,6 +560,8 @@ def test_out_however_it_is_written(
         assert nothing_left(tmp_path / f"{lies}.partial-")
     with golden.raises("merge", message="there/~"):
         merge_adapter(adapter, "~/merged", base=base, progress=False)
+    with golden.raises("merge", message="config.json is not a directory"):
+        merge_adapter(adapter, base / "config.json" / "merged", base=base, progress=False)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for taken in (base, adapter, tmp_path / "dangling", ".", "..", "/", ""):
         with golden.raises("merge", message="exists"):
@@ -577,9 +587,8 @@ def test_out_inside_base_or_adapter_changes_neither(plain: tuple[Path, Path], tm
 
 @pytest.mark.parametrize("appears", ["directory", "full directory", "file", "link"])
 def test_out_that_appears_during_the_merge_is_not_touched(
-    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
+    appears: str, merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
-    base, adapter = plain
     out = tmp_path / "merged"
     original = merging.write_manifest
 
@@ -589,21 +598,20 @@ def test_out_that_appears_during_the_merge_is_not_touched(
 
     monkeypatch.setattr(merging, "write_manifest", appear)
     with golden.raises("merge", message=f"out {out} exists"):
-        merge_adapter(adapter, out, base=base, progress=False)
+        merge(out)
     assert is_still(out, appears)
     assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]
 
 
 @pytest.mark.parametrize("appears", ["full directory", "file", "link"])
 def test_out_that_appears_at_the_last_instant(
-    appears: str, plain: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    appears: str, merge: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the last look. Of an empty directory the kernel makes no fuss, and nothing is lost."""
-    base, adapter = plain
     out = tmp_path / "merged"
     monkeypatch.setattr(commit, "check_target", lambda target: make_something(target, appears))
     with pytest.raises(OSError, match=str(out)):
-        merge_adapter(adapter, out, base=base, progress=False)
+        merge(out)
     assert is_still(out, appears)
     assert [path.name for path in tmp_path.glob("merged*")] == ["merged"]
 

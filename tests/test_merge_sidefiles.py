@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from builders import SIZES
 from golden import Golden
+from multimodal_models import TOWER
 from test_merge_witness import letters, trained
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Gemma3Config, LlamaConfig
 from transformers import Gemma3ForConditionalGeneration as Gemma3
@@ -115,22 +117,18 @@ def test_one_different_token_or_merge_is_another_vocabulary(base: Path, adapter:
     assert "chat_template.jinja" not in actual
 
 
+@pytest.mark.parametrize("place", ["base", "settings"])
 def test_the_bases_template_serves_a_tokenizer_of_its_vocabulary_that_has_none(
-    base: Path, adapter: Path, tmp_path: Path
+    base: Path, adapter: Path, place: str, tmp_path: Path
 ) -> None:
+    """transformers reads chat_template.jinja before tokenizer_config.json, so the base's stays out where that has one."""
     save_tokenizer(base, adapter, None)
+    if place == "settings":
+        settings = json.loads((adapter / "tokenizer_config.json").read_text())
+        (adapter / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": OWN_TEMPLATE}))
     merged = AutoTokenizer.from_pretrained(copied(side_files(adapter, base), tmp_path / "merged"))
-    assert merged.apply_chat_template(HELLO, tokenize=False) == "base: hello"
-
-
-def test_a_template_inside_the_tokenizers_settings_is_not_overruled(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """transformers reads chat_template.jinja before tokenizer_config.json, so the base's must stay out."""
-    AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
-    (adapter / "chat_template.jinja").unlink()
-    settings = json.loads((adapter / "tokenizer_config.json").read_text())
-    (adapter / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": OWN_TEMPLATE}))
-    merged = AutoTokenizer.from_pretrained(copied(side_files(adapter, base), tmp_path / "merged"))
-    assert merged.apply_chat_template(HELLO, tokenize=False) == "own: hello"
+    owner = "own" if place == "settings" else "base"
+    assert merged.apply_chat_template(HELLO, tokenize=False) == f"{owner}: hello"
 
 
 @pytest.mark.parametrize("template", [None, OWN_TEMPLATE])
@@ -223,38 +221,22 @@ def test_damaged_json_is_one_line(base: Path, adapter: Path, golden: Golden) -> 
 
 # ------------------------------------------------------------------------------------------------------- config.json
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 256,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
 
 def saved_config(config: Any, path: Path) -> dict[str, Any]:
     config.save_pretrained(path)
     return json.loads((path / "config.json").read_text())
 
 
-def write_config(config: dict[str, Any], path: Path) -> Path:
+def on_meta(kind: Any, config: dict[str, Any], path: Path) -> Any:
+    """Build the model of a config.json as transformers reads it."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    return path
+    with torch.device("meta"):
+        return kind(AutoConfig.from_pretrained(path))
 
 
 def test_quantization_goes_and_nothing_else(tmp_path: Path) -> None:
-    quantized = LlamaConfig(**TEXT, dtype="bfloat16", eos_token_id=[1, 2])
+    quantized = LlamaConfig(**SIZES, dtype="bfloat16", eos_token_id=[1, 2])
     plain = saved_config(quantized, tmp_path / "plain")
     quantized.quantization_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     config = saved_config(quantized, tmp_path / "quantized")
@@ -268,20 +250,19 @@ def test_quantization_goes_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_untied_and_resized_as_transformers_reads_it(tmp_path: Path) -> None:
-    config = saved_config(LlamaConfig(**TEXT, tie_word_embeddings=True, dtype="float32"), tmp_path / "base")
+    config = saved_config(LlamaConfig(**SIZES, tie_word_embeddings=True, dtype="float32"), tmp_path / "base")
     out = output_config(config, dtype="bfloat16", is_untied=True, vocab_size=264)
-    loaded = AutoConfig.from_pretrained(write_config(out, tmp_path / "out"))
-    assert (loaded.tie_word_embeddings, loaded.vocab_size, loaded.dtype) == (False, 264, torch.bfloat16)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(loaded)
+    model = on_meta(AutoModelForCausalLM.from_config, out, tmp_path / "out")
+    config = model.config
+    assert (config.tie_word_embeddings, config.vocab_size, config.dtype) == (False, 264, torch.bfloat16)
     assert not model.all_tied_weights_keys
-    assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (264, 32)
+    assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (264, SIZES["hidden_size"])
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_multimodal_config_changes_in_its_language_model(recorded: bool, tmp_path: Path) -> None:
     """Not recorded: Gemma 3 is tied by its class's default, which a file that says nothing has to be told."""
-    full = Gemma3Config(text_config=TEXT, vision_config=VISION, dtype="float32", mm_tokens_per_image=1)
+    full = Gemma3Config(text_config=SIZES, vision_config=TOWER, dtype="float32", mm_tokens_per_image=1)
     config = saved_config(full, tmp_path / "base")
     config["text_config"] |= {"torch_dtype": "float32", "dtype": "float32"}
     config["vision_config"] |= {"vocab_size": 9, "tie_word_embeddings": True}
@@ -293,10 +274,9 @@ def test_a_multimodal_config_changes_in_its_language_model(recorded: bool, tmp_p
     assert out["vision_config"]["tie_word_embeddings"] is True
     assert "vocab_size" not in out
     assert out["dtype"] == out["text_config"]["torch_dtype"] == out["text_config"]["dtype"] == "bfloat16"
-    with torch.device("meta"):
-        model = Gemma3(AutoConfig.from_pretrained(write_config(out, tmp_path / "out")))
+    model = on_meta(Gemma3, out, tmp_path / "out")
     assert not model.all_tied_weights_keys
-    assert model.lm_head.weight.shape == (264, 32)
+    assert model.lm_head.weight.shape == (264, SIZES["hidden_size"])
 
 
 @pytest.mark.parametrize("place", ["generation_config.json", "config.json"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from builders import load, train_adapter
+from builders import check_logits, load, train_adapter
 from expert_truths.make import config_of
 from peft import PeftModel
 from safetensors import safe_open
@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from cogumi.core.errors import UsageError
 from cogumi.merge import check_merged, merge_adapter
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, expert_factors, read_layout
-from cogumi.merge.logits import check_logits
 from cogumi.methods.warm_start import refuse_other_reading
 
 TRUTHS = Path(__file__).parent / "expert_truths"

@@ -7,9 +7,9 @@ from typing import Any
 import builders
 import pytest
 import torch
-from builders import FUSED, LINEARS
+from builders import FUSED, LINEARS, edit_tensors
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +21,6 @@ from transformers import (
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import MergeError, merge_adapter
-from cogumi.merge.adapter_files import ADAPTER_WEIGHTS
 from cogumi.merge.witness import WITNESS_NAME, read_witness, write_witness
 
 CONFIGS = {
@@ -57,12 +56,6 @@ def trained(tmp_path: Path, kind: str, **options: Any) -> tuple[Path, Path, Any]
     return base, adapter, live
 
 
-def edit_factors(adapter: Path, change: Any) -> None:
-    tensors = load_file(adapter / ADAPTER_WEIGHTS)
-    tensors = {name: change(name, tensor).contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, adapter / ADAPTER_WEIGHTS)
-
-
 def group_experts(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The columns of lora_B of a stack of four experts, slowest first, as unsloth wrote them."""
     if "experts" not in name or "lora_B" not in name:
@@ -70,9 +63,8 @@ def group_experts(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1)
 
 
-def double_alpha(adapter: Path) -> None:
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+def reversed_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flip(0) if "lora_B" in name else tensor
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -90,9 +82,9 @@ def test_a_right_merge_agrees(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        ("llama", double_alpha),
-        ("llama", lambda adapter: edit_factors(adapter, lambda name, t: t.flip(0) if "lora_B" in name else t)),
-        ("experts", lambda adapter: edit_factors(adapter, group_experts)),
+        ("llama", lambda adapter: builders.edit_config(adapter, lora_alpha=16)),
+        ("llama", lambda adapter: edit_tensors(adapter, reversed_rows)),
+        ("experts", lambda adapter: edit_tensors(adapter, group_experts)),
     ],
     ids=["alpha", "rows", "unsloth's columns"],
 )
@@ -114,7 +106,7 @@ def test_a_base_quantized_in_training_shows_the_direction(tmp_path: Path) -> Non
     assert report.witness is not None
     assert report.witness.bound is None
     assert "nf4" in report.witness.trained_with
-    edit_factors(adapter, lambda name, t: -t if "lora_B" in name else t)
+    edit_tensors(adapter, lambda name, t: -t if "lora_B" in name else t)
     with pytest.raises(MergeError, match="witness DIFFERS"):
         merge_adapter(adapter, tmp_path / "other", base=base, progress=False)
 
@@ -124,7 +116,7 @@ def test_a_small_update_is_judged_beside_its_rounding(size: float, tmp_path: Pat
     """In training it ran in float32, and its merge in bfloat16: a shift by rounding is no error of the update's size."""
     base = builders.save_base(tmp_path / "base", CONFIGS["llama"])
     adapter = builders.train_adapter(base, tmp_path / "adapter", **TARGETS["llama"])
-    edit_factors(adapter, lambda name, t: t * size if "lora_B" in name else t)
+    edit_tensors(adapter, lambda name, t: t * size if "lora_B" in name else t)
     live = PeftModel.from_pretrained(builders.load(base), str(adapter))
     write_witness(adapter, live, letters(tmp_path / "letters"))
     witness = merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).witness
@@ -136,7 +128,7 @@ def test_a_small_update_is_judged_beside_its_rounding(size: float, tmp_path: Pat
         in_bfloat16 = merged(record["input_ids"]).logits[..., record["columns"]]
     # It is run in the dtype of the training, which differs less.
     assert witness.measured < (in_bfloat16 - record["live"]).double().square().mean().sqrt().item() / 2
-    edit_factors(adapter, lambda name, t: t * 1.1 if "lora_B" in name else t)
+    edit_tensors(adapter, lambda name, t: t * 1.1 if "lora_B" in name else t)
     with pytest.raises(MergeError, match="witness DIFFERS"):
         merge_adapter(adapter, tmp_path / "other", base=base, progress=False)
 
@@ -203,7 +195,7 @@ def test_answers_of_the_owner(tmp_path: Path) -> None:
     report = merge_adapter(adapter, tmp_path / "merged", base=base, witness=answers, progress=False)
     assert report.answers is not None
     assert (report.answers.answers, report.answers.by_base) == (2, 0)
-    edit_factors(adapter, lambda name, t: t.flip(0) if "lora_B" in name else t)
+    edit_tensors(adapter, reversed_rows)
     with pytest.raises(MergeError, match=r"witness DIFFERS: answer 1: after .* it says .*, not "):
         merge_adapter(adapter, tmp_path / "other", base=base, witness=answers, progress=False)
     assert not (tmp_path / "other").exists()
@@ -242,7 +234,7 @@ def test_a_base_that_quantization_moved_further_than_the_adapter_tells_nothing(
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     base = builders.save_base(tmp_path / "base", CONFIGS["llama"])
     adapter = builders.train_adapter(base, tmp_path / "adapter", **TARGETS["llama"])
-    edit_factors(adapter, lambda name, t: t * 0.01 if "lora_B" in name else t)
+    edit_tensors(adapter, lambda name, t: t * 0.01 if "lora_B" in name else t)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, quantization_config=four_bits)
     write_witness(adapter, PeftModel.from_pretrained(model, str(adapter)), letters(tmp_path / "letters"))
     assert merge_adapter(adapter, tmp_path / "merged", base=base, progress=False).witness is None

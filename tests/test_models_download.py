@@ -12,13 +12,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
-from hub_server import HubServer, hub_server
+from hub_server import HubServer
 
 from cogumi.core.errors import UsageError
 from cogumi.hub import downloads as download
@@ -43,12 +43,6 @@ except UsageError as error:
 assert "torch" not in sys.modules
 """
 BIG = 6_000_000
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
-    with hub_server(tmp_path / "hub") as server:
-        yield server
 
 
 def noise(size: int, seed: int) -> bytes:
@@ -319,6 +313,13 @@ try:
 except UsageError as error:
     print("REFUSED", error)
 """
+
+
+def train_apart(config: dict[str, Any], environment: dict[str, str]) -> str:
+    """Train in a process of its own; what it says, and the end of what went wrong."""
+    command = [sys.executable, "-c", TRAIN, json.dumps(config)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    return done.stdout + done.stderr[-3000:]
 
 
 @pytest.mark.slow("two runs in processes of their own")

@@ -8,9 +8,10 @@ import pytest
 import torch
 from bitsandbytes import functional
 from bitsandbytes.nn import Linear4bit
+from builders import save_quantized
 from golden import Golden
 from qlora_runs import qlora
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import cogumi
@@ -110,6 +111,12 @@ def test_four_bits_alone_are_qlora() -> None:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
+def save_mxfp4_config(model: Path, path: Path) -> None:
+    config = LlamaConfig.from_pretrained(model)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(path)
+
+
 def refused(golden: Golden, name: Path, **settings: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         load_model(str(name), quantization=FOUR | settings)
@@ -119,15 +126,11 @@ def refused(golden: Golden, name: Path, **settings: Any) -> UsageError:
 
 
 def test_a_base_that_is_quantized_already_is_refused(tiny_model: Path, tmp_path: Path, golden: Golden) -> None:
-    AutoModelForCausalLM.from_pretrained(
-        tiny_model, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
-    ).save_pretrained(tmp_path / "eight")
+    save_quantized(tiny_model, tmp_path / "eight", BitsAndBytesConfig(load_in_8bit=True))
     error = refused(golden, tmp_path / "eight")
     assert error.key == "model.quantization_config"
     assert str(tmp_path / "eight") in error.message
-    config = LlamaConfig.from_pretrained(tiny_model)
-    config.quantization_config = {"quant_method": "mxfp4"}
-    config.save_pretrained(tmp_path / "mxfp4")
+    save_mxfp4_config(tiny_model, tmp_path / "mxfp4")
     assert "mxfp4" in refused(golden, tmp_path / "mxfp4").message
 
 
@@ -161,9 +164,7 @@ def test_rows_that_bitsandbytes_misreads_are_refused(
     model = load_model(str(tmp_path), quantization={**FOUR, "llm_int8_skip_modules": ["lm_head", "down_proj"]})
     model.save_pretrained(tmp_path / "four")
     load_model(str(tmp_path / "four"))
-    AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
-    ).save_pretrained(tmp_path / "misread")
+    save_quantized(tmp_path, tmp_path / "misread", BitsAndBytesConfig(load_in_4bit=True))
     with golden.raises("models", key="model", fix="set model.name"):
         load_model(str(tmp_path / "misread"))
 
@@ -217,9 +218,7 @@ def test_without_bitsandbytes_a_run_is_one_line_and_leaves_nothing(
 
 
 def test_the_disk_is_not_forecast_for_a_base_that_is_quantized_already(tiny_model: Path, tmp_path: Path) -> None:
-    config = LlamaConfig.from_pretrained(tiny_model)
-    config.quantization_config = {"quant_method": "mxfp4"}
-    config.save_pretrained(tmp_path / "mxfp4")
+    save_mxfp4_config(tiny_model, tmp_path / "mxfp4")
     (tmp_path / "run.yaml").write_text(GOOD.replace("cogumi:small-base", str(tmp_path / "mxfp4")))
     result = CliRunner().invoke(app, ["disk", "predict", str(tmp_path / "run.yaml")])
     assert isinstance(result.exception, UsageError)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 import yaml
+from builders import edit_config, train
 from datasets import Dataset
 from qlora_runs import Config, as_gspo, check, short_sft, train_until_failure, watch_trainers
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from cogumi.methods import warm_start
 from cogumi.models.adapters import keep_float32
 from cogumi.training.finish import save_adapter
 
-Alter = Callable[[Path], None]
+Alter = Callable[[Path], object]
 WEIGHTS = "adapter_model.safetensors"
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
 LAYER = "base_model.model.model.layers.1.mlp.down_proj"
@@ -43,14 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def trained_adapter(base: Path, out: Path, **lora: Any) -> Path:
     """An adapter with values that training could have left, saved as a run saves one."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | lora
-    torch.manual_seed(3)
-    model = peft.get_peft_model(model, peft.LoraConfig(**config))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(str(out))
+    train(model, out, **{"target_modules": "all-linear"} | lora)
     write_base_record(out, model)
     return out
 
@@ -260,15 +254,15 @@ def with_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Alter:
     def alter(adapter: Path) -> None:
         tensors = load_file(adapter / WEIGHTS)
         change(tensors)
-        save_file(tensors, adapter / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, adapter / WEIGHTS)
 
     return alter
 
 
-def with_json(file: str, /, **values: Any) -> Alter:
+def with_record(**entries: Any) -> Alter:
     def alter(adapter: Path) -> None:
-        parsed = read_json(adapter / file)
-        (adapter / file).write_text(json.dumps(parsed | values))
+        record = adapter / "cogumi-base.json"
+        record.write_text(json.dumps(read_json(record) | entries))
 
     return alter
 
@@ -283,19 +277,16 @@ def add_module(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{LAYER.replace('.1.', '.7.')}.lora_{side}.weight"] = tensors[f"{LAYER}.lora_{side}.weight"].clone()
 
 
-def zero_up(tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if "lora_B" in name:
-            tensor.zero_()
+def recorded_by_peft(name: str | None) -> Alter:
+    def alter(adapter: Path) -> None:
+        (adapter / "cogumi-base.json").unlink()
+        edit_config(adapter, base_model_name_or_path=name)
+
+    return alter
 
 
-def without_record(adapter: Path) -> None:
-    (adapter / "cogumi-base.json").unlink()
-
-
-def without_any_record(adapter: Path) -> None:
-    without_record(adapter)
-    with_json("adapter_config.json", base_model_name_or_path=None)(adapter)
+def with_config(**entries: Any) -> Alter:
+    return lambda adapter: edit_config(adapter, **entries)
 
 
 REFUSED: dict[str, tuple[Alter, str]] = {
@@ -304,21 +295,18 @@ REFUSED: dict[str, tuple[Alter, str]] = {
     "half a pair": (with_weights(lambda t: t.pop(f"{LAYER}.lora_B.weight")), "the other half of its update is gone"),
     "another shape": (with_weights(lambda t: t.update({f"{LAYER}.lora_B.weight": torch.ones(32, 4)})), "does not fit"),
     "NaN": (with_weights(lambda t: t[f"{LAYER}.lora_A.weight"].fill_(torch.nan)), "holds NaN"),
-    "untrained": (with_weights(zero_up), "changes nothing"),
-    "other weights": (with_json("cogumi-base.json", weights="0" * 64), "was trained on other weights than"),
+    "untrained": (with_weights(lambda t: [t[name].zero_() for name in t if "lora_B" in name]), "changes nothing"),
+    "other weights": (with_record(weights="0" * 64), "was trained on other weights than"),
     "another name": (
-        with_json("cogumi-base.json", name="someone/other", weights=None),
+        with_record(name="someone/other", weights=None),
         "was trained on someone/other, and model.name is",
     ),
-    "another name, by PEFT": (
-        lambda path: (without_record(path), with_json("adapter_config.json", base_model_name_or_path="a/b")(path))[1],
-        "set model.name: a/b",
-    ),
-    "no record": (without_any_record, "does not record its base"),
-    "not LoRA": (with_json("adapter_config.json", peft_type="IA3"), "it is a IA3 adapter"),
-    "PiSSA": (with_json("adapter_config.json", init_lora_weights="pissa"), "init_lora_weights='pissa'"),
-    "biases": (with_json("adapter_config.json", bias="all"), "the base's own biases"),
-    "a newer PEFT": (with_json("adapter_config.json", use_magic=True), "sets use_magic"),
+    "another name, by PEFT": (recorded_by_peft("a/b"), "set model.name: a/b"),
+    "no record": (recorded_by_peft(None), "does not record its base"),
+    "not LoRA": (with_config(peft_type="IA3"), "it is a IA3 adapter"),
+    "PiSSA": (with_config(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+    "biases": (with_config(bias="all"), "the base's own biases"),
+    "a newer PEFT": (with_config(use_magic=True), "sets use_magic"),
     "no weights": (lambda path: (path / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
     "no config": (lambda path: (path / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "no directory": (lambda path: shutil.rmtree(path), "is not a directory"),
@@ -393,7 +381,7 @@ def test_a_commit_is_compared(tiny_model: Path, adapter: Path, tmp_path: Path) -
     config._name_or_path, config._commit_hash = "someone/tiny", COMMIT
     copy = tmp_path / "altered"
     shutil.copytree(adapter, copy)
-    with_json("cogumi-base.json", name="someone/tiny", commit=COMMIT, weights=None)(copy)
+    with_record(name="someone/tiny", commit=COMMIT, weights=None)(copy)
     assert f"at commit {COMMIT}" in warm_start.check_recorded_base(copy, config, None)
     config._commit_hash = OTHER_COMMIT
     with pytest.raises(UsageError, match=f"set model.revision: {COMMIT}"):
@@ -401,10 +389,10 @@ def test_a_commit_is_compared(tiny_model: Path, adapter: Path, tmp_path: Path) -
     config._commit_hash = None
     assert "not known is whether" in warm_start.check_recorded_base(copy, config, "main")
     # Without cogumi's record PEFT's config says it, where its revision is a commit.
-    without_record(copy)
-    with_json("adapter_config.json", base_model_name_or_path="someone/tiny", revision=COMMIT)(copy)
+    recorded_by_peft("someone/tiny")(copy)
+    edit_config(copy, revision=COMMIT)
     config._commit_hash = OTHER_COMMIT
     with pytest.raises(UsageError, match=f"set model.revision: {COMMIT}"):
         warm_start.check_recorded_base(copy, config, None)
-    with_json("adapter_config.json", revision="main")(copy)
+    edit_config(copy, revision="main")
     assert "(revision main then, None now)" in warm_start.check_recorded_base(copy, config, None)

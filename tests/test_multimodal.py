@@ -3,10 +3,6 @@
 The oracle is PEFT's own merge_and_unload of the adapter in float32, and the stored bytes for all that no text reaches.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +11,12 @@ import pytest
 import torch
 import transformers
 from builders import all_tensors, check_close, logits, rms, run_config, train
-from hub_server import hub_server
+from hub_server import HubServer
 from multimodal_models import KINDS, save_multimodal
 from peft import PeftModel, get_peft_model
+from qlora_runs import logged_weights
 from safetensors.torch import load_file
+from test_models_download import train_apart
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 import cogumi
@@ -222,10 +220,7 @@ def test_a_base_in_four_bits_trains_and_merges(base: Path, kind: str, code_parqu
     config["model"]["quantization_config"] = {"load_in_4bit": True, "llm_int8_skip_modules": skipped}
     result = cogumi.train(config)
     assert result.passed, str(result.verdict)
-    log_text = (result.run_dir / "run.log").read_text()
-    forecast, loaded = (log_text.partition(before)[2].partition("\n")[0] for before in ("weights: ", "loaded on cpu: "))
-    assert forecast == loaded
-    assert "in nf4 4-bit" in loaded
+    assert "in nf4 4-bit" in logged_weights(result.run_dir)
 
 
 def gspo_of(base: Path, code: Path, run_dir: Path) -> Config:
@@ -311,34 +306,15 @@ def test_weights_that_no_merge_reads_are_refused_with_both_ways_out(
     assert not (tmp_path / "run").exists()
 
 
-TRAIN = """
-import json, sys
-import cogumi
-from cogumi.core.errors import UsageError
-try:
-    cogumi.train(json.loads(sys.argv[1]))
-except UsageError as error:
-    print("REFUSED", error)
-"""
-
-
 @pytest.mark.slow("a run in a process of its own")
 def test_nothing_of_the_weights_but_their_headers_is_fetched_to_refuse_it(
-    tiny_model: Path, code_parquet: Path, tmp_path: Path
+    hub: HubServer, tiny_model: Path, code_parquet: Path, tmp_path: Path
 ) -> None:
-    base = save_multimodal("mistral3", tiny_model, tmp_path / "base")
-    with hub_server(tmp_path / "hub") as hub:
-        hub.publish("someone/model", base)
-        config = unmergeable(Path("someone/model"), code_parquet, tmp_path / "run")
-        done = subprocess.run(
-            [sys.executable, "-c", TRAIN, json.dumps(config)],
-            env=os.environ | hub.environment(tmp_path / "cache"),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert "REFUSED lora: adapter lora: model.vision_tower.patch_conv is a Conv2d" in done.stdout, done.stderr
-        sent = {path: count for path, count in hub.sent.items() if path.endswith(".safetensors")}
+    hub.publish("someone/model", save_multimodal("mistral3", tiny_model, tmp_path / "base"))
+    config = unmergeable(Path("someone/model"), code_parquet, tmp_path / "run")
+    output = train_apart(config, hub.environment(tmp_path / "cache"))
+    assert "REFUSED lora: adapter lora: model.vision_tower.patch_conv is a Conv2d" in output
+    sent = {path: count for path, count in hub.sent.items() if path.endswith(".safetensors")}
     assert list(sent.values()) == [100_001]  # what huggingface_hub asks for, of 750 kB
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,12 @@ import pytest
 import yaml
 from finished_runs import HUB_TOKEN, FinishedRun
 from golden import Golden
-from hub_server import HubServer, hub_server
+from hub_server import HubServer
 
 from cogumi.core.errors import UsageError
 from cogumi.hub import upload
 
 Push = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
-    with hub_server(tmp_path / "hub") as server:
-        yield server
 
 
 @pytest.fixture

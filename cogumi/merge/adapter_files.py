@@ -97,9 +97,8 @@ class Adapter:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_WEIGHTS)
         write_json(directory / "adapter_config.json", config)
         spans = read_shard(directory / ADAPTER_WEIGHTS).spans
-        return replace(
-            self, config=config, spans=spans, directory=directory, copy=copy, reading=reading or self.reading
-        )
+        reading = reading or self.reading
+        return replace(self, config=config, spans=spans, directory=directory, copy=copy, reading=reading)
 
     def refused(self, problem: str, fix: str | None = None) -> UsageError:
         """Return the error, by default with the advice to use PEFT, which reads the adapter where it is not rewritten here."""
@@ -123,20 +122,13 @@ def find_adapter(path: Path) -> Path:
     """Return `path`, or the only adapter's directory in it (PEFT's of a named adapter, a run's). Raises UsageError."""
     if (path / "adapter_config.json").is_file():
         return path
-    inside = adapters_in(path)
+    inside = sorted(config.parent for config in path.glob("*/adapter_config.json"))
     if len(inside) > 1:
-        names = ", ".join(directory.name for directory in inside)
-        raise UsageError(
-            f"adapter {path} holds several adapters: {names}", fix=f"pass one of them, such as {inside[0]}"
-        )
+        problem = f"adapter {path} holds several adapters: {', '.join(directory.name for directory in inside)}"
+        raise UsageError(problem, fix=f"pass one of them, such as {inside[0]}")
     if inside:
         log.info("%s has no adapter_config.json; taking the adapter in %s", path, inside[0])
     return inside[0] if inside else path
-
-
-def adapters_in(path: Path) -> list[Path]:
-    """Return the directories in `path` that hold an adapter, by name."""
-    return sorted(config.parent for config in path.glob("*/adapter_config.json"))
 
 
 def resolve_adapter(path: Path) -> Adapter:
@@ -150,13 +142,12 @@ def resolve_adapter(path: Path) -> Adapter:
     config = {"peft_type": "LORA"} | read_json(path / "adapter_config.json")  # Tinker leaves it out
     refuse_unsupported(path, config)
     files = weight_files(path)
-    names = [span.name for file in files for span in read_shard(file).spans]
-    standard = {name: standard_name(name) for name in names}
-    if twice := [name for name, count in Counter(standard[name] for name in names).items() if count > 1]:
+    spans = [span for file in files for span in read_shard(file).spans]
+    standard = {span.name: standard_name(span.name) for span in spans}
+    if twice := [name for name, count in Counter(standard[span.name] for span in spans).items() if count > 1]:
         problem = f"adapter {path} holds several tensors that are {twice[0]}"
         raise UsageError(problem, fix="save one adapter in a directory of its own")
     adapter = Adapter(path, config, (), directory=path)
-    spans = [span for file in files for span in read_shard(file).spans]
     is_stacked = any(len(s.shape) == 3 and ".experts." in s.name and FACTOR.fullmatch(standard[s.name]) for s in spans)
     if len(files) > 1 or is_stacked or any(name != other for name, other in standard.items()):
         tensors = {standard[name]: tensor for file in files for name, tensor in load_file(file).items()}
@@ -166,22 +157,20 @@ def resolve_adapter(path: Path) -> Adapter:
 
 def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of an adapter: one, or those of its index. Raises UsageError where one is missing."""
-    index = path / WEIGHTS_INDEX
-    if not (path / ADAPTER_WEIGHTS).is_file() and index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        if missing := [name for name in names if not (path / name).is_file()]:
-            raise UsageError(f"adapter {path} has no {missing[0]}, which its index names", fix="download it again")
-        if names:
-            return [path / name for name in names]
-    if not (path / ADAPTER_WEIGHTS).is_file():
-        fix = "download it again, or save it again with save_pretrained"
-        if (
-            path / "adapter_model.bin"
-        ).is_file():  # save_pretrained would record its own version, by which experts are read
-            load = "torch.load('adapter_model.bin', map_location='cpu')"
-            fix = f"run there: python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{ADAPTER_WEIGHTS}')\""
-        raise UsageError(f"adapter {path} has no {ADAPTER_WEIGHTS}", fix=fix)
-    return [path / ADAPTER_WEIGHTS]
+    weights, index = path / ADAPTER_WEIGHTS, path / WEIGHTS_INDEX
+    if weights.is_file():
+        return [weights]
+    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else []
+    if missing := [name for name in names if not (path / name).is_file()]:
+        raise UsageError(f"adapter {path} has no {missing[0]}, which its index names", fix="download it again")
+    if names:
+        return [path / name for name in names]
+    fix = "download it again, or save it again with save_pretrained"
+    if (path / "adapter_model.bin").is_file():
+        # save_pretrained would record its own version, by which experts are read.
+        load = "torch.load('adapter_model.bin', map_location='cpu')"
+        fix = f"run there: python -c \"import torch, safetensors.torch as s; s.save_file({load}, '{ADAPTER_WEIGHTS}')\""
+    raise UsageError(f"adapter {path} has no {ADAPTER_WEIGHTS}", fix=fix)
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -232,12 +221,11 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
         return
     fields, file = getattr(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind), "__dataclass_fields__", {}), path / ADAPTER_WEIGHTS
     names = [span.name for span in read_shard(file).spans] if file.is_file() else []
+    is_renamed = any(standard_name(name) != name.replace(".default.", ".") for name in names)
     is_other = bool(config.get("target_parameters")) and config.get("peft_version") != version("peft")
     if not fields or is_other or any(entry not in fields for entry in unknown):
         fix = f"PEFT {version('peft')} ignores or misreads a part of that, so {as_written(config)}"
-    elif (
-        any(standard_name(name) != name.replace(".default.", ".") for name in names) or (path / WEIGHTS_INDEX).is_file()
-    ):
+    elif is_renamed or (path / WEIGHTS_INDEX).is_file():
         fix = "PEFT finds no tensors under these names, or in shards, either"
     raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=converted_adapter(path) or fix)
 
@@ -275,8 +263,8 @@ def read_factors(adapter: Adapter) -> tuple[Span, ...]:
     with safe_open(adapter.weights, framework="pt") as weights:
         for name in sorted(names):
             if not name.startswith(PREFIX):
-                fix = "save it with save_pretrained"
-                raise UsageError(f"adapter {path}: {name} is not a name that PEFT writes", fix=fix)
+                problem = f"adapter {path}: {name} is not a name that PEFT writes"
+                raise UsageError(problem, fix="save it with save_pretrained")
             tensor = weights.get_tensor(name)
             if tensor.dtype not in FLOAT_DTYPES.values():
                 raise UsageError(f"adapter {path}: {name} is {tensor.dtype}, which no adapter is trained in")

@@ -11,19 +11,18 @@ this: closer to a tie than that, the other neighbour may be chosen.
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from cogumi.core.errors import MergeError
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, matrix_shape, read_into
 from cogumi.merge.parameter_map import Change, LowRank, Place
-from cogumi.merge.plan import MergePlan, Piece, RowRange, Source, TensorPlan, source_row_bytes
+from cogumi.merge.plan import Piece, RowRange, Source, TensorPlan, source_row_bytes
 from cogumi.merge.quantized import dequantize_rows
 
 # Rows are merged in blocks of about this many elements, 1 MiB in float64: few enough to stay in a core's cache, and enough
@@ -80,15 +79,6 @@ class DeltaStats:
     def retained(self) -> float | None:
         """Share of delta that rounding kept, <out - W, delta> / <delta, delta>, of the sample; None where delta is zero."""
         return 1 + self.along_delta / self.delta_squares if self.delta_squares else None
-
-
-@contextmanager
-def open_weights(plan: MergePlan) -> Iterator[Weights]:
-    with ExitStack() as stack:
-        yield {
-            adapter.weights: stack.enter_context(safe_open(adapter.weights, framework="pt"))
-            for adapter, _ in plan.adapters
-        }
 
 
 @contextmanager
@@ -332,8 +322,7 @@ def round_to_odd(values: torch.Tensor) -> torch.Tensor:
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    low, high = torch.aminmax(values) if values.numel() else (values.sum(), values.sum())
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+    return not values.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(values))
 
 
 def refuse_overflow(run: RowRange, first: int, exact: torch.Tensor, rounded: torch.Tensor) -> None:

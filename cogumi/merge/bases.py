@@ -45,7 +45,7 @@ class BaseProof:
 
 @dataclass(frozen=True)
 class Base:
-    """A model on disk. `name` is the name it was requested by. `indexed`: whether an index names its shards.
+    """A model on disk. `name` is the name it was requested by.
 
     quantized: stored tensors that are dequantized before the update (base_mode="dequant"). trained_on: the quantized
     model that the adapter was trained on, or how this one was quantized in memory ("nf4"). proof: why that model was
@@ -57,7 +57,6 @@ class Base:
     commit: str | None
     config: dict[str, Any]
     shards: tuple[Shard, ...]
-    indexed: bool
     quantized: dict[str, Bnb4bit] = field(default_factory=dict)
     trained_on: str | None = None
     proof: BaseProof | None = None
@@ -202,8 +201,7 @@ def read_model(name: str, revision: str | None) -> Base:
         raise UsageError(f"base {name} is a directory, which has no revisions", fix="leave out base_revision")
     if not (path / "config.json").is_file():
         raise UsageError(f"base {path} has no config.json", fix="pass base=<a model directory or hub id>")
-    shards, indexed = base_shards(name, path)
-    return Base(name, path, snapshot_commit(path), read_json(path / "config.json"), shards, indexed)
+    return Base(name, path, snapshot_commit(path), read_json(path / "config.json"), base_shards(name, path))
 
 
 def is_local(name: str) -> bool:
@@ -235,15 +233,15 @@ def snapshot_commit(path: Path) -> str | None:
     return match[1] if match else None
 
 
-def base_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], bool]:
-    """Read the weight files of a base, and whether an index names them. Raises UsageError where the two differ."""
+def base_shards(name: str, path: Path) -> tuple[Shard, ...]:
+    """Read the weight files of a base. Raises UsageError where an index and they differ."""
     shards, weight_map = read_shards(name, path)
     held = sorted((span.name, span.path.name) for shard in shards for span in shard.spans)
     if weight_map is not None and held != sorted(weight_map.items()):
         other = min(set(held) ^ set(weight_map.items()), default=("a tensor", ""))[0]
         problem = f"the index of base {name} and the shards differ in where {other} is, or hold it twice"
         raise UsageError(problem, fix="download the base again")
-    return shards, weight_map is not None
+    return shards
 
 
 def read_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], dict[str, str] | None]:
@@ -253,10 +251,8 @@ def read_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], dict[str, str
         return (read_shard(single),), None
     if not index.is_file():
         message = f"base {name} has no model.safetensors and no index of shards in {path}"
-        raise UsageError(
-            message,
-            fix="download it as safetensors, or save it so (from_pretrained, save_pretrained): nothing else is merged",
-        )
+        fix = "download it as safetensors, or save it so (from_pretrained, save_pretrained): nothing else is merged"
+        raise UsageError(message, fix=fix)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{index} has no weight_map", fix=again)

@@ -17,7 +17,7 @@ from cogumi.core.durability import blake3_file
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import write_json
-from cogumi.merge.adapter_files import Adapter, find_adapter, read_json, resolve_adapter, weight_files
+from cogumi.merge.adapter_files import Adapter, find_adapter, read_json, resolve_adapter
 from cogumi.merge.bases import resolve_base
 from cogumi.merge.export import check_gguf
 from cogumi.merge.foreign_adapters import as_installed
@@ -35,7 +35,7 @@ from cogumi.merge.logits import (
     tokenizer_of,
     trained_tokens,
 )
-from cogumi.merge.merge_manifest import MANIFEST_NAME, check_merged
+from cogumi.merge.merge_manifest import MANIFEST_NAME, check_merged, hash_adapter
 from cogumi.merge.witness import Answer, check_answers, check_witness, read_answers
 from cogumi.patches.trl_internals import load_gguf
 
@@ -111,9 +111,8 @@ def certify(
     source = resolve_adapter(find_adapter(adapter))
     whole = resolve_base(source, base, None, manifest.get("base_mode", "full"))
     part = as_installed(source, whole, manifest.get("expert_layout"))
-    files = [source.path / "adapter_config.json", *weight_files(source.path)]
     subjects = {
-        "adapter": {file.name: blake3_file(file) for file in files},
+        "adapter": hash_adapter(source.path),
         "merged": {file.name: blake3_file(file) for file in sorted(merged.glob("*.safetensors"))},
     }
     steps = [check_files(merged, manifest, subjects["adapter"])]
@@ -165,10 +164,8 @@ def find_gguf(path: Path) -> Path:
     """Return a GGUF file, or the only one of a directory. Raises UsageError."""
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(files) != 1 or not files[0].is_file():
-        found = "no GGUF file" if not files or not files[0].is_file() else "several GGUF files"
-        raise UsageError(
-            f"{path} holds {found}" if path.is_dir() else f"{path} is not there", key="--gguf", fix="name a file"
-        )
+        state = f"holds {'several GGUF files' if files else 'no GGUF file'}" if path.is_dir() else "is not there"
+        raise UsageError(f"{path} {state}", key="--gguf", fix="name a file")
     return files[0]
 
 

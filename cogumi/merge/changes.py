@@ -191,9 +191,8 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
         duplicate = next(other for other in adapter.spans if other.name == rows_key)
     if duplicate is not None:
         if duplicate.shape != span.shape or not leading_rows_equal(span, duplicate):
-            raise adapter.refused(
-                f"{span.name} and {duplicate.name} should be the same and differ", fix="save it again"
-            )
+            problem = f"{span.name} and {duplicate.name} should be the same and differ"
+            raise adapter.refused(problem, fix="save it again")
         return
     home = parameter if parameter in checkpoint.places else checkpoint.tied.get(parameter, parameter)
     stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(home, ())]

@@ -121,12 +121,9 @@ def check_base(
 ) -> tuple[frozenset[str], tuple[Fault, ...]]:
     """Compare a base with what transformers loads under the class that the adapter was trained on.
 
-    Returns:
-        The parameters that an adapter brings whole and that the base lacks, or has in another shape (a head), and those
-        that are missing: a merge copies what is there, and only a loader needs the rest.
-
-    Raises:
-        UsageError: A stored tensor has a shape or dtype that the class does not load.
+    Returns the parameters that an adapter brings whole and that the base lacks, or has in another shape (a head), and those
+    that are missing: a merge copies what is there, and only a loader needs the rest. Raises UsageError for a stored tensor
+    of a shape or dtype that the class does not load.
     """
     adapter_tensors = {span.name.removeprefix(PREFIX) for adapter in adapters for span in adapter.spans}
     faults = find_faults(meta_model(checkpoint.config, checkpoint.kind), stored_of(checkpoint.spans.values()))
@@ -146,10 +143,8 @@ def check_output(
 ) -> tuple[Fault, ...] | None:
     """Raise UsageError unless transformers will load the planned output as whole as its base, as its own config.json says.
 
-    entries: that config. targets: the planned tensors.
-
-    Returns:
-        The parameters that base and output lack; None where the output has the base's class, config, names and shapes.
+    entries: that config. targets: the planned tensors. Returns the parameters that base and output lack; None where the
+    output has the base's class, config, names and shapes.
     """
     with TemporaryDirectory() as directory:  # transformers decodes what JSON has no word for (infinity) in files alone
         (Path(directory) / "config.json").write_text(json.dumps(entries), encoding="utf-8")

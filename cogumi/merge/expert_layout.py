@@ -100,9 +100,8 @@ def version_numbers(text: str) -> tuple[int, ...]:
     """Return the three numbers of a version such as 0.19.1 or 0.19.2.dev0@abc. Raises UsageError for anything else."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
-        raise UsageError(
-            f"{text!r} is no version of PEFT or transformers", fix="set it to that which wrote the adapter"
-        )
+        problem = f"{text!r} is no version of PEFT or transformers"
+        raise UsageError(problem, fix="set it to that which wrote the adapter")
     return tuple(int(number or 0) for number in match.groups())
 
 
@@ -152,24 +151,14 @@ def is_megatron_bridge(config: Mapping[str, Any]) -> bool:
 
 
 def read_layout(
-    config: Mapping[str, Any],
-    stacks: list[Stack],
-    chosen: str | None = None,
-    transformers: str | None = None,
+    config: Mapping[str, Any], stacks: list[Stack], chosen: str | None = None, transformers: str | None = None
 ) -> ExpertLayout:
     """Find the one reading of an adapter's expert stacks that its version and all of its shapes allow.
 
     Transformers 4 marks no class as [in, out], so an adapter may have been trained with the mark or without it; which of the
-    two shows in the shapes of stacks that are not square, and holds for all of one adapter.
-
-    Args:
-        config: adapter_config.json.
-        stacks: Every stack of experts that the adapter changes.
-        chosen: One of EXPERT_LAYOUTS, which the user names where several readings are left.
-        transformers: The version that trained the adapter, where it is recorded.
-
-    Raises:
-        UsageError: No reading fits, or several do and none was chosen.
+    two shows in the shapes of stacks that are not square, and holds for all of one adapter. chosen: one of EXPERT_LAYOUTS,
+    where several readings are left. transformers: the version that trained the adapter, where it is recorded. Raises
+    UsageError where no reading fits, or several do and none was chosen.
     """
     orders = {stack.parameter: column_order(config, stack) for stack in stacks}
     squares = [stack.parameter for stack in stacks if stack.is_square]
@@ -192,9 +181,8 @@ def read_layout(
         axes = {era: [unsloth_axis(stack, version, early) for stack in stacks] for era, early in eras.items()}
     if is_megatron_bridge(config):  # its lora_A has the outputs
         writer, orders = "Megatron-Bridge", dict.fromkeys(orders, (True, ""))
-        axes = {
-            writer: [stack.fitting(2 if stack.stored_in_out or stack.family == "llama4" else 1) for stack in stacks]
-        }
+        outputs = [2 if stack.stored_in_out or stack.family == "llama4" else 1 for stack in stacks]
+        axes = {writer: [stack.fitting(axis) for stack, axis in zip(stacks, outputs, strict=True)]}
     candidates: dict[str, dict[str, Reading]] = {}
     for engine, numbers in axes.items():
         pairs = zip(stacks, numbers, strict=True)

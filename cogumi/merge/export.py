@@ -30,7 +30,7 @@ from cogumi.core.safetensors_file import element_count, read_shard
 from cogumi.data.fim import PSM, SPM, detect_fim_tokens
 from cogumi.merge.adapter_files import read_json
 from cogumi.merge.gguf_check import GgufCheck, check_tensors
-from cogumi.merge.output_directory import check_target, commit_output, partial_directory, remove_stale
+from cogumi.merge.output_directory import check_target, partial_directory
 
 # Bits of an element of a large tensor. The converter writes the first three itself.
 CONVERTED = {"bf16": 16.0, "f16": 16.0, "q8_0": 8.5}
@@ -90,7 +90,6 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
     except (OSError, ValueError) as error:
         message = f"it has no tokenizer that loads ({one_line(error)[:200]})"
         raise UsageError(message, place=merged, fix="copy the tokenizer's files into it") from None
-    remove_stale(out)
     with partial_directory(out, {}, needed_bytes(merged, quant)) as partial:
         gguf = partial / f"{out.name}-{quant}.gguf"
         written = gguf if quantizer is None else partial / "bf16.gguf"
@@ -104,7 +103,6 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
         write_synced(partial / MODELFILE, text.encode())
         sync_path(gguf)
         size = gguf.stat().st_size
-        commit_output(partial, out)
     return ExportReport(out, out / gguf.name, quant, size, check, template)
 
 
@@ -165,22 +163,18 @@ def needed_bytes(merged: Path, quant: str) -> int:
 
 
 def convert(converter: list[str], merged: Path, out: Path, outtype: str, no_mtp: bool = False) -> None:
-    """Write `out` from a merged directory. Raises UsageError with the converter's last line where it fails.
-
-    no_mtp: use the option --no-mtp, where the converter has it for this class.
-    """
+    """Write `out` from a merged directory. no_mtp: by the option --no-mtp, where the converter has it for this class."""
     command = [*converter, str(merged.absolute()), "--outfile", str(out.absolute()), "--outtype", outtype]
-    patched = command
     if converter[0] == sys.executable:
-        patched = [sys.executable, "-m", "cogumi.patches.gguf_pre_tokenizer", *command[1:]]
+        command[:1] = [sys.executable, "-m", "cogumi.patches.gguf_pre_tokenizer"]
     again = shlex.join([*converter, str(merged.absolute()), "--outfile", out.name, "--outtype", outtype])
+    option = ["--no-mtp"] * no_mtp
     try:
-        option = ["--no-mtp"] * no_mtp
-        run_tool([*patched, *option], out, f"to see all: {shlex.join([*shlex.split(again), *option])}")
+        run_tool([*command, *option], out, f"to see all: {' '.join([again, *option])}")
     except UsageError as error:
         if not no_mtp or not NO_OPTION.search(error.message):
             raise
-        run_tool(patched, out, f"to see all: {again}")
+        run_tool(command, out, f"to see all: {again}")
 
 
 def lacks_predicting_blocks(merged: Path) -> bool:
@@ -195,10 +189,7 @@ def lacks_predicting_blocks(merged: Path) -> bool:
 
 
 def run_tool(command: list[str], out: Path, fix: str) -> None:
-    """Run a program of llama.cpp's that writes `out`.
-
-    Raises UsageError with its last line where it does not, and OSError where the disk was full.
-    """
+    """Run a program that writes `out`. Raises UsageError with its last line where it does not, OSError on a full disk."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode == 0 and out.is_file():
         return

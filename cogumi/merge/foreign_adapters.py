@@ -65,24 +65,20 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
     """
     modules = {match["module"] for span in adapter.spans if (match := FACTOR.fullmatch(span.name))}
     modules = {module.removeprefix(PREFIX) for module in modules}
-    config = base.model_config
-    renamed, experts, model = locate_modules(modules, config)
-    is_unnamed = adapter.config.get("target_modules") in (None, "all-linear") and not adapter.config.get(
-        "target_parameters"
-    )
+    renamed, experts, model = locate_modules(modules, base.model_config)
+    has_stacks = adapter.config.get("target_parameters")
+    is_unnamed = adapter.config.get("target_modules") in (None, "all-linear") and not has_stacks
     if renamed or experts or (modules and is_unnamed):
         adapter = with_model_names(adapter, base, model, renamed, experts)
-    if not adapter.config.get("target_parameters") or experts:
+    if not has_stacks or experts:
         return adapter
     return with_installed_order(adapter, base, model, expert_layout)
 
 
 def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str, ...]], list[Expert], Any]:
-    """Find an adapter's modules in the model of a base.
+    """Return names of an adapter's modules in a model that has others, layers that it stacks, and that model of a base.
 
-    Returns:
-        Names in the model of modules that have another one, or several, layers that the model stacks, and that model. The
-        first class in which every module is found is taken; modules that no class has are left to the plan's own error.
+    The first class in which every module is found is taken; modules that no class has are left to the plan's own error.
     """
     first = None
     for kind in candidate_classes(config):
@@ -92,9 +88,7 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
         parameters = {name for name, _ in model.named_parameters()}
         renamed: dict[str, tuple[str, ...]] = {}
         found: dict[str, Expert] = {}
-        names = {f"{module}.weight": module for module in unknown} | {
-            f"{other_name(module)}.weight": module for module in unknown
-        }
+        names = {f"{name}.weight": module for module in unknown for name in (module, other_name(module))}
         for name, parameter, pattern in renamed_tensors(model, names):
             module = names[name]
             number = EXPERT_NUMBER.search(module)
@@ -165,12 +159,10 @@ def stack_family(stack: Any) -> str:
 
 
 def stacked_patterns(model: Any, pattern: str) -> list[str]:
-    """Return what a converter stacks and then concatenates by rows, in order; [] if it does something else.
-
-    Of two converters with one pattern, transformers takes the last.
-    """
+    """Return what a converter stacks and then concatenates by rows, in order; [] if it does something else."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
+    # Of two converters with one pattern, transformers takes the last.
     converter = [converter for converter in weight_converters(model) if pattern in converter.source_patterns][-1]
     match converter.operations:
         case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
@@ -206,15 +198,12 @@ def with_model_names(
         is_a = match is not None and match["side"] == "A"
         heights = [len(kinds[target].weight) for target in targets] if len(targets) > 1 and not is_a else [len(tensor)]
         if sum(heights) != len(tensor):
-            raise adapter.refused(
-                f"{name} has {len(tensor)} rows for {', '.join(targets)} of {heights}", fix=OTHER_BASE
-            )
+            problem = f"{name} has {len(tensor)} rows for {', '.join(targets)} of {heights}"
+            raise adapter.refused(problem, fix=OTHER_BASE)
         for target, part in zip(targets, tensor.split(heights) * (len(targets) if is_a else 1), strict=False):
             out[name.replace(f"{PREFIX}{module}", f"{PREFIX}{target}", 1)] = part.clone()
-            is_matrix = (
-                getattr(getattr(kinds.get(target), "weight", None), "ndim", 0) == 2
-            )  # a stack of experts is none
-            if is_a and is_matrix:
+            is_matrix = getattr(getattr(kinds.get(target), "weight", None), "ndim", 0) == 2
+            if is_a and is_matrix:  # a stack of experts is none
                 modules.add(target)
                 scalings[target] = len(tensor), scaling_of(config, module) * len(tensor)
     stacks: dict[str, list[Expert]] = defaultdict(list)
@@ -243,14 +232,15 @@ def with_model_names(
     if factors:
         config["target_parameters"] = sorted(factors)
         for key, wrapper in expert_wrappers(adapter, base, model, config).items():
-            a, b = factors[wrapper.parameter]
+            parameter = stack_parameter(key, wrapper)
+            a, b = factors[parameter]
             count, rank = a.shape[:2]
             flat_a, flat_b = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
-            axis = stacks[wrapper.parameter][0].axis
-            a, b = as_reading(flat_a, flat_b, count, Reading(axis, grouped=False), wrapper.reading)
+            reading = Reading(stacks[parameter][0].axis, grouped=False)
+            a, b = as_reading(flat_a, flat_b, count, reading, installed_reading(wrapper))
             out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = a, b
-    reading = f"{len(experts)} layers of single experts, which this transformers stacks" if experts else ""
-    return adapter.rewritten(out, config, reading)
+    evidence = f"{len(experts)} layers of single experts, which this transformers stacks" if experts else ""
+    return adapter.rewritten(out, config, evidence)
 
 
 def check_promises(adapter: Adapter, base: Base, experts: list[Expert], counts: Mapping[str, int]) -> None:
@@ -293,17 +283,14 @@ def stack_factors(
 
     Parts of one matrix (gate and up) get ranks of their own, with zeros elsewhere; experts without factors are zero.
     """
-    pairs = {}
-    for expert in members:
-        key = f"{PREFIX}{expert.module}"
-        pairs[expert] = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
-    ranks = [max((len(pairs[e][0]) for e in members if e.part == part), default=0) for part in range(members[0].parts)]
-    scalings = {expert: scaling_of(adapter.config, expert.module) for expert in members}
-    scaling = scalings[members[0]]
-    is_uniform = len(set(scalings.values())) == 1
-    dtype = pairs[members[0]][0].dtype if is_uniform else torch.float32
     first, parts, axis = members[0], members[0].parts, members[0].axis
+    keys = {expert: f"{PREFIX}{expert.module}.lora" for expert in members}
+    pairs = {expert: (tensors[f"{key}_A.weight"], tensors[f"{key}_B.weight"]) for expert, key in keys.items()}
+    ranks = [max((len(pairs[e][0]) for e in members if e.part == part), default=0) for part in range(parts)]
+    scalings = {expert: scaling_of(adapter.config, expert.module) for expert in members}
+    scaling, is_uniform = scalings[first], len(set(scalings.values())) == 1
     (a0, b0), (count, *sides) = pairs[first], shape if len(shape) == 3 else (1, *shape)
+    dtype = a0.dtype if is_uniform else torch.float32
     heights = [
         next((len(pairs[e][1]) for e in members if e.part == part), sides[2 - axis] // parts) for part in range(parts)
     ]
@@ -323,19 +310,8 @@ def stack_factors(
     return a, b, scaling
 
 
-@dataclass(frozen=True)
-class ExpertWrapper:
-    """A stack of experts in PEFT's model. reading: the installed PEFT's. shape: of the parameter. family: see Stack."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    stored_in_out: bool
-    family: str
-    reading: Reading
-
-
-def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[str, Any]) -> dict[str, ExpertWrapper]:
-    """Return key of the factors -> the stack that PEFT puts them on, for every stack that a configuration targets."""
+def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return key of the factors -> PEFT's wrapper of the stack that they are on, for every stack of a configuration."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -345,16 +321,20 @@ def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[st
         layers = get_peft_model(copy.deepcopy(model), lora, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:  # no target found, which the plan reports
         raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
-    wrappers = {}
-    for name, module in layers.get_base_model().named_modules():
-        if isinstance(module, ParamWrapper) and len(module.get_param().shape) == 3:
-            parameter = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
-            experts = module.get_base_layer()
-            is_in_out = bool(getattr(experts, "is_transposed", False))
-            family = stack_family(experts)
-            reading, shape = Reading(2 if swaps_features(module) else 1, grouped=False), tuple(module.get_param().shape)
-            wrappers[f"{PREFIX}{name}"] = ExpertWrapper(parameter, shape, is_in_out, family, reading)
-    return wrappers
+    return {
+        f"{PREFIX}{name}": module
+        for name, module in layers.get_base_model().named_modules()
+        if isinstance(module, ParamWrapper) and len(module.get_param().shape) == 3
+    }
+
+
+def stack_parameter(key: str, wrapper: Any) -> str:
+    """Return the name of a wrapper's parameter in the base. key: of its factors."""
+    return f"{key.removeprefix(PREFIX).replace('.base_layer', '')}.{wrapper.parameter_name}"
+
+
+def installed_reading(wrapper: Any) -> Reading:
+    return Reading(2 if swaps_features(wrapper) else 1, grouped=False)
 
 
 def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout: str | None) -> Adapter:
@@ -363,12 +343,13 @@ def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout
     spans: dict[str, Span] = {span.name: span for span in adapter.spans}
     stacks = {}
     for key, wrapper in wrappers.items():
-        sides = [spans.get(f"{key}.lora_{side}.weight") for side in "AB"]
-        shapes = [span.shape for span in sides if span is not None]
+        factors = [spans.get(f"{key}.lora_{side}.weight") for side in "AB"]
+        shapes = [span.shape for span in factors if span is not None]
         if len(shapes) == 2:
-            stacks[key] = Stack(
-                wrapper.parameter, wrapper.shape, (shapes[0], shapes[1]), wrapper.stored_in_out, wrapper.family
-            )
+            experts, shape = wrapper.get_base_layer(), tuple(wrapper.get_param().shape)
+            is_in_out = bool(getattr(experts, "is_transposed", False))
+            parameter = stack_parameter(key, wrapper)
+            stacks[key] = Stack(parameter, shape, (shapes[0], shapes[1]), is_in_out, stack_family(experts))
     if not stacks:
         return adapter
     record = read_base_record(adapter.path)
@@ -377,13 +358,13 @@ def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout
         layout = read_layout(adapter.config, list(stacks.values()), expert_layout, trained_with)
     except UsageError as error:
         raise UsageError(f"adapter {adapter.path}: {error.message}", key=error.key, fix=error.fix) from error
-    changed = [key for key, stack in stacks.items() if layout.readings[stack.parameter] != wrappers[key].reading]
+    readings = {key: (layout.readings[stacks[key].parameter], installed_reading(wrappers[key])) for key in stacks}
+    changed = [key for key, (stored, installed) in readings.items() if stored != installed]
     if not changed:
         return replace(adapter, reading=str(layout))
     tensors = load_file(adapter.weights)
     for key in changed:
-        stack, names = stacks[key], (f"{key}.lora_A.weight", f"{key}.lora_B.weight")
+        names = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
         a, b = (tensors[name] for name in names)
-        readings = layout.readings[stack.parameter], wrappers[key].reading
-        tensors |= dict(zip(names, as_reading(a, b, stack.shape[0], *readings), strict=True))
+        tensors |= dict(zip(names, as_reading(a, b, stacks[key].shape[0], *readings[key]), strict=True))
     return adapter.rewritten(tensors, adapter.config, str(layout))

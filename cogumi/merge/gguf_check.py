@@ -50,15 +50,9 @@ PAIRED = (
     "llama", "mistral3", "granite", "granitemoe", "granitehybrid", "arcee", "smollm3", "olmo", "minicpm", "deci", "deepseek",
     "arctic",
 )  # fmt: skip
-PLUS_ONE = (
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "qwen3next",
-    "qwen35",
-    "qwen35moe",
-    "nemotron",
-)  # norms that multiply by 1 + weight
+# Norms that multiply by 1 + weight.
+PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron")
+FUSED_QKV = ("bloom", "gptneox", "falcon")  # q, k, v of each head or group
 TRANSPOSED_EXPERTS = ("gpt-oss", "llama4", "qwen3vlmoe")  # stored [experts, in, out]
 SPLIT = {  # stored name's end -> names of the pieces (qwen.py, granite.py, deepseek.py)
     "experts.gate_up_proj": ("experts.gate_proj.weight", "experts.up_proj.weight"),
@@ -210,11 +204,7 @@ class Conversion:
         if self.has_paired_rows(target):
             count = heads if ".attn_q." in target else config.get("num_key_value_heads") or heads
             return tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-        if "query_key_value" in name and architecture in (
-            "bloom",
-            "gptneox",
-            "falcon",
-        ):  # q, k, v of each head or group
+        if "query_key_value" in name and architecture in FUSED_QKV:
             groups = (config.get("num_kv_heads") or config.get("n_head_kv") or 1) if architecture == "falcon" else heads
             rows = tensor.unflatten(0, (groups, heads // groups + 2, -1))
             return torch.cat([part.flatten(0, 2) for part in rows.split([heads // groups, 1, 1], dim=1)])

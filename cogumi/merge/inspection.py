@@ -118,9 +118,8 @@ class AdapterReport:
         return {name: text for name, text in rows.items() if text}
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "layers": {key: asdict(part) | {"ratio": part.ratio} for key, part in self.layers.items()}
-        }
+        layers = {key: asdict(part) | {"ratio": part.ratio} for key, part in self.layers.items()}
+        return asdict(self) | {"layers": layers}
 
     def __str__(self) -> str:
         return "\n".join(
@@ -302,9 +301,8 @@ def raw_cosines(plan: MergePlan, weights: Path) -> dict[str, float]:
 
     0 where the sizes of the two differ too much. Tensors whose update is zero are left out.
     """
-    terms = [
-        entry for entry in low_rank_pieces(plan) if entry[2].file == weights and entry[2].key_a and entry[2].count == 1
-    ]
+    terms = [entry for entry in low_rank_pieces(plan) if entry[2].file == weights]
+    terms = [entry for entry in terms if entry[2].key_a and entry[2].count == 1]
     smallest = min((source.end - source.start for source, _, _ in terms), default=0)
     cosines = {}
     with safe_open(weights, framework="pt") as file:

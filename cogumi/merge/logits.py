@@ -128,15 +128,6 @@ class Loader:
         return self.kind.from_pretrained(path, **options)
 
 
-def check_logits(live: Any, merged: Any, input_ids: torch.Tensor, stored: torch.dtype | None = None) -> LogitCheck:
-    """Compare a merged model with the live, unmerged PEFT model on the same tokens. Copies neither.
-
-    input_ids: int64 [batch, sequence]. stored: the dtype that the merged weights were rounded to, by default the one that
-    `merged` is loaded in. Raises UsageError where the two have logits of different shapes.
-    """
-    return compare_logits(record_logits(live, input_ids), merged, stored or merged.dtype)
-
-
 def record_logits(live: Any, input_ids: torch.Tensor) -> Reference:
     """Run a PEFT model with its adapter and without, where PEFT leaves the biases that bias="all" or "lora_only" trained."""
     logits = run_model(live, input_ids)
@@ -192,7 +183,10 @@ def runnable_experts(model: Any) -> Iterator[None]:
 
 
 def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept: float | None = None) -> LogitCheck:
-    """Run a merged model on the reference's tokens. stored: the dtype of its weights; kept: share of the update in them."""
+    """Run a merged model on the reference's tokens. Raises UsageError where its logits have another shape.
+
+    stored: the dtype that its weights were rounded to. kept: the share of the update in them.
+    """
     logits, live = run_model(merged, reference.input_ids), reference.live
     if logits.shape[:-1] != live.shape[:-1]:
         message = f"the merged model's logits are {list(logits.shape)}, the live model's {list(live.shape)}"
@@ -226,22 +220,20 @@ def rms(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def check_directory(
-    adapter: Path | Sequence[tuple[Path, float]],
+    adapters: Sequence[tuple[Path, float]],
     merged: Path,
     base: str | Path,
-    revision: str | None = None,
     input_ids: torch.Tensor | None = None,
     kept: float | None = None,
 ) -> LogitCheck:
-    """check_logits for a merged directory, on the CPU in the dtype that it is stored in, one model in memory at a time.
+    """Compare a merged directory with base + adapters, on the CPU in the dtype that it is stored in, one model at a time.
 
-    adapter: a PEFT directory, or several with their weights. base: the full-precision base, a directory or a hub id in
-    the local cache at `revision`. input_ids: int64 [batch, sequence], by default prompt_tokens. kept: the share of the
-    update that the merge stored. Raises NotCompared.
+    adapters: PEFT's directories with their weights. base: the full-precision base, a directory or a hub id in the cache.
+    input_ids: int64 [batch, sequence], by default prompt_tokens. kept: the share of the update that the merge stored.
+    Raises NotCompared.
     """
     from transformers import AutoConfig
 
-    adapters = [(adapter, 1.0)] if isinstance(adapter, Path) else list(adapter)
     paths = [path for path, _ in adapters]
     loader = loader_of(paths, merged)
     if input_ids is None:
@@ -249,7 +241,7 @@ def check_directory(
         shape = (2, PROMPT_TOKENS) if loader.labelled is None else (16, PROMPT_TOKENS // 8)
         config = AutoConfig.from_pretrained(merged).get_text_config()
         input_ids = prompt_tokens(tokenizer_of(merged), config, trained_tokens(paths), *shape)
-    source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), revision)
+    source = Path(base) if Path(base).is_dir() else cached_snapshot(str(base), None)
     return compare_directory(record_directory(adapters, source, merged, input_ids, loader), merged, loader, kept)
 
 
@@ -271,24 +263,24 @@ def record_directory(
     from transformers import AutoConfig
 
     vocabulary = AutoConfig.from_pretrained(merged).get_text_config().vocab_size
-    with room_for(merged, input_ids.numel() * vocabulary, loader) as device:
-        return record_logits(adapted_model(adapters, loader.load(base, device), vocabulary), input_ids)
+    with loaded(base, loader, merged, input_ids.numel() * vocabulary) as model:
+        return record_logits(adapted_model(adapters, model, vocabulary), input_ids)
 
 
 def compare_directory(reference: Reference, merged: Path, loader: Loader, kept: float | None = None) -> LogitCheck:
     """Load a merged directory and compare it with what was recorded. Raises NotCompared."""
-    with room_for(merged, reference.live.numel(), loader) as device:
-        return compare_logits(reference, loader.load(merged, device), measure_directory(merged)[1], kept)
+    with loaded(merged, loader, merged, reference.live.numel()) as model:
+        return compare_logits(reference, model, measure_directory(merged)[1], kept)
 
 
 @contextmanager
-def room_for(merged: Path, logits: int, loader: Loader) -> Iterator[torch.device]:
-    """Find a device with room for one model and three sets of so many logits: the loader's, else the CPU.
+def loaded(path: Path, loader: Loader, size: Path, logits: int) -> Iterator[Any]:
+    """Load a model where there is room for it and three sets of so many logits: on the loader's device, else the CPU.
 
-    Raises NotCompared where there is none, or where memory runs out in the block.
+    size: the directory whose size is planned with. Raises NotCompared where there is no room, also in the block.
     """
     gc.collect()  # models hold reference cycles: the last one has to go before the next one comes
-    needed = loader.dtype.itemsize * (measure_directory(merged)[0] + 3 * logits) + WORKING_BYTES
+    needed = loader.dtype.itemsize * (measure_directory(size)[0] + 3 * logits) + WORKING_BYTES
     free = {place: free_memory(place) for place in (loader.device, torch.device("cpu"))}
     figures = " and ".join(f"{format_memory(size)} free on {place.type}" for place, size in free.items())
     figures = f"{format_memory(needed)} needed, {figures}"
@@ -296,7 +288,7 @@ def room_for(merged: Path, logits: int, loader: Loader) -> Iterator[torch.device
     if device is None:
         raise NotCompared(figures)
     try:
-        yield device
+        yield loader.load(path, device)
     except OUT_OF_MEMORY as error:
         raise NotCompared(f"{figures}, and memory ran out: {one_line(error)}") from error
 
@@ -336,12 +328,7 @@ def tokenizer_of(directory: Path) -> Any:
 
 
 def prompt_tokens(
-    tokenizer: Any,
-    config: Any,
-    trained: list[int],
-    rows: int = 2,
-    columns: int = PROMPT_TOKENS,
-    text: str = PROMPT,
+    tokenizer: Any, config: Any, trained: list[int], rows: int = 2, columns: int = PROMPT_TOKENS, text: str = PROMPT
 ) -> torch.Tensor:
     """Return int64 token ids [rows, columns, or fewer where the model has fewer positions].
 

@@ -27,16 +27,9 @@ MANIFEST_NAME = "cogumi-merge.json"
 # Files that no loader of models reads, in lower case: pages, licences, and those of git, the hub and editors. Any other may
 # be read instead of the merged model, or on top of it: a *.bin, an adapter_config.json, a tokenizer.json, a *.py.
 UNREAD_FILES = (
-    "*.md",
-    "cogumi-certificate.json",
-    ".gitattributes",
-    ".gitignore",
-    ".ds_store",
-    "licen[cs]e",
-    "licen[cs]e.txt",
-    "notice",
+    "*.md", "cogumi-certificate.json", ".gitattributes", ".gitignore", ".ds_store", "licen[cs]e", "licen[cs]e.txt", "notice",
     "notice.txt",
-)
+)  # fmt: skip
 UNREAD_FOLDERS = (".cache", ".git", ".ipynb_checkpoints")
 MAX_NAMES = 5  # in a message
 FORMAT = 4
@@ -88,10 +81,7 @@ def build_manifest(
                 "path": str(adapter.path.resolve()),
                 "weight": weight,
                 "reading": adapter.reading,
-                "blake3": {
-                    path.name: blake3_file(path)
-                    for path in (adapter.path / "adapter_config.json", *weight_files(adapter.path))
-                },
+                "blake3": hash_adapter(adapter.path),
             }
             for adapter, weight in plan.adapters
         ],
@@ -102,6 +92,11 @@ def build_manifest(
         "notes": plan.notes,
         "tensors": {tensor.target.name: tensor_entry(tensor, outcome) for tensor in changed},
     }
+
+
+def hash_adapter(path: Path) -> dict[str, str]:
+    """Return the BLAKE3 of an adapter's configuration and weights, by name."""
+    return {file.name: blake3_file(file) for file in (path / "adapter_config.json", *weight_files(path))}
 
 
 def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:
@@ -181,9 +176,10 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["format"] not in (FLOAT32_FORMAT, FORMAT):
             raise UsageError(f"{path} has a format that this version does not know", fix="merge again")
-        sources = [manifest["base"], *manifest["adapters"]]
         inputs = {
-            Path(source["path"]) / name: digest for source in sources for name, digest in source["blake3"].items()
+            Path(source["path"]) / name: digest
+            for source in (manifest["base"], *manifest["adapters"])
+            for name, digest in source["blake3"].items()
         }
         shards = {name: shard["blake3"] for name, shard in manifest["shards"].items()}
         outputs = {directory / name: digest for name, digest in (manifest["files"] | shards).items()}
@@ -192,7 +188,8 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     beside = unnamed_files(directory, outputs.keys() | {path})
-    if loaded := [file for file in beside if not is_unread(file)]:
+    unread = {name for name in beside if any(fnmatch(name.lower(), pattern) for pattern in UNREAD_FILES)}
+    if loaded := [name for name in beside if name not in unread.union(UNREAD_FOLDERS)]:
         message = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded)}"
         raise MergeError(f"{message}; move it elsewhere, or merge again")
     changed, from_memory = read_back(outputs, readers, progress, "hashing")
@@ -229,10 +226,6 @@ def list_files(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def is_unread(name: str) -> bool:
-    return name in UNREAD_FOLDERS or any(fnmatch(name.lower(), pattern) for pattern in UNREAD_FILES)
-
-
 def join_names(names: list[str]) -> str:
     more = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
@@ -241,9 +234,8 @@ def join_names(names: list[str]) -> str:
 def read_back(digests: dict[Path, str], workers: int, progress: bool, name: str) -> tuple[str | None, int | None]:
     """Compare files with their digests. Each is written out and dropped from memory before it is read.
 
-    Returns:
-        A description of the first file that is gone or has another digest (None: all match), and the number of bytes
-        served from the page cache despite eviction (None if unknown).
+    Returns what is wrong with the first that is gone or changed, or None; and the bytes that were in memory all the same,
+    None if unknown.
     """
     if gone := next((path for path in digests if not path.is_file()), None):
         return f"{gone} is gone", None

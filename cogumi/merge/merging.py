@@ -23,13 +23,8 @@ from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.inspection import refuse_raw_factors
 from cogumi.merge.logits import LogitCheck, NotCompared, check_directory
-from cogumi.merge.merge_manifest import (
-    build_manifest,
-    totals,
-    write_manifest,
-    write_side_files,
-)
-from cogumi.merge.output_directory import check_target, commit_output, has_tokenizer, partial_directory, remove_stale
+from cogumi.merge.merge_manifest import build_manifest, totals, write_manifest, write_side_files
+from cogumi.merge.output_directory import check_target, has_tokenizer, partial_directory
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
 from cogumi.merge.stream import progress_bar, write_and_verify
 from cogumi.merge.witness import Answer, AnswerCheck, WitnessCheck, check_answers, check_witness, read_answers
@@ -73,15 +68,14 @@ class MergeReport:
     def __str__(self) -> str:
         counts = {"replaced": self.tensors_replaced, "converted": self.tensors_converted, "copied": self.tensors_copied}
         rest = "".join(f", {count} {name}" for name, count in counts.items() if count)
-        return (
+        lines = (
             f"{self.out}: {self.base} with {self.tensors_merged} tensors merged{rest} "
-            f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)\n"
+            f"({format_bytes(self.bytes)}, {self.seconds:.1f} s)",
             f"{self.elements:,} computed elements read back and checked, each the nearest value; "
-            f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}"
-            + "".join(
-                f"\n{line}" for line in (*self.readings, *self.notes, self.logits, self.witness, self.answers) if line
-            )
+            f"largest change of an element {self.max_delta:.3g}, of a tensor {self.max_delta_ratio:.2%}",
+            *(*self.readings, *self.notes, self.logits, self.witness, self.answers),
         )
+        return "\n".join(str(line) for line in lines if line)
 
 
 @show_seconds("merge: the adapter goes into its base")
@@ -102,9 +96,8 @@ def merge_adapter(
     """Merge PEFT LoRA adapters into their full-precision base and write the model to `out`.
 
     Every element is computed in float64 and rounded once, to the nearest value to W + scaling * B @ A (or DoRA's formula),
-    and every byte is read back. Shards, names and (with dtype="keep")
-    dtypes are the base's. A head that no longer equals the embedding it was tied to gets its own tensor. Memory holds one
-    layer's factors and a few megabytes of blocks.
+    and every byte is read back. Shards, names and (with dtype="keep") dtypes are the base's. A head that no longer equals the
+    embedding it was tied to gets its own tensor. Memory holds one layer's factors and a few megabytes of blocks.
 
     Args:
         adapter: A directory from PEFT's save_pretrained, or one around it, such as a run's; or (directory, weight) pairs,
@@ -160,7 +153,6 @@ def merge_adapter(
         fix = f"leave {asked} out, or complete the base"
         raise UsageError(f"{asked} loads base {source_base.name}, and {plan.missing[0]}", fix=fix)
     refuse_raw_factors(plan)
-    remove_stale(target)
     with partial_directory(target, {shard.name: shard.bytes for shard in plan.shards}, plan.small_bytes) as partial:
         with progress_bar(progress, "merging", plan.shard_bytes) as advance:
             outcome = write_and_verify(plan, partial, workers, advance)
@@ -171,20 +163,17 @@ def merge_adapter(
         if differing := next((check for check in checks.values() if check and not check.passed), None):
             raise MergeError(f"{differing}; nothing was committed")
         write_manifest(partial, build_manifest(plan, outcome, options | {"expert_layout": expert_layout}, checks))
-        commit_output(partial, target)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
-    unchanged = [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]
-    if unchanged:
+    if unchanged := [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]:
         message = "%d of %d updates are zero (never trained?), the first is %s"
         log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
     if plan.missing:
         log.warning("%s", describe_missing(plan.missing))
-    readings = tuple(part.reading for part, _ in adapters if part.reading)
     return MergeReport(
         out=target,
         base=source_base.name,
-        readings=readings,
+        readings=tuple(part.reading for part, _ in adapters if part.reading),
         notes=plan.notes,
         seconds=time.monotonic() - started,
         **checks,

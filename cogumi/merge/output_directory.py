@@ -86,9 +86,10 @@ def remove_stale(target: Path) -> None:
 def partial_directory(target: Path, shards: Mapping[str, int], small: int) -> Iterator[Path]:
     """Create a locked directory beside `target`, with every shard (name -> bytes) in its full size.
 
-    The block renames it to `target`. When the block fails, also by KeyboardInterrupt, the directory is removed. Raises
+    After the block it becomes `target`. When the block fails, also by KeyboardInterrupt, the directory is removed. Raises
     DiskFull with the bytes that the output needs. small: bytes of its other files.
     """
+    remove_stale(target)
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     needed = small + sum(shards.values())
     try:
@@ -103,6 +104,7 @@ def partial_directory(target: Path, shards: Mapping[str, int], small: int) -> It
         try:
             allocate(partial, shards, small)
             yield partial
+            commit_output(partial, target)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in NO_SPACE:
@@ -190,13 +192,8 @@ def output_config(
 ) -> dict[str, Any]:
     """Return the merged model's config.json: a deep copy of the base's without its quantization.
 
-    The last two arguments are set at the top and in text_config, never in a vision or audio config.
-
-    Args:
-        config: The base's config.json.
-        dtype: Written wherever the base records one (transformers 4 said torch_dtype), nested configs included.
-        is_untied: The head got a weight of its own.
-        vocab_size: Size of a resized vocabulary.
+    dtype: written wherever the base records one (transformers 4 said torch_dtype), nested configs included. The last two
+    are set at the top and in text_config, never in a vision or audio config.
     """
     merged = changed_config(config, dtype)
     language = language_sections(merged)

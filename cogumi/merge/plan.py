@@ -161,9 +161,8 @@ class MergePlan:
             lines.append(f"without effect, as no tensor of the adapter matches: {'; '.join(self.unmatched)}")
         terms = [change.terms for change in self.changes.values() if change.terms]
         if zero := sum(not any(term.scaling for term in part) for part in terms):
-            lines.append(
-                f"{zero} of {len(terms)} updates are multiplied by 0: lora_alpha or alpha_pattern is 0 for them"
-            )
+            cause = "lora_alpha or alpha_pattern is 0 for them"
+            lines.append(f"{zero} of {len(terms)} updates are multiplied by 0: {cause}")
         if self.missing:
             lines.append(describe_missing(self.missing))
         return tuple(lines)
@@ -302,14 +301,13 @@ def weighted_sum(parts: list[Changes], adapters: Sequence[tuple[Adapter, float]]
         return parts[0]
     total = Changes()
     for changes, (adapter, weight) in zip(parts, adapters, strict=True):
+        fix = "merge it alone, with weight 1"
         if changes.vocabulary is not None:
-            raise adapter.refused(
-                "it resized the vocabulary, so it cannot be weighted", fix="merge it alone, with weight 1"
-            )
+            raise adapter.refused("it resized the vocabulary, so it cannot be weighted", fix=fix)
         for name, change in changes.parameters.items():
             if change.whole or change.magnitude or change.rows:
                 message = f"it sets {name} (DoRA, a module trained whole, or trained tokens), so it cannot be weighted"
-                raise adapter.refused(message, fix="merge it alone, with weight 1")
+                raise adapter.refused(message, fix=fix)
             terms = tuple(replace(term, scaling=term.scaling * weight) for term in change.terms)
             total.parameters[name] = Change(terms=total.parameters.get(name, Change()).terms + terms)
     return total
@@ -333,13 +331,10 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
             raise UsageError(f"{tied}, in a layout that this merge does not know, and the adapter changes one")
         head_places = checkpoint.places.get(head)
         # transformers ties two stored tensors only where they are equal, whatever the config says.
-        if head_places and not leading_rows_equal(
-            checkpoint.spans[head_places[0].tensor], checkpoint.spans[homes[0].tensor]
-        ):
-            raise UsageError(
-                f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to",
-                fix="set tie_word_embeddings to false in its config.json",
-            )
+        stored_head = checkpoint.spans[head_places[0].tensor] if head_places else None
+        if stored_head and not leading_rows_equal(stored_head, checkpoint.spans[homes[0].tensor]):
+            message = f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to"
+            raise UsageError(message, fix="set tie_word_embeddings to false in its config.json")
         if same_change(changes.parameters.get(head), changes.parameters.get(embedding)):
             del changes.parameters[head]
             if head_places:
@@ -392,10 +387,8 @@ def changes_by_tensor(
             if len(shape) == 3 and shape[1] == shape[2] and not checkpoint.config.transformers_version:
                 message = f"it changes {parameter}, which is square: [in, out] if transformers 4 wrote the base, else [out, in]"
                 raise adapter.refused(message, fix="set transformers_version in the base's config.json")
-            message = (
-                f"it changes {parameter}, which base {base.name} lacks or stores in a layout that is not known here"
-            )
-            raise adapter.refused(message)
+            layout = "lacks or stores in a layout that is not known here"
+            raise adapter.refused(f"it changes {parameter}, which base {base.name} {layout}")
         if (change.rows or change.magnitude) and (len(places) > 1 or places[0].transposed):
             kind = "DoRA" if change.magnitude else "trained tokens"
             raise adapter.refused(f"{kind} on {parameter}, which is stored in parts")
@@ -473,10 +466,10 @@ def plan_tensor(name: str, span: Span, changed: list[Piece], base: Base, dtype: 
 
 
 def output_index(base: Base, shards: list[ShardPlan]) -> dict[str, Any] | None:
-    """Return the index of shards, with the real total of tensor bytes, or None when the base has none."""
-    if not base.indexed:
+    """Return the index of shards, with the real total of tensor bytes, or None for a base in a single file."""
+    if (base.path / "model.safetensors").is_file():
         return None
-    metadata = json.loads((base.path / INDEX_NAME).read_text(encoding="utf-8")).get("metadata") or {}
+    metadata = read_json(base.path / INDEX_NAME).get("metadata") or {}
     targets = {tensor.target.name: (tensor.target, shard.name) for shard in shards for tensor in shard.tensors}
     metadata["total_size"] = sum(target.end - target.start for target, _ in targets.values())
     return {"metadata": metadata, "weight_map": {name: targets[name][1] for name in sorted(targets)}}

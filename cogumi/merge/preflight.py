@@ -56,19 +56,12 @@ def find_original(base: str, config: Any, merge_base: str | None, base_mode: str
     """Find the full-precision model that the merge of a run needs; None where the base itself will do.
 
     Nothing is downloaded. Raises UsageError where there is no such model, and for a mode that the base does not have.
-
-    Args:
-        base: Directory or hub id.
-        config: Its transformers config.
-        merge_base: `cogumi.merge_base`.
-        base_mode: `cogumi.base_mode`.
     """
     kind = quantization(config.to_dict())
     if base_mode == "dequant" and kind != BNB_4BIT:
-        message = (
-            f"{base} is {f'quantized ({kind})' if kind else 'not quantized'}, and dequant reads bitsandbytes' 4 bits"
-        )
-        raise UsageError(message, key="cogumi.base_mode", fix="drop it")
+        state = f"quantized ({kind})" if kind else "not quantized"
+        problem = f"{base} is {state}, and dequant reads bitsandbytes' 4 bits"
+        raise UsageError(problem, key="cogumi.base_mode", fix="drop it")
     if kind is None or base_mode == "dequant":
         if merge_base is not None:
             why = "is not quantized on disk" if kind is None else "is dequantized itself (cogumi.base_mode)"
@@ -121,7 +114,7 @@ def check_loadable(model: RunBase) -> None:
         base = expected_base(name, download.commit, model.config, download)
     else:
         shards, _ = read_shards(name, path)
-        base = Base(name, path, None, config, shards, False, quantized_tensors(shards, config))
+        base = Base(name, path, None, config, shards, quantized_tensors(shards, config))
     stored = stored_of(base.tensors.values())
     faults = find_faults(meta_model(model.config), stored) if kind is None or base.quantized else find_unscaled(stored)
     if faults:
@@ -129,10 +122,7 @@ def check_loadable(model: RunBase) -> None:
 
 
 def plan_adapter(lora: Any, model: RunBase, base: Base) -> None:
-    """Plan the merge of an untrained adapter by names, shapes and dtypes. Raises UsageError as build_plan.
-
-    lora: its LoraConfig. model: what it is trained on. base: what it is merged into.
-    """
+    """Plan the merge of an untrained adapter on a model into a base, by names and shapes. Raises UsageError as build_plan."""
     from peft import get_peft_model, get_peft_model_state_dict
 
     lora = copy.copy(lora)
@@ -168,7 +158,7 @@ def expected_base(name: str, revision: str | None, base_config: Any, download: D
         spans = tuple(Span(path, tensor, info.dtype, tuple(info.shape), 0, 0) for tensor, info in headers.items())
     else:
         spans = spans_of(meta_model(base_config, named_class(base_config)).state_dict(), "BF16")
-    return Base(name, path, revision, config, (Shard(path, b"", {}, spans),), False, known_config=base_config)
+    return Base(name, path, revision, config, (Shard(path, b"", {}, spans),), known_config=base_config)
 
 
 def spans_of(tensors: dict[str, torch.Tensor], dtype: str) -> tuple[Span, ...]:

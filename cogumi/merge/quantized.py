@@ -145,7 +145,11 @@ def decode(tensor: Bnb4bit, first: int, count: int, absmax: torch.Tensor, dtype:
     """Decode elements with bitsandbytes. absmax: one float32 for each block of the tensor."""
     if count == 0:
         return torch.empty(0, dtype=dtype)
-    dequantize_4bit, QuantState = import_bitsandbytes()
+    try:
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+    except ImportError as error:
+        message = "reading bitsandbytes' 4-bit weights needs bitsandbytes, which is not installed"
+        raise UsageError(message, fix='run: pip install "cogumi[quantization]"') from error
     begin, end = first // tensor.blocksize, -(-(first + count) // tensor.blocksize)
     start = begin * tensor.blocksize
     packed = read_stored(tensor.weight, torch.uint8, start // 2, (first + count - start + 1) // 2)
@@ -153,15 +157,6 @@ def decode(tensor: Bnb4bit, first: int, count: int, absmax: torch.Tensor, dtype:
     shape = torch.Size((1, 2 * len(packed)))
     state = QuantState(absmax[begin:end], shape, blocksize=tensor.blocksize, quant_type=tensor.kind, dtype=dtype)
     return dequantize_4bit(packed[:, None], state).view(-1)[first - start : first - start + count]
-
-
-def import_bitsandbytes() -> tuple[Any, Any]:
-    try:
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-    except ImportError as error:
-        message = "reading bitsandbytes' 4-bit weights needs bitsandbytes, which is not installed"
-        raise UsageError(message, fix='run: pip install "cogumi[quantization]"') from error
-    return dequantize_4bit, QuantState
 
 
 @lru_cache(maxsize=4)
@@ -178,9 +173,8 @@ def block_absmax(tensor: Bnb4bit) -> torch.Tensor:
 def compare_codes(packed: dict[str, Bnb4bit], full: dict[str, Span]) -> tuple[int, float, float]:
     """Compare a sample of 4-bit codes with the full-precision weights. Raises Mismatch outside limits.
 
-    Returns:
-        Tensors sampled, their |dequantized - W| / |W| in Frobenius norms, and the share of codes that quantizing W does
-        not give.
+    Returns the number of tensors sampled, their |dequantized - W| / |W| in Frobenius norms, and the share of codes that
+    quantizing W does not give.
 
     Measured relative errors in bfloat16 (NF4 / FP4): Gaussian 0.092 / 0.122; with 8 columns of 1024 ten times larger
     0.141 / 0.225. An error near zero is the dequantized checkpoint itself, whose codes are the same.
@@ -229,8 +223,7 @@ def differing_codes(tensor: Bnb4bit, weight: torch.Tensor, first: int) -> int:
     values = values / absmax.clamp(min=1e-38)
     levels = tensor.levels.sort().values
     nearest = levels[torch.bucketize(values, (levels[:-1] + levels[1:]) / 2)]
-    stored = decode(
-        tensor, first, len(values), torch.ones(-(-(first + len(values)) // tensor.blocksize)), torch.float32
-    )
+    scales = torch.ones(-(-(first + len(values)) // tensor.blocksize))
+    stored = decode(tensor, first, len(values), scales, torch.float32)
     right = (values - stored).abs() <= (values - nearest).abs() + 1e-5
     return int((~right & (absmax > 0)).sum())

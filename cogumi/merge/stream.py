@@ -11,7 +11,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from blake3 import blake3
+from safetensors import safe_open
 from tqdm.auto import tqdm
 
 from cogumi.core.durability import drop_from_memory, sync_path
@@ -35,7 +36,6 @@ from cogumi.merge.arithmetic import (
     block_rows,
     merge_rows,
     one_thread_each,
-    open_weights,
     read_stored_rows,
     round_once,
 )
@@ -144,14 +144,15 @@ def merge_runs(plan: MergePlan, directory: Path, workers: int | None, outcome: O
     spare: list[torch.Tensor] = []
     with (
         one_thread_each(),
-        open_weights(plan) as weights,
+        ExitStack() as files,
         thread_pool(1) as disk,
         thread_pool(1) as writing,
         thread_pool(workers) as merging,
         thread_pool(1) as reading,
     ):
         source, target = SourceReader(plan, spare, outcome), TargetWriter(plan, directory, spare, outcome, disk)
-        updates = Updates(weights)
+        paths = [adapter.weights for adapter, _ in plan.adapters]
+        updates = Updates({path: files.enter_context(safe_open(path, framework="pt")) for path in paths})
         works = (Work(shard, run) for shard in plan.shards for run in (*runs_of(shard), None))
         read = in_order(reading, source.read, works, 2)
         merged = in_order(merging, lambda work: merge_run(work, updates, spare), read, workers + 1)
@@ -222,21 +223,18 @@ def merge_run(work: Work, updates: Updates, spare: list[torch.Tensor]) -> Work:
     return work
 
 
+@dataclass
 class TargetWriter:
     """Writes runs, unless they exist and are only compared. Reads them back, compares and hashes them."""
 
-    def __init__(
-        self,
-        plan: MergePlan,
-        directory: Path,
-        spare: list[torch.Tensor],
-        outcome: Outcome | None,
-        disk: ThreadPoolExecutor,
-    ) -> None:
-        self.plan, self.directory, self.spare, self.outcome, self.disk = plan, directory, spare, outcome, disk
-        self.digest: FileDigest | None = None
-        self.settled = 0
-        self.waiting: list[Future[None]] = []
+    plan: MergePlan
+    directory: Path
+    spare: list[torch.Tensor]
+    outcome: Outcome | None
+    disk: ThreadPoolExecutor
+    digest: "FileDigest | None" = None
+    settled: int = 0
+    waiting: list[Future[None]] = field(default_factory=list)
 
     def write(self, work: Work) -> Work:
         if self.outcome is not None and self.digest is None:

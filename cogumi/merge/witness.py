@@ -26,12 +26,12 @@ from cogumi.merge.logits import (
     Loader,
     NotCompared,
     Reference,
+    loaded,
     loader_of,
     measure_directory,
     prompt_tokens,
     record_logits,
     rms,
-    room_for,
     rounding_bound,
     run_model,
     tokenizer_of,
@@ -106,7 +106,7 @@ def write_witness(adapter: Path, live: Any, tokenizer: Any) -> None:
 
 
 def witness_bytes(model: Any) -> int:
-    """Return the bytes of the record of a model, without its header: columns of both sets of logits, and the tokens."""
+    """Return the bytes of the record of a model, without its header."""
     config = model.config.get_text_config()
     tokens = 2 * min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
     columns = min(COLUMNS, config.vocab_size)
@@ -129,10 +129,7 @@ def read_witness(adapter: Path) -> tuple[Reference, dict[str, str]] | None:
 
 
 def check_witness(adapter: Adapter, base: Base, merged: Path, kept: float | None = None) -> WitnessCheck | None:
-    """Run a merged directory on the recorded tokens; None without a record. Raises NotCompared.
-
-    base: the full-precision model. kept: the share of the update that was stored.
-    """
+    """Run a merged directory on the recorded tokens; None without a record. kept: see compare_logits. Raises NotCompared."""
     witness = read_witness(adapter.path)
     if witness is None:
         return None
@@ -141,12 +138,12 @@ def check_witness(adapter: Adapter, base: Base, merged: Path, kept: float | None
     start, moved = reference.base, rms(reference.live, reference.base)
     quantized = facts["quantized"] or base.trained_on  # in memory, or on the disk
     if quantized:
-        with room_for(merged, reference.live.numel(), loader) as device:
-            start = run_model(loader.load(base.path, device), reference.input_ids)[..., reference.columns]
+        with loaded(base.path, loader, merged, reference.live.numel()) as model:
+            start = run_model(model, reference.input_ids)[..., reference.columns]
+        del model  # before the next one is loaded
         if (noise := rms(start, reference.base)) > UNTOLD * moved:
             raise NotCompared(f"quantization moved the base's logits by {noise:.3g}, the adapter by {moved:.3g}")
-    with room_for(merged, reference.live.numel(), loader) as device:
-        model = loader.load(merged, device)
+    with loaded(merged, loader, merged, reference.live.numel()) as model:
         logits = run_model(model, reference.input_ids)[..., reference.columns]
     measured = rms(reference.live, logits)
     bound = scale_bound = None
@@ -264,15 +261,12 @@ def given_by(model: Any, tokenizer: Any, answers: Sequence[Answer], stored: torc
 def answers_of(directory: Path, loader: Loader, tokenizer: Any, answers: Sequence[Answer], size: Path) -> list[str]:
     """Load a model and return given_by. size: the directory whose size is planned with. Raises NotCompared."""
     longest = max(encode_answer(tokenizer, answer)[0].numel() for answer in answers)
-    with room_for(size, longest * len(tokenizer), loader) as device:
-        return given_by(loader.load(directory, device), tokenizer, answers, measure_directory(size)[1])
+    with loaded(directory, loader, size, longest * len(tokenizer)) as model:
+        return given_by(model, tokenizer, answers, measure_directory(size)[1])
 
 
 def check_answers(answers: Sequence[Answer], adapters: Sequence[Path], base: Path, merged: Path) -> AnswerCheck:
-    """Compare a merged model's greedy answers with their owner's. Raises NotCompared.
-
-    Raises UsageError without a tokenizer, or where the base gives all of the answers, too.
-    """
+    """Compare a merged model's greedy answers with their owner's. Raises NotCompared, UsageError where they prove nothing."""
     tokenizer, loader = tokenizer_of(merged), loader_of(adapters, merged)
     if tokenizer is None:
         raise UsageError("the merged model has no tokenizer to read prompts with", fix="save it beside the adapter")

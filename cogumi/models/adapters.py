@@ -38,16 +38,14 @@ def lora_config(lora: dict[str, Any], revision: str | None = None, model: Any = 
         config = LoraConfig(**{**DEFAULTS, "task_type": "CAUSAL_LM", "revision": revision, **lora})
     except (ValueError, TypeError) as error:
         raise UsageError(one_line(error), key="lora") from error
-    if (
-        model is not None
-        and config.target_modules == "all-linear"
-        and (towers := [*find_towers(model), *find_routers(model)])
-    ):
+    if model is None or config.target_modules != "all-linear":
+        return config
+    if towers := [*find_towers(model), *find_routers(model)]:
         excluded = config.exclude_modules or []
-        patterns = (
-            [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded)]
-        )
-        config.exclude_modules = "|".join([*patterns, *(rf"{re.escape(name)}(\..*)?" for name in towers)])
+        if not isinstance(excluded, str):
+            excluded = "|".join(rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded))
+        patterns = [rf"{re.escape(name)}(\..*)?" for name in towers]
+        config.exclude_modules = "|".join(filter(None, [excluded, *patterns]))
     return config
 
 
@@ -83,11 +81,9 @@ def find_towers(model: Any) -> list[str]:
 def check_targets(lora: dict[str, Any], base: RunBase, is_own: bool = True) -> str:
     """Raise UsageError for a name in `lora:` that matches nothing in the base, before anything is loaded or prepared.
 
-    is_own: whether `lora:` is the run's own, and not that of the adapter that it starts from, whose tensors decide.
-
-    Returns:
-        The share of the parameters under the adapter, in words; "" for a base that cannot be built of its config alone,
-        which is left for PEFT to refuse.
+    is_own: whether `lora:` is the run's own, and not that of the adapter that it starts from, whose tensors decide. Returns
+    the share of the parameters under the adapter, in words; "" for a base that cannot be built of its config alone, which
+    is left for PEFT to refuse.
     """
     try:
         model = meta_model(base.config)
@@ -98,9 +94,8 @@ def check_targets(lora: dict[str, Any], base: RunBase, is_own: bool = True) -> s
     entries = config.to_dict() | {"exclude_modules": lora.get("exclude_modules")}  # without towers of all-linear
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     # gpt-oss in 4 bits by unsloth has a module for each expert of a stack.
-    split = [
-        f"{name}s{end}" for name, parameter in model.named_parameters() if parameter.ndim == 3 for end in ("", ".0")
-    ]
+    stacks = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    split = [f"{name}s{end}" for name in stacks for end in ("", ".0")]
     modules, adapted, failure = [*(name for name, _ in model.named_modules()), *split], set(), None
     with warnings.catch_warnings(action="ignore"):
         try:

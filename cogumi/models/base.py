@@ -50,10 +50,7 @@ def named_class(config: Any) -> Any:
 
 
 def meta_model(config: Any, kind: Any = None) -> Any:
-    """Return a config's unquantized model on the meta device, by default of the class that a run loads, to be changed freely.
-
-    Raises UsageError where transformers builds none.
-    """
+    """Return a config's unquantized model on the meta device, to be changed freely. kind: by default what a run loads."""
     return copy.deepcopy(build_on_meta(kind or auto_class(config), pickle.dumps(config)))
 
 

@@ -57,10 +57,7 @@ def read_base(name: str, revision: str | None = None) -> RunBase:
 
 
 def load_tokenizer(model: RunBase | str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a base or a directory, with a padding token.
-
-    Raises UsageError when the model has none that could end a text.
-    """
+    """Return the tokenizer of a base or a directory, with a padding token. Raises UsageError where none could end a text."""
     name, options = str(model), {}
     if isinstance(model, RunBase):
         name, options = model.name, {"revision": model.revision, "config": model.config}
@@ -164,11 +161,10 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
             raise UsageError(f"the tokenizer of {name} has no chat template", key="train.chat_template_path")
     missing = [token for token in tokens if token in template and token not in tokenizer.get_vocab()]
     if missing:
-        raise UsageError(
-            f"the template of {name} writes {', '.join(missing)}, which {tokenizer.name_or_path} has no tokens for",
-            key="train.chat_template_path",
-            fix="take one without control tokens, such as cogumi:tulu, or that model itself",
-        )
+        lacking = f"which {tokenizer.name_or_path} has no tokens for"
+        message = f"the template of {name} writes {', '.join(missing)}, {lacking}"
+        fix = "take one without control tokens, such as cogumi:tulu, or that model itself"
+        raise UsageError(message, key="train.chat_template_path", fix=fix)
     tokenizer.chat_template = template
 
 

@@ -69,6 +69,11 @@ def refuse_untrainable(name: str, config: PreTrainedConfig, tuning: str) -> None
         raise UsageError(message, key="model.name", fix="drop cogumi.tuning: full, or name the full-precision model")
 
 
+def quantization_entries(config: PreTrainedConfig) -> dict[str, Any]:
+    settings: Any = config.quantization_config
+    return settings if isinstance(settings, dict) else settings.to_dict()
+
+
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
     """Bitsandbytes' linear layers by name."""
     return {
@@ -113,10 +118,7 @@ def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
     quantization = quantization_of(config)
     if quantization is None or quantization.method != "bitsandbytes":
         return None
-    entries: Any = config.quantization_config
-    settings: BitsAndBytesConfig = AutoQuantizationConfig.from_dict(
-        entries if isinstance(entries, dict) else entries.to_dict()
-    )
+    settings: BitsAndBytesConfig = AutoQuantizationConfig.from_dict(quantization_entries(config))
     return settings
 
 
@@ -153,11 +155,9 @@ def refuse_wrong_layers(model: PreTrainedModel) -> None:
         raise UsageError(message, key="model.quantization_config", fix="drop it")
     for name, module in layers.items():
         if module is model.get_output_embeddings():
-            message = (
-                f"it replaces transformers' own list, so {name} would be quantized, which TRL's losses read as it is"
-            )
             key = "model.quantization_config.llm_int8_skip_modules"
-            raise UsageError(message, key=key, fix=f"add {name} to the list")
+            problem = f"it replaces transformers' own list, so {name} would be quantized"
+            raise UsageError(f"{problem}, which TRL's losses read as it is", key=key, fix=f"add {name} to the list")
 
 
 def refuse_misread(model: PreTrainedModel) -> None:
@@ -188,15 +188,14 @@ def reads_4bit_rows(columns: int) -> bool:
     return torch.equal(dequantize_4bit(*quantize_4bit(weights, blocksize=64, quant_type="nf4")), weights)
 
 
-def keep_4bit_unpacked(model: torch.nn.Module) -> int:
+def keep_4bit_unpacked(model: torch.nn.Module) -> None:
     """Keep bitsandbytes from repacking 4-bit weights at the first forward without gradients, on CPUs with AVX512-BF16.
 
-    Repacked, they pass no gradient to what came before the layer. Returns how many layers it changed.
+    Repacked, they pass no gradient to what came before the layer.
     """
-    repacking = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
-    for module in repacking:
-        vars(module)["support_avx512bf16_for_cpu"] = False
-    return len(repacking)
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 # ------------------------------------------------------------------------------------------- what is loaded, and how large
@@ -226,27 +225,23 @@ def count_weights(model: torch.nn.Module) -> WeightCount:
     """Counted from the storages of a model, loaded or of fake tensors: its config is not asked."""
     elements: Counter[str] = Counter()
     storages: dict[int, int] = {}
-    seen: set[int] = set()
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            # Of experts the state is in the first parametrization of torch's ParametrizationList.
-            is_parametrized = name == "original" and hasattr(module, "__getitem__")
-            state = getattr(module[0] if is_parametrized else parameter, "quant_state", None)
-            if state is not None:
-                elements[f"{state.quant_type} 4-bit"] += 2 * parameter.untyped_storage().nbytes()
-            elif isinstance(module, PackedLinear):
-                elements[f"{module.bits}-bit"] += module.in_features * module.out_features
-            elif parameter.dtype == torch.int8:
-                elements["8-bit"] += parameter.numel()
-            else:
-                elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-            for tensor in (parameter, *constants_of(state), getattr(parameter, "SCB", None)):
-                if tensor is not None:
-                    storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    for path, parameter in model.named_parameters():  # tied ones once
+        parent, _, name = path.rpartition(".")
+        module: Any = model.get_submodule(parent)
+        # Of experts the state is in the first parametrization of torch's ParametrizationList.
+        is_parametrized = name == "original" and hasattr(module, "__getitem__")
+        state = getattr(module[0] if is_parametrized else parameter, "quant_state", None)
+        if state is not None:
+            elements[f"{state.quant_type} 4-bit"] += 2 * parameter.untyped_storage().nbytes()
+        elif isinstance(module, PackedLinear):
+            elements[f"{module.bits}-bit"] += module.in_features * module.out_features
+        elif parameter.dtype == torch.int8:
+            elements["8-bit"] += parameter.numel()
+        else:
+            elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+        for tensor in (parameter, *constants_of(state), getattr(parameter, "SCB", None)):
+            if tensor is not None:
+                storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
     return WeightCount(dict(elements), sum(storages.values()))
 
 
@@ -318,9 +313,8 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
         self.bits, self.compute_dtype = packed.bits, layer.weight.dtype
         size = packed.layer_bytes(self.out_features, self.in_features)
-        self.weight = nn.Parameter(
-            torch.empty(size, dtype=torch.uint8, device=layer.weight.device), requires_grad=False
-        )
+        weight = torch.empty(size, dtype=torch.uint8, device=layer.weight.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         shape = (self.out_features, self.in_features)
@@ -330,8 +324,7 @@ class PackedLinear(nn.Linear):
 
 def pack_layers(model: nn.Module, config: PreTrainedConfig) -> nn.Module:
     """Pack the quantized linear layers of a model in place. Unknown formats leave it as it is."""
-    entries: Any = config.quantization_config
-    weight_format = read_format(entries if isinstance(entries, dict) else entries.to_dict())
+    weight_format = read_format(quantization_entries(config))
     if weight_format is not None:
         packed, left_out = weight_format
         for name, module in list(model.named_modules()):

@@ -54,10 +54,7 @@ def full_precision_names(name: str, quant_method: str | None) -> tuple[str, ...]
     """Return likely names of the full-precision model of a quantized base, likeliest first.
 
     They follow the usual names of quantized copies, and include models of that name by any owner in the hub's cache.
-
-    Args:
-        name: Hub id or directory of the quantized base.
-        quant_method: Result of `quantization` for it.
+    quant_method: result of `quantization`.
     """
     directory = PurePath(name)
     stem = QUANTIZED_SUFFIX.sub("", directory.name)
@@ -67,8 +64,6 @@ def full_precision_names(name: str, quant_method: str | None) -> tuple[str, ...]
         names += [f"unsloth/{stem}-BF16", str(directory.with_name(f"{stem}-BF16"))]
     if stem != directory.name:
         cached = sorted(Path(constants.HF_HUB_CACHE).glob(f"models--*--{stem}"))
-        names += [
-            str(directory.with_name(stem)),
-            *(path.name[len("models--") :].replace("--", "/", 1) for path in cached),
-        ]
+        owners = [path.name.split("--", 2)[1] for path in cached]
+        names += [str(directory.with_name(stem)), *(f"{owner}/{stem}" for owner in owners)]
     return tuple(dict.fromkeys(names))

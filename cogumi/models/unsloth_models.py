@@ -131,10 +131,9 @@ def load_fast_model(
         refuse_quantized_already(name, base_config)
         settings = quantization_settings(section.quantization_config, resolve_dtype(dtype))
         options = {"load_in_4bit": settings.load_in_4bit, "load_in_8bit": settings.load_in_8bit}
+        # Else unsloth's own 4-bit loading, which is the same and takes experts too.
         if {**QLORA, **section.quantization_config} != {"load_in_4bit": True, **QLORA}:
-            options["quantization_config"] = (
-                settings  # else unsloth's own 4-bit loading, which is the same and takes experts too
-            )
+            options["quantization_config"] = settings
     if section.attn_implementation is not None:
         options["attn_implementation"] = section.attn_implementation
     longest = min(length, getattr(base_config.get_text_config(), "max_position_embeddings", None) or length)
