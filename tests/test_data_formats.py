@@ -11,7 +11,7 @@ from golden import Golden
 from cogumi.data.encoding import FormatOptions, keep_end
 from cogumi.data.fim import FAMILIES, FimConfig
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
-from cogumi.data.rows import RECORD_COLUMN, BadRow, Chunk, decode_rows, encode_record
+from cogumi.data.rows import RECORD_COLUMN, BadRow, Chunk, decode_rows
 from tests.chat_tokenizers import chat_tokenizer, texts
 from tests.fim_examples import prompts_for_rl, tokenize_for_sft
 
@@ -24,7 +24,7 @@ def chunk_of(rows: dict[str, list[Any]], name: str, chosen: FormatOptions, **of_
     frame = pl.DataFrame(rows)
     fields = frame.select(**columns_for(chosen, frame.columns))
     if chosen.method == "gspo":
-        texts = [encode_record(row) for row in frame.iter_rows(named=True)]
+        texts = [json.dumps(row) for row in frame.iter_rows(named=True)]
         fields = fields.with_columns(pl.Series(RECORD_COLUMN, texts))
     tokenizer = chat_tokenizer(name)
     for key, value in of_tokenizer.items():

@@ -14,6 +14,7 @@ For gspo the original record as `record`, every other column that `data.columns`
 to the rewards.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -40,11 +41,12 @@ from cogumi.data.chat import (
     read_question,
 )
 from cogumi.data.encoding import (
+    ID_LISTS,
+    MASK_LISTS,
     FormatOptions,
     Ids,
     batches,
     keep_end,
-    list_array,
     refuse_slow,
     reset_backend,
     shared_prefix,
@@ -58,7 +60,6 @@ from cogumi.data.rows import (
     Dropped,
     KindsDiffer,
     Tokenize,
-    encode_record,
     iter_strings,
     record_columns,
     row_dicts,
@@ -354,10 +355,9 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
 
     pairs = zip(examples, texts, strict=True)
     fitting, example_rows = try_each(pairs, rows_at, fit, dropped, lambda example: using.literal.reveal(example[1]))
-    lengths = [len(ids) for ids, _, _ in fitting]
     table = {
-        "input_ids": list_array([ids for ids, _, _ in fitting], lengths, pa.int32()),
-        "completion_mask": list_array([mask for _, mask, _ in fitting], lengths, pa.int8()),
+        "input_ids": pa.array([ids for ids, _, _ in fitting], ID_LISTS),
+        "completion_mask": pa.array([mask for _, mask, _ in fitting], MASK_LISTS),
     }
     truncated = sum(is_long for _, _, is_long in fitting)
     without = sum(is_missing_reasoning(conversations[row]) for row in example_rows) if options.thinking else 0
@@ -458,11 +458,9 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     fit = partial(fit_pair, options=using.options)
     examples = zip(*ids, texts, strict=True)
     fitting, _ = try_each(examples, at, fit, dropped, lambda example: using.literal.reveal(example[3][0]))
-    columns = {}
-    for side, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
-        side_ids = [pair[side] for pair, _ in fitting]
-        columns[name] = list_array(side_ids, map(len, side_ids), pa.int32())
-    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting), text_rows=plain * len(fitting))
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    table = {name: pa.array([pair[side] for pair, _ in fitting], ID_LISTS) for side, name in enumerate(names)}
+    return Chunk(pa.table(table), dropped, sum(is_cut for _, is_cut in fitting), text_rows=plain * len(fitting))
 
 
 def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[tuple[Ids, Ids, Ids], bool]:
@@ -537,11 +535,11 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         fitting, at = try_each(pairs, at, fit, dropped, lambda example: example[0].prompt)
         questions, truncated = [question for question, _ in fitting], sum(is_cut for _, is_cut in fitting)
     rewarded = rewarded_columns(options)
-    prompts = [question.prompt if text else encode_record(question.prompt) for question in questions]
+    prompts = [question.prompt if text else json.dumps(question.prompt) for question in questions]
     table = {"prompt": pa.array(prompts, pa.string())}
     encoded = [*rewarded, RECORD_COLUMN] if text else [*rewarded, RECORD_COLUMN, "prompt"]
     if "answer" not in rewarded and (chat or "completion" in fields.columns):
-        table["answer"] = pa.array([encode_record(question.answer) for question in questions], pa.string())
+        table["answer"] = pa.array([json.dumps(question.answer) for question in questions], pa.string())
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
