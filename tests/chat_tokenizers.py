@@ -1,6 +1,8 @@
 """Tokenizers with the chat templates of real models, as TRL ships them, over a small vocabulary trained here."""
 
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +57,40 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def chunk_of(rows: list[dict[str, Any]], tokenizer: Any, options: FormatOptions, first_row: int = 0) -> Chunk:
-    """The examples of rows, and the rows that are dropped, which are all of them."""
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def ask(text: str) -> dict[str, Any]:
+    return turn("user", text)
+
+
+def say(text: str, **more: Any) -> dict[str, Any]:
+    return turn("assistant", text, **more)
+
+
+def chunk_of(
+    rows: list[dict[str, Any]],
+    tokenizer: Any,
+    method: Any = "sft",
+    format: Any = "chat",
+    *,
+    at: int = 0,
+    **options: Any,
+) -> Chunk:
+    """The examples of rows from number `at` on, and the rows that are dropped, which are all of them."""
+    made = FormatOptions(method, format, **options)
     frame = pl.DataFrame(rows, strict=False)
-    chunk = tokenize_for(options, tokenizer)(frame.select(**columns_for(options, frame.columns)), first_row)
+    chunk = tokenize_for(made, tokenizer)(frame.select(**columns_for(made, frame.columns)), at)
     assert len(frame) == len(chunk.table) - chunk.extra_examples + sum(
         dropped.count for dropped in chunk.dropped.values()
     )
     return chunk
+
+
+def dropped_rows(chunk: Chunk) -> dict[str, tuple[int, int]]:
+    """Of each reason: (how many, the first)."""
+    return {reason: (dropped.count, dropped.row) for reason, dropped in chunk.dropped.items()}
 
 
 def tiny_for(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -75,12 +103,12 @@ def tiny_for(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 def learned_texts(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
     """The runs of learned tokens as text."""
-    runs: list[list[int]] = []
-    before = 0
-    for token, bit in zip(ids, mask, strict=True):
-        if bit and not before:
-            runs.append([])
-        if bit:
-            runs[-1].append(token)
-        before = bit
-    return [tokenizer.decode(run) for run in runs]
+    runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for learned, run in runs if learned]
+
+
+def texts_of(chunk: Chunk, tokenizer: Any) -> tuple[list[str], list[list[str]]]:
+    """Of each example: its text, and what is learned of it."""
+    rows = chunk.table.to_pylist()
+    learned = [learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) for row in rows]
+    return [tokenizer.decode(row["input_ids"]) for row in rows], learned
