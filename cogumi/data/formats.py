@@ -173,10 +173,10 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
     if tokenizer.eos_token is None:
         raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     if options.format == "fim":
-        controls = read_controls(tokenizer)
+        of_code = {"controls": read_controls(tokenizer), "config": options.fim}
         if options.method == "gspo":
-            return partial(fim_prompts_chunk, controls=controls, config=options.fim, rewarded=rewarded_columns(options))
-        return partial(fim_sft_chunk, controls=controls, config=options.fim)
+            return partial(fim_prompts_chunk, rewarded=rewarded_columns(options), **of_code)
+        return partial(fim_sft_chunk, **of_code)
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
     return partial(make_chunk, using=Rendering(options, tokenizer, LiteralText(tokenizer)))
 
@@ -262,9 +262,8 @@ class Rendering:
         """
         texts = list(iter_strings(row))
         if self.fim_tokens and any(all(token in text for token in self.fim_tokens) for text in texts):
-            raise BadRow(
-                "with a fill-in-the-middle prompt, whose pieces data.format: fim takes as prefix, middle, suffix"
-            )
+            pieces = "whose pieces data.format: fim takes as prefix, middle, suffix"
+            raise BadRow(f"with a fill-in-the-middle prompt, {pieces}")
         prompt = row["prompt"] if isinstance(row, dict) else row.prompt if isinstance(row, Question) else row
         if isinstance(prompt, str | tuple):
             shown = self.literal.without_tags(*texts)
@@ -328,9 +327,10 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         spans[:1] = [(skip_prefill(text, spans[0][0], start), spans[0][1])]
         return examples
 
-    by_row, rows_at = try_each(
-        parsed, at, render, dropped, lambda row: using.literal.reveal(getattr(row, "messages", row))
-    )
+    def show(row: Conversation | tuple[str, str]) -> Any:
+        return using.literal.reveal(getattr(row, "messages", row))
+
+    by_row, rows_at = try_each(parsed, at, render, dropped, show)
     rows_at = [row for row, of_row in zip(rows_at, by_row, strict=True) for _ in of_row]
     rendered, extra = list(chain.from_iterable(by_row)), sum(map(len, by_row)) - len(by_row)
     texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
@@ -378,9 +378,8 @@ def skip_prefill(text: str, start: int, prefill: str) -> int:
     """Return where the prefill ends in a text from `start` on."""
     at = text.find(prefill.lstrip(), start)
     if at < 0:
-        raise BadRow(
-            "whose prompt ends with a part of the answer that the chat template rewrites (move it to the answer)"
-        )
+        reason = "whose prompt ends with a part of the answer that the chat template rewrites"
+        raise BadRow(f"{reason} (move it to the answer)")
     return at + len(prefill.lstrip())
 
 
@@ -502,8 +501,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     dropped: dict[str, Dropped] = {}
     fields = rows.drop(RECORD_COLUMN, strict=False)
     chat = "prompt" not in fields.columns
-    read = read_question if chat else read_prompt
-    parsed, at = using.parse(fields, first_row, read, dropped)
+    parsed, at = using.parse(fields, first_row, read_question if chat else read_prompt, dropped)
     text = are_text([isinstance(question.prompt, str) for question in parsed], at)
     if parsed and not text and options.overlong == "truncate":
         message = "truncate cuts the beginning of text, and these prompts are messages"
@@ -537,7 +535,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     rewarded = rewarded_columns(options)
     prompts = [question.prompt if text else json.dumps(question.prompt) for question in questions]
     table = {"prompt": pa.array(prompts, pa.string())}
-    encoded = [*rewarded, RECORD_COLUMN] if text else [*rewarded, RECORD_COLUMN, "prompt"]
+    encoded = [*rewarded, RECORD_COLUMN, *([] if text else ["prompt"])]
     if "answer" not in rewarded and (chat or "completion" in fields.columns):
         table["answer"] = pa.array([json.dumps(question.answer) for question in questions], pa.string())
         encoded.append("answer")

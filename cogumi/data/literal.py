@@ -113,11 +113,8 @@ class LiteralText:
             head, content = opened + self.hide(before[len(opened) :]) + CLOSE, after
         elif opened and not close:  # text, unless the run says that there are thoughts
             head, content = opened, content[len(opened) :]
-        parts, end = [], 0
-        for call in CALL.finditer(content):
-            parts += [self.hide(content[end : call.start()]), call[1], self.hide(call[2]), call[3]]
-            end = call.end()
-        return head + "".join(parts) + self.hide(content[end:])
+        # Text, tag, call, tag, text, ...
+        return head + "".join(part if at % 2 else self.hide(part) for at, part in enumerate(CALL.split(content)))
 
     def without_tags(self, prompt: str, *answers: str) -> list[str]:
         """Return texts without the tags of calls, and of a thought that begins an answer, or that the prompt opens."""
