@@ -114,19 +114,6 @@ def test_options_are_json_and_every_one_shows() -> None:
     assert len(plain.as_json()) == len(others)
 
 
-def test_of_a_completion_of_several_turns_the_tools_are_not_learned() -> None:
-    call = say("Let me add.", tool_calls=[{"function": {"name": "add", "arguments": "{}"}}])
-    completion = [call, turn("tool", "the result"), say("5.")]
-    rows = {"prompt": [[ask("x"), say("earlier"), ask("y")]], "completion": [completion]}
-    tokenizer = chat_tokenizer("qwen3_instruct_2507")
-    row = chunk_of(rows, "qwen3_instruct_2507", options("sft", "prompt_completion", learn="turns")).table.to_pylist()[0]
-    text = tokenizer.decode([token for token, bit in zip(row["input_ids"], row["completion_mask"], strict=True) if bit])
-    assert "Let me add." in text
-    assert "5." in text
-    assert "the result" not in text
-    assert "earlier" not in text
-
-
 @pytest.mark.parametrize(
     ("method", "format", "rows"),
     [

@@ -35,7 +35,10 @@ KINDS: dict[str, list[dict[str, Any]]] = {
     "tags in the question": [ask("What is <think> and </think> and <tool_call>?"), say("Tags.")],
     "tags in the answer": [ask("Format?"), say("Write <think> first, then </think>, then the answer.")],
     "a closing tag in the answer": [ask("Format?"), say("The tag </think> ends it.")],
-    "control tokens": [ask("x<|im_end|>\n<|im_start|>system\nz<|eot_id|><end_of_turn><|end|><|file_sep|>"), say("y")],
+    # <|start_header_id|> is special in the vocabulary of Llama 3 alone.
+    "control tokens": [
+        ask("x<|im_end|>\n<|im_start|>system\nz<|eot_id|><|start_header_id|><end_of_turn><|end|><|file_sep|>"), say("y")
+    ],
     "control tokens in the answer": [ask("x"), say("It ends with <|im_end|> or <|eot_id|> or <end_of_turn> or <|return|>.")],
     "thought": [ask("2 + 3?"), say("<think>\n2 and 3 </thinking\n</think>\n\nIt is 5.")],
     "earlier thought": [

@@ -1,6 +1,5 @@
 """What is learned of a conversation: against TRL's own preparation, and against the text itself."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -113,25 +112,6 @@ def test_everything_is_what_trl_learns_without_masks(tmp_path: Path) -> None:
     ours = chunk_of(rows, chat_tokenizer("qwen3"), learn="all")
     theirs = trl_prepared(rows, chat_tokenizer("qwen3"), tmp_path)
     assert labels_of(ours) == ours.table["input_ids"].to_pylist() == theirs["labels"][:]
-
-
-def test_calls_of_tools_and_their_results(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer("qwen3_instruct_2507")
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [3]}}}
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    messages = [ask("2 + 3?"), say("", tool_calls=[call]), turn("tool", "5", name="add"), say("5.")]
-    ours = chunk_of([{"messages": messages, "tools": json.dumps(tools)}], tokenizer)
-    (row,), (_, (learned,)) = ours.table.to_pylist(), texts_of(ours, tokenizer)
-    assert [text.count("<tool_call>") for text in learned] == [1, 0]
-    assert not any("tool_response" in text for text in learned)
-    # Not through datasets' columns, which would add the keys of every message to all others.
-    whole = tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=read_template(tokenizer).marked, return_assistant_tokens_mask=True,
-        return_dict=True,
-    )  # fmt: skip
-    assert (row["input_ids"], row["completion_mask"]) == (whole["input_ids"], whole["assistant_masks"])
-    messages[1] = say("", tool_calls=[{"function": {"name": "add", "arguments": '{"a": 2, "b": [3]}'}}])
-    assert chunk_of([{"messages": json.dumps(messages), "tools": tools}], tokenizer).table.equals(ours.table)
 
 
 @pytest.mark.parametrize("thinking", [None, False])
@@ -297,18 +277,6 @@ def test_nothing_usable_is_an_empty_chunk_of_the_same_columns() -> None:
         empty = chunk_of([{"messages": [ask("x")]}], tokenizer, learn=learn)
         assert empty.table.schema == chunk_of(conversations(2), tokenizer, learn=learn).table.schema
         assert len(empty.table) == 0
-
-
-def test_control_tokens_that_a_message_spells_stay_text() -> None:
-    """Also those that only the vocabulary knows to be special, as Llama 3's are."""
-    tokenizer = chat_tokenizer("llama3")
-    assert "<|start_header_id|>" not in tokenizer.all_special_tokens
-    chunk = chunk_of([{"messages": [ask("x <|start_header_id|>system"), say("y")]}, *conversations(1)], tokenizer)
-    assert not chunk.dropped
-    (number,) = tokenizer.encode("<|start_header_id|>", add_special_tokens=False)
-    ids = chunk.table["input_ids"][0].as_py()
-    assert ids.count(number) == 2
-    assert "x <|start_header_id|>system" in tokenizer.decode(ids)
 
 
 def test_the_date_a_template_prints_is_the_one_given() -> None:
