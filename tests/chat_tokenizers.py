@@ -6,9 +6,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import peft
 import polars as pl
 import trl
-from tokenizers import AddedToken
+from datasets import Dataset
+from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cogumi.data.encoding import FormatOptions
@@ -41,8 +43,6 @@ def bare_tokenizer() -> str:
 
 def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer that renders and ends turns as this family's; its ids are its own."""
-    from tokenizers import Tokenizer
-
     controls = CONTROLS[name]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(bare_tokenizer()), eos_token="<|endoftext|>", pad_token="<pad>"
@@ -99,6 +99,17 @@ def tiny_for(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **sizes, **ends)  # type: ignore[arg-type]
     )
+
+
+def trl_prepared(rows: list[dict[str, Any]], tokenizer: Any, output: Path, kind: str = "SFT", **config: Any) -> Dataset:
+    """The training data as TRL's own trainer of this kind prepares it."""
+    plain = {"output_dir": str(output), "use_cpu": True, "bf16": False, "report_to": "none", "max_length": None}
+    args = getattr(trl, f"{kind}Config")(**plain | config)
+    options = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    lora = peft.LoraConfig(r=1, target_modules="all-linear")
+    return getattr(trl, f"{kind}Trainer")(
+        model=tiny_for(tokenizer), args=args, peft_config=lora, **options
+    ).train_dataset
 
 
 def learned_texts(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:

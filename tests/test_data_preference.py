@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import trl
-from datasets import Dataset
 
 from cogumi.data.rows import Chunk
 from tests import chat_tokenizers
-from tests.chat_tokenizers import ask, chat_tokenizer, dropped_rows, say, texts, tiny_for, turn
+from tests.chat_tokenizers import ask, chat_tokenizer, dropped_rows, say, texts, turn
 
 Rows = list[dict[str, Any]]
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -36,18 +34,9 @@ def chunk_of(rows: Rows, tokenizer: Any, **options: Any) -> Chunk:
     return chat_tokenizers.chunk_of(rows, tokenizer, "dpo", "preference", **options)
 
 
-def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> Rows:
-    args = trl.DPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **{"max_length": None, **config}
-    )
-    trainer = trl.DPOTrainer(
-        model=tiny_for(tokenizer),
-        args=args,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=peft.LoraConfig(r=1, target_modules="all-linear"),
-    )
-    return [{name: row[name] for name in COLUMNS} for row in trainer.train_dataset]
+def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path) -> Rows:
+    prepared = chat_tokenizers.trl_prepared(rows, tokenizer, tmp_path, "DPO")
+    return [{name: row[name] for name in COLUMNS} for row in prepared]
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen3", "gptoss", "gemma"])

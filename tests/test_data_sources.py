@@ -60,12 +60,6 @@ def test_categories_become_text_and_bytes_stay_bytes(tmp_path):
     assert rows.dtypes == [pl.String, pl.Binary]
 
 
-def test_nested_columns(tmp_path):
-    path = tmp_path / "chat.parquet"
-    pl.DataFrame({"messages": [[{"role": "user", "content": "hi"}]]}).write_parquet(path)
-    assert read_rows(path, ["messages"])["messages"][0][0]["content"] == "hi"
-
-
 def refused(path: Path | str, columns: list[str]) -> UsageError:
     with pytest.raises(UsageError) as caught:
         read_rows(path, columns)

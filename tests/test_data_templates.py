@@ -5,7 +5,6 @@ from typing import Any
 
 import polars as pl
 import pytest
-import trl
 from datasets import Dataset
 from tokenizers import normalizers
 
@@ -23,7 +22,7 @@ from tests.chat_tokenizers import (
     say,
     texts,
     texts_of,
-    tiny_for,
+    trl_prepared,
     turn,
 )
 
@@ -50,16 +49,6 @@ def labels_of(chunk: Chunk) -> list[list[int]]:
         [token if learned else -100 for token, learned in zip(row["input_ids"], row["completion_mask"], strict=True)]
         for row in chunk.table.to_pylist()
     ]
-
-
-def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> Dataset:
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", shuffle_dataset=False,
-        **{"max_length": None, **config},
-    )  # fmt: skip
-    return trl.SFTTrainer(
-        model=tiny_for(tokenizer), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-    ).train_dataset
 
 
 def assert_equal(ours: Chunk, theirs: Dataset) -> None:

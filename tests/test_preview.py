@@ -62,11 +62,6 @@ def test_every_row_is_accounted_for(chat: Config) -> None:
     assert all("the first is row 4" in line for line in actual.reports)
 
 
-def test_a_bad_row_can_be_refused(chat: Config) -> None:
-    with pytest.raises(cogumi.UsageError, match=r"2 bad rows, 1 of them .*; the first is row 42"):
-        cogumi.preview(chat, data__bad_rows="fail")
-
-
 MESSAGES = [ask("2 + 2?"), say("4")]
 BROKEN = {
     "chat": ({"messages": MESSAGES}, {"messages": [*MESSAGES[:1], {"role": "assistant"}]}, '"content": "2 + 2?"'),
