@@ -107,8 +107,8 @@ def _read_message(raw: Any) -> Message:
     role = name.strip().lower() if isinstance(name, str) else None
     if role in CALL_ROLES:
         call = _parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
-        calls = list(map(_read_tool_call, call if isinstance(call, list) else [call]))
-        return {"role": "assistant", "content": "", "tool_calls": calls} | _read_weight(raw)
+        parsed = list(map(_read_tool_call, call if isinstance(call, list) else [call]))
+        return {"role": "assistant", "content": "", "tool_calls": parsed} | _read_weight(raw)
     if role not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
     # `function_call` is how OpenAI's API wrote one call before `tool_calls`.

@@ -173,7 +173,7 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
     if tokenizer.eos_token is None:
         raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     if options.format == "fim":
-        of_code = {"controls": read_controls(tokenizer), "config": options.fim}
+        of_code: dict[str, Any] = {"controls": read_controls(tokenizer), "config": options.fim}
         if options.method == "gspo":
             return partial(fim_prompts_chunk, rewarded=rewarded_columns(options), **of_code)
         return partial(fim_sft_chunk, **of_code)

@@ -193,8 +193,9 @@ def prompt_ids(
     """Tokenize a prompt as TRL does: text as it is, messages and schemas of tools through the chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    schemas = list(tools) or None
-    return list(tokenizer.apply_chat_template(prompt, schemas, add_generation_prompt=True, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(prompt, list(tools) or None, add_generation_prompt=True, return_dict=False)
+    )
 
 
 def with_batch(run: RunConfig, arguments: dict[str, Any]) -> RunConfig:
