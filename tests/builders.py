@@ -41,13 +41,16 @@ def tiny_llama(seed: int = 0, **sizes: Any) -> Any:
 
 
 def run_config(
-    method: str, model: Path | str, data: Path | str, run_dir: Path | str, **sections: Any
+    method: str, model: Path | str, data: Path | str | None, run_dir: Path | str, **sections: Any
 ) -> dict[str, Any]:
-    """The configuration of a run of two steps without a merge; `train=`, `data_section=`, `cogumi=`... add to a section."""
+    """The configuration of a run of two steps without a merge; `train=`, `data_section=`, `cogumi=`... add to a section.
+
+    data: its source, None for a mixture.
+    """
     config: dict[str, Any] = {
         "model": {"name": str(model)},
         "lora": {"r": 4},
-        "data": {"source": str(data)} | sections.pop("data_section", {}),
+        "data": ({} if data is None else {"source": str(data)}) | sections.pop("data_section", {}),
         "train": {
             "max_steps": 2,
             "per_device_train_batch_size": 4,

@@ -1,12 +1,16 @@
 """Tokenizers with the chat templates of real models, as TRL ships them, over a small vocabulary trained here."""
 
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import peft
 import polars as pl
 import trl
-from tokenizers import AddedToken
+from datasets import Dataset
+from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cogumi.data.encoding import FormatOptions
@@ -39,8 +43,6 @@ def bare_tokenizer() -> str:
 
 def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer that renders and ends turns as this family's; its ids are its own."""
-    from tokenizers import Tokenizer
-
     controls = CONTROLS[name]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(bare_tokenizer()), eos_token="<|endoftext|>", pad_token="<pad>"
@@ -55,14 +57,40 @@ def chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def chunk_of(rows: list[dict[str, Any]], tokenizer: Any, options: FormatOptions, first_row: int = 0) -> Chunk:
-    """The examples of rows, and the rows that are dropped, which are all of them."""
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def ask(text: str) -> dict[str, Any]:
+    return turn("user", text)
+
+
+def say(text: str, **more: Any) -> dict[str, Any]:
+    return turn("assistant", text, **more)
+
+
+def chunk_of(
+    rows: list[dict[str, Any]],
+    tokenizer: Any,
+    method: Any = "sft",
+    format: Any = "chat",
+    *,
+    at: int = 0,
+    **options: Any,
+) -> Chunk:
+    """The examples of rows from number `at` on, and the rows that are dropped, which are all of them."""
+    made = FormatOptions(method, format, **options)
     frame = pl.DataFrame(rows, strict=False)
-    chunk = tokenize_for(options, tokenizer)(frame.select(**columns_for(options, frame.columns)), first_row)
+    chunk = tokenize_for(made, tokenizer)(frame.select(**columns_for(made, frame.columns)), at)
     assert len(frame) == len(chunk.table) - chunk.extra_examples + sum(
         dropped.count for dropped in chunk.dropped.values()
     )
     return chunk
+
+
+def dropped_rows(chunk: Chunk) -> dict[str, tuple[int, int]]:
+    """Of each reason: (how many, the first)."""
+    return {reason: (dropped.count, dropped.row) for reason, dropped in chunk.dropped.items()}
 
 
 def tiny_for(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -73,14 +101,25 @@ def tiny_for(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     )
 
 
+def trl_prepared(rows: list[dict[str, Any]], tokenizer: Any, output: Path, kind: str = "SFT", **config: Any) -> Dataset:
+    """The training data as TRL's own trainer of this kind prepares it."""
+    plain = {"output_dir": str(output), "use_cpu": True, "bf16": False, "report_to": "none", "max_length": None}
+    args = getattr(trl, f"{kind}Config")(**plain | config)
+    options = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    lora = peft.LoraConfig(r=1, target_modules="all-linear")
+    return getattr(trl, f"{kind}Trainer")(
+        model=tiny_for(tokenizer), args=args, peft_config=lora, **options
+    ).train_dataset
+
+
 def learned_texts(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
     """The runs of learned tokens as text."""
-    runs: list[list[int]] = []
-    before = 0
-    for token, bit in zip(ids, mask, strict=True):
-        if bit and not before:
-            runs.append([])
-        if bit:
-            runs[-1].append(token)
-        before = bit
-    return [tokenizer.decode(run) for run in runs]
+    runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for learned, run in runs if learned]
+
+
+def texts_of(chunk: Chunk, tokenizer: Any) -> tuple[list[str], list[list[str]]]:
+    """Of each example: its text, and what is learned of it."""
+    rows = chunk.table.to_pylist()
+    learned = [learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) for row in rows]
+    return [tokenizer.decode(row["input_ids"]) for row in rows], learned

@@ -17,14 +17,12 @@ from cogumi.data.rows import BadRow, row_dicts
 from cogumi.data.sources import batches
 from cogumi.methods.examples import prepare_examples
 from tests.builders import run_config
-from tests.chat_tokenizers import chat_tokenizer
-from tests.test_data_leaks import prepared, turn, write_lines
+from tests.chat_tokenizers import ask, chat_tokenizer, say, turn
+from tests.test_data_leaks import prepared, write_lines
 
-CHAT = [turn("user", "q"), turn("assistant", "a")]
-SCHEMA = {
-    "name": "find",
-    "parameters": {"properties": {"limit": {"type": ["integer", "null"], "default": None, "const": None}}},
-}
+CHAT = [ask("q"), say("a")]
+LIMIT = {"type": ["integer", "null"], "default": None, "const": None}
+SCHEMA = {"name": "find", "parameters": {"properties": {"limit": LIMIT}}}
 
 
 def conversation_of(row: dict[str, Any]) -> Any:
@@ -65,10 +63,7 @@ def test_a_named_column_that_makes_nothing_is_refused(format: Any, columns: dict
 
 
 def test_the_preview_lists_unused_columns_and_shared_questions(tiny_model: Path, tmp_path: Path) -> None:
-    rows = [
-        {"messages": [turn("user", f"{n // 2}?"), turn("assistant", f"{n}", images=[n])], "score": n, "id": n}
-        for n in range(20)
-    ]
+    rows = [{"messages": [ask(f"{n // 2}?"), say(f"{n}", images=[n])], "score": n, "id": n} for n in range(20)]
     file = write_lines(tmp_path / "a.jsonl", [*rows, {"messages": "x"}])
     train = {"chat_template_path": "cogumi:tulu"}
     config = run_config("sft", tiny_model, file, tmp_path / "run", data_section={"format": "chat"}, train=train)
@@ -99,10 +94,8 @@ def test_nulls_of_json_stay_and_those_of_arrow_go(tmp_path: Path) -> None:
 
 
 def test_rows_that_differ_by_a_null_are_two_examples(tmp_path: Path) -> None:
-    rows = []
-    for arguments in ({"limit": None}, {}, {"limit": None}):
-        call = {"function": {"name": "find", "arguments": arguments}}
-        rows.append({"messages": [CHAT[0], turn("assistant", "a", tool_calls=[call])]})
+    calls = [{"function": {"name": "find", "arguments": given}} for given in ({"limit": None}, {}, {"limit": None})]
+    rows = [{"messages": [CHAT[0], say("a", tool_calls=[call])]} for call in calls]
     file = write_lines(tmp_path / "a.jsonl", rows)
     assert prepared("sft", [file], tmp_path, eval_rows=0)[0].train.duplicates == 1
 
@@ -111,23 +104,16 @@ def test_text_for_a_model_with_a_chat_template_is_told_once(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of two sources and held-out rows; from the cache as well, and not of messages."""
-    files = [
+    for name in "ab":
         write_lines(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}", "completion": f" {n}"} for n in range(60)])
-        for name in "ab"
-    ]
-    data = {"format": "prompt_completion", "mix": [{"source": file} for file in files], "eval_rows": 9}
+    write_lines(tmp_path / "c.jsonl", [{"messages": [ask(f"{n}?"), say("a")]} for n in range(9)])
     train = {"chat_template_path": "cogumi:tulu"}
-    config = run_config("sft", tiny_model, "", tmp_path / "run", data_section=data, train=train)
-    del config["data"]["source"]
-    for _ in range(2):
+    for format, names, count in (("prompt_completion", "ab", 1), ("prompt_completion", "ab", 1), ("chat", "c", 0)):
+        data = {"format": format, "mix": [{"source": f"{tmp_path}/{name}.jsonl"} for name in names], "eval_rows": 2}
         caplog.clear()
-        cogumi.preview(config, examples=1)
-        assert caplog.text.count("prompt_completion has text, which is learned without this model's chat template") == 1
-    chats = write_lines(tmp_path / "c.jsonl", [{"messages": CHAT}] * 9)
-    config = run_config("sft", tiny_model, chats, tmp_path / "run", data_section={"format": "chat"}, train=train)
-    caplog.clear()
-    cogumi.preview(config, examples=1)
-    assert "has text" not in caplog.text
+        cogumi.preview(run_config("sft", tiny_model, None, tmp_path, data_section=data, train=train), examples=1)
+        assert caplog.text.count(f"{format} has text, which is learned without this model's chat template") == count
+        assert caplog.text.count("has text") == count
 
 
 def test_the_preview_of_a_sample_names_no_unused_columns(tiny_model: Path, tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ from cogumi.core.errors import UsageError
 from cogumi.methods.examples import prepare_examples
 from cogumi.methods.preparation import load_run_tokenizer
 from cogumi.models.loading import read_base
-from tests.chat_tokenizers import chat_tokenizer, tiny_for
+from tests.builders import run_config
+from tests.chat_tokenizers import ask, chat_tokenizer, say, tiny_for
 
-ROWS = [{"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]} for n in range(4)]
-
-
+ROWS = [{"messages": [ask(f"q{n}"), say("a")]} for n in range(4)]
 TEXT = [{"prompt": f"q{n}", "completion": "a"} for n in range(4)]
 
 
@@ -24,31 +23,24 @@ def prepare(
     tmp_path: Path, eos: str, stops: list[str] | None, rows: list[Any] = ROWS, format: str = "chat", **train: Any
 ) -> Any:
     """stops: of generation_config.json; None: there is no such file, and config.json has the tokenizer's token."""
-    tokenizer = chat_tokenizer("qwen3")
+    tokenizer, home, source = chat_tokenizer("qwen3"), tmp_path / "base", tmp_path / "rows.jsonl"
     tokenizer.eos_token = eos
-    tokenizer.save_pretrained(tmp_path / "base")
-    tiny_for(tokenizer).save_pretrained(tmp_path / "base")
-    file = tmp_path / "base" / "generation_config.json"
+    tokenizer.save_pretrained(home)
+    tiny_for(tokenizer).save_pretrained(home)
+    file = home / "generation_config.json"
     file.unlink(missing_ok=True)
     if stops is not None:
         file.write_text(json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(stops)}))
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = {
-        "cogumi": {"method": "sft", "run_dir": str(tmp_path / "run")},
-        "model": {"name": str(tmp_path / "base")},
-        "data": {"source": str(tmp_path / "rows.jsonl"), "format": format, "eval_rows": 0},
-        "train": {"max_steps": 1, **train},
-    }
-    run = load_config(config)
-    tokenizer = load_run_tokenizer(run, read_base(run.model.name))
-    return prepare_examples(run, tokenizer, AutoConfig.from_pretrained(tmp_path / "base"))
+    source.write_text("\n".join(map(json.dumps, rows)))
+    data = {"format": format, "eval_rows": 0}
+    run = load_config(run_config("sft", home, source, tmp_path / "run", data_section=data, train=train))
+    return prepare_examples(run, load_run_tokenizer(run, read_base(str(home))), AutoConfig.from_pretrained(home))
 
 
 @pytest.mark.parametrize("stops", [None, ["<|endoftext|>"]])
 def test_an_end_of_turn_at_which_nothing_stops_is_refused(tmp_path: Path, stops: list[str] | None) -> None:
-    with pytest.raises(
-        UsageError, match=r"ends an answer with <\|im_end\|>, and generation stops at <\|endoftext\|>"
-    ) as refused:
+    message = r"ends an answer with <\|im_end\|>, and generation stops at <\|endoftext\|>"
+    with pytest.raises(UsageError, match=message) as refused:
         prepare(tmp_path, "<|endoftext|>", stops)
     assert refused.value.key == "train.eos_token"
     assert refused.value.fix == "set train.eos_token: '<|im_end|>'"

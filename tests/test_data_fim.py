@@ -83,9 +83,8 @@ def one_by_one(
     """The oracle: one row at a time, the prompt tokenized as text, scalar arithmetic."""
     examples = []
     for index, source in enumerate(rows["source"]):
-        u_fim, u_spm, u_length, u_start = np.random.Generator(
-            np.random.Philox(key=config.seed, counter=[index, 0, 0, 0])
-        ).random(4)
+        bits = np.random.Philox(key=config.seed, counter=[index, 0, 0, 0])
+        u_fim, u_spm, u_length, u_start = np.random.Generator(bits).random(4)
         if u_fim >= config.fim_rate:
             whole = tokenizer(source)["input_ids"]
             own = len(tokenizer(source, add_special_tokens=False)["input_ids"])
@@ -100,16 +99,13 @@ def one_by_one(
             prefix, middle, suffix = source[:start], source[start : start + length], source[start + length :]
             if tokens is None:
                 prompt = INSTRUCTION.format(prefix=prefix, suffix=suffix)
-            elif tokens.psm is None or (tokens.spm is not None and u_spm < config.spm_rate):
-                before, between, after = ("".join(run) for run in tokens.spm)
-                prompt = before + suffix + between + prefix + after
             else:
-                before, between, after = ("".join(run) for run in tokens.psm)
-                prompt = before + prefix + between + suffix + after
+                is_spm = tokens.psm is None or (tokens.spm is not None and u_spm < config.spm_rate)
+                before, between, after = ("".join(run) for run in (tokens.spm if is_spm else tokens.psm))
+                first, second = (suffix, prefix) if is_spm else (prefix, suffix)
+                prompt = before + first + between + second + after
             prompt_ids = tokenizer(prompt)["input_ids"]
-            end = tokenizer.eos_token_id
-            if tokens is not None and tokens.end is not None:
-                end = tokenizer.convert_tokens_to_ids(tokens.end)
+            end = tokenizer.convert_tokens_to_ids((tokens and tokens.end) or EOS)
             completion = [*tokenizer(middle, add_special_tokens=False)["input_ids"], end]
             ids, mask = prompt_ids + completion, [0] * len(prompt_ids) + [1] * len(completion)
         if len(ids) <= config.max_length:
@@ -228,11 +224,8 @@ def test_the_result_does_not_depend_on_chunks_or_other_rows(rows, starcoder):
     config = FimConfig(fim_rate=0.7, seed=3)
     whole = columns(tokenize_for_sft(rows, starcoder, config))
     assert whole == columns(tokenize_for_sft(rows, starcoder, config))
-    parts = [
-        columns(tokenize_for_sft(rows[at : at + 37], starcoder, config, first_row=at))
-        for at in range(0, rows.height, 37)
-    ]
-    assert [example for part in parts for example in part] == whole
+    parts = (tokenize_for_sft(rows[at : at + 37], starcoder, config, first_row=at) for at in range(0, rows.height, 37))
+    assert [example for part in parts for example in columns(part)] == whole
     nulled = rows.with_columns(pl.when(pl.int_range(pl.len()) == 0).then(None).otherwise("source").alias("source"))
     assert columns(tokenize_for_sft(nulled, starcoder, config)) == whole[1:]
     assert whole != columns(tokenize_for_sft(rows, starcoder, FimConfig(fim_rate=0.7, seed=4)))
@@ -264,19 +257,6 @@ def test_trim_fits_every_row_and_keeps_what_is_near(rows, byte_level, family):
         shown_prefix, shown_suffix = row["prompt"].removeprefix("<fim_prefix>").split("<fim_suffix>")
         assert row["prefix"].endswith(shown_prefix)
         assert row["suffix"].startswith(shown_suffix.removesuffix("<fim_middle>"))
-
-
-def test_every_drop_is_counted_and_reported(starcoder):
-    good = b"def add(a, b):\n    return a + b\n"
-    rows = pl.DataFrame({"source": [None, b"\xff\xfe bad", b"x", b"if '<fim_middle>' in x: pass", good, good * 300]})
-    data = tokenize_for_sft(rows, starcoder, FimConfig())
-    assert data.dropped == {
-        "null": 1,
-        "not UTF-8": 1,
-        "too short to split": 1,
-        "containing a special token (<fim_middle>)": 1,
-        "longer than 512 tokens": 1,
-    }
 
 
 @pytest.mark.parametrize("build", [tokenize_for_sft, prompts_for_rl])
@@ -333,19 +313,19 @@ def test_word_by_word_is_exact_on_hostile_text(rows, kind):
 
 
 def test_other_tokenizers_are_read_whole(byte_level, sentencepiece_like):
-    def changed(**parts: object) -> PreTrainedTokenizerFast:
+    def changed(name: str, value: object) -> PreTrainedTokenizerFast:
         backend = Tokenizer.from_str(byte_level)
-        for name, value in parts.items():
-            setattr(backend, name, value)
+        setattr(backend, name, value)
         return with_tokens(backend.to_str(), [])
 
     assert encoding.cuts_at_spaces(with_tokens(byte_level, []))
-    assert not encoding.cuts_at_spaces(with_metaspace(sentencepiece_like, [], "first"))
-    assert not encoding.cuts_at_spaces(changed(normalizer=normalizers.Lowercase()))
-    assert not encoding.cuts_at_spaces(changed(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)))
-    other = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\w+ ?"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    assert not encoding.cuts_at_spaces(changed(pre_tokenizer=other))
-    assert not encoding.cuts_at_spaces(with_tokens(byte_level, ["<a b>"]))
-    assert not encoding.cuts_at_spaces(with_tokens(byte_level, ["<a>"], lstrip=True))
+    steps = [pre_tokenizers.Split(Regex(r"\w+ ?"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    for other in (
+        with_metaspace(sentencepiece_like, [], "first"),
+        changed("normalizer", normalizers.Lowercase()),
+        changed("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        changed("pre_tokenizer", pre_tokenizers.Sequence(steps)),
+        with_tokens(byte_level, ["<a b>"]),
+        with_tokens(byte_level, ["<a>"], lstrip=True),
+    ):
+        assert not encoding.cuts_at_spaces(other)

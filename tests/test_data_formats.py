@@ -1,6 +1,7 @@
 """Which columns a format takes, prompts for reinforcement learning, FIM from columns, and the tokens that are learned."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -11,8 +12,8 @@ from golden import Golden
 from cogumi.data.encoding import FormatOptions, keep_end
 from cogumi.data.fim import FAMILIES, FimConfig
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
-from cogumi.data.rows import RECORD_COLUMN, BadRow, Chunk, decode_rows, encode_record
-from tests.chat_tokenizers import chat_tokenizer, texts
+from cogumi.data.rows import RECORD_COLUMN, BadRow, Chunk, decode_rows
+from tests.chat_tokenizers import ask, chat_tokenizer, dropped_rows, say, texts, turn
 from tests.fim_examples import prompts_for_rl, tokenize_for_sft
 
 
@@ -24,7 +25,7 @@ def chunk_of(rows: dict[str, list[Any]], name: str, chosen: FormatOptions, **of_
     frame = pl.DataFrame(rows)
     fields = frame.select(**columns_for(chosen, frame.columns))
     if chosen.method == "gspo":
-        texts = [encode_record(row) for row in frame.iter_rows(named=True)]
+        texts = [json.dumps(row) for row in frame.iter_rows(named=True)]
         fields = fields.with_columns(pl.Series(RECORD_COLUMN, texts))
     tokenizer = chat_tokenizer(name)
     for key, value in of_tokenizer.items():
@@ -78,14 +79,7 @@ def test_a_format_takes_the_columns_it_needs(
     ],
 )  # fmt: skip
 def test_columns_that_make_no_example_are_a_usage_error(
-    method: str,
-    format: str,
-    more: dict[str, Any],
-    names: list[str],
-    key: str | None,
-    message: str,
-    fix: str,
-    golden: Golden,
+    method: str, format: str, more: Any, names: list[str], key: str | None, message: str, fix: str, golden: Golden
 ) -> None:
     with golden.raises("data", key=key, message=message, fix=fix):
         columns_for(options(method, format, **more), names)
@@ -110,52 +104,24 @@ def test_which_tokens_the_switches_of_trl_mean(format: str, train: dict[str, Any
 
 
 def test_options_are_json_and_every_one_shows() -> None:
-    import json
-
-    plain = options("sft", "chat").as_json()
-    others = [
-        options("gspo", "chat"), options("sft", "fim"), options("sft", "chat", columns={"messages": "x"}),
-        options("sft", "chat", column="x"), options("sft", "chat", learn="all"), options("sft", "chat", max_length=9),
-        options("sft", "chat", overlong="truncate"), options("sft", "chat", truncation_mode="keep_end"),
-        options("sft", "chat", thinking=False), options("sft", "chat", today="2025-01-01"),
-        options("sft", "chat", fim=FimConfig(seed=3)), options("sft", "chat", tools=[{"type": "function"}]),
-    ]  # fmt: skip
-    assert len({json.dumps(each, sort_keys=True) for each in (plain, *(other.as_json() for other in others))}) == 13
-    assert len(plain) == len(others)
-
-
-def test_of_a_completion_of_several_turns_the_tools_are_not_learned() -> None:
-    call = {
-        "role": "assistant",
-        "content": "Let me add.",
-        "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}],
-    }
-    result = {"role": "tool", "content": "the result"}
-    rows = {
-        "prompt": [
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "y"}]
-        ],
-        "completion": [[call, result, {"role": "assistant", "content": "5."}]],
+    changes: dict[str, Any] = {
+        "columns": {"messages": "x"}, "column": "x", "learn": "all", "max_length": 9, "overlong": "truncate", "thinking": False,
+        "truncation_mode": "keep_end", "today": "2025-01-01", "fim": FimConfig(seed=3), "tools": [{"type": "function"}],
     }  # fmt: skip
-    tokenizer = chat_tokenizer("qwen3_instruct_2507")
-    row = chunk_of(rows, "qwen3_instruct_2507", options("sft", "prompt_completion", learn="turns")).table.to_pylist()[0]
-    text = tokenizer.decode([token for token, bit in zip(row["input_ids"], row["completion_mask"], strict=True) if bit])
-    assert "Let me add." in text
-    assert "5." in text
-    assert "the result" not in text
-    assert "earlier" not in text
+    plain = options("sft", "chat")
+    others = [options("gspo", "chat"), options("sft", "fim"), *(replace(plain, **{k: v}) for k, v in changes.items())]
+    assert len({json.dumps(each.as_json(), sort_keys=True) for each in (plain, *others)}) == 13
+    assert len(plain.as_json()) == len(others)
 
 
 @pytest.mark.parametrize(
     ("method", "format", "rows"),
     [
-        ("sft", "prompt_completion", {"prompt": ["2 + 3?", [{"role": "user", "content": "?"}]], "completion": ["5", "6"]}),
-        ("gspo", "prompt_completion", {"prompt": ["2 + 3?", [{"role": "user", "content": "?"}]]}),
-        ("dpo", "preference", {
-            "prompt": ["2 + 3?", [{"role": "user", "content": "?"}]], "chosen": ["5", "6"], "rejected": ["7", "8"]
-        }),
+        ("sft", "prompt_completion", {"prompt": ["2 + 3?", [ask("?")]], "completion": ["5", "6"]}),
+        ("gspo", "prompt_completion", {"prompt": ["2 + 3?", [ask("?")]]}),
+        ("dpo", "preference", {"prompt": ["2 + 3?", [ask("?")]], "chosen": ["5", "6"], "rejected": ["7", "8"]}),
     ],
-)  # fmt: skip
+)
 def test_text_in_some_rows_and_messages_in_others_are_refused(
     method: str, format: str, rows: Any, golden: Golden
 ) -> None:
@@ -184,26 +150,21 @@ def test_a_prompt_over_the_budget_is_dropped_and_one_that_is_no_text_too() -> No
     rows["prompt"] = pl.Series(rows["prompt"], dtype=pl.Object)
     chunk = chunk_of(rows, "qwen3", options("gspo", "prompt_completion", max_length=20))
     assert [row["prompt"] for row in chunk.table.to_pylist()] == ["short", "also short"]
-    assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
-        "whose `prompt` is no text but int": (1, 2),
-        "longer than 20 tokens": (1, 1),
-    }
-    talks = [[{"role": "user", "content": text}] for text in ("hi", "long " * 50)]
+    assert dropped_rows(chunk) == {"whose `prompt` is no text but int": (1, 2), "longer than 20 tokens": (1, 1)}
+    talks = [[ask(text)] for text in ("hi", "long " * 50)]
     chunk = chunk_of({"messages": talks}, "qwen3", options("gspo", "chat", max_length=20))
     assert len(chunk.table) == 1
     assert chunk.dropped["longer than 20 tokens"].row == 1
 
 
 def test_prompts_of_conversations_end_with_the_last_question() -> None:
-    ask, say = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n5."}
-    again, then = {"role": "user", "content": "And 4?"}, {"role": "assistant", "content": "9."}
-    rows = {"messages": [[ask, say, again, then], [ask, say], [ask], [say]], "level": [1, 2, 3, 4]}
+    first, answer, again = ask("2 + 3?"), say("<think>\nhm\n</think>\n\n5."), ask("And 4?")
+    rows = {"messages": [[first, answer, again, say("9.")], [first, answer], [first], [answer]], "level": [1, 2, 3, 4]}
     chunk = chunk_of(rows, "qwen3", options("gspo", "chat", thinking=False, columns={"level": "level"}))
-    bare = {"role": "assistant", "content": "5."}
     assert examples_of(chunk) == [
-        {"prompt": [ask, bare, again], "answer": "9.", "level": 1},
-        {"prompt": [ask], "answer": "5.", "level": 2},
-        {"prompt": [ask], "answer": None, "level": 3},
+        {"prompt": [first, say("5."), again], "answer": "9.", "level": 1},
+        {"prompt": [first], "answer": "5.", "level": 2},
+        {"prompt": [first], "answer": None, "level": 3},
     ]
     assert chunk.dropped["without any user turn"].row == 3
 
@@ -231,16 +192,12 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds. " 
 
 def test_prompts_keep_calls_of_tools_and_what_those_returned() -> None:
     """Every message has its own keys and no others, as templates ask for them; arguments are as the row has them."""
-    ask, then = {"role": "user", "content": "x"}, {"role": "user", "content": "And 4?"}
-    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    told, said = {"role": "tool", "content": "5", "name": "add"}, {"role": "assistant", "content": "5."}
-    talks = [[ask, call, told, said, then, said], [ask, call, told], [ask, call, told, said], [ask]]
-    rows = {
-        "messages": pl.Series(talks, dtype=pl.Object),
-        "tools": pl.Series([[TOOL], "[]", None, None], dtype=pl.Object),
-    }
+    called = [ask("x"), say("", tool_calls=[CALL]), turn("tool", "5", name="add")]
+    talks = [[*called, say("5."), ask("And 4?"), say("5.")], called, [*called, say("5.")], called[:1]]
+    tools = [[TOOL], "[]", None, None]
+    rows = {name: pl.Series(cells, dtype=pl.Object) for name, cells in (("messages", talks), ("tools", tools))}
     actual = examples_of(chunk_of(rows, "qwen3", options("gspo", "chat")))
-    assert [each["prompt"] for each in actual] == [talks[0][:5], talks[1], [ask], [ask]]
+    assert [each["prompt"] for each in actual] == [talks[0][:5], called, called[:1], called[:1]]
     assert [each["answer"] for each in actual] == ["5.", None, "5.", None]
     given = examples_of(chunk_of({"prompt": rows["messages"]}, "qwen3", options("gspo", "prompt_completion")))
     assert [each["prompt"] for each in given] == talks
@@ -248,14 +205,13 @@ def test_prompts_keep_calls_of_tools_and_what_those_returned() -> None:
 
 def test_the_tools_of_a_row_count_in_the_length_of_its_prompt() -> None:
     tokenizer = chat_tokenizer("qwen3")
-    ask = [{"role": "user", "content": "x"}]
-    lengths = {
-        name: len(tokenizer.apply_chat_template(ask, tools=tools, add_generation_prompt=True, return_dict=False))
-        for name, tools in (("with", [TOOL]), ("without", None))
-    }
-    assert lengths["with"] > lengths["without"] + 20
-    rows = {"prompt": pl.Series([ask, ask], dtype=pl.Object), "tools": [json.dumps([TOOL]), None]}
-    for most, kept in ((lengths["with"], 2), (lengths["with"] - 1, 1), (lengths["without"] - 1, 0)):
+    long, short = (
+        len(tokenizer.apply_chat_template([ask("x")], tools=tools, add_generation_prompt=True, return_dict=False))
+        for tools in ([TOOL], None)
+    )
+    assert long > short + 20
+    rows = {"prompt": pl.Series([[ask("x")]] * 2, dtype=pl.Object), "tools": [json.dumps([TOOL]), None]}
+    for most, kept in ((long, 2), (long - 1, 1), (short - 1, 0)):
         chunk = chunk_of(rows, "qwen3", options("gspo", "prompt_completion", max_length=most))
         assert len(chunk.table) == kept
         assert sum(drop.count for drop in chunk.dropped.values()) == 2 - kept
@@ -271,10 +227,7 @@ def test_text_that_is_too_long_loses_its_beginning() -> None:
     assert short == "short"
     assert long.endswith(cut)
     assert 15 < len(tokenizer(cut)["input_ids"]) <= 20 < len(tokenizer(long[-len(cut) - 12 :])["input_ids"])
-    assert (chunk.truncated, {name: each.row for name, each in chunk.dropped.items()}) == (
-        1,
-        {"with an empty prompt": 2},
-    )
+    assert (chunk.truncated, dropped_rows(chunk)) == (1, {"with an empty prompt": (1, 2)})
 
 
 def test_what_the_tokenizer_puts_around_a_text_counts_when_it_is_cut() -> None:
@@ -295,13 +248,13 @@ def test_what_the_tokenizer_puts_around_a_text_counts_when_it_is_cut() -> None:
 
 def test_messages_are_not_cut(golden: Golden) -> None:
     chosen = options("gspo", "prompt_completion", max_length=20, overlong="truncate")
-    rows = {"prompt": pl.Series([[{"role": "user", "content": "hi"}]], dtype=pl.Object)}
+    rows = {"prompt": pl.Series([[ask("hi")]], dtype=pl.Object)}
     with golden.raises("data", key="data.overlong", message="messages", fix="drop the key"):
         chunk_of(rows, "qwen3", chosen)
 
 
 def test_prompts_of_white_space_ask_nothing() -> None:
-    blank = [[{"role": "system", "content": " "}, {"role": "user", "content": "\n"}]]
+    blank = [[turn("system", " "), ask("\n")]]
     for rows, format in (({"prompt": [" \n\t"]}, "prompt_completion"), ({"messages": blank}, "chat")):
         assert list(chunk_of(rows, "qwen3", options("gspo", format)).dropped) == ["with an empty prompt"]
 
@@ -313,17 +266,14 @@ def test_pieces_are_laid_out_as_the_same_cut_is() -> None:
     code = pl.DataFrame({"source": texts()[:60]})
     pieces = prompts_for_rl(code, tokenizer, config).dataset
     rows = pl.DataFrame({name: pieces[name][:] for name in ("prefix", "middle", "suffix")})
+    # The order of the pieces is drawn by the row's index, which dropped rows have shifted: compare where it is not.
+    in_order = FimConfig(max_length=200, spm_rate=0)
     for method, whole in (("sft", tokenize_for_sft), ("gspo", prompts_for_rl)):
-        chosen = options(method, "fim", fim=config)
-        from_pieces = tokenize_for(chosen, tokenizer)(rows.select(**columns_for(chosen, rows.columns)), 0)
-        from_code = tokenize_for(chosen, tokenizer)(code.select(**columns_for(chosen, code.columns)), 0)
-        assert from_code.table.to_pylist() == whole(code, tokenizer, config).dataset.to_list()
-        # The order of the pieces is drawn by the row's index, which dropped rows have shifted: compare where it is not.
-        config_psm = FimConfig(max_length=200, spm_rate=0)
-        chosen = options(method, "fim", fim=config_psm)
-        from_pieces = tokenize_for(chosen, tokenizer)(rows.select(**columns_for(chosen, rows.columns)), 0)
-        assert from_pieces.table.to_pylist() == whole(code, tokenizer, config_psm).dataset.to_list()
-    assert not from_pieces.dropped
+        for frame, of_run in ((code, config), (rows, in_order)):
+            chosen = options(method, "fim", fim=of_run)
+            made = tokenize_for(chosen, tokenizer)(frame.select(**columns_for(chosen, frame.columns)), 0)
+            assert made.table.to_pylist() == whole(code, tokenizer, of_run).dataset.to_list()
+    assert not made.dropped
 
 
 def test_pieces_that_make_no_example_are_counted() -> None:
@@ -334,7 +284,7 @@ def test_pieces_that_make_no_example_are_counted() -> None:
         "level": [1, 2, 3, 4, 5, 6],
     }
     chunk = chunk_of(rows, "qwen3", options("gspo", "fim", columns={"level": "level"}))
-    assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
+    assert dropped_rows(chunk) == {
         "null": (1, 2),
         "with an empty middle": (1, 1),
         "without context": (1, 3),
@@ -350,11 +300,11 @@ def test_a_chunk_of_code_with_nothing_usable_is_no_error() -> None:
     for method in ("sft", "gspo"):
         chunk = chunk_of(rows, "qwen3", options(method, "fim"))
         assert len(chunk.table) == 0
-        assert {reason: each.row for reason, each in chunk.dropped.items()} == {
-            "null": 0,
-            "too short to split": 1,
-            "containing a special token (<fim_middle>)": 2,
-            "longer than 512 tokens": 3,
+        assert dropped_rows(chunk) == {
+            "null": (1, 0),
+            "too short to split": (1, 1),
+            "containing a special token (<fim_middle>)": (1, 2),
+            "longer than 512 tokens": (1, 3),
         }
         good = chunk_of({"source": texts()[:3]}, "qwen3", options(method, "fim"))
         assert chunk.table.schema == good.table.schema

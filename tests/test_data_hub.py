@@ -57,15 +57,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 
 def ask(hub: HubServer, cache: Path, *asked: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
     variables = os.environ | hub.environment(cache) | {"XDG_CACHE_HOME": str(cache / "own")} | environment
-    root = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, json.dumps(asked)],
-        env=variables | {"PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=cache.parent,
-    )
+    variables["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", ASK, json.dumps(asked)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, cwd=cache.parent)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -75,14 +69,9 @@ def test_splits_commits_and_a_cache_that_needs_no_network(hub, tmp_path):
     first = hub.publish("some/data", names | {"data/test-00000-of-00001.parquet": parquet("t")}, kind="dataset")
     second = hub.publish("some/data", {"train.jsonl": b'{"text": "new"}\n'}, kind="dataset")
     hub.sent.clear()
-    newest, pinned, test, wrong = ask(
-        hub,
-        tmp_path / "cache",
-        {"source": "some/data"},
-        {"source": "some/data", "revision": first},
-        {"source": "some/data", "revision": first, "split": "test"},
-        {"source": "some/data", "revision": first, "split": "dev"},
-    )
+    at_first = {"source": "some/data", "revision": first}
+    asked = [{"source": "some/data"}, at_first, at_first | {"split": "test"}, at_first | {"split": "dev"}]
+    newest, pinned, test, wrong = ask(hub, tmp_path / "cache", *asked)
     assert newest["texts"] == ["new"]
     assert newest["identity"] == ["some/data", second, ["train.jsonl"]]
     assert any(f"data.revision: {second}" in line for line in newest["log"])
@@ -95,36 +84,24 @@ def test_splits_commits_and_a_cache_that_needs_no_network(hub, tmp_path):
     assert (wrong["key"], wrong["fix"]) == ("data.split", "it has: train, test")
     # What is pinned and there asks nobody.
     hub.requests.clear()
-    again = ask(hub, tmp_path / "cache", {"source": "some/data", "revision": first})
-    assert again[0]["texts"] == ["a", "b", "c"]
+    (again,) = ask(hub, tmp_path / "cache", at_first)
+    assert again["texts"] == ["a", "b", "c"]
     assert hub.requests == []
-    offline = ask(hub, tmp_path / "cache", {"source": "some/data", "revision": first}, HF_HUB_OFFLINE="1")
-    assert offline[0]["texts"] == ["a", "b", "c"]
+    (offline,) = ask(hub, tmp_path / "cache", at_first, HF_HUB_OFFLINE="1")
+    assert offline["texts"] == ["a", "b", "c"]
 
 
 def test_subsets_and_the_repositorys_own_description(hub, tmp_path):
-    readme = """---
-configs:
-- config_name: easy
-  data_files:
-  - split: train
-    path: easy/*.jsonl
-- config_name: hard
-  data_files:
-  - split: train
-    path: hard.csv
----
-"""
+    paths = {"easy": "easy/*.jsonl", "hard": "hard.csv"}
+    parts = [
+        f"- {{config_name: {name}, data_files: [{{split: train, path: '{path}'}}]}}" for name, path in paths.items()
+    ]
+    readme = "\n".join(["---", "configs:", *parts, "---", ""])
     files = {"easy/1.jsonl": b'{"text": "e1"}\n', "easy/2.jsonl": b'{"text": "e2"}\n', "hard.csv": b"text\nh\n"}
     hub.publish("some/subsets", files | {"README.md": readme.encode()}, kind="dataset")
-    easy, hard, neither, other = ask(
-        hub,
-        tmp_path / "cache",
-        {"source": "some/subsets", "subset": "easy"},
-        {"source": "some/subsets", "subset": "hard", "revision": "main"},
-        {"source": "some/subsets"},
-        {"source": "some/subsets", "subset": "medium"},
-    )
+    wanted = [{"subset": "easy"}, {"subset": "hard", "revision": "main"}, {}, {"subset": "medium"}]
+    asked = [{"source": "some/subsets"} | of_subset for of_subset in wanted]
+    easy, hard, neither, other = ask(hub, tmp_path / "cache", *asked)
     assert (easy["texts"], hard["texts"]) == (["e1", "e2"], ["h"])
     assert "easy" in neither["message"]
     assert "data.subset" in neither["fix"]
@@ -137,14 +114,9 @@ def test_what_cannot_be_had_is_one_line_each(hub, tmp_path):
     hub.gated.add("some/gated")
     hub.publish("some/pictures", {"train/a.png": b"\x89PNG", "train/b.png": b"\x89PNG"}, kind="dataset")
     hub.publish("some/fine", {"train.jsonl": b'{"text": "x"}\n'}, kind="dataset")
-    missing, gated, pictures, revision = ask(
-        hub,
-        tmp_path / "cache",
-        {"source": "some/missing"},
-        {"source": "some/gated"},
-        {"source": "some/pictures"},
-        {"source": "some/fine", "revision": "v7"},
-    )
+    asked = [{"source": f"some/{name}"} for name in ("missing", "gated", "pictures")]
+    asked.append({"source": "some/fine", "revision": "v7"})
+    missing, gated, pictures, revision = ask(hub, tmp_path / "cache", *asked)
     assert "'some/missing'" in missing["message"]
     assert missing["fix"] == "did you mean some/fine?"
     assert "no HF_TOKEN is set" in gated["message"]
@@ -162,8 +134,7 @@ def test_what_cannot_be_had_is_one_line_each(hub, tmp_path):
 
 def test_a_local_file_wins_over_a_hub_id(tmp_path, monkeypatch, golden: Golden):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "some").mkdir()
-    (tmp_path / "some" / "data").mkdir()
+    (tmp_path / "some" / "data").mkdir(parents=True)
     pl.DataFrame({"text": ["local"]}).write_parquet("some/data/rows.parquet")
     assert [file.name for file in locate("some/data")[1]] == ["rows.parquet"]
     for key in ("revision", "subset"):

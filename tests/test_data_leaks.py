@@ -18,7 +18,7 @@ from cogumi.data.rows import decode_cell
 from cogumi.data.selection import example_hashes, question_of
 from cogumi.methods.examples import DATA, Examples, prepare_examples
 from tests.builders import run_config
-from tests.chat_tokenizers import chat_tokenizer
+from tests.chat_tokenizers import ask, chat_tokenizer, say, turn
 from tests.test_data_matrix import TEMPLATES, tokenizer_of
 
 Row = dict[str, Any]
@@ -28,10 +28,6 @@ CODE = re.compile(r"of code (\d+)")
 NULLS = {"name": None, "tool_calls": None}
 
 
-def turn(role: str, content: Any, **more: Any) -> Row:
-    return {"role": role, "content": content, **more}
-
-
 def sharegpt(*turns: str) -> list[Row]:
     return [{"from": name, "value": text} for name, text in zip(("human", "gpt") * len(turns), turns, strict=False)]
 
@@ -39,10 +35,10 @@ def sharegpt(*turns: str) -> list[Row]:
 def chat_spellings(number: int) -> tuple[list[Any], list[Any]]:
     """Ten spellings of one question: five cells of `messages`, five of `conversations`."""
     question, answer = f"What is the café\nof code {number}?", f"It is {number * 7}."
-    plain = [turn("user", question), turn("assistant", answer)]
-    nulls = [turn("user", question, **NULLS), turn("assistant", answer, **NULLS)]
+    plain = [ask(question), say(answer)]
+    nulls = [message | NULLS for message in plain]
     parts = [turn(message["role"], [{"type": "text", "text": message["content"]}]) for message in plain]
-    spaced = [turn("user", f"  {question.replace(chr(10), chr(13) + chr(10))} \n"), turn("assistant", answer)]
+    spaced = [ask(f"  {question.replace(chr(10), chr(13) + chr(10))} \n"), say(answer)]
     system = [turn("system", "Be brief."), *plain]
     longer = sharegpt(question, "Seven times it.", "How much is that?", answer)
     greeted = [{"from": "gpt", "value": "Hello!"}, *sharegpt(question, answer)]
@@ -73,9 +69,9 @@ def pair_files(home: Path) -> list[str]:
     """Pairs with and without a prompt of their own, three of each question in each file."""
     rows: tuple[list[Row], list[Row]] = ([], [])
     for number in range(QUESTIONS):
-        question = turn("user", f"What is the café of code {number}?")
+        question = ask(f"What is the café of code {number}?")
         for attempt in range(3):
-            good, bad = ([turn("assistant", f"{word} {attempt}")] for word in ("right", "wrong"))
+            good, bad = ([say(f"{word} {attempt}")] for word in ("right", "wrong"))
             rows[0].append({"prompt": [question], "chosen": good, "rejected": bad})
             rows[1].append({"chosen": [question, *good], "rejected": [question, *bad]})
     return [write_lines(home / f"{part}.jsonl", pairs) for part, pairs in enumerate(rows)]
@@ -83,12 +79,9 @@ def pair_files(home: Path) -> list[str]:
 
 def prepared(method: str, files: list[str], home: Path, tokenizer: Any = None, **data: Any) -> tuple[Examples, Any]:
     tokenizer = tokenizer or chat_tokenizer("qwen3")
-    formats = {"sft": "chat", "gspo": "chat", "dpo": "preference"}
-    data = {"format": formats[method], "mix": [{"source": file} for file in files], **data}
+    data = {"format": "preference" if method == "dpo" else "chat", "mix": [{"source": file} for file in files], **data}
     more = {"rewards": ["exact_answer"]} if method == "gspo" else {}
-    config = run_config(method, home, files[0], home / "run", data_section=data, cogumi=more)
-    if "mix" in config["data"]:
-        del config["data"]["source"]
+    config = run_config(method, home, None, home / "run", data_section=data, cogumi=more)
     return prepare_examples(load_config(config), tokenizer), tokenizer
 
 
@@ -116,8 +109,8 @@ def test_ten_spellings_of_a_question_over_two_files(method: str, tmp_path: Path)
 
 def test_two_methods_hold_out_the_same_questions(tmp_path: Path) -> None:
     """SFT on one file of questions, then DPO on another: the second trains on nothing that the first held out."""
-    questions = [turn("user", f"What is the café of code {number}?") for number in range(300)]
-    right, wrong = [turn("assistant", "yes")], [turn("assistant", "no")]
+    questions = [ask(f"What is the café of code {number}?") for number in range(300)]
+    right, wrong = [say("yes")], [say("no")]
     chats = write_lines(tmp_path / "a.jsonl", [{"messages": [question, *right]} for question in questions])
     pairs = [{"prompt": [question], "chosen": right, "rejected": wrong} for question in questions[::-1]]
     pair_file = write_lines(tmp_path / "b.jsonl", pairs)
@@ -160,19 +153,18 @@ def matrix_tokenizer(name: str) -> Any:
 def same_prompts(name: str) -> list[list[Row]]:
     """Spellings of a question and its answer that some templates render alike."""
     asked, answer = "Write a line.", "This is\n one."
-    plain = [turn("user", asked), turn("assistant", answer)]
-    system = turn("system", SYSTEMS.get(name, ""))
+    plain, system = [ask(asked), say(answer)], SYSTEMS.get(name, "")
     return [
         plain,
-        [turn("user", f" {asked}\n"), turn("assistant", answer)],
-        [turn("user", asked), turn("assistant", f"\n\n{answer} \t\n")],
-        [system, *plain],
-        [turn("system", f" {system['content']}\n"), *plain],
-        [turn("user", asked, name="x"), turn("assistant", answer, **NULLS, refusal=None)],
-        [turn("user", asked), turn("assistant", f"<think>\n\n</think>\n\n{answer}")],
-        [turn("user", asked), turn("assistant", answer, reasoning_content="")],
+        [ask(f" {asked}\n"), say(answer)],
+        [ask(asked), say(f"\n\n{answer} \t\n")],
+        [turn("system", system), *plain],
+        [turn("system", f" {system}\n"), *plain],
+        [turn("user", asked, name="x"), say(answer, **NULLS, refusal=None)],
+        [ask(asked), say(f"<think>\n\n</think>\n\n{answer}")],
+        [ask(asked), say(answer, reasoning_content="")],
         [turn("system", "Be brief."), *plain],
-        [turn("user", f"Be brief.\n\n{asked}"), plain[1]],
+        [ask(f"Be brief.\n\n{asked}"), plain[1]],
     ]
 
 
@@ -180,17 +172,14 @@ def same_prompts(name: str) -> list[list[Row]]:
 def test_rows_that_a_template_renders_alike_are_one_example(name: str, tmp_path: Path) -> None:
     """Rows of a question that all share are held out one by one; none of their token ids is trained on."""
     tokenizer = matrix_tokenizer(name)
-    spelled, others = (
-        same_prompts(name),
-        [[turn("user", "Write a line."), turn("assistant", f"{n}")] for n in range(20)],
-    )
-    rows = [
-        {"messages": [*messages[:-1], messages[-1] | {"content": messages[-1]["content"].replace("one", f"line {n}")}]}
+    conversations = [
+        [*asked, answer | {"content": answer["content"].replace("one", f"line {n}")}]
         for n in range(40)
-        for messages in spelled
+        for *asked, answer in same_prompts(name)
     ]
-    rows += [{"messages": [turn("system", "Be brief."), *messages]} for messages in others]
-    rows += [{"messages": messages} for messages in others]
+    others = [[ask("Write a line."), say(f"{n}")] for n in range(20)]
+    conversations += [[turn("system", "Be brief."), *messages] for messages in others] + others
+    rows = [{"messages": messages} for messages in conversations]
     read = reader_for(FormatOptions("sft", "chat"), tokenizer)
     hashes = example_hashes(pl.DataFrame([{"messages": json.dumps(row["messages"])} for row in rows]), read, 0)
     examples, _ = prepared("sft", [write_lines(tmp_path / "a.jsonl", rows)], tmp_path, tokenizer, eval_rows=40)
@@ -229,7 +218,7 @@ def test_pairs_of_text_without_a_prompt_share_the_lines_before_their_answers() -
 
 def test_an_instruction_that_all_rows_share_is_no_question(tmp_path: Path) -> None:
     """Only the answers differ: rows are held out one by one, as whole examples."""
-    rows = [{"messages": [turn("user", "Write a line."), turn("assistant", f"line {n}")]} for n in range(200)]
+    rows = [{"messages": [ask("Write a line."), say(f"line {n}")]} for n in range(200)]
     examples, tokenizer = prepared("sft", [write_lines(tmp_path / "a.jsonl", rows)], tmp_path, eval_rows=20)
     assert examples.held_out is not None
     assert (len(examples.train.dataset), len(examples.held_out.dataset)) == (180, 20)
@@ -246,15 +235,18 @@ def test_pieces_of_code_with_one_hole_stay_together(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen3")
     examples = prepare_examples(load_config(config), tokenizer)
     assert examples.held_out is not None
-    found = [{re.search(r"a\d+ =", tokenizer.decode(row["input_ids"]))[0] for row in part.dataset} for part in examples.parts()]  # type: ignore[index]  # fmt: skip
-    assert not found[0] & found[1]
+    texts = ([tokenizer.decode(row["input_ids"]) for row in part.dataset] for part in examples.parts())
+    trained, held_out = ({match for text in part for match in re.findall(r"a\d+ =", text)} for part in texts)
+    assert trained
+    assert held_out
+    assert not trained & held_out
     assert len(examples.held_out.dataset) == 16
 
 
 def test_a_question_is_what_precedes_the_first_answer() -> None:
-    asked = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    asked = [ask("a"), say("b"), ask("c")]
     assert question_of(asked) == question_of([turn("system", "s"), *asked]) == question_of("a \n") == "a"
-    assert question_of([turn("assistant", "hi"), *asked]) == "a"
+    assert question_of([say("hi"), *asked]) == "a"
     assert question_of([turn("system", "s")]) == "s"
     assert decode_cell(b"a") == question_of("a")
 
@@ -273,7 +265,7 @@ def test_the_held_out_loss_does_not_depend_on_the_batch(tiny_model: Path, tmp_pa
 
 
 def test_a_resumed_run_with_another_choice_of_rows_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"messages": [turn("user", f"{n}?"), turn("assistant", "x")]} for n in range(60)]
+    rows = [{"messages": [ask(f"{n}?"), say("x")]} for n in range(60)]
     examples, _ = prepared("sft", [write_lines(tmp_path / "a.jsonl", rows)], tmp_path, eval_rows=9)
     run_dir = tmp_path / "run"
     run_dir.mkdir()

@@ -7,14 +7,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import cogumi
-from cogumi.core.run_directory import read_json
+from cogumi.config.schema import load_config
+from cogumi.core.run_directory import read_json, write_json
+from cogumi.data import packing
 from cogumi.data.packing import (
     collate_rows_apart,
     count_per_row,
@@ -24,6 +30,11 @@ from cogumi.data.packing import (
     with_labels,
 )
 from cogumi.data.rows import Lengths
+from cogumi.methods import sft
+from cogumi.methods.auto_settings import choose_packing
+from cogumi.methods.building import trl_arguments
+from cogumi.models.adapters import lora_config
+from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 from tests.builders import run_config
 
@@ -46,8 +57,6 @@ def documents(seed: int = 0, count: int = 6) -> list[list[int]]:
 
 
 def model_of(kind: str, more: dict[str, Any], attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    import transformers
-
     config = getattr(transformers, kind)(**SHAPE | more)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": attention} if attention else {}))
@@ -94,18 +103,8 @@ def test_a_model_that_reads_across_is_found(
     assert distance > 2 * bound
 
 
-class WithItsOwnMask(LlamaForCausalLM):
-    """As remote code may be: a mask of ones where none is given."""
-
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, **more: Any) -> Any:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return super().forward(input_ids=input_ids, attention_mask=mask, **more)
-
-
 def test_rows_beside_each_other_are_those_end_to_end() -> None:
     """What is computed between rows is nothing: TRL's one sequence has the same losses, and costs the square of its length."""
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
     flat = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     lengths = [[20, 9, 3], [17, 8], [30]]
     generator = torch.Generator().manual_seed(1)
@@ -113,28 +112,18 @@ def test_rows_beside_each_other_are_those_end_to_end() -> None:
     rows = [{"input_ids": row, "seq_lengths": each} for row, each in zip(ids, lengths, strict=True)]
     one, beside = flat(rows), collate_rows_apart(flat, rows)
     assert one["input_ids"].shape == (1, 87)
-    assert {key: value.shape for key, value in beside.items()} == dict.fromkeys(
-        ("input_ids", "labels", "position_ids"), (3, 32)
-    )
+    assert beside.keys() == {"input_ids", "labels", "position_ids"}
+    assert {value.shape for value in beside.values()} == {(3, 32)}
     assert padding_mask(beside["position_ids"]).sum(-1).tolist() == [0, 7, 2]
     model = model_of("LlamaConfig", {}, "sdpa").double()
     losses = [model(**batch, use_cache=False).loss.item() for batch in (one, beside)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-6)  # norms are in float32, whose sums may come in another order
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_of_ones_is_found(dtype: torch.dtype) -> None:
-    from transformers import LlamaConfig
-
-    torch.manual_seed(0)
-    distance, bound = probe_packing(WithItsOwnMask(LlamaConfig(**SHAPE)).to(dtype), documents(), pad_token_id=0)
-    assert distance > max(bound, 0.1)
-
-
 class LeakingInSomeRows(LlamaForCausalLM):
-    """A mask of ones for the rows that `leaks` picks by the lengths of their documents."""
+    """A mask of ones, as remote code may make, for the rows that `leaks` picks by the lengths of their documents."""
 
-    leaks: Any = None
+    leaks: Any = staticmethod(lambda lengths: True)
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Any:
         if position_ids is not None:
@@ -142,6 +131,20 @@ class LeakingInSomeRows(LlamaForCausalLM):
             lengths = [end - start for start, end in itertools.pairwise(starts)]
             attention_mask = torch.ones_like(input_ids) if len(lengths) > 1 and type(self).leaks(lengths) else None
         return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **more)
+
+
+def leaking_model() -> Any:
+    torch.manual_seed(0)
+    return LeakingInSomeRows(LlamaConfig(**SHAPE)).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "own", [documents(), [[5] * 40 + [n] * 9 for n in range(6, 12)]], ids=["random", "begin alike"]
+)
+def test_a_mask_of_ones_is_found(own: list[list[int]], dtype: torch.dtype) -> None:
+    distance, bound = probe_packing(leaking_model().to(dtype), own, pad_token_id=0)
+    assert distance > max(bound, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -156,17 +159,11 @@ class LeakingInSomeRows(LlamaForCausalLM):
 )
 @pytest.mark.parametrize("size", [2, 20, 90])
 def test_a_leak_of_some_lengths_is_found(leaks: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import LlamaConfig
-
-    torch.manual_seed(0)
-    monkeypatch.setattr(LeakingInSomeRows, "leaks", staticmethod(leaks))
-    own = [[(7 * n + 5 * i * i) % 120 + 3 for i in range(size)] for n in range(4)]
-    model = LeakingInSomeRows(LlamaConfig(**SHAPE)).eval()
-    distance, bound = probe_packing(model, own, pad_token_id=0)
-    assert distance > bound
-    monkeypatch.setattr(LeakingInSomeRows, "leaks", staticmethod(lambda lengths: False))
-    distance, bound = probe_packing(model, own, pad_token_id=0)
-    assert distance <= bound
+    own, model = [[(7 * n + 5 * i * i) % 120 + 3 for i in range(size)] for n in range(4)], leaking_model()
+    for of_rows, is_leak in ((leaks, True), (lambda lengths: False, False)):
+        monkeypatch.setattr(LeakingInSomeRows, "leaks", staticmethod(of_rows))
+        distance, bound = probe_packing(model, own, pad_token_id=0)
+        assert (distance > bound) == is_leak
 
 
 def test_a_router_that_rounding_tips_over_is_no_leak() -> None:
@@ -179,29 +176,13 @@ def test_a_router_that_rounding_tips_over_is_no_leak() -> None:
 
 @pytest.mark.parametrize("leaks", [False, True])
 def test_rows_end_to_end_are_probed_as_flash_attention_gets_them(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import LlamaConfig
-
-    from cogumi.data import packing
-
-    torch.manual_seed(0)
     monkeypatch.setattr(packing, "wants_one_sequence", lambda model: True)
     monkeypatch.setattr(LeakingInSomeRows, "leaks", staticmethod(lambda lengths: leaks and len(lengths) > 3))
-    distance, bound = probe_packing(LeakingInSomeRows(LlamaConfig(**SHAPE)).eval(), documents(), pad_token_id=0)
+    distance, bound = probe_packing(leaking_model(), documents(), pad_token_id=0)
     assert (distance > bound) == leaks
 
 
-def test_documents_that_begin_alike_do_not_hide_a_leak() -> None:
-    from transformers import LlamaConfig
-
-    torch.manual_seed(0)
-    alike = [[5] * 40 + [n] * 9 for n in range(6, 12)]
-    distance, bound = probe_packing(WithItsOwnMask(LlamaConfig(**SHAPE)), alike, pad_token_id=0)
-    assert distance > bound
-
-
 def test_the_probe_leaves_modes_and_random_states_and_sees_the_adapter() -> None:
-    import peft
-
     model = peft.get_peft_model(
         model_of("LlamaConfig", {"attention_dropout": 0.5}),
         peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False),
@@ -226,32 +207,27 @@ def examples(lengths: list[int], whole: bool = False, seed: int = 0) -> Dataset:
     return Dataset.from_dict({"input_ids": ids, "completion_mask": masks})
 
 
+def examples_of(row: dict[str, Any], column: str = "input_ids") -> list[tuple[int, ...]]:
+    """The examples of a packed row."""
+    bounds = itertools.pairwise(itertools.accumulate(row["seq_lengths"], initial=0))
+    return [tuple(row[column][start:stop]) for start, stop in bounds]
+
+
 def test_labels_are_those_that_trl_builds() -> None:
     data = examples([3, 1, 40, 7, 7]).select([4, 1, 2, 0])
-    expected = [
-        [token if learned else -100 for token, learned in zip(row["input_ids"], row["completion_mask"], strict=True)]
-        for row in data
-    ]
+    pairs = zip(data["input_ids"], data["completion_mask"], strict=True)
+    expected = [[token if bit else -100 for token, bit in zip(*pair, strict=True)] for pair in pairs]
     assert with_labels(data)["labels"] == expected
     assert with_labels(data)["input_ids"] == data["input_ids"]
 
 
 def test_every_example_is_in_one_row_whole() -> None:
-    data = examples([5 + 11 * n % 60 for n in range(300)])
-    packed = trl.pack_dataset(with_labels(data), 128)
-    collected = []
-    for row in packed:
-        assert sum(row["seq_lengths"]) == len(row["input_ids"]) <= 128
-        start = 0
-        for length in row["seq_lengths"]:
-            collected.append(
-                (tuple(row["input_ids"][start : start + length]), tuple(row["labels"][start : start + length]))
-            )
-            start += length
-    labelled = with_labels(data)
-    assert sorted(collected) == sorted((tuple(row["input_ids"]), tuple(row["labels"])) for row in labelled)
-    tokens = sum(map(len, data["input_ids"]))
-    assert sum(map(len, packed["input_ids"])) == tokens > 0.97 * 128 * len(packed)
+    data = with_labels(examples([5 + 11 * n % 60 for n in range(300)]))
+    packed = trl.pack_dataset(data, 128)
+    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 128 for row in packed)
+    collected = [pair for row in packed for pair in zip(examples_of(row), examples_of(row, "labels"), strict=True)]
+    assert sorted(collected) == sorted((tuple(row["input_ids"]), tuple(row["labels"])) for row in data)
+    assert sum(map(len, packed["input_ids"])) == sum(map(len, data["input_ids"])) > 0.97 * 128 * len(packed)
 
 
 @pytest.mark.parametrize(
@@ -275,17 +251,11 @@ def config_of(model: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
         "train_sampling_strategy": "sequential",
     }  # fmt: skip
     fim = {"fim": {"max_length": 160, "middle_chars": [8, 32]}}
-    merge = {"merge": True}
-    return run_config("sft", model, "cogumi:stdlib", run_dir, data_section=fim, train=settings | train, cogumi=merge)
+    return run_config("sft", model, "cogumi:stdlib", run_dir, data_section=fim, train=settings | train)
 
 
 def trained(tiny_model: Path, run_dir: Path, data: Dataset, **train: Any) -> Any:
     """A real trainer as a run builds it, after its steps, on data in the order given."""
-    from cogumi.config.schema import load_config
-    from cogumi.methods import sft
-    from cogumi.methods.building import trl_arguments
-    from cogumi.models.adapters import lora_config
-
     cogumi.patch()
     run = load_config(config_of(tiny_model, run_dir, **train))
     run_dir.mkdir()
@@ -318,16 +288,11 @@ def test_packed_is_unpacked_on_the_same_examples(tiny_model: Path, tmp_path: Pat
     assert {len(row["seq_lengths"]) for row in rows} == {4}
     assert (packed.args.per_device_train_batch_size, packed.args.gradient_accumulation_steps) == (2, 1)
     place = {tuple(ids): n for n, ids in enumerate(data["input_ids"])}
-    order = []
-    for row in rows:
-        start = 0
-        for length in row["seq_lengths"]:
-            order.append(place[tuple(row["input_ids"][start : start + length])])
-            start += length
+    order = [place[ids] for row in rows for ids in examples_of(row)]
     assert sorted(order) == list(range(96))
     apart = trained(tiny_model, tmp_path / "apart", data.select(order), max_steps=12)
-    losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (packed, apart)]
-    norms = [[row["grad_norm"] for row in trainer.state.log_history if "loss" in row] for trainer in (packed, apart)]
+    steps = [[row for row in trainer.state.log_history if "loss" in row] for trainer in (packed, apart)]
+    losses, norms = ([[row[key] for row in rows] for rows in steps] for key in ("loss", "grad_norm"))
     assert len(losses[0]) == 12
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
@@ -337,15 +302,13 @@ def test_packed_is_unpacked_on_the_same_examples(tiny_model: Path, tmp_path: Pat
 
 
 def test_other_labels_in_a_packed_row_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    from cogumi.methods.sft import refuse_other_labels
-
     whole, half = (with_labels(examples([20] * 20, whole)) for whole in (True, False))
     trainer = trained(tiny_model, tmp_path / "a", examples([20] * 20, whole=True), packing=True, max_steps=1)
-    refuse_other_labels(trainer, trl.pack_dataset(whole, 200))
+    sft.refuse_other_labels(trainer, trl.pack_dataset(whole, 200))
     with pytest.raises(
         RuntimeError, match=r"would learn \[190, 190\] tokens .* of which \[100, 100\] are to be learned"
     ):
-        refuse_other_labels(trainer, trl.pack_dataset(half, 200))
+        sft.refuse_other_labels(trainer, trl.pack_dataset(half, 200))
 
 
 def test_a_run_packs_and_says_what_a_step_is(
@@ -353,7 +316,7 @@ def test_a_run_packs_and_says_what_a_step_is(
 ) -> None:
     config = config_of(tiny_model, tmp_path / "run", packing=True, max_steps=2, max_length=480)
     config["data"] |= {"source": str(code_parquet), "eval_rows": 4, "max_rows": 60}
-    result = cogumi.train(config, cogumi__merge=False)
+    result = cogumi.train(config)
     assert "Flash Attention" not in caplog.text  # TRL's question, which the probe has answered
     record = read_json(result.run_dir / "decisions.json")["packing"]
     assert record["safe"] is True
@@ -365,45 +328,20 @@ def test_a_run_packs_and_says_what_a_step_is(
     log = (result.run_dir / "run.log").read_text()
     assert f"asked 8 examples a step; {per_row:.1f} examples a row, {record['rows_per_step']} rows a step" in log
     assert f"{100 * record['efficiency']:.1f} % of the slots used" in log
-    apart = cogumi.train(config, cogumi__merge=False, train__packing=False, cogumi__run_dir=str(tmp_path / "apart"))
-    assert result.series("eval_loss")[0] == pytest.approx(apart.series("eval_loss")[0], rel=1e-5)
-
-
-def test_a_run_of_a_model_that_leaks_is_not_packed_and_says_why(
-    tiny_model: Path, code_parquet: Path, tmp_path: Path
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    more = {
-        "layer_types": ["conv", "full_attention"],
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "max_position_embeddings": 512}
-    model_of("Lfm2Config", more | ends).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    config = config_of(tmp_path / "model", tmp_path / "run", packing=True, max_steps=2)
-    config["data"] |= {"source": str(code_parquet), "max_rows": 60}
-    result = cogumi.train(config, cogumi__merge=False)
-    assert read_json(result.run_dir / "decisions.json")["packing"]["safe"] is False
-    assert (
-        "packing off: this model's packed logits differ from separate ones by 0."
-        in (result.run_dir / "run.log").read_text()
-    )
 
 
 def test_a_run_that_goes_on_keeps_what_it_decided(tiny_model: Path, tmp_path: Path, caplog: Any) -> None:
-    from cogumi.core.run_directory import write_json
-
     (tmp_path / "decided").mkdir()
     write_json(tmp_path / "decided" / "decisions.json", {"packing": {"safe": False}})
-    from cogumi.config.schema import load_config
-    from cogumi.methods import sft
-    from cogumi.methods.building import trl_arguments
-    from cogumi.stack.ranks import Ranks
-
     run = load_config(config_of(tiny_model, tmp_path / "decided", packing=True))
     with caplog.at_level(logging.INFO, logger="cogumi"):
-        made = sft.pack_datasets(run, Ranks(), None, trl_arguments(run), examples([20] * 8), None, None)
+        common = {
+            "args": trl_arguments(run),
+            "train_dataset": examples([20] * 8),
+            "model": None,
+            "processing_class": None,
+        }
+        made = sft.pack_datasets(run, Ranks(), **common)
     assert made["args"].packing is False
     assert "packing: off, as when the run began" in caplog.text
 
@@ -431,9 +369,6 @@ SPREAD = Lengths([50] * 3000 + [450] * 400 + [1000] * 100)
 
 
 def choices_for(lengths: Lengths = SPREAD, method: str = "sft", cogumi: Any = None, **train: Any) -> Any:
-    from cogumi.config.schema import load_config
-    from cogumi.methods.auto_settings import choose_packing
-
     settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "max_length": 1024}
     data = {"source": "x", "format": "preference" if method == "dpo" else "chat"}
     sections = {"model": {"name": "x"}, "data": data, "cogumi": {"method": method} | (cogumi or {})}
@@ -455,14 +390,9 @@ def test_packing_is_chosen_where_padding_costs_more_than_a_fifth() -> None:
         {"lengths": Lengths([200] * 4000)},  # nothing is padded
         {"lengths": Lengths([400, 450, 500] * 1000)},  # a sixth is
         {"lengths": Lengths([700] * 2000 + [900] * 2000)},  # of which no row holds two
-        {
-            "lengths": Lengths([90] * 2000 + [1000] * 40),
-            "gradient_accumulation_steps": 1,
-        },  # 9.2 a row, where 8 are a step
-        {
-            "lengths": Lengths([10] * 15 + [100] * 2),
-            "gradient_accumulation_steps": 1,
-        },  # an epoch is two steps instead of three
+        # 9.2 a row, where 8 are a step; an epoch is two steps instead of three
+        {"lengths": Lengths([90] * 2000 + [1000] * 40), "gradient_accumulation_steps": 1},
+        {"lengths": Lengths([10] * 15 + [100] * 2), "gradient_accumulation_steps": 1},
         {"lengths": Lengths({})},
         {"method": "dpo"},
         {"packing": False},
@@ -500,9 +430,8 @@ def open_config(model: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
     """A run of 192 texts of 20 to 190 tokens, most of them short; rows of 200 tokens hold about four."""
     data = run_dir.parent / "texts.jsonl"
     if not data.exists():
-        texts = [
-            {"prompt": f"def f{n}(x", "completion": f"): return x + {n}\n" * (1 + 9 * (n % 8 == 0))} for n in range(192)
-        ]
+        answers = (f"): return x + {n}\n" * (10 if n % 8 == 0 else 1) for n in range(192))
+        texts = [{"prompt": f"def f{n}(x", "completion": answer} for n, answer in enumerate(answers)]
         data.write_text("\n".join(map(json.dumps, texts)))
     settings = {"max_length": 200, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 4}
     settings |= {"learning_rate": 3e-3, "save_strategy": "no", "seed": 7}
@@ -510,10 +439,9 @@ def open_config(model: Path, run_dir: Path, **train: Any) -> dict[str, Any]:
     return run_config("sft", model, data, run_dir, data_section=section, train=settings | train)
 
 
-def weights_of(result: Any) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(result.adapter / "adapter_model.safetensors")
+def assert_equal_weights(one: Any, other: Any) -> None:
+    weights, others = (load_file(result.adapter / "adapter_model.safetensors") for result in (one, other))
+    assert all(torch.equal(others[name], weights[name]) for name in weights)
 
 
 def settings_of(run_dir: Path) -> dict[str, Any]:
@@ -540,13 +468,33 @@ def test_a_run_that_says_nothing_is_packed_where_that_saves(tiny_model: Path, tm
 
 def test_a_forecast_packs_what_the_run_will(tiny_model: Path, tmp_path: Path) -> None:
     report = cogumi.preflight(open_config(tiny_model, tmp_path / "run"))
-    assert (
-        "train.packing: True, which the run chooses"
-        in next(line for line in report.lines if line.stage == "memory").figure
-    )
+    (figure,) = (line.figure for line in report.lines if line.stage == "memory")
+    assert "train.packing: True, which the run chooses" in figure
 
 
-def leak(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
+@pytest.mark.parametrize(
+    ("format", "outcome", "why"),
+    [
+        ("prompt_completion", (0.5, 1e-5), "this model's packed logits differ from separate ones by 0.5"),
+        ("fim", (float("nan"), 1.0), "this model's packed logits differ from separate ones by nan"),
+        (
+            "prompt_completion",
+            TypeError("no argument position_ids"),
+            "this model does not take packed rows: no argument",
+        ),
+    ],
+)
+def test_a_leak_leaves_the_run_that_is_not_packed(
+    format: str, outcome: Any, why: str, tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def config(name: str, **train: Any) -> dict[str, Any]:
+        made = open_config(tiny_model, tmp_path / name, **train)
+        if format == "fim":
+            fim = {"max_length": 200, "middle_chars": [8, 32]}
+            made["data"] = {"source": str(code_parquet), "eval_rows": 4, "fim": fim}
+            del made["train"]["max_length"]
+        return made
+
     def probe(*_: Any) -> tuple[float, float]:
         torch.rand(3)
         if isinstance(outcome, Exception):
@@ -554,36 +502,14 @@ def leak(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
         return outcome  # type: ignore[no-any-return]
 
     monkeypatch.setattr("cogumi.methods.sft.probe_packing", probe)
-
-
-@pytest.mark.parametrize("format", ["prompt_completion", "fim"])
-@pytest.mark.parametrize("outcome", [(0.5, 1e-5), (float("nan"), 1.0), TypeError("no argument position_ids")], ids=str)
-def test_a_leak_leaves_the_run_that_is_not_packed(
-    format: str, outcome: Any, tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def config(name: str, **train: Any) -> dict[str, Any]:
-        made = open_config(tiny_model, tmp_path / name, **train)
-        if format == "fim":
-            made["data"] = {
-                "source": str(code_parquet),
-                "eval_rows": 4,
-                "fim": {"max_length": 200, "middle_chars": [8, 32]},
-            }
-            del made["train"]["max_length"]
-        return made
-
-    leak(monkeypatch, outcome)
     leaking = cogumi.train(config("leaking"))
     apart = cogumi.train(config("apart", packing=False))
     assert settings_of(leaking.run_dir).pop("train.packing") is True
     assert read_json(leaking.run_dir / "decisions.json")["packing"]["safe"] is False
-    log = (leaking.run_dir / "run.log").read_text()
-    assert "packing off: " in log
-    assert ("no argument position_ids" in log) == isinstance(outcome, Exception)
+    assert f"packing off: {why}" in (leaking.run_dir / "run.log").read_text()
     for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):
         assert leaking.series(key) == apart.series(key), key
-    weights = [weights_of(result) for result in (leaking, apart)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_equal_weights(leaking, apart)
 
 
 def test_a_resumed_run_keeps_its_packing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,8 +519,7 @@ def test_a_resumed_run_keeps_its_packing(tiny_model: Path, tmp_path: Path, monke
     monkeypatch.setattr("cogumi.methods.auto_settings.SAVED_TOKENS", 1.0)  # would not be chosen today
     resumed = cogumi.train(config)
     assert "chosen: train.packing: True (as when the run began)" in (resumed.run_dir / "run.log").read_text()
-    weights = [weights_of(result) for result in (whole, resumed)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_equal_weights(whole, resumed)
 
 
 def test_a_run_that_began_unpacked_resumes_unpacked(

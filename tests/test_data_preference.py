@@ -3,15 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import trl
-from datasets import Dataset
 
-from cogumi.data.encoding import FormatOptions
 from cogumi.data.rows import Chunk
 from tests import chat_tokenizers
-from tests.chat_tokenizers import chat_tokenizer, texts, tiny_for
+from tests.chat_tokenizers import ask, chat_tokenizer, dropped_rows, say, texts, turn
 
 Rows = list[dict[str, Any]]
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -25,31 +22,21 @@ def text_pairs() -> Rows:
 def chat_pairs(system: bool = True) -> Rows:
     rows = []
     for at, row in enumerate(text_pairs()):
-        prompt = [{"role": "system", "content": "Be brief."}] if system and at % 2 else []
+        prompt = [turn("system", "Be brief.")] if system and at % 2 else []
         if at % 3 == 0:
-            prompt += [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-        prompt.append({"role": "user", "content": row["prompt"]})
-        sides = {side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")}
-        rows.append({"prompt": prompt, **sides})
+            prompt += [ask("hi"), say("hello")]
+        sides = {side: [say(row[side])] for side in ("chosen", "rejected")}
+        rows.append({"prompt": [*prompt, ask(row["prompt"])], **sides})
     return rows
 
 
 def chunk_of(rows: Rows, tokenizer: Any, **options: Any) -> Chunk:
-    return chat_tokenizers.chunk_of(rows, tokenizer, FormatOptions("dpo", "preference", **options))
+    return chat_tokenizers.chunk_of(rows, tokenizer, "dpo", "preference", **options)
 
 
-def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> Rows:
-    args = trl.DPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **{"max_length": None, **config}
-    )
-    trainer = trl.DPOTrainer(
-        model=tiny_for(tokenizer),
-        args=args,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=peft.LoraConfig(r=1, target_modules="all-linear"),
-    )
-    return [{name: row[name] for name in COLUMNS} for row in trainer.train_dataset]
+def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path) -> Rows:
+    prepared = chat_tokenizers.trl_prepared(rows, tokenizer, tmp_path, "DPO")
+    return [{name: row[name] for name in COLUMNS} for row in prepared]
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen3", "gptoss", "gemma"])
@@ -75,16 +62,16 @@ def test_an_implicit_prompt_is_what_trl_extracts(kind: str, tmp_path: Path) -> N
 
 
 def test_a_text_prompt_with_conversations_that_repeat_it() -> None:
-    question = {"role": "user", "content": "2 + 3?"}
-    answers = [{"role": "assistant", "content": text} for text in ("5", "6")]
-    expected = chunk_of(
-        [{"prompt": [question], "chosen": answers[:1], "rejected": answers[1:]}], chat_tokenizer("qwen3")
-    )
-    for before in ([question], []):
-        row = {"prompt": "2 + 3?", "chosen": [*before, answers[0]], "rejected": [*before, answers[1]]}
-        assert chunk_of([row], chat_tokenizer("qwen3")).table.equals(expected.table)
-    in_text = {"prompt": [question], "chosen": "5", "rejected": "6"}
-    assert chunk_of([in_text], chat_tokenizer("qwen3")).table.equals(expected.table)
+    question, good, bad = ask("2 + 3?"), say("5"), say("6")
+    rows = [
+        {"prompt": [question], "chosen": [good], "rejected": [bad]},
+        {"prompt": "2 + 3?", "chosen": [question, good], "rejected": [question, bad]},
+        {"prompt": "2 + 3?", "chosen": [good], "rejected": [bad]},
+        {"prompt": [question], "chosen": "5", "rejected": "6"},
+    ]
+    expected, *others = (chunk_of([row], chat_tokenizer("qwen3")).table for row in rows)
+    assert len(expected) == 1
+    assert all(other.equals(expected) for other in others)
 
 
 def test_overlong_pairs_are_dropped_or_cut_as_trls_collator_cuts_them(tmp_path: Path) -> None:
@@ -112,7 +99,7 @@ def test_pairs_that_say_nothing_are_dropped() -> None:
     ]  # fmt: skip
     rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
     chunk = chunk_of(rows, chat_tokenizer("llama3"), max_length=100, overlong="truncate")
-    assert {reason: (each.count, each.row) for reason, each in chunk.dropped.items()} == {
+    assert dropped_rows(chunk) == {
         "whose chosen and rejected are the same": (1, 0),
         "with an empty answer": (1, 1),
         "without a prompt (data.columns.prompt names its column)": (1, 2),
@@ -125,12 +112,8 @@ def test_pairs_that_say_nothing_are_dropped() -> None:
 
 def test_sides_that_part_before_the_last_question_are_dropped() -> None:
     """The question of a turn would be learned as if the model had asked it."""
-    sides = [
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": first},
-         {"role": "user", "content": "and?"}, {"role": "assistant", "content": "x"}]
-        for first in ("a", "b")
-    ]  # fmt: skip
-    chunk = chunk_of([{"chosen": sides[0], "rejected": sides[1]}], chat_tokenizer("llama3"))
+    chosen, rejected = ([ask("hi"), say(first), ask("and?"), say("x")] for first in ("a", "b"))
+    chunk = chunk_of([{"chosen": chosen, "rejected": rejected}], chat_tokenizer("llama3"))
     assert list(chunk.dropped) == ["with a user's turn among the answers of chosen or rejected"]
 
 
@@ -144,9 +127,5 @@ def test_a_side_may_be_one_message() -> None:
 
 
 def test_sides_that_the_template_renders_alike_are_the_same() -> None:
-    asked, answers = (
-        {"role": "user", "content": "p"},
-        ({"role": "assistant", "content": text} for text in ("x", "x \n")),
-    )
-    row = dict(zip(("prompt", "chosen", "rejected"), ([asked], *([answer] for answer in answers)), strict=True))
+    row = {"prompt": [ask("p")], "chosen": [say("x")], "rejected": [say("x \n")]}
     assert list(chunk_of([row], chat_tokenizer("gemma")).dropped) == ["whose chosen and rejected are the same"]

@@ -17,9 +17,12 @@ import pyarrow as pa
 import pytest
 from golden import Golden
 
+from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
 from cogumi.data import cache as module
+from cogumi.data import sources as reading
 from cogumi.data.cache import Data, Prepared, Selection, Source, prepare, tokenizer_identity
+from cogumi.data.encoding import ID_LISTS, MASK_LISTS
 from cogumi.data.fim import FimConfig
 from cogumi.data.rows import Chunk, Dropped, count_dropped, excerpt_of
 from cogumi.data.source_files import files_identity
@@ -28,21 +31,16 @@ from tests.fim_examples import tokenize_for_sft
 
 def words(rows: pl.DataFrame, first_row: int) -> Chunk:
     """A token a word, its length; rows with "bad" in them and empty ones make none."""
-    texts = rows["text"].to_list()
-    ids: list[list[int]] = []
     dropped: dict[str, Dropped] = {}
-    for row, text in enumerate(texts, first_row):
-        reason = (
-            "null" if text is None else "bad" if "bad" in text else "longer than 9 tokens" if len(text) > 99 else ""
-        )
-        if reason:
-            count_dropped(dropped, reason, row, str(text)[:80])
+    ids: list[list[int]] = []
+    for row, text in enumerate(rows["text"], first_row):
+        reasons = {"null": text is None, "bad": "bad" in (text or ""), "longer than 9 tokens": len(text or "") > 99}
+        if any(reasons.values()):
+            count_dropped(dropped, next(reason for reason, applies in reasons.items() if applies), row, str(text)[:80])
         else:
             ids.append([len(word) for word in text.split()])
     masks = [[0] * (len(token_ids) - 1) + [1] for token_ids in ids]
-    table = pa.table(
-        {"input_ids": pa.array(ids, pa.list_(pa.int32())), "completion_mask": pa.array(masks, pa.list_(pa.int8()))}
-    )
+    table = pa.table({"input_ids": pa.array(ids, ID_LISTS), "completion_mask": pa.array(masks, MASK_LISTS)})
     return Chunk(table, dropped)
 
 
@@ -65,6 +63,10 @@ def texts_of(data: Data | None) -> list[list[int]]:
     return [list(token_ids) for token_ids in data.dataset["input_ids"]]
 
 
+def set_of(data: Data | None) -> set[tuple[int, ...]]:
+    return set(map(tuple, texts_of(data)))
+
+
 def expected(texts: list[str]) -> list[list[int]]:
     return [[len(word) for word in text.split()] for text in texts]
 
@@ -83,8 +85,6 @@ def test_fim_in_batches_is_fim_at_once(tmp_path, sources, tiny_model, monkeypatc
     """The examples of many small batches are those of the whole frame, dropped rows or not."""
     from transformers import AutoTokenizer
 
-    from cogumi.data import sources as reading
-
     tokenizer, config = AutoTokenizer.from_pretrained(tiny_model), FimConfig(fim_rate=0.9, max_length=256)
     monkeypatch.setattr(reading, "BATCH_BYTES", 20_000)
 
@@ -95,9 +95,7 @@ def test_fim_in_batches_is_fim_at_once(tmp_path, sources, tiny_model, monkeypatc
     one = source(tmp_path / "code.parquet", [*sources, None], tokenize=tokenize)
     made = run([replace(one, columns={"source": "code"})], tmp_path)
     whole = tokenize_for_sft(pl.DataFrame({"source": [*sources, None]}), tokenizer, config)
-    assert (
-        len(pa.ipc.open_stream(pa.memory_map(str(made.directory / "train.arrow"))).read_all()["input_ids"].chunks) > 3
-    )
+    assert made.train.dataset.data.column("input_ids").num_chunks > 3
     assert made.train.dataset["input_ids"][:] == whole.dataset["input_ids"][:]
     assert made.train.dataset["completion_mask"][:] == whole.dataset["completion_mask"][:]
     assert {reason: each.count for reason, each in made.train.dropped.items()} == whole.dropped
@@ -138,7 +136,7 @@ def test_held_out_rows_are_never_trained_on_wherever_they_stand(tmp_path):
     texts = numbered(60)
     doubled = [*texts, *texts[::-1], *texts[10:20]]
     made = run([source(tmp_path / "rows.parquet", doubled)], tmp_path, eval_rows=8)
-    held_out, trained = ({tuple(each) for each in texts_of(part)} for part in (made.held_out, made.train))
+    held_out, trained = set_of(made.held_out), set_of(made.train)
     assert len(held_out) == 8 == len(texts_of(made.held_out))
     assert not held_out & trained
     assert held_out | trained == {tuple(each) for each in expected(texts)}
@@ -147,7 +145,7 @@ def test_held_out_rows_are_never_trained_on_wherever_they_stand(tmp_path):
     assert f"{equal.count} equal to a held-out row" in made.train.report()
     # Another order of the same rows has the same rows held out.
     again = run([source(tmp_path / "turned.parquet", doubled[::-1])], tmp_path, eval_rows=8)
-    assert {tuple(each) for each in texts_of(again.held_out)} == held_out
+    assert set_of(again.held_out) == held_out
 
 
 def test_duplicates_are_counted_and_dropped_on_request(tmp_path):
@@ -174,25 +172,23 @@ def test_a_mix_has_the_shares_asked_for_and_repeats_nobody(tmp_path):
         "b.parquet: 98 of 100 rows (98%), 2 held out",
     ]
     assert len(made.train.dataset) == 980
-    assert len({tuple(each) for each in texts_of(made.train) + texts_of(made.held_out)}) == 1000
-    bounded = run([a, b], tmp_path, max_rows=50)
-    assert [line.split(" of ")[0] for line in bounded.sources] == ["a.parquet: 45", "b.parquet: 5"]
-    fraction = run([a, b], tmp_path, fraction=0.1)
-    assert [line.split(" of ")[0] for line in fraction.sources] == ["a.parquet: 90", "b.parquet: 10"]
+    assert len(set_of(made.train) | set_of(made.held_out)) == 1000
+    for some, shares in (({"max_rows": 50}, (45, 5)), ({"fraction": 0.1}, (90, 10))):
+        used = [line.split(" of ")[0] for line in run([a, b], tmp_path, **some).sources]
+        assert used == [f"a.parquet: {shares[0]}", f"b.parquet: {shares[1]}"]
 
 
 def test_equal_rows_of_two_sources_do_not_straddle_either(tmp_path, golden: Golden):
     a, b = source(tmp_path / "a.parquet", numbered(40)), source(tmp_path / "b.parquet", numbered(60, 20)[::-1])
     made = run([a, b], tmp_path, eval_rows=10)
-    held_out, trained = ({tuple(each) for each in texts_of(part)} for part in (made.held_out, made.train))
+    held_out = set_of(made.held_out)
     assert len(held_out) == 10
-    assert not held_out & trained
+    assert not held_out & set_of(made.train)
     assert made.train.dropped["equal to a held-out row"].count > 0
     once = run([a, b], tmp_path, eval_rows=10, deduplicate=True)
-    assert {tuple(each) for each in texts_of(once.held_out)} == held_out
-    rows = [tuple(each) for each in texts_of(once.train)]
-    assert len(set(rows)) == len(rows)
-    assert not set(rows) & held_out
+    assert set_of(once.held_out) == held_out
+    assert len(set_of(once.train)) == len(texts_of(once.train))
+    assert not set_of(once.train) & held_out
     with golden.raises("data", place="c.parquet", message="9 to earlier ones"):
         run([a, source(tmp_path / "c.parquet", numbered(9))], tmp_path, deduplicate=True)
 
@@ -236,30 +232,19 @@ def test_every_setting_has_a_key_of_its_own(tmp_path, tiny_model):
     keys = [key()]
     tokenizer(["a", "b c"], padding=True, truncation=True, max_length=4)  # leaves its mark on the backend
     assert key() == keys[0]
-    keys += [key(eval_rows=2), key(max_rows=9), key(fraction=0.5), key(deduplicate=True), key(seed=1)]
-    keys += [
-        key([replace(one, options="other")]),
-        key([replace(one, columns={"text": "code", "more": "other"})]),
-        key([replace(one, name="other")]),
-        key([replace(one, weight=2.0)]),
-        key([one, one]),
-    ]
+    keys += [key(eval_rows=2), key(max_rows=9), key(fraction=0.5), key(deduplicate=True), key(seed=1), key([one, one])]
+    changes = [{"options": "other"}, {"columns": {"text": "code", "more": "other"}}, {"name": "other"}, {"weight": 2.0}]
+    keys += [key([replace(one, **change)]) for change in changes]
     identity = files_identity([tmp_path / "rows.parquet"])
     os.utime(tmp_path / "rows.parquet", ns=(1, 1))
     assert files_identity([tmp_path / "rows.parquet"]) != identity
     keys.append(key([replace(one, identity=files_identity([tmp_path / "rows.parquet"]))]))
     other = AutoTokenizer.from_pretrained(tiny_model)
-    for change in ("template", "added", "pad", "bos", "adds bos"):
-        if change == "template":
-            other.chat_template = "{{ messages }}"
-        elif change == "added":
-            other.add_tokens(["<new>"])
-        elif change == "pad":
-            other.pad_token = "<fim_middle>"
-        elif change == "bos":
-            other.bos_token = "<fim_prefix>"
-        else:
-            other.add_bos_token = True
+    other.add_tokens(["<new>"])
+    keys.append(key(parts={"tokenizer": tokenizer_identity(other)}))
+    parts = {"chat_template": "{{ messages }}", "pad_token": "<fim_middle>", "bos_token": "<fim_prefix>"}
+    for name, value in (parts | {"add_bos_token": True}).items():
+        setattr(other, name, value)
         keys.append(key(parts={"tokenizer": tokenizer_identity(other)}))
     keys.append(key(parts={"tokenizer": tokenizer_identity(tokenizer), "max_length": 5}))
     assert len(set(keys)) == len(keys)
@@ -330,8 +315,6 @@ def test_two_processes_prepare_once_and_a_killed_one_leaves_nothing(tmp_path, fo
 
 
 def test_leftovers_of_other_keys_are_swept_unless_somebody_writes_there(tmp_path):
-    from cogumi.core.durability import lock_directory
-
     for name in ("dead", "alive"):
         (tmp_path / "cache" / f"{name}.unfinished").mkdir(parents=True)
     with lock_directory(tmp_path / "cache" / "alive.unfinished"):
@@ -348,15 +331,13 @@ def test_a_function_that_loses_rows_is_found_out(tmp_path):
 
 
 def test_lengths_of_pairs_and_quantiles(tmp_path):
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+
     def pairs(rows: pl.DataFrame, first_row: int) -> Chunk:
-        lists = {
-            name: pa.array([list(range(n)) for n in rows[name]], pa.list_(pa.int32()))
-            for name in ("prompt_ids", "chosen_ids", "rejected_ids")
-        }
-        return Chunk(pa.table(lists))
+        return Chunk(pa.table({name: pa.array([list(range(n)) for n in rows[name]], ID_LISTS) for name in names}))
 
     rng = np.random.default_rng(0)
-    frame = pl.DataFrame({name: rng.integers(1, 50, 200) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
+    frame = pl.DataFrame({name: rng.integers(1, 50, 200) for name in names})
     frame.write_parquet(tmp_path / "pairs.parquet")
     one = Source("p", [tmp_path / "pairs.parquet"], {name: name for name in frame.columns}, pairs, "", "")
     lengths = run([one], tmp_path).train.lengths
@@ -379,23 +360,17 @@ def test_trl_maps_prepared_data_without_changing_it(tmp_path, tiny_model):
 
     made = run([source(tmp_path / "rows.parquet", numbered(20))], tmp_path)
     before = (made.directory / "train.arrow").read_bytes()
-    args = trl.SFTConfig(
-        str(tmp_path / "out"), completion_only_loss=True, max_length=None, report_to="none", bf16=False
-    )
-    trainer = trl.SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(tiny_model),
-        args,
-        train_dataset=made.train.dataset,
-        processing_class=AutoTokenizer.from_pretrained(tiny_model),
-    )
+    options = {"completion_only_loss": True, "max_length": None, "report_to": "none", "bf16": False}
+    args = trl.SFTConfig(str(tmp_path / "out"), **options)
+    model, tokenizer = (kind.from_pretrained(tiny_model) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    trainer = trl.SFTTrainer(model, args, train_dataset=made.train.dataset, processing_class=tokenizer)
     assert isinstance(trainer._get_train_sampler(), RandomSampler)
-    assert [each["input_ids"] for each in trainer.train_dataset] == expected(numbered(20))
-    assert [each["labels"] for each in trainer.train_dataset] == [
-        [-100, -100, ids[-1]] for ids in expected(numbered(20))
-    ]
+    rows = expected(numbered(20))
+    assert trainer.train_dataset["input_ids"][:] == rows
+    assert trainer.train_dataset["labels"][:] == [[-100, -100, ids[-1]] for ids in rows]
     assert (made.directory / "train.arrow").read_bytes() == before
     shutil.rmtree(made.directory)
-    assert trainer.train_dataset[3]["input_ids"] == expected(numbered(20))[3]  # mapped files outlive their names
+    assert trainer.train_dataset[3]["input_ids"] == rows[3]  # mapped files outlive their names
 
 
 def test_an_excerpt_is_at_most_eighty_characters() -> None:

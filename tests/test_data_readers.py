@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from cogumi.core.errors import UsageError
+from cogumi.data import sources
 from cogumi.data.chat import read_completion, read_pair, read_prompt
 from cogumi.data.rows import BadRow
 from cogumi.data.sources import batches, column_names
-from tests.test_data_leaks import prepared, turn
+from tests.chat_tokenizers import ask, say
+from tests.test_data_leaks import prepared
 
 ROWS = [{"a": "x", "b": [1, None]}, {"a": "é] , {", "b": {"c": None}}, {"a": None, "b": 2**70}]
 
@@ -39,8 +41,6 @@ def test_every_layout_of_json_is_read(tmp_path: Path, text: str, encoding: str) 
 
 
 def test_an_array_of_any_length_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cogumi.data import sources
-
     monkeypatch.setattr(sources, "BUFFER_BYTES", 64)
     monkeypatch.setattr(sources, "BATCH_BYTES", 1000)
     rows = [{"a": "]},{[" * (n % 50)} for n in range(500)]
@@ -51,12 +51,8 @@ def test_an_array_of_any_length_is_read_in_pieces(tmp_path: Path, monkeypatch: p
 
 def test_a_broken_array_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    for text, line in (
-        ('[\n{"a": 1},\n{"a": \n', 4),
-        ('[{"a": 1},\n {"a": x}]', 2),
-        ('{\n"a": 1,\n', 3),
-        ("[" * 10**5, 1),
-    ):
+    broken = {'[\n{"a": 1},\n{"a": \n': 4, '[{"a": 1},\n {"a": x}]': 2, '{\n"a": 1,\n': 3, "[" * 10**5: 1}
+    for text, line in broken.items():
         path.write_text(text)
         with pytest.raises(UsageError) as caught:
             rows_of(path, ["a"])
@@ -69,7 +65,7 @@ def test_a_table_in_utf16_is_read(tmp_path: Path) -> None:
 
 
 def test_json_that_is_no_object_is_a_counted_bad_row(tmp_path: Path) -> None:
-    rows = [json.dumps({"messages": [turn("user", f"{n}?"), turn("assistant", "x")]}) for n in range(4)]
+    rows = [json.dumps({"messages": [ask(f"{n}?"), say("x")]}) for n in range(4)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows[:2], "[1]", "5", '"text"', "null", *rows[2:]]))
     train = prepared("sft", [str(tmp_path / "a.jsonl")], tmp_path, eval_rows=0)[0].train
     assert len(train.dataset) == 4
@@ -79,7 +75,7 @@ def test_json_that_is_no_object_is_a_counted_bad_row(tmp_path: Path) -> None:
         prepared("sft", [str(tmp_path / "a.jsonl")], tmp_path, eval_rows=0, bad_rows="fail")
 
 
-QUESTION, ANSWER, OTHER = ([turn(role, text)] for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
+QUESTION, ANSWER, OTHER = [ask("q")], [say("a")], [say("b")]
 
 
 def test_json_text_of_messages_is_messages_in_every_column() -> None:

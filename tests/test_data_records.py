@@ -16,13 +16,14 @@ from golden import Golden
 import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
+from cogumi.data import sources as reading
 from cogumi.data.rows import Dropped
 from cogumi.data.sources import ORIGINALS, batches
 from cogumi.methods.examples import Examples, prepare_examples
 from cogumi.models.loading import load_tokenizer
 from cogumi.rl.memory_plan import repeat_to_rollout
 from tests.builders import run_config
-from tests.chat_tokenizers import chat_tokenizer, tiny_for
+from tests.chat_tokenizers import ask, chat_tokenizer, say, tiny_for, turn
 
 Config = dict[str, Any]
 
@@ -61,7 +62,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) and repr(one) == repr(other)
 
 
-def config_of(model: Path, source: Path | str, home: Path, **data: Any) -> Config:
+def config_of(model: Path, source: Path | None, home: Path, **data: Any) -> Config:
     rows = {"format": "prompt_completion", "columns": {"value": "value"}, "eval_rows": 0, **data}
     train = {
         "max_steps": 1, "num_generations": 2, "per_device_train_batch_size": 100, "steps_per_generation": 2,
@@ -108,8 +109,8 @@ def test_messages_with_calls_of_tools_go_through_a_run_as_they_are(tiny_model: P
     tokenizer.save_pretrained(home)
     arguments = {"a": 2, "b": [0.30000000000000004, 10**20, None], "c": {}}
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-    told = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5", "name": "add"}]
-    messages = [[{"role": "user", "content": f"row {n}"}, *(told if n % 2 else [])] for n in range(16)]
+    told = [say("", tool_calls=[call]), turn("tool", "5", name="add")]
+    messages = [[ask(f"row {n}"), *(told if n % 2 else [])] for n in range(16)]
     rows = [{"id": n, "value": n, "prompt": prompt, "tools": [call] * (n % 2)} for n, prompt in enumerate(messages)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "own.py").write_text(REWARD)
@@ -118,8 +119,7 @@ def test_messages_with_calls_of_tools_go_through_a_run_as_they_are(tiny_model: P
     results = list(unpickled(tmp_path / "own.pickle"))
     assert {record["id"] % 2 for _, record, _ in results} == {0, 1}
     assert all(same(prompt, rows[record["id"]]["prompt"]) for prompt, record, _ in results)
-    samples = (result.run_dir / "samples.jsonl").read_text()
-    assert "row" in samples
+    assert "row" in (result.run_dir / "samples.jsonl").read_text()
 
 
 def test_a_record_stays_with_its_prompt_whatever_is_chosen(tiny_model: Path, tmp_path: Path) -> None:
@@ -131,8 +131,7 @@ def test_a_record_stays_with_its_prompt_whatever_is_chosen(tiny_model: Path, tmp
         {"source": str(tmp_path / "a.jsonl"), "weight": 2},
         {"source": str(tmp_path / "b.jsonl"), "columns": {"value": "gold"}},
     ]
-    config = config_of(tiny_model, "", tmp_path, mix=mix, eval_rows=9, deduplicate=True, fraction=0.9, max_rows=60)
-    del config["data"]["source"]
+    config = config_of(tiny_model, None, tmp_path, mix=mix, eval_rows=9, deduplicate=True, fraction=0.9, max_rows=60)
     examples = examples_of(config)
     for file in ("a.jsonl", "b.jsonl"):
         (tmp_path / file).unlink()
@@ -159,9 +158,8 @@ def test_sources_need_not_have_the_same_columns(tiny_model: Path, tmp_path: Path
     (tmp_path / "b.jsonl").write_text('{"prompt": "b", "gold": [1], "more": 2}\n')
     mix = [{"source": str(tmp_path / f"{name}.jsonl"), "columns": columns} for name, columns in
            (("a", {}), ("b", {"answer": "gold", "more": "more"}))]  # fmt: skip
-    config = config_of(tiny_model, "", tmp_path, mix=mix)
-    del config["data"]["source"]
-    collected = {row["prompt"]: (row["answer"], row["more"]) for row in examples_of(config).train.dataset}
+    dataset = examples_of(config_of(tiny_model, None, tmp_path, mix=mix)).train.dataset
+    collected = {row["prompt"]: (row["answer"], row["more"]) for row in dataset}
     assert collected == {"a": ("x", None), "b": ([1], 2)}
 
 
@@ -213,8 +211,6 @@ def test_records_are_read_for_rewards_alone(tmp_path: Path) -> None:
 def test_text_and_messages_in_one_data_set_are_refused_in_any_batch(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Golden
 ) -> None:
-    from cogumi.data import sources as reading
-
     monkeypatch.setattr(reading, "MOST_ROWS", 1)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b"}]}\n')
     config = config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path, columns={})
@@ -225,7 +221,7 @@ def test_text_and_messages_in_one_data_set_are_refused_in_any_batch(
 def test_a_row_of_another_kind_is_named_by_its_place_in_the_file(tiny_model: Path, tmp_path: Path) -> None:
     """Not among the rows that were chosen: half of them are held out here."""
     rows: list[Any] = [{"prompt": f"row {n}"} for n in range(60)]
-    rows[47] = {"prompt": [{"role": "user", "content": "b"}]}
+    rows[47] = {"prompt": [ask("b")]}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = config_of(tiny_model, tmp_path / "rows.jsonl", tmp_path, columns={}, eval_rows=30)
     with pytest.raises(UsageError, match="row 48 is messages"):

@@ -86,8 +86,7 @@ def test_any_choice_is_what_sorting_all_rows_gives(monkeypatch, block):
             assert sum(count_states(its)) == len(its)
             assert count_states(its)[TRAIN] == len(chosen)
         if len(heights) == 1 and not asked.deduplicate:
-            free = len(left)
-            expected = min(free, max(1, round(free * asked.fraction))) if free else 0
+            expected = min(len(left), max(1, round(len(left) * asked.fraction)))
             assert len(trained) == min(expected, asked.max_rows or expected)
 
 

@@ -8,8 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from cogumi.data.chat import split_thought
-from cogumi.data.encoding import FormatOptions
-from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, chunk_of, learned_texts
+from tests.chat_tokenizers import TEMPLATES, ask, chat_tokenizer, chunk_of, say, texts_of, turn
 
 TURNS = {
     "qwen3": ("<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "<|im_end|>\n"),
@@ -19,15 +18,7 @@ TURNS = {
 }
 """Header, empty thought and end of a turn."""
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-SYSTEM, DEVELOPER = {"role": "system", "content": "System words."}, {"role": "developer", "content": "Developer words."}
-
-
-def ask(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def say(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
+SYSTEM, DEVELOPER = turn("system", "System words."), turn("developer", "Developer words.")
 
 
 def tokenizer_of(name: str) -> Any:
@@ -42,18 +33,14 @@ def made(name: str, row: dict[str, Any], method: str = "sft", format: str = "cha
     """(texts of the examples, learned texts of all, reasons of dropped rows) of one row."""
     tokenizer = tokenizer_of(name)
     cells = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
-    chunk = chunk_of([cells], tokenizer, FormatOptions(method, format, **options))  # type: ignore[arg-type]
+    chunk = chunk_of([cells], tokenizer, method, format, **options)
     rows = chunk.table.to_pylist()
     if method == "dpo":
         return [tuple(map(tokenizer.decode, example.values())) for example in rows], [], list(chunk.dropped)
     if method == "gspo":
         return [example["prompt"] for example in rows], [], list(chunk.dropped)
-    learned = [learned_texts(tokenizer, example["input_ids"], example["completion_mask"]) for example in rows]
-    return (
-        [tokenizer.decode(example["input_ids"]) for example in rows],
-        [*chain.from_iterable(learned)],
-        list(chunk.dropped),
-    )
+    whole, learned = texts_of(chunk, tokenizer)
+    return whole, [*chain.from_iterable(learned)], list(chunk.dropped)
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -68,7 +55,7 @@ def test_only_the_assistants_turns_of_a_completion_are_learned(name: str) -> Non
 
 
 def test_the_result_of_a_tool_in_a_completion_is_not_learned() -> None:
-    completion = [say("", tool_calls=[CALL]), {"role": "tool", "content": "RESULT"}, say("done")]
+    completion = [say("", tool_calls=[CALL]), turn("tool", "RESULT"), say("done")]
     _, learned, _ = made("qwen3", {"prompt": [ask("a")], "completion": completion}, format="prompt_completion")
     assert ["<tool_call>" in text for text in learned] == [True, False]
     assert all("RESULT" not in text and text.startswith("<think>\n\n</think>") for text in learned)
@@ -138,11 +125,8 @@ def test_a_result_that_the_template_writes_as_json_is_shown(name: str) -> None:
 def test_answers_stand_behind_the_thought_that_the_prompt_opens(name: str, learn: str) -> None:
     tokenizer = tokenizer_of(name)
     prompt = tokenizer.apply_chat_template([ask("q")], tokenize=False, add_generation_prompt=True)
-    thoughts = dict.fromkeys(("<think>TH</think>a", "TH\n</think>\na", "TH</think>\n\na"), "TH") | {
-        "a": "",
-        "<a>": "",
-    }
-    for content, thought in thoughts.items():
+    thoughts = dict.fromkeys(("<think>TH</think>a", "TH\n</think>\na", "TH</think>\n\na"), "TH")
+    for content, thought in (thoughts | {"a": "", "<a>": ""}).items():
         (text,), learned, _ = made(name, {"messages": [ask("q"), say(content)]}, learn=learn)
         assert text.startswith(prompt)
         closing = f"{thought}\n</think>\n\n" if prompt.endswith("<think>\n") else ""
@@ -160,7 +144,7 @@ def test_a_pair_stands_behind_the_thought_that_the_prompt_opens() -> None:
 
 @pytest.mark.parametrize("learn", ["turns", "completion"])
 def test_a_thought_before_a_call_is_learned_of_gpt_oss(learn: str) -> None:
-    result = {"role": "tool", "content": "r"}
+    result = turn("tool", "r")
     messages = [ask("q"), say("", reasoning_content="T1", tool_calls=[CALL]), result, say("a", reasoning_content="T2")]
     (text,), learned, _ = made("gptoss", {"messages": messages}, learn=learn)
     call = (
@@ -170,9 +154,8 @@ def test_a_thought_before_a_call_is_learned_of_gpt_oss(learn: str) -> None:
     final = "<|channel|>analysis<|message|>T2<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>"
     assert learned == ([call, final] if learn == "turns" else [final])
     before = tokenizer_of("gptoss").apply_chat_template(
-        [ask("q"), {"role": "assistant", "content": "", "thinking": "T1", "tool_calls": [CALL]}, result],
-        tokenize=False, add_generation_prompt=True,
-    )  # fmt: skip
+        [ask("q"), say("", thinking="T1", tool_calls=[CALL]), result], tokenize=False, add_generation_prompt=True
+    )
     assert text == before + final
 
 
@@ -191,21 +174,19 @@ def test_a_thought_before_a_call_is_learned_of_gpt_oss(learn: str) -> None:
 def test_text_that_spells_a_token_of_the_template_is_dropped(row: dict[str, str], token: str | None) -> None:
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>")])
-    chunk = chunk_of([row], tokenizer, FormatOptions("sft", "prompt_completion", learn="completion"))
+    chunk = chunk_of([row], tokenizer, format="prompt_completion", learn="completion")
     assert list(chunk.dropped) == ([f"containing a special token ({token})"] if token else [])
 
 
 def test_code_that_spells_a_token_of_the_template_is_dropped() -> None:
     rows = [{"source": "x = 1 # a <think> b\n" * 9}, {"source": "x = 1\n" * 9}]
-    chunk = chunk_of(rows, chat_tokenizer("qwen3"), FormatOptions("sft", "fim"))
-    assert list(chunk.dropped) == ["containing a special token (<think>)"]
+    assert list(chunk_of(rows, chat_tokenizer("qwen3"), format="fim").dropped) == [
+        "containing a special token (<think>)"
+    ]
 
 
-@pytest.mark.parametrize("content", ["T\n</think>\n\na", "T</think>\n\na", "T</think>\na", "<think>T</think>a"])
-def test_a_thought_ends_with_its_tag(content: str) -> None:
-    assert split_thought(content) == ("T", "a")
-
-
-@pytest.mark.parametrize("content", ["The tag </think> ends it.", "It is </think>\n\nthen a", "`</think>`\n"])
-def test_a_tag_that_a_text_talks_about_ends_no_thought(content: str) -> None:
-    assert split_thought(content) == (None, content)
+def test_a_thought_ends_with_its_tag_unless_a_text_talks_about_it() -> None:
+    for content in ("T\n</think>\n\na", "T</think>\n\na", "T</think>\na", "<think>T</think>a"):
+        assert split_thought(content) == ("T", "a")
+    for content in ("The tag </think> ends it.", "It is </think>\n\nthen a", "`</think>`\n"):
+        assert split_thought(content) == (None, content)

@@ -1,6 +1,7 @@
 """Which files of a directory, a pattern or a hub layout are trained on, and what is evaluated."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ def write(path: Path, numbers: range) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_all(home: Path, names: Sequence[str], rows: int = 1) -> None:
+    for name in names:
+        write(home / name, range(rows))
+
+
 def names(source: Path | str, **options: Any) -> list[str]:
     return sorted(file.name for file in locate(str(source), **options)[1])
 
@@ -47,28 +53,18 @@ def names(source: Path | str, **options: Any) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_directory_is_read_as_its_names_say(tmp_path: Path, files: list[str], expected: list[str]) -> None:
-    for name in files:
-        write(tmp_path / name, range(1))
+    write_all(tmp_path, files)
     assert names(tmp_path) == expected
 
 
 @pytest.mark.parametrize("card", [False, True])
 def test_files_that_are_left_out_are_reported(tmp_path: Path, card: bool) -> None:
-    home = tmp_path / "data"
-    for name in (
-        "a/train.jsonl",
-        "a/validation.jsonl",
-        "more.csv",
-        "x.json",
-        ".ipynb_checkpoints/train.jsonl",
-        "._b.jsonl",
-    ):
-        write(home / name, range(9))
+    home, hidden_files = tmp_path / "data", [".ipynb_checkpoints/train.jsonl", "._b.jsonl"]
+    write_all(home, ["a/train.jsonl", "a/validation.jsonl", "more.csv", "x.json", *hidden_files], rows=9)
     if card:
         files = "data_files: [{split: train, path: a/train.jsonl}]"
         (home / "README.md").write_text(f"---\nconfigs:\n- {{config_name: default, {files}}}\n---\n")
-    config = run_config("sft", tmp_path, home, tmp_path / "run", data_section={"format": "prompt_completion"})
-    examples = prepare_examples(load_config(config), chat_tokenizer("qwen3"))
+    examples = examples_of(tmp_path, home)
     assert len(examples.train.dataset) == 9
     others = "a/validation.jsonl (another split), more.csv (only .jsonl is read), x.json (only .jsonl is read)"
     hidden = "._b.jsonl (hidden), .ipynb_checkpoints/train.jsonl (hidden)"
@@ -85,8 +81,7 @@ def test_files_that_are_left_out_are_reported(tmp_path: Path, card: bool) -> Non
     ],
 )  # fmt: skip
 def test_two_splits_to_train_on_are_refused(tmp_path: Path, files: list[str]) -> None:
-    for name in files:
-        write(tmp_path / name, range(1))
+    write_all(tmp_path, files)
     with pytest.raises(UsageError, match=r"not clear what to train on: \w*gen\w*[-\d.].*a pattern, such as .*/NAME\*"):
         find_files(tmp_path)
     assert len(names(f"{tmp_path}/**/{Path(files[0]).name}")) == 1
@@ -96,28 +91,22 @@ def test_two_splits_to_train_on_are_refused(tmp_path: Path, files: list[str]) ->
     "files", [["train.jsonl", "extra.jsonl", "test.jsonl"], ["test.jsonl", "validation.jsonl"], ["train_test.jsonl", "a.jsonl"]]
 )  # fmt: skip
 def test_a_layout_that_may_mean_two_things_is_refused(tmp_path: Path, golden: Golden, files: list[str]) -> None:
-    for name in files:
-        write(tmp_path / name, range(1))
+    write_all(tmp_path, files)
     with golden.raises("data", place=str(tmp_path)):
         find_files(tmp_path)
     assert names(f"{tmp_path}/*.jsonl") == sorted(files)
 
 
 def test_a_data_set_card_says_what_the_files_are(tmp_path: Path) -> None:
-    for name in ("good.jsonl", "held.jsonl"):
-        write(tmp_path / name, range(1))
-    parts = "".join(
-        f"  - {{split: {split}, path: {name}.jsonl}}\n" for split, name in (("train", "good"), ("test", "held"))
-    )
-    front = f"configs:\n- config_name: default\n  data_files:\n{parts}"
-    (tmp_path / "README.md").write_text(f"---\n{front}---\nAbout\n")
+    write_all(tmp_path, ["good.jsonl", "held.jsonl"])
+    files = "data_files: [{split: train, path: good.jsonl}, {split: test, path: held.jsonl}]"
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- {{config_name: default, {files}}}\n---\nAbout\n")
     assert names(tmp_path) == ["good.jsonl"]
     assert names(tmp_path, split="test") == ["held.jsonl"]
 
 
 def test_a_pattern_leaves_out_what_holds_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("train.jsonl", "test.jsonl"):
-        write(tmp_path / name, range(1))
+    write_all(tmp_path, ["train.jsonl", "test.jsonl"])
     (tmp_path / "README.md").write_text("about")
     assert names(f"{tmp_path}/*") == ["test.jsonl", "train.jsonl"]
     assert "several splits, which are all used: test, train" in caplog.text
@@ -131,9 +120,10 @@ def test_a_home_directory_is_found_as_the_shell_does(tmp_path: Path, monkeypatch
         find_files(tmp_path / "{a,b}.jsonl")
 
 
-def examples_of(home: Path, **data: Any) -> Examples:
+def examples_of(home: Path, source: Path | None = None, **data: Any) -> Examples:
     data = {"format": "prompt_completion", **data}
-    config = run_config("sft", home, home / "train.jsonl", home / "run", data_section=data)
+    source = None if "mix" in data else source or home / "train.jsonl"
+    config = run_config("sft", home, source, home / "run", data_section=data)
     return prepare_examples(load_config(config), chat_tokenizer("qwen3"))
 
 
@@ -197,9 +187,7 @@ def test_rows_of_a_mixture_are_named_with_their_file(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", range(10))
     bad = write_lines(tmp_path / "b.jsonl", ['{"prompt": "p", "completion": "c"}', '{"prompt": "x", "completion": ""}'])
     mix = [{"source": str(tmp_path / "train.jsonl")}, {"source": bad}]
-    config = run_config("sft", tmp_path, "", tmp_path / "run", data_section={"format": "prompt_completion", "mix": mix})
-    del config["data"]["source"]
-    (line,) = prepare_examples(load_config(config), chat_tokenizer("qwen3")).train.examples_dropped()
+    (line,) = examples_of(tmp_path, mix=mix).train.examples_dropped()
     assert f"the first is row 2 of {bad}: x" in line
 
 

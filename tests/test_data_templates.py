@@ -1,12 +1,10 @@
 """What is learned of a conversation: against TRL's own preparation, and against the text itself."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
-import trl
 from datasets import Dataset
 from tokenizers import normalizers
 
@@ -15,8 +13,18 @@ from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, tokenize_for
 from cogumi.data.rows import Chunk
 from cogumi.data.templates import read_template
-from tests import chat_tokenizers
-from tests.chat_tokenizers import chat_tokenizer, learned_texts, texts, tiny_for
+from tests.chat_tokenizers import (
+    ask,
+    chat_tokenizer,
+    chunk_of,
+    dropped_rows,
+    learned_texts,
+    say,
+    texts,
+    texts_of,
+    trl_prepared,
+    turn,
+)
 
 Rows = list[dict[str, Any]]
 
@@ -28,16 +36,12 @@ def conversations(count: int = 24, system: bool = True) -> Rows:
     ]  # fmt: skip
     rows = []
     for at in range(count):
-        messages = [{"role": "system", "content": "Be brief."}] if system and at % 3 == 0 else []
-        for turn in range(1 + at % 3):
-            messages.append({"role": "user", "content": pool[(7 * at + turn) % len(pool)]})
-            messages.append({"role": "assistant", "content": pool[(11 * at + 3 * turn + 5) % len(pool)]})
+        messages = [turn("system", "Be brief.")] if system and at % 3 == 0 else []
+        for number in range(1 + at % 3):
+            messages.append(ask(pool[(7 * at + number) % len(pool)]))
+            messages.append(say(pool[(11 * at + 3 * number + 5) % len(pool)]))
         rows.append({"messages": messages})
     return rows
-
-
-def chunk_of(rows: Rows, tokenizer: Any, format: str = "chat", method: str = "sft", **options: Any) -> Chunk:
-    return chat_tokenizers.chunk_of(rows, tokenizer, FormatOptions(method, format, **options))  # type: ignore[arg-type]
 
 
 def labels_of(chunk: Chunk) -> list[list[int]]:
@@ -47,14 +51,9 @@ def labels_of(chunk: Chunk) -> list[list[int]]:
     ]
 
 
-def trl_prepared(rows: Rows, tokenizer: Any, tmp_path: Path, **config: Any) -> Dataset:
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", shuffle_dataset=False,
-        **{"max_length": None, **config},
-    )  # fmt: skip
-    return trl.SFTTrainer(
-        model=tiny_for(tokenizer), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-    ).train_dataset
+def assert_equal(ours: Chunk, theirs: Dataset) -> None:
+    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
+    assert labels_of(ours) == theirs["labels"][:]
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_instruct_2507", "phi3"])
@@ -62,8 +61,7 @@ def test_every_turn_is_what_trl_learns_of_the_assistant(name: str, tmp_path: Pat
     rows = conversations()[:: 3 if name == "qwen3" else 1]  # Qwen3: rows of one answer
     ours = chunk_of(rows, chat_tokenizer(name))
     theirs = trl_prepared(rows, chat_tokenizer(name), tmp_path, assistant_only_loss=True)
-    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
-    assert labels_of(ours) == theirs["labels"][:]
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("name", "header"), [("gptoss", "<|start|>assistant"), ("qwen2_5", "\n")])
@@ -73,20 +71,17 @@ def test_a_header_that_trl_marks_is_not_learned(name: str, header: str, tmp_path
     ours = chunk_of(rows, tokenizer)
     theirs = trl_prepared(rows, tokenizer, tmp_path, assistant_only_loss=True)
     assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
-    for row, labels in zip(ours.table.to_pylist(), theirs["labels"], strict=True):
-        turns = learned_texts(tokenizer, row["input_ids"], row["completion_mask"])
-        marked = learned_texts(tokenizer, row["input_ids"], [int(label != -100) for label in labels])
-        assert [header + turn for turn in turns] == marked
+    for ids, turns, labels in zip(theirs["input_ids"], texts_of(ours, tokenizer)[1], theirs["labels"], strict=True):
+        assert [header + text for text in turns] == learned_texts(tokenizer, ids, [label != -100 for label in labels])
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen3", "gptoss", "qwen2_5", "phi3", "gemma"])
 def test_completions_are_what_trl_learns_of_them(name: str, tmp_path: Path) -> None:
     rows = conversations(12, system=name != "gemma")
     split = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
-    ours = chunk_of(split, chat_tokenizer(name), "prompt_completion", learn="completion")
+    ours = chunk_of(split, chat_tokenizer(name), format="prompt_completion", learn="completion")
     theirs = trl_prepared(split, chat_tokenizer(name), tmp_path)
-    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
-    assert labels_of(ours) == theirs["labels"][:]
+    assert_equal(ours, theirs)
     # The last turn of a conversation is the same thing.
     assert chunk_of(rows, chat_tokenizer(name), learn="completion").table.equals(ours.table)
 
@@ -94,11 +89,10 @@ def test_completions_are_what_trl_learns_of_them(name: str, tmp_path: Path) -> N
 def test_text_completions_are_what_trl_learns_of_them(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen3")
     rows = [{"prompt": text[:40], "completion": text[40:90]} for text in texts()[:40] if text[40:90].strip()]
-    ours = chunk_of(rows, tokenizer, "prompt_completion", learn="completion")
+    ours = chunk_of(rows, tokenizer, format="prompt_completion", learn="completion")
     theirs = trl_prepared(rows, tokenizer, tmp_path)
-    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
-    assert labels_of(ours) == theirs["labels"][:]
-    everything = chunk_of(rows, tokenizer, "prompt_completion", learn="all")
+    assert_equal(ours, theirs)
+    everything = chunk_of(rows, tokenizer, format="prompt_completion", learn="all")
     assert labels_of(everything) == everything.table["input_ids"].to_pylist() == theirs["input_ids"][:]
 
 
@@ -107,33 +101,6 @@ def test_everything_is_what_trl_learns_without_masks(tmp_path: Path) -> None:
     ours = chunk_of(rows, chat_tokenizer("qwen3"), learn="all")
     theirs = trl_prepared(rows, chat_tokenizer("qwen3"), tmp_path)
     assert labels_of(ours) == ours.table["input_ids"].to_pylist() == theirs["labels"][:]
-
-
-def test_calls_of_tools_and_their_results(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer("qwen3_instruct_2507")
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [3]}}}
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    messages = [
-        {"role": "user", "content": "2 + 3?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "add", "content": "5"},
-        {"role": "assistant", "content": "5."},
-    ]
-    rows = [{"messages": messages, "tools": json.dumps(tools)}]
-    ours = chunk_of(rows, tokenizer)
-    row = ours.table.to_pylist()[0]
-    learned = learned_texts(tokenizer, row["input_ids"], row["completion_mask"])
-    assert [text.count("<tool_call>") for text in learned] == [1, 0]
-    assert not any("tool_response" in text for text in learned)
-    # Not through datasets' columns, which would add the keys of every message to all others.
-    whole = tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=read_template(tokenizer).marked, return_assistant_tokens_mask=True,
-        return_dict=True,
-    )  # fmt: skip
-    assert (row["input_ids"], row["completion_mask"]) == (whole["input_ids"], whole["assistant_masks"])
-    as_text = [message | ({"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": [3]}'}}]}
-                          if "tool_calls" in message else {}) for message in messages]  # fmt: skip
-    assert chunk_of([{"messages": json.dumps(as_text), "tools": tools}], tokenizer).table.equals(ours.table)
 
 
 @pytest.mark.parametrize("thinking", [None, False])
@@ -145,33 +112,22 @@ def test_turns_that_a_template_shows_differently_are_examples_of_their_own(name:
     switch: dict[str, Any] = {"qwen3": {"enable_thinking": False}, "gptoss": {"reasoning_effort": "low"}}[name]
     options = switch if thinking is False else {}
     expected = []
-    for row in rows:
-        for index, message in enumerate(row["messages"]):
-            if message["role"] == "assistant":
-                before, through = (
-                    tokenizer.apply_chat_template(
-                        row["messages"][:end], add_generation_prompt=end == index, tokenize=False, **options
-                    )
-                    for end in (index, index + 1)
-                )
-                expected.append((before, through.removeprefix(before)))
-    made = chunk.table.to_pylist()
+    for messages in (row["messages"] for row in rows):
+        for index in (at for at, message in enumerate(messages) if message["role"] == "assistant"):
+            before = tokenizer.apply_chat_template(
+                messages[:index], add_generation_prompt=True, tokenize=False, **options
+            )
+            through = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False, **options)
+            expected.append((through, [through.removeprefix(before)]))
     assert chunk.extra_examples == len(expected) - len(rows) > 10
-    for row, (before, turn) in zip(made, expected, strict=True):
-        assert tokenizer.decode(row["input_ids"]) == before + turn
-        assert learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) == [turn]
+    assert [*zip(*texts_of(chunk, tokenizer), strict=True)] == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "gptoss"])
 def test_two_answers_in_a_row_are_both_learned(name: str) -> None:
     tokenizer = chat_tokenizer(name)
-    answers = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
-    examples = chunk_of([{"messages": [{"role": "user", "content": "1?"}, *answers]}], tokenizer).table.to_pylist()
-    learned = [learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) for row in examples]
+    _, learned = texts_of(chunk_of([{"messages": [ask("1?"), say("One."), say("Two.")]}], tokenizer), tokenizer)
     assert [str(learned).count(text) for text in ("One.", "Two.")] == [1, 1]
-
-
-GREETING = {"role": "assistant", "content": "Welcome!"}
 
 
 @pytest.mark.parametrize("system", [True, False])
@@ -179,17 +135,14 @@ GREETING = {"role": "assistant", "content": "Welcome!"}
 def test_a_greeting_is_context(name: str, system: bool) -> None:
     """With marks, without, and where turns are rendered as at inference; it answers nothing, so it is not learned."""
     tokenizer = chat_tokenizer(name)
-    asked = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "Two."}]
-    start = [{"role": "system", "content": "Be brief."}] if system else []
+    start = [turn("system", "Be brief."), say("Welcome!")] if system else [say("Welcome!")]
     for turns in (1, 2):
-        rows = [{"messages": [*start, GREETING, *asked * turns]}]
-        examples = chunk_of(rows, tokenizer).table.to_pylist()
-        learned = [learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) for row in examples]
+        rows = [{"messages": [*start, *[ask("2?"), say("Two.")] * turns]}]
+        whole, learned = texts_of(chunk_of(rows, tokenizer), tokenizer)
         assert "Welcome!" not in str(learned)
         assert str(learned).count("Two.") == turns
-        assert all("Welcome!" in tokenizer.decode(row["input_ids"]) for row in examples)
-    everything = chunk_of(rows, tokenizer, learn="all").table.to_pylist()[0]
-    assert all(everything["completion_mask"])
+        assert all("Welcome!" in text for text in whole)
+    assert all(chunk_of(rows, tokenizer, learn="all").table["completion_mask"][0].as_py())
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama3_1", "qwen2_5", "qwen3_instruct_2507", "phi3", "gemma"])
@@ -198,14 +151,15 @@ def test_every_turn_reads_as_its_message_and_its_end(name: str) -> None:
     tokenizer = chat_tokenizer(name)
     rows = conversations(system=name != "gemma")
     end = "<|end|>" if name == "phi3" else tokenizer.eos_token
-    for row, made in zip(rows, chunk_of(rows, tokenizer).table.to_pylist(), strict=True):
+    made = chunk_of(rows, tokenizer)
+    for row, turns, ids in zip(rows, texts_of(made, tokenizer)[1], made.table["input_ids"].to_pylist(), strict=True):
         said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
-        turns = learned_texts(tokenizer, made["input_ids"], made["completion_mask"])
-        turns = [turn.removesuffix("<|endoftext|>").removesuffix("\n") for turn in turns]
         if name in ("llama3", "llama3_1", "gemma"):
             said = [text.strip() for text in said]
-        assert turns == [text + end for text in said]
-        assert made["input_ids"].count(tokenizer.bos_token_id) == int(tokenizer.bos_token is not None)
+        assert [text.removesuffix("<|endoftext|>").removesuffix("\n") for text in turns] == [
+            text + end for text in said
+        ]
+        assert ids.count(tokenizer.bos_token_id) == int(tokenizer.bos_token is not None)
 
 
 def test_marks_that_leave_out_the_end_of_a_turn_are_not_used() -> None:
@@ -216,10 +170,9 @@ def test_marks_that_leave_out_the_end_of_a_turn_are_not_used() -> None:
         "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    made = chunk_of(conversations(3), tokenizer).table.to_pylist()[2]
-    turns = learned_texts(tokenizer, made["input_ids"], made["completion_mask"])
+    *_, turns = texts_of(chunk_of(conversations(3), tokenizer), tokenizer)[1]
     assert len(turns) == 3
-    assert all(turn.endswith("<|im_end|>") for turn in turns)
+    assert all(text.endswith("<|im_end|>") for text in turns)
 
 
 def test_a_template_that_rewrites_earlier_turns_drops_the_rows_it_rewrites() -> None:
@@ -229,15 +182,11 @@ def test_a_template_that_rewrites_earlier_turns_drops_the_rows_it_rewrites() -> 
         "{% if not loop.last and m.content|length > 3 %}!{% endif %}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    rows = [
-        {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "an answer"}]},
-        {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]},
-    ]
-    chunk = chunk_of(rows, tokenizer)
-    (reason, dropped), *_ = chunk.dropped.items()
+    chunk = chunk_of([{"messages": [ask(text), say("an answer")]} for text in ("abc", "a question")], tokenizer)
+    ((reason, dropped),) = dropped_rows(chunk).items()
     assert "rewrites" in reason
     assert "completion_only_loss" in reason
-    assert (dropped.count, dropped.row, len(chunk.table)) == (1, 1, 1)
+    assert (dropped, len(chunk.table)) == ((1, 1), 1)
 
 
 def test_a_token_across_the_border_of_a_turn_is_learned() -> None:
@@ -249,38 +198,31 @@ def test_a_token_across_the_border_of_a_turn_is_learned() -> None:
         "{% endgeneration %}{{ m.content if m.role != 'assistant' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    made = chunk_of(
-        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "return"}]}], tokenizer
-    )
-    row = made.table.to_pylist()[0]
-    assert learned_texts(tokenizer, row["input_ids"], row["completion_mask"]) == [" return<|im_end|>"]
+    made = chunk_of([{"messages": [ask("a"), say("return")]}], tokenizer)
+    assert texts_of(made, tokenizer)[1] == [[" return<|im_end|>"]]
 
 
 def test_what_follows_the_last_answer_is_cut_off_unless_all_is_learned() -> None:
     tokenizer = chat_tokenizer("qwen3")
     rows = conversations(4)
-    longer = [{"messages": [*row["messages"], {"role": "user", "content": "And then?"}]} for row in rows]
+    longer = [{"messages": [*row["messages"], ask("And then?")]} for row in rows]
     for learn in ("turns", "completion"):
         assert chunk_of(longer, tokenizer, learn=learn).table.equals(chunk_of(rows, tokenizer, learn=learn).table)
-    whole = chunk_of(longer, tokenizer, learn="all").table["input_ids"].to_pylist()
-    assert all("And then?" in tokenizer.decode(ids) for ids in whole)
+    assert all("And then?" in text for text in texts_of(chunk_of(longer, tokenizer, learn="all"), tokenizer)[0])
 
 
 @pytest.mark.parametrize("learn", ["turns", "completion"])
 def test_texts_that_the_tokenizer_normalizes(learn: str, tmp_path: Path) -> None:
     """Their bytes are not the tokens', so the tokenizer's offsets say where the turns are."""
-    decomposed = {"role": "assistant", "content": "caf\u0065\u0301 \u0065\u0301\u0065\u0301"}
-    rows = [*conversations(4)[::3], {"messages": [{"role": "user", "content": "e\u0301?"}, decomposed]}]
+    decomposed = [ask("e\u0301?"), say("caf\u0065\u0301 \u0065\u0301\u0065\u0301")]
+    rows = [*conversations(4)[::3], {"messages": decomposed}]
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     ours = chunk_of(rows, tokenizer, learn=learn)
-    last = ours.table.to_pylist()[-1]
-    assert learned_texts(tokenizer, last["input_ids"], last["completion_mask"]) == [
-        "<think>\n\n</think>\n\ncafé éé<|im_end|>\n"
-    ]
+    assert texts_of(ours, tokenizer)[1][-1] == ["<think>\n\n</think>\n\ncafé éé<|im_end|>\n"]
     if learn == "turns":
         theirs = trl_prepared(rows, tokenizer, tmp_path, assistant_only_loss=True)
-        assert (ours.table["input_ids"].to_pylist(), labels_of(ours)) == (theirs["input_ids"][:], theirs["labels"][:])
+        assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
@@ -290,27 +232,22 @@ def test_truncation_is_trls_and_counted(mode: str, tmp_path: Path) -> None:
     lengths = [len(ids) for ids in whole.table["input_ids"].to_pylist()]
     limit = 45
     ours = chunk_of(rows, tokenizer, max_length=limit, overlong="truncate", truncation_mode=mode)
-    theirs = trl_prepared(
-        rows, tokenizer, tmp_path, assistant_only_loss=True, max_length=limit, truncation_mode=mode
-    )  # fmt: skip
-    assert ours.table["input_ids"].to_pylist() == theirs["input_ids"][:]
-    assert labels_of(ours) == theirs["labels"][:]
+    theirs = trl_prepared(rows, tokenizer, tmp_path, assistant_only_loss=True, max_length=limit, truncation_mode=mode)
+    assert_equal(ours, theirs)
     unlearned = ours.dropped.get(f"with nothing to learn within {limit} tokens")
     assert (unlearned is not None) == (mode == "keep_start")
     assert ours.truncated + (unlearned.count if unlearned else 0) == sum(length > limit for length in lengths)
 
     dropping = chunk_of(rows, tokenizer, max_length=limit)
-    assert dropping.truncated == 0
-    assert dropping.dropped[f"longer than {limit} tokens"].count == sum(length > limit for length in lengths)
-    assert dropping.dropped[f"longer than {limit} tokens"].row == next(at for at, n in enumerate(lengths) if n > limit)
-    assert dropping.table["input_ids"].to_pylist() == [
-        ids for ids in whole.table["input_ids"].to_pylist() if len(ids) <= limit
-    ]
+    long = [at for at, length in enumerate(lengths) if length > limit]
+    assert (dropping.truncated, dropped_rows(dropping)) == (0, {f"longer than {limit} tokens": (len(long), long[0])})
+    fitting = [ids for ids in whole.table["input_ids"].to_pylist() if len(ids) <= limit]
+    assert dropping.table["input_ids"].to_pylist() == fitting
 
 
 def test_chunks_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, tokenizer = conversations(), chat_tokenizer("llama3_1")
-    rows[5]["messages"] = [{"role": "user", "content": "x"}]
+    rows[5]["messages"] = [ask("x")]
     frame = pl.DataFrame(rows)
     options = FormatOptions("sft", "chat", max_length=200)
     make, frame = tokenize_for(options, tokenizer), frame.select(**columns_for(options, frame.columns))
@@ -326,28 +263,15 @@ def test_chunks_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nothing_usable_is_an_empty_chunk_of_the_same_columns() -> None:
     tokenizer = chat_tokenizer("llama3")
     for learn in ("turns", "completion", "all"):
-        empty = chunk_of([{"messages": [{"role": "user", "content": "x"}]}], tokenizer, learn=learn)
+        empty = chunk_of([{"messages": [ask("x")]}], tokenizer, learn=learn)
         assert empty.table.schema == chunk_of(conversations(2), tokenizer, learn=learn).table.schema
         assert len(empty.table) == 0
 
 
-def test_control_tokens_that_a_message_spells_stay_text() -> None:
-    """Also those that only the vocabulary knows to be special, as Llama 3's are."""
-    tokenizer = chat_tokenizer("llama3")
-    assert "<|start_header_id|>" not in tokenizer.all_special_tokens
-    messages = [{"role": "user", "content": "x <|start_header_id|>system"}, {"role": "assistant", "content": "y"}]
-    chunk = chunk_of([{"messages": messages}, *conversations(1)], tokenizer)
-    assert not chunk.dropped
-    (number,) = tokenizer.encode("<|start_header_id|>", add_special_tokens=False)
-    ids = chunk.table["input_ids"][0].as_py()
-    assert ids.count(number) == 2
-    assert "x <|start_header_id|>system" in tokenizer.decode(ids)
-
-
 def test_the_date_a_template_prints_is_the_one_given() -> None:
     tokenizer = chat_tokenizer("gptoss")
-    on_a_day = chunk_of(conversations(1), tokenizer, today="2025-02-03").table["input_ids"][0].as_py()
-    assert "Current date: 2025-02-03" in tokenizer.decode(on_a_day)
+    (text,), _ = texts_of(chunk_of(conversations(1), tokenizer, today="2025-02-03"), tokenizer)
+    assert "Current date: 2025-02-03" in text
 
 
 def test_tokenizers_that_cannot_be_used_are_refused() -> None:
@@ -362,8 +286,7 @@ def test_tokenizers_that_cannot_be_used_are_refused() -> None:
 
 def test_what_a_template_refuses_is_dropped_with_its_words() -> None:
     tokenizer = chat_tokenizer("gemma")
-    two_questions = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    rows = [{"messages": [*two_questions, {"role": "assistant", "content": "c"}]}]
+    rows = [{"messages": [ask("a"), ask("b"), say("c")]}]
     dropped = chunk_of(rows, tokenizer).dropped["that the chat template refuses"]
     assert dropped.excerpt.startswith("Conversation roles must alternate")
     assert len(chunk_of(rows, chat_tokenizer("llama3")).table) == 1, "another template takes two turns of one role"

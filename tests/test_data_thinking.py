@@ -1,5 +1,6 @@
 """One flag for thinking: what is rendered, what is learned, what a reader sees, and what a reward is given."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,15 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.data.chat import read_thinking, visible_text
-from cogumi.data.encoding import FormatOptions
 from cogumi.data.rows import decode_rows
 from cogumi.data.templates import read_template
 from cogumi.rewards.functions import on_visible
-from tests.chat_tokenizers import TEMPLATES, chat_tokenizer, chunk_of, learned_texts, texts, tiny_for
+from tests.chat_tokenizers import TEMPLATES, ask, chat_tokenizer, chunk_of, say, texts, texts_of, tiny_for
 
-QUESTION = {"role": "user", "content": "2 + 3?"}
-INLINE = {"role": "assistant", "content": "<think>\n2 and 3.\n</think>\n\n5."}
-APART = {"role": "assistant", "reasoning_content": "2 and 3.", "content": "5."}
-PLAIN = {"role": "assistant", "content": "5."}
+QUESTION, PLAIN = ask("2 + 3?"), say("5.")
+INLINE, APART = say("<think>\n2 and 3.\n</think>\n\n5."), say("5.", reasoning_content="2 and 3.")
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
-UNCLOSED = {"role": "assistant", "content": "<think>\n2 and 3, or"}
+UNCLOSED = say("<think>\n2 and 3, or")
 
 
 def learned(
@@ -28,16 +26,9 @@ def learned(
 ) -> tuple[list[str], str, Any]:
     """(learned texts, the whole text, drops) of one question and its answer."""
     tokenizer = chat_tokenizer(name)
-    options = FormatOptions("sft", "chat", learn=learn, thinking=thinking)  # type: ignore[arg-type]
-    chunk = chunk_of([{"messages": [QUESTION, answer]}], tokenizer, options)
-    if not len(chunk.table):
-        return [], "", list(chunk.dropped)
-    row = chunk.table.to_pylist()[0]
-    return (
-        learned_texts(tokenizer, row["input_ids"], row["completion_mask"]),
-        tokenizer.decode(row["input_ids"]),
-        chunk.dropped,
-    )
+    chunk = chunk_of([{"messages": [QUESTION, answer]}], tokenizer, learn=learn, thinking=thinking)
+    whole, turns = texts_of(chunk, tokenizer)
+    return [*chain.from_iterable(turns)], "".join(whole), list(chunk.dropped)
 
 
 @pytest.mark.parametrize("learn", ["turns", "completion"])
@@ -78,12 +69,12 @@ def test_a_thought_that_never_closes_is_not_learned(name: str, thinking: bool) -
 
 
 def test_tags_that_an_answer_talks_about_stay() -> None:
-    talk = {"role": "assistant", "content": "Models write <think> and </think> around it."}
+    talk = say("Models write <think> and </think> around it.")
     assert learned("llama3", talk, False)[0] == [talk["content"] + "<|eot_id|>"]
 
 
 def test_a_thought_that_the_prompt_opened() -> None:
-    closed_only = {"role": "assistant", "content": "2 and 3.\n</think>\n\n5."}
+    closed_only = say("2 and 3.\n</think>\n\n5.")
     assert learned("qwen3", closed_only, False)[0] == ["5.<|im_end|>\n"]
     assert learned("gptoss", closed_only, True)[0] == learned("gptoss", APART, True)[0]
 
@@ -173,7 +164,7 @@ def test_rewards_see_the_answer_and_unfinished_is_zero(name: str, replies: list[
     style = read_template(tokenizer, True).thinking.style
     ids = [tokenizer(reply, add_special_tokens=False)["input_ids"] for reply in replies]
     decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    completions = [[{"role": "assistant", "content": text}] for text in decoded] if conversational else decoded
+    completions = [[say(text)] for text in decoded] if conversational else decoded
     logged = {}
     reward = on_visible(is_five, tokenizer, style)
     assert reward.__name__ == "is_five"
@@ -182,7 +173,7 @@ def test_rewards_see_the_answer_and_unfinished_is_zero(name: str, replies: list[
     )
     assert scores == [1.0, 1.0, 0.0, 2.0]
     assert logged == {"unfinished": 0.25}
-    assert completions[0] == ([{"role": "assistant", "content": decoded[0]}] if conversational else decoded[0])
+    assert completions[0] == ([say(decoded[0])] if conversational else decoded[0])
 
 
 def test_an_asynchronous_reward_is_refused() -> None:
@@ -216,8 +207,8 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     apply_thinking(False, args, tokenizer)
     rewards = [graded(reward, False, tokenizer, "tags", prompt_opens_thought=False)]
     assert args.chat_template_kwargs == {"enable_thinking": False}
-    rows = [{"messages": [{"role": "user", "content": text[:20]}, PLAIN]} for text in texts()[:4]]
-    chunk = chunk_of(rows, tokenizer, FormatOptions("gspo", "chat", thinking=False))
+    rows = [{"messages": [ask(text[:20]), PLAIN]} for text in texts()[:4]]
+    chunk = chunk_of(rows, tokenizer, "gspo", thinking=False)
     prompts_and_answers = decode_rows(Dataset(chunk.table), chunk.encoded)
     torch.manual_seed(0)
     trainer = trl.GRPOTrainer(
@@ -229,7 +220,5 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     assert len(seen) == 4
     assert {answer for _, answer in seen} == {"5."}
     assert trainer.state.log_history[0]["unfinished"] == 0.0
-    with pytest.raises(
-        UsageError, match=r"train.chat_template_kwargs.enable_thinking is False and cogumi.thinking is True"
-    ):
+    with pytest.raises(UsageError, match=r"kwargs.enable_thinking is False and cogumi.thinking is True"):
         apply_thinking(True, args, tokenizer)

@@ -7,15 +7,18 @@ from typing import Any
 
 import polars as pl
 import pytest
+import yaml
 
 import cogumi
-from cogumi.cli.app import main
 from cogumi.config.schema import load_config
 from cogumi.data.rows import describe_value
 from cogumi.data.stdlib_sample import sample_path
+from cogumi.methods.examples import Shares, prepare_examples
+from cogumi.methods.preparation import load_run_tokenizer
 from cogumi.methods.preview import Preview
-from cogumi.models.loading import read_base
+from cogumi.models.loading import load_tokenizer, read_base
 from tests.builders import run_config
+from tests.chat_tokenizers import ask, say
 
 Config = dict[str, Any]
 
@@ -23,7 +26,7 @@ Config = dict[str, Any]
 @pytest.fixture
 def chat(tiny_model: Path, tmp_path: Path) -> Config:
     rows = pl.read_parquet(sample_path("cogumi:stdlib-chat")).select("messages").head(40).to_dicts()
-    rows += [rows[3], {"messages": []}, {"messages": [{"role": "user", "content": "only a question"}]}]
+    rows += [rows[3], {"messages": []}, {"messages": [ask("only a question")]}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "model": {"name": str(tiny_model)},
@@ -34,10 +37,6 @@ def chat(tiny_model: Path, tmp_path: Path) -> Config:
 
 
 def test_it_shows_what_the_trainer_gets(chat: Config) -> None:
-    from cogumi.methods.examples import prepare_examples
-    from cogumi.methods.preparation import load_run_tokenizer
-    from cogumi.models.loading import load_tokenizer
-
     shown = cogumi.preview(chat, examples=5)
     run = load_config(chat)
     dataset = prepare_examples(run, load_run_tokenizer(run, read_base(run.model.name))).train.dataset
@@ -52,24 +51,18 @@ def test_it_shows_what_the_trainer_gets(chat: Config) -> None:
 
 
 def test_every_row_is_accounted_for(chat: Config) -> None:
-    train = cogumi.preview(chat, examples=0).train
-    assert train.rows == 43
-    assert train.examples + sum(train.dropped.values()) == 43
+    actual = cogumi.preview(chat, examples=0)
+    train = actual.train
+    assert train.rows == train.examples + sum(train.dropped.values()) == 43
     assert sum(train.dropped.values()) >= 2  # no messages at all, and no answer
     assert train.duplicated == 1
     assert train.truncated > 0
     assert 0 < train.learned < train.tokens
-    actual = cogumi.preview(chat, examples=0)
     assert sum(count for *_, count in actual.lengths) == train.examples
     assert all("the first is row 4" in line for line in actual.reports)
 
 
-def test_a_bad_row_can_be_refused(chat: Config) -> None:
-    with pytest.raises(cogumi.UsageError, match=r"2 bad rows, 1 of them .*; the first is row 42"):
-        cogumi.preview(chat, data__bad_rows="fail")
-
-
-MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+MESSAGES = [ask("2 + 2?"), say("4")]
 BROKEN = {
     "chat": ({"messages": MESSAGES}, {"messages": [*MESSAGES[:1], {"role": "assistant"}]}, '"content": "2 + 2?"'),
     "prompt_completion": (
@@ -109,9 +102,8 @@ def test_a_broken_file_is_named_once(chat: Config, tmp_path: Path) -> None:
 
 
 def test_pairs_and_prompts_are_shown_too(chat: Config, tmp_path: Path) -> None:
-    turn = [{"role": "user", "content": "2 + 2?"}]
-    sides = {side: [{"role": "assistant", "content": text}] for side, text in (("chosen", "4"), ("rejected", "5"))}
-    pl.DataFrame([{"prompt": turn, **sides}] * 2).write_parquet(tmp_path / "pairs.parquet")
+    pair = {"prompt": [ask("2 + 2?")], "chosen": [say("4")], "rejected": [say("5")]}
+    pl.DataFrame([pair] * 2).write_parquet(tmp_path / "pairs.parquet")
     source = {"source": str(tmp_path / "pairs.parquet"), "format": "preference"}
     model = cogumi.train(chat, train__max_steps=1, train__max_length=256, train__gradient_checkpointing=False).merged
     shown = cogumi.preview({**chat, "model": {"name": str(model)}, "data": source, "train": {}}, cogumi__method="dpo")
@@ -120,28 +112,20 @@ def test_pairs_and_prompts_are_shown_too(chat: Config, tmp_path: Path) -> None:
 
 
 def test_what_is_learned_stands_between_marks() -> None:
-    from cogumi.methods.preview import Shares
-
     shares = Shares("rows", 2, 1, {"null [x]": 1}, 0, 0, 4, 2)
     shown = Preview(shares, None, (), ((0, 4, 1),), ((("context", "a[b]"), ("learned", "ü")),))
     assert "a[b]«ü»" in str(shown)
     assert "50.0% null [x]" in str(shown)
 
 
-def test_the_command(chat: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    import yaml
-
+def test_the_command(chat: Config, tmp_path: Path, command_line: Any) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(chat))
-    for words, code in ((["-n", "1"], 0), (["--json"], 0), (["data.source=gone.jsonl"], 2)):
-        monkeypatch.setattr("sys.argv", ["cogumi", "preview", str(tmp_path / "run.yaml"), *words])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert stop.value.code == code
-        out, err = capsys.readouterr()
-        if words == ["--json"]:
-            assert json.loads(out)["train"]["rows"] == 43
-        if code:
-            assert "gone.jsonl: no such file" in err
+    assert command_line("preview", tmp_path / "run.yaml", "-n", "1")[0] == 0
+    code, output, _ = command_line("preview", tmp_path / "run.yaml", "--json")
+    assert (code, json.loads(output)["train"]["rows"]) == (0, 43)
+    code, _, errors = command_line("preview", tmp_path / "run.yaml", "data.source=gone.jsonl")
+    assert code == 2
+    assert "gone.jsonl: no such file" in errors
 
 
 @pytest.mark.parametrize(

@@ -18,30 +18,22 @@ from cogumi.core.errors import UsageError
 from cogumi.methods import building
 from cogumi.methods.examples import describe_empty_thoughts, prepare_examples
 from cogumi.methods.sampler import check_prompts, refuse_settings
-from tests.chat_tokenizers import chat_tokenizer, tiny_for
+from tests.builders import run_config
+from tests.chat_tokenizers import ask, chat_tokenizer, say, tiny_for
 
 Config = dict[str, Any]
-QUESTION = {"role": "user", "content": "2 + 3?"}
 
 
 @pytest.fixture
 def config(tiny_model: Path, tmp_path: Path) -> Config:
     rows = [{"prompt": f"{n} + 1 =", "completion": str(n + 1)} for n in range(16)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    train = {
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "max_completion_length": 8,
-        "max_steps": 1,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
+    sections = {
+        "data_section": {"format": "prompt_completion", "eval_rows": 0},
+        "train": {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "max_steps": 1},
+        "cogumi": {"rewards": ["exact_answer"]},
     }
-    return {
-        "model": {"name": str(tiny_model)},
-        "data": {"source": str(tmp_path / "rows.jsonl"), "format": "prompt_completion", "eval_rows": 0},
-        "train": train,
-        "cogumi": {"method": "gspo", "rewards": ["exact_answer"], "merge": False, "run_dir": str(tmp_path / "run")},
-    }
+    return run_config("gspo", tiny_model, tmp_path / "rows.jsonl", tmp_path / "run", **sections)
 
 
 @pytest.mark.parametrize(
@@ -69,15 +61,9 @@ def test_a_setting_that_teaches_nothing_is_refused_before_anything_is_loaded(
 
 
 def test_settings_that_sample_are_taken(config: Config) -> None:
-    for train in (
-        {"top_k": 2},
-        {"min_p": 0.5},
-        {"temperature": 0.1},
-        {"reward_weights": [0.5]},
-        {"generation_kwargs": {}},
-    ):
-        run = load_config(config, **{f"train__{key}": value for key, value in train.items()})
-        refuse_settings(run, building.trl_arguments(run))
+    settings = {"top_k": 2, "min_p": 0.5, "temperature": 0.1, "reward_weights": [0.5], "generation_kwargs": {}}
+    for key, value in settings.items():
+        assert_said(load_config(config, **{f"train__{key}": value}), "")
 
 
 def test_an_empty_stop_text_is_refused(config: Config, golden: Golden) -> None:
@@ -97,10 +83,10 @@ def test_what_a_reward_takes_must_be_there_in_some_row(
     def takes(completions: Any, answer: Any, level: Any = None, **columns: Any) -> list[float]:
         return [0.0 for _ in completions]
 
-    rows = Dataset.from_dict(
-        {"prompt": ["a", "b"], "answer": ["x", None], "level": [None, None], "other": [None, None]}
+    nulls = [None, None]
+    check_prompts(
+        [takes], Dataset.from_dict({"prompt": ["a", "b"], "answer": ["x", None], "level": nulls, "other": nulls})
     )
-    check_prompts([takes], rows)
     assert [record.getMessage() for record in caplog.records if "null" in record.getMessage()] == [
         "cogumi.rewards: takes takes `answer`, which is null in 1 of 2 rows"
     ]
@@ -122,19 +108,15 @@ THOUGHT = "<think>\ntwo and three\n</think>\n\n5."
 def test_examples_that_teach_to_answer_without_a_thought_are_counted(tmp_path: Path, learn: Config) -> None:
     """Of those that a run with thinking trains on; an earlier turn does not count, and one too long is no example."""
     tokenizer = chat_tokenizer("qwen3")
-    answers = [*THOUGHTLESS, THOUGHT, THOUGHT, "word " * 400]
-    talks = [[QUESTION, {"role": "assistant", "content": answer}] for answer in answers]
-    talks.append([QUESTION, {"role": "assistant", "content": "", "reasoning_content": "hm"} | {"content": "5."}])
-    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    answers = [*map(say, [*THOUGHTLESS, THOUGHT, THOUGHT, "word " * 400]), say("5.", reasoning_content="hm")]
+    talks = [{"messages": [ask("2 + 3?"), answer]} for answer in answers]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
     home = tmp_path / "model"
     tiny_for(tokenizer).save_pretrained(home)
     tokenizer.save_pretrained(home)
-    config = {
-        "model": {"name": str(home)},
-        "data": {"source": str(tmp_path / "talks.jsonl"), "format": "chat", "eval_rows": 0},
-        "train": {"max_steps": 1, "max_length": 128, "gradient_checkpointing": False, "save_strategy": "no", **learn},
-        "cogumi": {"method": "sft", "thinking": True, "merge": False, "run_dir": str(tmp_path / "run")},
-    }
+    sections = {"train": {"max_steps": 1, "max_length": 128, **learn}, "cogumi": {"thinking": True}}
+    data = {"format": "chat", "eval_rows": 0}
+    config = run_config("sft", home, tmp_path / "talks.jsonl", tmp_path / "run", data_section=data, **sections)
     run = load_config(config)
     examples = prepare_examples(run, tokenizer)
     assert (examples.train.rows_without_reasoning, len(examples.train.dataset)) == (3, 6)

@@ -15,10 +15,10 @@ from finished_runs import FinishedRun
 from golden import Golden
 
 from cogumi.config.schema import load_config
-from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_jsonl
-from cogumi.methods.reward_scores import call_reward, read_completions, score_file
+from cogumi.methods.reward_scores import call_reward, drop_cut, last_message, read_completions, score_file
 from cogumi.rewards.distribution import describe_rewards, share_of_equal_groups, weighted_total
+from tests.chat_tokenizers import ask, say
 
 PROMPTS = [{"prompt": f"{n} + {n} = ", "completion": str(2 * n)} for n in range(12)]
 NONE = math.nan
@@ -27,16 +27,13 @@ NONE = math.nan
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """Twelve sums, two rewards."""
-    write(tmp_path / "rows.jsonl", PROMPTS)
+    rewards = ["exact_answer", {"name": "answer_similarity", "weight": 0.5}]
+    data = {"source": str(write(tmp_path / "rows.jsonl", PROMPTS)), "format": "prompt_completion", "eval_rows": 4}
     values = {
         "model": {"name": "cogumi:small-base"},
-        "data": {"source": str(tmp_path / "rows.jsonl"), "format": "prompt_completion", "eval_rows": 4},
+        "data": data,
         "train": {"max_completion_length": 16},
-        "cogumi": {
-            "method": "gspo",
-            "rewards": ["exact_answer", {"name": "answer_similarity", "weight": 0.5}],
-            "run_dir": str(tmp_path / "run"),
-        },
+        "cogumi": {"method": "gspo", "rewards": rewards, "run_dir": str(tmp_path / "run")},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "run.yaml"
@@ -98,12 +95,8 @@ def test_columns_are_found_by_the_prompt(config: Path, tmp_path: Path, golden: G
 
 def test_columns_stand_in_the_line_and_torch_stays_away(config: Path, tmp_path: Path) -> None:
     """No data, no model and no libraries; the same completion as text and as messages."""
-    said = [{"role": "assistant", "content": "7"}]
-    rows = [
-        {"completion": "7", "answer": "7"},
-        {"completion": said, "answer": "8"},
-        {"completion": said, "answer": "7"},
-    ]
+    said = [say("7")]
+    rows = [{"completion": text, "answer": answer} for text, answer in (("7", "7"), (said, "8"), (said, "7"))]
     file = write(tmp_path / "said.jsonl", rows)
     code = "import sys; from cogumi.__main__ import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     words = ["reward", str(config), str(file), "data.source=cogumi:stdlib", "--json"]
@@ -133,32 +126,28 @@ def test_columns_stand_in_the_line_and_torch_stays_away(config: Path, tmp_path: 
 def test_a_bad_line_is_named_by_its_number(config: Path, tmp_path: Path, golden: Golden, line: str, says: str) -> None:
     file = tmp_path / "said.jsonl"
     file.write_text('{"completion": "a", "answer": "b"}\n\n' + line + "\n")
-    with golden.raises("rewards", place=f"{file}:3", message=""):
+    with golden.raises("rewards", place=f"{file}:3", message=says):
         score_file(load_config(config), file)
-    with pytest.raises(UsageError, match=says):
-        score_file(load_config(config), file)
-
-
-def run_command(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return prepared_process.run(words, cwd, dict(os.environ))
 
 
 def test_exit_status_and_what_is_said(config: Path, tmp_path: Path, golden: Golden) -> None:
-    file = write(tmp_path / "said.jsonl", [{"completion": "a", "answer": None}])
-    words = ["reward", str(config), str(file)]
-    empty = run_command(["reward", str(config), str(write(tmp_path / "empty.jsonl", []))], tmp_path)
+    def reward(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return prepared_process.run(["reward", str(config), str(tmp_path / name), *words], tmp_path, dict(os.environ))
+
+    write(tmp_path / "said.jsonl", [{"completion": "a", "answer": None}])
+    write(tmp_path / "empty.jsonl", [])
+    empty = reward("empty.jsonl")
     assert (empty.returncode, empty.stdout) == (2, "")
     golden("rewards", empty.stderr)
-    assert run_command(["reward", str(config), str(tmp_path / "missing.jsonl")], tmp_path).returncode == 2
-    nothing = run_command([*words, "cogumi.rewards=[math_answer]"], tmp_path)
+    assert reward("missing.jsonl").returncode == 2
+    nothing = reward("said.jsonl", "cogumi.rewards=[math_answer]")
     assert nothing.returncode == 1
     assert "1 (100.0%) not scored" in nothing.stdout
     (tmp_path / "mine.py").write_text("def fails(completions, **_):\n    return [1 / 0 for _ in completions]\n")
-    failed = run_command([*words, f"cogumi.rewards=['{tmp_path}/mine.py:fails']"], tmp_path)
+    failed = reward("said.jsonl", f"cogumi.rewards=['{tmp_path}/mine.py:fails']")
     assert failed.returncode == 1
     golden("rewards", failed.stderr)
-    other = run_command([*words, "cogumi.method=sft", "cogumi.rewards=[edit_similarity]"], tmp_path)
-    assert other.returncode == 2
+    assert reward("said.jsonl", "cogumi.method=sft", "cogumi.rewards=[edit_similarity]").returncode == 2
 
 
 def test_token_ids_are_of_the_model(config: Path, tmp_path: Path) -> None:
@@ -182,7 +171,7 @@ def test_functions_are_called_as_a_run_calls_them(config: Path, tmp_path: Path) 
     )
     names = [f"{tmp_path}/mine.py:{name}" for name in ("judged", "seen")]
     rows = [
-        {"prompt": [{"role": "user", "content": "p"}], "completion": "abSTOPc", "note": 1},
+        {"prompt": [ask("p")], "completion": "abSTOPc", "note": 1},
         {"completion": "ab", "note": 2},
         {"completion": "abc", "note": 3},
     ]
@@ -206,8 +195,6 @@ def test_the_rollouts_of_a_run_are_scored_as_they_were(finished_gspo: FinishedRu
 
 
 def test_what_a_run_recorded_in_part_is_left_out(tmp_path: Path) -> None:
-    from cogumi.methods.reward_scores import drop_cut, last_message
-
     shown = [{"prompt": "user: a", "completion": "x" * 4000, "reward": 1.0}, {"prompt": "user: a", "completion": "y"}]
     rows, notes = drop_cut(list(read_completions(write(tmp_path / "rollouts.jsonl", [{"step": 1, "shown": shown}]))))
     assert [row.completion for row in rows] == ["y"]

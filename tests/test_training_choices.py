@@ -1,13 +1,16 @@
 """What the machine decides where the config says nothing: asked of machines that are not here, and of this one."""
 
 import json
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import run_config
+from safetensors.torch import load_file
 
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
@@ -17,8 +20,8 @@ from cogumi.forecast.memory_forecast import planned_work
 from cogumi.methods import auto_settings, gspo
 from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose, load_of, with_values
 from cogumi.methods.examples import longest_example
-from cogumi.methods.step_split import split_step
-from cogumi.models.loading import read_base
+from cogumi.methods.step_split import batch_of, split_step
+from cogumi.models.loading import load_model, read_base
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import ModelShape
 from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
@@ -31,20 +34,14 @@ CPU = Machine("CPU", None, 8 * GIB)
 LLAMA_8B = ModelShape(4096, 14336, 32, 128256)
 
 
-def load(
-    trained: int = 42_000_000, weights: int = 16 * GIB, micro_batch: int = 2, length: int = 2048, **more: Any
-) -> Load:
-    return Load(
-        **{"shape": LLAMA_8B, "element": 2, "attention": frozenset({"sdpa", "flash"})}
-        | {"weights": weights, "trained": trained, "micro_batch": micro_batch, "length": length}
-        | more
-    )
+def load(**more: Any) -> Load:
+    machine = {"shape": LLAMA_8B, "element": 2, "attention": frozenset({"sdpa", "flash"}), "weights": 16 * GIB}
+    return Load(**machine | {"trained": 42_000_000, "micro_batch": 2, "length": 2048} | more)
 
 
 def run_of(method: str = "sft", model: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    return load_config(
-        {"model": {"name": "x", **(model or {})}, "data": {"source": "x"}, "train": train, "cogumi": {"method": method}}
-    )
+    sections = {"model": {"name": "x", **(model or {})}, "data": {"source": "x"}, "cogumi": {"method": method}}
+    return load_config(sections | {"train": train})
 
 
 def decided(run: RunConfig, machine: Machine, asked: Load) -> dict[str, Any]:
@@ -128,8 +125,7 @@ def test_a_smaller_micro_batch_comes_before_computing_layers_twice(
     asked = load(micro_batch=8, length=4096, splits=splits)
     values = decided(run, machine, asked)
     assert (values.get(MICRO_BATCH), values.get(CHECKPOINTING)) == (size, checkpointing)
-    chosen = with_values(run, choose(run, machine, asked)).train
-    assert chosen["per_device_train_batch_size"] * chosen["gradient_accumulation_steps"] == 128
+    assert math.prod(batch_of(with_values(run, choose(run, machine, asked)))) == 128
 
 
 @pytest.mark.parametrize(
@@ -164,9 +160,7 @@ def test_a_resumed_run_keeps_its_micro_batch_with_other_processes(tiny_model: Pa
     for accumulated, size in ((4, 4), (3, 2)):  # 24 examples a step, and 18 where they are shared by others
         run = run_of(per_device_train_batch_size=6, gradient_accumulation_steps=accumulated)
         run.cogumi.run_dir = tmp_path
-        train = apply_choices(run, read_base(str(tiny_model))).train
-        assert train["per_device_train_batch_size"] == size
-        assert train["gradient_accumulation_steps"] == 6 * accumulated // size
+        assert batch_of(apply_choices(run, read_base(str(tiny_model)))) == (size, 6 * accumulated // size)
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
@@ -175,39 +169,41 @@ def test_the_chosen_micro_batch_trains_the_same_step(
 ) -> None:
     """Losses, gradient norms and weights of two steps, beside those of the batch that the YAML sets."""
     monkeypatch.setattr(auto_settings, "MIN_TOKENS", 1)  # of a card; these examples are short
-    train = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 1}
-    train |= {"learning_rate": 1e-3, "optim": "adamw_torch", "max_length": 160}
-    config = config_of(tiny_model, code_parquet, tmp_path, **train)
-    if method == "dpo":
-        pairs = [
-            {"prompt": f"def f{i}(x", "chosen": f"):\n    return x + {i}\n", "rejected": ") -> x\n" * (1 + i % 3)}
-            for i in range(16)
-        ]
-        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-        config["data"] = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "eval_rows": 0}
-    else:
-        config["train"]["packing"] = True
-    config["cogumi"] |= {"method": method, "preflight": "off"}
+    config = step_config(method, tiny_model, code_parquet, tmp_path, max_steps=2, per_device_train_batch_size=4)
+    config["train"] |= {"gradient_accumulation_steps": 2} | ({"packing": True} if method == "sft" else {})
+    config["cogumi"] |= {"preflight": "off"}
     config["model"]["attn_implementation"] = "sdpa"
     whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"), train__gradient_checkpointing=True)
 
-    asked = load_of(load_config(config), read_base(str(tiny_model)))
-    one = auto_settings.replace(asked, micro_batch=asked.micro_batch // 4).step(checkpointing=False)
-    free = asked.weights + 8 * asked.trained + int(one / auto_settings.MARGIN) + 1000
-    monkeypatch.setattr(Machine, "here", classmethod(lambda *_: Machine("T4", (7, 5), free)))
+    machine = machine_for(load_of(load_config(config), read_base(str(tiny_model))), checkpointing=False)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda *_: machine))
     parts = cogumi.train(config, cogumi__run_dir=str(tmp_path / "parts"))
     settings = {setting["key"]: setting["value"] for setting in read_json(parts.run_dir / "decisions.json")["settings"]}
     assert settings == {MICRO_BATCH: 1, CHECKPOINTING: False}
     assert f"chosen: {MICRO_BATCH}: 1 (the step of 4 x 2 examples" in (parts.run_dir / "run.log").read_text()
     for name in ("loss", "grad_norm"):
         assert parts.series(name) == pytest.approx(whole.series(name), rel=2e-5), name
-    from safetensors.torch import load_file
+    weights, others = (load_file(result.adapter / "adapter_model.safetensors") for result in (whole, parts))
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=1e-4, atol=2e-6)
 
-    assert whole.adapter is not None
-    assert parts.adapter is not None
-    weights = [load_file(each / "adapter_model.safetensors") for each in (whole.adapter, parts.adapter)]
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=2e-6)
+
+def step_config(method: str, model: Path, code: Path, tmp_path: Path, **train: Any) -> dict[str, Any]:
+    train |= {"logging_steps": 1, "learning_rate": 1e-3, "optim": "adamw_torch", "max_length": 160}
+    config = config_of(model, code, tmp_path, **train)
+    config["cogumi"]["method"] = method
+    if method == "dpo":
+        sides = [(f"):\n    return x + {i}\n", ") -> x\n" * (1 + i % 3)) for i in range(24)]
+        pairs = [{"prompt": f"def f{i}(x", "chosen": one, "rejected": two} for i, (one, two) in enumerate(sides)]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        config["data"] = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "eval_rows": 0}
+    return config
+
+
+def machine_for(asked: Load, checkpointing: bool) -> Machine:
+    """A card for a quarter of the micro-batch and no more."""
+    quarter = replace(asked, micro_batch=asked.micro_batch // 4).step(checkpointing)
+    return Machine("T4", (7, 5), asked.weights + 8 * asked.trained + int(quarter / auto_settings.MARGIN) + 1000)
 
 
 def planned(step: int, method: str = "sft", processes: int = 1, **train: Any) -> RunConfig:
@@ -226,9 +222,8 @@ def test_the_micro_batch_of_a_step_is_the_largest_that_fits(step: int, train: di
     sizes = [size for size in range(1, step + 1) if step % size == 0]
     asked = load(weights=14 * GIB, micro_batch=step, length=2048, splits=tuple(sizes[-2::-1]))
     values = decided(run, machine, asked)
-    chosen = with_values(run, choose(run, machine, asked)).train
     size = values[MICRO_BATCH]
-    assert (chosen["per_device_train_batch_size"], chosen["gradient_accumulation_steps"]) == (size, step // size)
+    assert batch_of(with_values(run, choose(run, machine, asked))) == (size, step // size)
 
     def largest(checkpointing: bool) -> int:
         return max((n for n in sizes if load(micro_batch=n, length=2048).step(checkpointing) <= usable), default=0)
@@ -242,35 +237,22 @@ def test_the_micro_batch_of_a_step_is_the_largest_that_fits(step: int, train: di
 def test_examples_per_step_is_the_batch_set_by_hand(
     method: str, tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3, "optim": "adamw_torch", "max_length": 160}
-    config = config_of(tiny_model, code_parquet, tmp_path, **train)
-    if method == "dpo":
-        pairs = [
-            {"prompt": f"def f{i}(x", "chosen": f"): return {i}\n", "rejected": ")\n" * (1 + i)} for i in range(24)
-        ]
-        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-        config["data"] = {"source": str(tmp_path / "pairs.jsonl"), "format": "preference", "eval_rows": 0}
-    config["cogumi"]["method"] = method
-    config["train"] |= {"gradient_checkpointing": True, "gradient_accumulation_steps": 4}
-    by_hand = cogumi.train(config, cogumi__run_dir=str(tmp_path / "hand"))  # 2 x 4
+    config = step_config(method, tiny_model, code_parquet, tmp_path, max_steps=3, gradient_checkpointing=True)
+    by_hand = cogumi.train(
+        config, cogumi__run_dir=str(tmp_path / "hand"), train__gradient_accumulation_steps=4
+    )  # 2 x 4
 
-    for key in ("gradient_accumulation_steps", "per_device_train_batch_size"):
-        del config["train"][key]
+    del config["train"]["per_device_train_batch_size"]
     config["cogumi"]["examples_per_step"] = 8
-    config["train"]["save_strategy"], config["train"]["save_steps"] = "steps", 1
-    once = load_of(split_step(load_config(config), 1), read_base(str(tiny_model)))
-    two = auto_settings.replace(once, micro_batch=once.micro_batch // 4).step(checkpointing=True)
-    free = once.weights + 8 * once.trained + int(two / auto_settings.MARGIN) + 1000
+    config["train"] |= {"save_strategy": "steps", "save_steps": 1, "gradient_checkpointing": True}
+    asked = load_of(split_step(load_config(config), 1), read_base(str(tiny_model)))
     with monkeypatch.context() as small:
-        small.setattr(Machine, "here", classmethod(lambda *_: Machine("T4", (7, 5), free)))
+        small.setattr(Machine, "here", classmethod(lambda *_: machine_for(asked, checkpointing=True)))
         cogumi.train(config, cogumi__run_dir=str(tmp_path / "counted"), cogumi__sanity=1)
     counted = cogumi.train(config, cogumi__run_dir=str(tmp_path / "counted"))  # resumed with more memory
     log = (counted.run_dir / "run.log").read_text()
-    assert (
-        "chosen: train.per_device_train_batch_size: 2 (the step of 8 x 1 examples in micro-batches of 2, with comput"
-        in log
-    )
-    assert "chosen: train.per_device_train_batch_size: 2 (as when the run began)" in log
+    assert f"chosen: {MICRO_BATCH}: 2 (the step of 8 x 1 examples in micro-batches of 2, with comput" in log
+    assert f"chosen: {MICRO_BATCH}: 2 (as when the run began)" in log
     assert "per_device" not in (counted.run_dir / "config.yaml").read_text()
     for name in ("loss", "grad_norm"):
         assert counted.series(name) == by_hand.series(name), name
@@ -281,12 +263,10 @@ def test_examples_per_step_is_the_batch_set_by_hand(
 
 
 def test_a_planned_step_is_shared_by_processes() -> None:
-    run = planned(24, processes=4)
-    assert (run.train["per_device_train_batch_size"], run.train["gradient_accumulation_steps"]) == (6, 1)
-    fixed = planned(24, processes=4, per_device_train_batch_size=4)
-    assert (fixed.train["per_device_train_batch_size"], fixed.train["gradient_accumulation_steps"]) == (3, 2)
+    assert batch_of(planned(24, processes=4)) == (6, 1)
+    assert batch_of(planned(24, processes=4, per_device_train_batch_size=4)) == (3, 2)
     alone = planned(24, per_device_train_batch_size=4)
-    assert (alone.train["per_device_train_batch_size"], alone.train["gradient_accumulation_steps"]) == (4, 6)
+    assert batch_of(alone) == (4, 6)
     assert MICRO_BATCH not in decided(alone, CPU, SMALL)
     with pytest.raises(UsageError, match="24 is no whole number of examples for each of 5 processes; set 25"):
         planned(24, processes=5)
@@ -295,28 +275,18 @@ def test_a_planned_step_is_shared_by_processes() -> None:
 @pytest.mark.parametrize(
     ("cogumi_section", "train", "message"),
     [
-        (
-            {"method": "gspo"},
-            {},
-            "examples_per_step would be ignored: for cogumi.method: gspo it is cogumi.docs_per_step",
-        ),
-        (
-            {},
-            {"gradient_accumulation_steps": 2},
-            "train.gradient_accumulation_steps and cogumi.examples_per_step decide the same",
-        ),
+        ({"method": "gspo"}, {}, "examples_per_step would be ignored: for cogumi.method: gspo it is cogumi.docs_per_step"),
+        ({}, {"gradient_accumulation_steps": 2},
+         "train.gradient_accumulation_steps and cogumi.examples_per_step decide the same"),
         ({}, {"auto_find_batch_size": True}, "train.auto_find_batch_size and cogumi.examples_per_step decide the same"),
         ({}, {"per_device_train_batch_size": 5}, "16 is no whole number of micro-batches of 5; set 20, or drop"),
         ({}, {"per_device_train_batch_size": 32}, "16 is no whole number of micro-batches of 32; set 32, or drop"),
         ({"processes": 3}, {}, "16 is no whole number of examples for each of 3 processes; set 18"),
-        (
-            {"examples_per_step": 9, "processes": 2},
-            {"per_device_train_batch_size": 2},
-            "9 is no whole number of micro-batches of 2 for each of 2 processes; set 12",
-        ),
+        ({"examples_per_step": 9, "processes": 2}, {"per_device_train_batch_size": 2},
+         "9 is no whole number of micro-batches of 2 for each of 2 processes; set 12"),
         ({"examples_per_step": 0}, {}, "cogumi.examples_per_step = 0"),
     ],
-)
+)  # fmt: skip
 def test_a_step_that_is_said_twice_is_refused(cogumi_section: Any, train: Any, message: str) -> None:
     options = {"method": "sft", "examples_per_step": 16} | cogumi_section
     with pytest.raises(UsageError) as caught:
@@ -343,21 +313,17 @@ def config_of(model: Path, data: Path, run_dir: Path, **train: Any) -> dict[str,
     steps = {"max_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no", **train}
     config = run_config("sft", model, data, run_dir, data_section=rows, train=steps)
     del config["train"]["gradient_checkpointing"]  # which is to be decided
-    return config
+    return config | {"train": config["train"] | train}
 
 
 def test_a_run_says_what_was_chosen_and_why(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
     result = cogumi.train(config_of(tiny_model, code_parquet, tmp_path / "run"))
-    (choice,) = (
-        setting
-        for setting in read_json(result.run_dir / "decisions.json")["settings"]
-        if "checkpointing" in setting["key"]
-    )
+    settings = read_json(result.run_dir / "decisions.json")["settings"]
+    (choice,) = (setting for setting in settings if setting["key"] == CHECKPOINTING)
     assert choice["value"] is False
-    assert f"chosen: {choice['key']}: False ({choice['reason']})" in (result.run_dir / "run.log").read_text()
-    assert (
-        "gradient_checkpointing" not in (result.run_dir / "config.yaml").read_text()
-    )  # what the user said, and no more
+    assert f"chosen: {CHECKPOINTING}: False ({choice['reason']})" in (result.run_dir / "run.log").read_text()
+    # what the user said, and no more
+    assert "gradient_checkpointing" not in (result.run_dir / "config.yaml").read_text()
 
 
 def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:
@@ -370,8 +336,6 @@ def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_attention_asked_for_is_the_one_that_is_loaded(tiny_model: Path, attention: str) -> None:
-    from cogumi.models.loading import load_model
-
     model = load_model(str(tiny_model), attention=attention)
     assert model.config._attn_implementation == attention
     assert model.dtype == torch.float32 or torch.cuda.is_available()
@@ -403,23 +367,13 @@ HUB = "from types import SimpleNamespace\nfrom flash_of_the_hub import flash_att
             COMPUTES, None, "flash_attention_2", "flash-attn 2.8.3 agrees with torch",
             marks=pytest.mark.slow("a process that imports torch; what the hub has is tried in the same way"),
         ),
-        (
-            LOADS_NOT,
-            COMPUTES,
-            HUB_FLASH_ATTN,
-            "flash_attention_2: flash-attn 2.8.3: ImportError: ",
-        ),
+        (LOADS_NOT, COMPUTES, HUB_FLASH_ATTN, "flash_attention_2: flash-attn 2.8.3: ImportError: "),
         (NO_BACKWARD, None, None, "backward"),
     ],
     ids=["works", "does not load", "wrong gradient"],
 )  # fmt: skip
 def test_flash_attention_is_tried_and_its_metadata_is_not_asked(
-    flash_attn: str,
-    of_the_hub: str | None,
-    chosen: str | None,
-    because: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    flash_attn: str, of_the_hub: str | None, chosen: str | None, because: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Each package says in its metadata that it is installed; what counts is a forward and a backward pass of it."""
     (tmp_path / "flash_attn.py").write_text(flash_attn)
@@ -450,9 +404,7 @@ def test_flash_attention_is_tried_and_its_metadata_is_not_asked(
     flash_attention.cache_clear()
 
 
-def test_attention_is_neither_tried_nor_chosen_where_it_is_given_or_unsloth_trains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_is_neither_tried_nor_chosen_where_it_is_given_or_unsloth_trains(monkeypatch: Any) -> None:
     for name, value in {"is_available": True, "get_device_capability": (9, 0), "get_device_name": "H100"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for name in ("free_memory_bytes", "total_memory_bytes"):

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import platformdirs
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from cogumi.core.durability import NO_SPACE, lock_directory, sync_path, write_synced
@@ -161,10 +162,9 @@ class Data:
         bad = [(reason, dropped) for reason, dropped in self.dropped.items() if not reason.startswith(harmless)]
         if bad:
             (reason, first), count = bad[0], sum(dropped.count for _, dropped in bad)
-            message = (
-                f"{count:,} bad rows, {first.count:,} of them {reason}; the first is {first.place}: {first.excerpt}"
-            )
-            raise UsageError(message, place=self.name, fix="repair them, or drop them with data.bad_rows: drop")
+            message = f"{count:,} bad rows, {first.count:,} of them {reason}; the first is {first.place}"
+            fix = "repair them, or drop them with data.bad_rows: drop"
+            raise UsageError(f"{message}: {first.excerpt}", place=self.name, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,7 @@ def _load_part(directory: Path, record: dict[str, Any]) -> Data:
 @contextmanager
 def exclusive_build(home: Path, key: str) -> Iterator[Path | None]:
     """Yield an empty directory to write into while no other process does; None if another one finished meanwhile."""
-    for leftover in home.glob(
-        "*.unfinished"
-    ):  # the lock of a killed process is free; another process may remove it first
+    for leftover in home.glob("*.unfinished"):  # a killed process's lock is free; another process may remove it first
         with suppress(FileNotFoundError), lock_directory(leftover) as is_locked:
             if is_locked:
                 shutil.rmtree(leftover)
@@ -340,9 +338,7 @@ class ExamplesWriter:
                 raise UsageError(message, key="data.source", fix="write them alike")
         self.lengths.update(token_lengths(table))
         if "completion_mask" in table.column_names:
-            self.counts["learned"] += sum(
-                int(np.count_nonzero(part.flatten())) for part in table["completion_mask"].chunks
-            )
+            self.counts["learned"] += pc.sum(pc.list_flatten(table["completion_mask"])).as_py() or 0
         file = f"{self.part}.arrow" if number == 0 else f"{self.part}-{number}.arrow"
         if file not in self.files:
             self.files[file] = pa.ipc.new_stream(str(self.directory / file), table.schema)
@@ -378,9 +374,8 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
         counts, (duplicates, sharing), states = _select(sources, selection, out)
         train, held_out = _tokenize(sources, states, out)
         used = sum(count[TRAIN] for count in counts)
-        trained, own = (
-            [source for source in sources if bool(source.weight) is is_trained] for is_trained in (True, False)
-        )
+        trained = [source for source in sources if source.weight]
+        own = [source for source in sources if not source.weight]
         of_trained = counts[: len(trained)]  # the file of data.eval_source is the last
         name = trained[0].name if len(trained) == 1 else f"{len(trained)} sources"
         held_out_name = f"{own[0].name} (data.eval_source)" if own else "held out (data.eval_rows)"

@@ -107,10 +107,8 @@ def _read_message(raw: Any) -> Message:
     role = name.strip().lower() if isinstance(name, str) else None
     if role in CALL_ROLES:
         call = _parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
-        parsed = call if isinstance(call, list) else [call]
-        return {"role": "assistant", "content": "", "tool_calls": list(map(_read_tool_call, parsed))} | _read_weight(
-            raw
-        )
+        parsed = list(map(_read_tool_call, call if isinstance(call, list) else [call]))
+        return {"role": "assistant", "content": "", "tool_calls": parsed} | _read_weight(raw)
     if role not in ROLES:
         raise BadRow("with a message of no known role", f"role {name!r}")
     # `function_call` is how OpenAI's API wrote one call before `tool_calls`.
@@ -199,10 +197,10 @@ def _read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _last_turn(messages: Sequence[Message], role: str) -> int:
-    for index in reversed(range(len(messages))):
-        if messages[index]["role"] == role:
-            return index
-    raise BadRow(f"without any {role} turn")
+    roles = [message["role"] for message in messages]
+    if role not in roles:
+        raise BadRow(f"without any {role} turn")
+    return len(roles) - 1 - roles[::-1].index(role)
 
 
 def is_learned(message: Message) -> bool:
@@ -404,21 +402,18 @@ def read_question(row: dict[str, Any]) -> Question:
     A conversation that ends with a tool's result is the prompt as a whole: it is the assistant's turn.
     """
     messages = _row_messages(row)
-    length = _last_turn(messages, "user") + 1
-    if messages[-1]["role"] == "tool":
-        length = len(messages)
+    last = _last_turn(messages, "user")
+    length = len(messages) if messages[-1]["role"] == "tool" else last + 1
     _refuse_empty_prompt(messages[:length])
     answers = [message["content"] for message in messages[length:] if message["role"] == "assistant"]
-    return Question(
-        messages[:length], split_thought(answers[-1])[1] if answers else None, _read_tools(row.get("tools"))
-    )
+    answer = split_thought(answers[-1])[1] if answers else None
+    return Question(messages[:length], answer, _read_tools(row.get("tools")))
 
 
 def read_prompt(row: dict[str, Any]) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
     completion = None if row.get("completion") is None else _text_or_messages(row, "completion")
-    answer = completion[-1]["content"] if isinstance(completion, list) else completion
-    answer = None if answer is None else split_thought(answer)[1]
+    answer = None if completion is None else split_thought(text_of(completion))[1]
     prompt = _text_or_messages(row, "prompt")
     _refuse_empty_prompt(prompt)
     return Question(prompt, answer, None if isinstance(prompt, str) else _read_tools(row.get("tools")))

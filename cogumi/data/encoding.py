@@ -2,7 +2,7 @@
 
 import json
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from cogumi.core.errors import UsageError
 from cogumi.data.rows import BadRow
 
 Ids = npt.NDArray[np.int32]
+ID_LISTS, MASK_LISTS = pa.list_(pa.int32()), pa.list_(pa.int8())
 CHUNK_CHARACTERS = 2 * 2**20
 """Text tokenized at a time: the tokenizer's own objects take about 50 times the memory of the text."""
 
@@ -78,10 +79,8 @@ def keep_end(tokenizer: Any, text: str, most: int) -> str:
 def refuse_slow(tokenizer: Any) -> None:
     """Raise UsageError for a tokenizer without the character offsets of its tokens."""
     if not tokenizer.is_fast:
-        message = (
-            f"{type(tokenizer).__name__} is not a fast tokenizer and cannot say which characters a token stands for"
-        )
-        raise UsageError(message, fix="use a model that has a tokenizer.json")
+        problem = "is not a fast tokenizer and cannot say which characters a token stands for"
+        raise UsageError(f"{type(tokenizer).__name__} {problem}", fix="use a model that has a tokenizer.json")
 
 
 def batches(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -113,12 +112,6 @@ def shared_prefix(first: Ids, second: Ids) -> int:
     length = min(len(first), len(second))
     different = np.flatnonzero(first[:length] != second[:length])
     return int(different[0]) if len(different) else length
-
-
-def list_array(parts: Sequence[npt.NDArray[Any]], lengths: Iterable[int], values: pa.DataType) -> pa.ListArray:
-    """Build lists of these lengths over the concatenated parts."""
-    flat = np.concatenate([np.empty(0, values.to_pandas_dtype()), *parts])
-    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(flat, values))
 
 
 # -------------------------------------------------------------------------------------------------------- word by word

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from cogumi.config.schema import FimConfig
 from cogumi.core.errors import UsageError
-from cogumi.data.encoding import Ids, cuts_at_spaces, encode, encode_by_words, list_array
+from cogumi.data.encoding import ID_LISTS, MASK_LISTS, Ids, cuts_at_spaces, encode, encode_by_words
 from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, Chunk, Dropped, count_dropped, describe_value, record_columns
 
@@ -111,8 +111,8 @@ class Controls:
     tokens: FimTokens | None
     runs: dict[int, list[list[int]]]
     """By order: ids before the first text, between the two, before the middle, and after it."""
-    guard: str | None
-    """A control token to tokenize pieces behind, if that changes their ids (SentencePiece's leading "▁")."""
+    guard: str
+    """A control token to tokenize pieces behind, if that changes their ids (SentencePiece's leading "▁"), else ""."""
     special_texts: list[str]
     by_words: bool
     """Whether `encode_by_words` may be used."""
@@ -130,6 +130,12 @@ class Controls:
         order = "PSM" if self.tokens.psm else "SPM"
         only = f"{self.tokens.family} was trained on {order} only: spm_rate not used"
         return "" if self.spm_rate(requested) == requested else only
+
+    def prompt(self, prefix: str, suffix: str, order: int) -> str:
+        """Return the prompt before the middle as text."""
+        if self.tokens is None:
+            return INSTRUCTION.format(prefix=prefix, suffix=suffix)
+        return self.tokens.prompt(prefix, suffix, order)
 
 
 def read_controls(tokenizer: Any) -> Controls:
@@ -155,51 +161,36 @@ def read_controls(tokenizer: Any) -> Controls:
     guard = controls[0] if controls else tokenizer.eos_token
     guarded = read(f"{guard}a b")[1:] != read("a b")
     special = list(dict.fromkeys([*controls, *LiteralText(tokenizer).controls]))
-    return Controls(tokenizer, tokens, runs, guard if guarded else None, special, cuts_at_spaces(tokenizer))
+    return Controls(tokenizer, tokens, runs, guard if guarded else "", special, cuts_at_spaces(tokenizer))
 
 
 def tokenize_pieces(examples: pl.DataFrame, controls: Controls) -> list[list[Ids]]:
     """Tokenize each example as seven parts: control, first text, control, second text, control, middle, end."""
-    order = examples["order"]
-    fim = (order != PLAIN).to_list()
-    if controls.tokens is None:
-        prompts = zip(prompt_texts(examples, controls), fim, strict=True)
-        first, second = [prompt if is_fim else "" for prompt, is_fim in prompts], [""] * len(fim)
-    else:
-        swapped = pl.col("order") == SPM
-        shown = examples.select(
-            first=pl.when(swapped).then("shown_suffix").otherwise("shown_prefix"),
-            second=pl.when(swapped).then("shown_prefix").otherwise("shown_suffix"),
-        )
-        first, second = shown["first"].to_list(), shown["second"].to_list()
-    texts = [*first, *second, *examples["middle"].to_list()]
-    if controls.guard is not None:
-        # All pieces follow a control token, except a plain row's text and an instruction, which open the sequence.
-        guarded = [is_fim and controls.tokens is not None for is_fim in fim] * 2 + fim
-        texts = [controls.guard + text if guard else text for text, guard in zip(texts, guarded, strict=True)]
+    # All pieces follow a control token, except a plain row's text and an instruction, which open the sequence.
+    prompt_guard = controls.guard if controls.tokens is not None else ""
+    texts, guards = [], []
+    for prefix, suffix, middle, order in examples.select(*SHOWN, "middle", "order").iter_rows():
+        if controls.tokens is None and order != PLAIN:
+            prefix, suffix = controls.prompt(prefix, suffix, order), ""
+        texts += [suffix, prefix, middle] if order == SPM else [prefix, suffix, middle]
+        guards += [""] * 3 if order == PLAIN else [prompt_guard, prompt_guard, controls.guard]
+    texts = [guard + text for guard, text in zip(guards, texts, strict=True)]
     ids = (encode_by_words if controls.by_words else encode)(controls.tokenizer, texts)
-    if controls.guard is not None:
-        ids = [piece[1:] if guard else piece for piece, guard in zip(ids, guarded, strict=True)]
+    ids = [piece[1:] if guard else piece for guard, piece in zip(guards, ids, strict=True)]
     control = {kind: [np.array(run, np.int32) for run in runs] for kind, runs in controls.runs.items()}
-    rows, pieces = len(fim), []
-    for row, kind in enumerate(order):
-        before, between, after, end = control[kind]
-        pieces.append([before, ids[row], between, ids[rows + row], after, ids[2 * rows + row], end])
+    pieces = []
+    for row, order in enumerate(examples["order"]):
+        before, between, after, end = control[order]
+        first, second, middle = ids[3 * row : 3 * row + 3]
+        pieces.append([before, first, between, second, after, middle, end])
     return pieces
-
-
-def prompt_texts(examples: pl.DataFrame, controls: Controls) -> list[str]:
-    """Return the prompts as text; meaningless for plain rows."""
-    shown = examples.select("shown_prefix", "shown_suffix", "order").iter_rows()
-    if controls.tokens is None:
-        return [INSTRUCTION.format(prefix=prefix, suffix=suffix) for prefix, suffix, _ in shown]
-    return [controls.tokens.prompt(prefix, suffix, order) for prefix, suffix, order in shown]
 
 
 # ----------------------------------------------------------------------------------------------------------------- cuts
 
 
 PIECES = ("prefix", "middle", "suffix")
+SHOWN = ("shown_prefix", "shown_suffix")
 
 
 @dataclass
@@ -211,7 +202,7 @@ class DroppedCounter:
 
     def keep(self, frame: pl.DataFrame, keep: pl.Expr | pl.Series, reason: str, text: str) -> pl.DataFrame:
         """Return the rows to keep; count the others under `reason`, with the `text` column of the first."""
-        mask = (frame.select(keep).to_series() if isinstance(keep, pl.Expr) else keep).fill_null(False)
+        mask = frame.select(keep).to_series().fill_null(False)
         if not mask.all():
             first = frame.row((~mask).arg_max() or 0, named=True)
             count_dropped(self.dropped, reason, self.first_row + first["row"], first[text], int((~mask).sum()))
@@ -306,11 +297,9 @@ def fim_sft_chunk(rows: pl.DataFrame, first_row: int, *, controls: Controls, con
     """Make `input_ids` and `completion_mask`: 1 on the middle and its end token, on a plain row on all but the BOS."""
     examples, pieces, dropped = _select_fitting(rows, first_row, controls, config)
     learned = np.array([0, 0, 0, 0, 0, 1, 1], np.int8)
-    lengths = np.array([[*map(len, parts)] for parts in pieces], np.int64).reshape(-1, 7)
-    mask = np.tile(learned, len(pieces)).repeat(lengths.ravel())
     table = {
-        "input_ids": list_array([*chain.from_iterable(pieces)], lengths.sum(1), pa.int32()),
-        "completion_mask": list_array([mask], lengths.sum(1), pa.int8()),
+        "input_ids": pa.array(map(np.concatenate, pieces), ID_LISTS),
+        "completion_mask": pa.array([learned.repeat([*map(len, parts)]) for parts in pieces], MASK_LISTS),
     }
     return Chunk(pa.table(table), dropped, _trimmed(examples))
 
@@ -324,7 +313,7 @@ def fim_prompts_chunk(
     even if `overlong="trim"` shortened the prompt. `fim_rate` does not apply: a plain row asks for nothing.
     """
     examples, pieces, dropped = _select_fitting(rows, first_row, controls, config.model_copy(update={"fim_rate": 1.0}))
-    prompts = prompt_texts(examples, controls)
+    prompts = [controls.prompt(*row) for row in examples.select(*SHOWN, "order").iter_rows()]
     for prompt, parts in zip(prompts[:32], pieces, strict=False):
         if list(controls.tokenizer(prompt)["input_ids"]) != np.concatenate(parts[:5]).tolist():
             raise UsageError(
@@ -367,9 +356,7 @@ def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.Dat
     while left.height:
         lengths = np.array([[*map(len, parts)] for parts in tokenize_pieces(left, controls)])
         context_tokens = lengths[:, 1] + lengths[:, 3]
-        n_prefix, n_suffix = (
-            left[name].str.len_chars().cast(pl.Int64).to_numpy() for name in ("shown_prefix", "shown_suffix")
-        )
+        n_prefix, n_suffix = (left[name].str.len_chars().cast(pl.Int64).to_numpy() for name in SHOWN)
         over = lengths.sum(axis=1) - max_length
         again = (over > 0) & (n_prefix + n_suffix > 0)
         # Characters in proportion to tokens, and at least one less, so that the loop ends.
@@ -377,11 +364,10 @@ def _trim(examples: pl.DataFrame, controls: Controls, max_length: int) -> pl.Dat
         keep = np.minimum(keep, n_prefix + n_suffix - 1)
         keep_suffix = np.minimum(n_suffix, np.maximum(keep // 2, keep - n_prefix))
         done.append(left.filter(~again))
-        left = left.with_columns(keep_prefix=keep - keep_suffix, keep_suffix=keep_suffix).filter(again)
         left = left.with_columns(
-            shown_prefix=pl.col("shown_prefix").str.tail(pl.col("keep_prefix")),
-            shown_suffix=pl.col("shown_suffix").str.head(pl.col("keep_suffix")),
-        ).drop("keep_prefix", "keep_suffix")
+            shown_prefix=pl.col("shown_prefix").str.tail(pl.Series(keep - keep_suffix)),
+            shown_suffix=pl.col("shown_suffix").str.head(pl.Series(keep_suffix)),
+        ).filter(again)
     return pl.concat(done).sort("at").drop("at") if done else examples
 
 

@@ -14,6 +14,7 @@ For gspo the original record as `record`, every other column that `data.columns`
 to the rewards.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -40,11 +41,12 @@ from cogumi.data.chat import (
     read_question,
 )
 from cogumi.data.encoding import (
+    ID_LISTS,
+    MASK_LISTS,
     FormatOptions,
     Ids,
     batches,
     keep_end,
-    list_array,
     refuse_slow,
     reset_backend,
     shared_prefix,
@@ -58,7 +60,6 @@ from cogumi.data.rows import (
     Dropped,
     KindsDiffer,
     Tokenize,
-    encode_record,
     iter_strings,
     record_columns,
     row_dicts,
@@ -172,10 +173,10 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
     if tokenizer.eos_token is None:
         raise UsageError("the tokenizer has no end token, so a completion could not end", fix="set tokenizer.eos_token")
     if options.format == "fim":
-        controls = read_controls(tokenizer)
+        of_code: dict[str, Any] = {"controls": read_controls(tokenizer), "config": options.fim}
         if options.method == "gspo":
-            return partial(fim_prompts_chunk, controls=controls, config=options.fim, rewarded=rewarded_columns(options))
-        return partial(fim_sft_chunk, controls=controls, config=options.fim)
+            return partial(fim_prompts_chunk, rewarded=rewarded_columns(options), **of_code)
+        return partial(fim_sft_chunk, **of_code)
     make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
     return partial(make_chunk, using=Rendering(options, tokenizer, LiteralText(tokenizer)))
 
@@ -261,9 +262,8 @@ class Rendering:
         """
         texts = list(iter_strings(row))
         if self.fim_tokens and any(all(token in text for token in self.fim_tokens) for text in texts):
-            raise BadRow(
-                "with a fill-in-the-middle prompt, whose pieces data.format: fim takes as prefix, middle, suffix"
-            )
+            pieces = "whose pieces data.format: fim takes as prefix, middle, suffix"
+            raise BadRow(f"with a fill-in-the-middle prompt, {pieces}")
         prompt = row["prompt"] if isinstance(row, dict) else row.prompt if isinstance(row, Question) else row
         if isinstance(prompt, str | tuple):
             shown = self.literal.without_tags(*texts)
@@ -327,9 +327,10 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
         spans[:1] = [(skip_prefill(text, spans[0][0], start), spans[0][1])]
         return examples
 
-    by_row, rows_at = try_each(
-        parsed, at, render, dropped, lambda row: using.literal.reveal(getattr(row, "messages", row))
-    )
+    def show(row: Conversation | tuple[str, str]) -> Any:
+        return using.literal.reveal(getattr(row, "messages", row))
+
+    by_row, rows_at = try_each(parsed, at, render, dropped, show)
     rows_at = [row for row, of_row in zip(rows_at, by_row, strict=True) for _ in of_row]
     rendered, extra = list(chain.from_iterable(by_row)), sum(map(len, by_row)) - len(by_row)
     texts, spans = [text for text, _ in rendered], [spans for _, spans in rendered]
@@ -354,10 +355,9 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
 
     pairs = zip(examples, texts, strict=True)
     fitting, example_rows = try_each(pairs, rows_at, fit, dropped, lambda example: using.literal.reveal(example[1]))
-    lengths = [len(ids) for ids, _, _ in fitting]
     table = {
-        "input_ids": list_array([ids for ids, _, _ in fitting], lengths, pa.int32()),
-        "completion_mask": list_array([mask for _, mask, _ in fitting], lengths, pa.int8()),
+        "input_ids": pa.array([ids for ids, _, _ in fitting], ID_LISTS),
+        "completion_mask": pa.array([mask for _, mask, _ in fitting], MASK_LISTS),
     }
     truncated = sum(is_long for _, _, is_long in fitting)
     without = sum(is_missing_reasoning(conversations[row]) for row in example_rows) if options.thinking else 0
@@ -378,9 +378,8 @@ def skip_prefill(text: str, start: int, prefill: str) -> int:
     """Return where the prefill ends in a text from `start` on."""
     at = text.find(prefill.lstrip(), start)
     if at < 0:
-        raise BadRow(
-            "whose prompt ends with a part of the answer that the chat template rewrites (move it to the answer)"
-        )
+        reason = "whose prompt ends with a part of the answer that the chat template rewrites"
+        raise BadRow(f"{reason} (move it to the answer)")
     return at + len(prefill.lstrip())
 
 
@@ -458,11 +457,9 @@ def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     fit = partial(fit_pair, options=using.options)
     examples = zip(*ids, texts, strict=True)
     fitting, _ = try_each(examples, at, fit, dropped, lambda example: using.literal.reveal(example[3][0]))
-    columns = {}
-    for side, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
-        side_ids = [pair[side] for pair, _ in fitting]
-        columns[name] = list_array(side_ids, map(len, side_ids), pa.int32())
-    return Chunk(pa.table(columns), dropped, sum(is_cut for _, is_cut in fitting), text_rows=plain * len(fitting))
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    table = {name: pa.array([pair[side] for pair, _ in fitting], ID_LISTS) for side, name in enumerate(names)}
+    return Chunk(pa.table(table), dropped, sum(is_cut for _, is_cut in fitting), text_rows=plain * len(fitting))
 
 
 def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[tuple[Ids, Ids, Ids], bool]:
@@ -504,8 +501,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     dropped: dict[str, Dropped] = {}
     fields = rows.drop(RECORD_COLUMN, strict=False)
     chat = "prompt" not in fields.columns
-    read = read_question if chat else read_prompt
-    parsed, at = using.parse(fields, first_row, read, dropped)
+    parsed, at = using.parse(fields, first_row, read_question if chat else read_prompt, dropped)
     text = are_text([isinstance(question.prompt, str) for question in parsed], at)
     if parsed and not text and options.overlong == "truncate":
         message = "truncate cuts the beginning of text, and these prompts are messages"
@@ -537,11 +533,11 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         fitting, at = try_each(pairs, at, fit, dropped, lambda example: example[0].prompt)
         questions, truncated = [question for question, _ in fitting], sum(is_cut for _, is_cut in fitting)
     rewarded = rewarded_columns(options)
-    prompts = [question.prompt if text else encode_record(question.prompt) for question in questions]
+    prompts = [question.prompt if text else json.dumps(question.prompt) for question in questions]
     table = {"prompt": pa.array(prompts, pa.string())}
-    encoded = [*rewarded, RECORD_COLUMN] if text else [*rewarded, RECORD_COLUMN, "prompt"]
+    encoded = [*rewarded, RECORD_COLUMN, *([] if text else ["prompt"])]
     if "answer" not in rewarded and (chat or "completion" in fields.columns):
-        table["answer"] = pa.array([encode_record(question.answer) for question in questions], pa.string())
+        table["answer"] = pa.array([json.dumps(question.answer) for question in questions], pa.string())
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)

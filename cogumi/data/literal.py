@@ -11,7 +11,7 @@ An assistant's content keeps the tags of a thought that it begins with, and of c
 import json
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +36,6 @@ class LiteralText:
     """The control tokens of one tokenizer, and how text that spells them stays text."""
 
     tokenizer: Any
-    _seen: dict[str, bool] = field(default_factory=dict, compare=False)
 
     @cached_property
     def controls(self) -> dict[str, int]:
@@ -67,11 +66,8 @@ class LiteralText:
         copy, ids = Tokenizer.from_str(json.dumps(bare)), {}
         for number, token in sorted(backend.get_added_tokens_decoder().items()):
             is_control = token.content in self.controls
-            flags = {
-                name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
-            }
             text = chr(OWN_FIRST + self.spellings.index(token.content)) if is_control else token.content
-            copy.add_tokens([AddedToken(text, **flags)])
+            copy.add_tokens([AddedToken(**token.__getstate__() | {"content": text})])
             ids[copy.token_to_id(text)] = number
         return copy, ids
 
@@ -79,37 +75,32 @@ class LiteralText:
         """Replace every spelling. Raises BadRow for one that this tokenizer cannot read as text."""
 
         def hide_one(match: re.Match[str]) -> str:
-            if not self.is_text(match[0]):
+            if match[0] in self.unreadable:
                 raise BadRow(f"containing a special token ({match[0]})")
             return chr(HIDDEN_FIRST + self.spellings.index(match[0]))
 
         return self.pattern.sub(hide_one, RESERVED.sub("\ufffd", text))  # `keep_as_text` drops rows with those
 
-    def is_text(self, spelling: str) -> bool:
-        """Tell whether the copy reads a spelling as text: a vocabulary may have control tokens as words, too."""
-        if spelling not in self._seen:
-            number = self.controls.get(spelling)
-            self._seen[spelling] = number is None or (
-                self.tokenizer.is_fast and number not in self.copy[0].encode(spelling, add_special_tokens=False).ids
-            )
-        return self._seen[spelling]
+    @cached_property
+    def unreadable(self) -> set[str]:
+        """Spellings that the copy does not read as text: a vocabulary may have control tokens as words, too."""
+        if not self.tokenizer.is_fast:
+            return set(self.controls)
+        ids = {text: self.copy[0].encode(text, add_special_tokens=False).ids for text in self.controls}
+        return {text for text, number in self.controls.items() if number in ids[text]}
 
     def reveal(self, value: Any) -> Any:
         """Restore hidden spellings in nested values."""
         return map_strings(value, lambda text: HIDDEN.sub(lambda at: self.spellings[ord(at[0]) - HIDDEN_FIRST], text))
 
     def hide_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [
-            {
-                key: value
-                if key == "role"
-                else self._hide_answer(value)
-                if key == "content" and message["role"] == "assistant" and isinstance(value, str)
-                else map_strings(value, self.hide)
-                for key, value in message.items()
-            }
-            for message in messages
-        ]
+        def hide(role: str, key: str, value: Any) -> Any:
+            if key == "role":
+                return value
+            is_answer = key == "content" and role == "assistant" and isinstance(value, str)
+            return self._hide_answer(value) if is_answer else map_strings(value, self.hide)
+
+        return [{key: hide(message["role"], key, value) for key, value in message.items()} for message in messages]
 
     def _hide_answer(self, content: str) -> str:
         """Hide all but the tags of a leading thought and of calls. Raises BadRow for a thought that never closes."""
@@ -122,11 +113,8 @@ class LiteralText:
             head, content = opened + self.hide(before[len(opened) :]) + CLOSE, after
         elif opened and not close:  # text, unless the run says that there are thoughts
             head, content = opened, content[len(opened) :]
-        parts, end = [], 0
-        for call in CALL.finditer(content):
-            parts += [self.hide(content[end : call.start()]), call[1], self.hide(call[2]), call[3]]
-            end = call.end()
-        return head + "".join(parts) + self.hide(content[end:])
+        # Text, tag, call, tag, text, ...
+        return head + "".join(part if at % 2 else self.hide(part) for at, part in enumerate(CALL.split(content)))
 
     def without_tags(self, prompt: str, *answers: str) -> list[str]:
         """Return texts without the tags of calls, and of a thought that begins an answer, or that the prompt opens."""
@@ -137,10 +125,11 @@ class LiteralText:
 
     def restore(self, text: str) -> str:
         """Return rendered text as the copy reads it."""
-        own = self.pattern.sub(
-            lambda at: chr(OWN_FIRST + self.spellings.index(at[0])) if at[0] in self.controls else at[0], text
-        )
-        return str(self.reveal(own))
+
+        def mark(match: re.Match[str]) -> str:
+            return chr(OWN_FIRST + self.spellings.index(match[0])) if match[0] in self.controls else match[0]
+
+        return str(self.reveal(self.pattern.sub(mark, text)))
 
     def encoding(self, text: str) -> tuple[Any, Ids]:
         """Tokenize text that `restore` returned: (the copy's encoding, the real ids)."""
@@ -177,26 +166,19 @@ def keep_data_as_text(tokenizer: Any) -> None:
         if not options.get("tokenize", True) or options.get("return_tensors"):
             return output
         is_batch = bool(conversation) and not isinstance(conversation[0], Mapping)
+        lists = output if isinstance(output, MutableMapping) else {"input_ids": output}
         for index, messages in enumerate(conversation if is_batch else [conversation]):
             if not literal.pattern.search(json.dumps([messages, tools], ensure_ascii=False, default=str)):
                 continue
             hidden = literal.hide_messages(messages), tools and map_strings(tools, literal.hide)
             text = render(hidden[0], tools=hidden[1], **options | {"tokenize": False})
             ids = literal.encode([text])[0].tolist()
-            output = put_ids(output, ids, index if is_batch else None)
-        return output
+            for key in lists.keys() & {"input_ids", "attention_mask"}:
+                value = ids if key == "input_ids" else [1] * len(ids)
+                if is_batch:
+                    lists[key][index] = value
+                else:
+                    lists[key] = value
+        return output if isinstance(output, MutableMapping) else lists["input_ids"]
 
     tokenizer.apply_chat_template = apply_chat_template
-
-
-def put_ids(output: Any, ids: list[int], index: int | None) -> Any:
-    """Replace the ids of one conversation in what `apply_chat_template` returned."""
-    if not isinstance(output, MutableMapping):
-        output = {"input_ids": output}
-        return put_ids(output, ids, index)["input_ids"]
-    for key, value in {"input_ids": ids, "attention_mask": [1] * len(ids)}.items():
-        if key in output and index is None:
-            output[key] = value
-        elif key in output:
-            output[key][index] = value
-    return output

@@ -1,8 +1,8 @@
 """Rows of a source: their original records carried as text, the examples they become, and counts of dropped rows.
 
 Arrow has one type per column: a key that one record lacks would come back as None, and integers as floats. The original
-record, the columns that `data.columns` names for the rewards, and messages are therefore JSON in the prepared data, and
-`decode_rows` decodes them when a row is read. The source file may then be gone.
+record, the columns that `data.columns` names for the rewards, and messages are therefore JSON in the prepared data (ASCII,
+as an unpaired surrogate cannot be UTF-8), and `decode_rows` decodes them when a row is read. The source file may be gone.
 
 A record of a JSON-lines file equals `json.loads` of its line. One of a parquet or CSV file holds its cells by column, as
 Python values. Values without a JSON type (bytes, dates, decimals) are written with their type and read back unchanged.
@@ -117,11 +117,10 @@ def describe_value(value: Any) -> str:
         return value.decode(errors="backslashreplace")
     if isinstance(value, tuple):
         return " | ".join(map(describe_value, value))
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(item, dict) and set(item) == MESSAGE_KEYS for item in value)
-    ):
+    is_message_list = isinstance(value, list) and all(
+        isinstance(item, dict) and set(item) == MESSAGE_KEYS for item in value
+    )
+    if value and is_message_list:
         return " ".join(f"{message['role']}: {describe_value(message['content'])}" for message in value)
     return json.dumps(value, ensure_ascii=False, default=str)
 
@@ -232,13 +231,13 @@ class Lengths(Counter[int]):
 
 def token_lengths(table: pa.Table) -> list[int]:
     """Return the tokens of each example of a chunk; nothing for text, which a trainer tokenizes."""
-    lengths = {
-        name: pc.list_value_length(table[name]).to_numpy() for name in table.column_names if name.endswith("_ids")
-    }
-    totals = lengths.get("input_ids", np.empty(0, np.int64))
-    if "chosen_ids" in lengths:
-        totals = lengths["prompt_ids"] + np.maximum(lengths["chosen_ids"], lengths["rejected_ids"])
-    return totals.tolist()  # type: ignore[no-any-return]
+
+    def lengths(name: str) -> Any:
+        return pc.list_value_length(table[name]).to_numpy()
+
+    if "chosen_ids" in table.column_names:
+        return (lengths("prompt_ids") + np.maximum(lengths("chosen_ids"), lengths("rejected_ids"))).tolist()  # type: ignore[no-any-return]
+    return lengths("input_ids").tolist() if "input_ids" in table.column_names else []
 
 
 # ------------------------------------------------------------------------------------------------------------- records
@@ -248,24 +247,16 @@ RECORD_COLUMN = "record"
 """The column of prepared prompts, and the argument of a reward, that is the original record."""
 TABLE_PREFIX = "table "
 """Start of the text of a value from a parquet or CSV file, which may contain TYPES. No JSON starts like this."""
+MICROSECOND = timedelta(microseconds=1)
 TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "\0bytes": (bytes, bytes.hex, bytes.fromhex),
     "\0decimal": (Decimal, str, Decimal),
     "\0datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "\0date": (date, date.isoformat, date.fromisoformat),  # after datetime, its subclass
     "\0time": (time, time.isoformat, time.fromisoformat),
-    "\0timedelta": (
-        timedelta,
-        lambda length: length // timedelta(microseconds=1),
-        lambda count: timedelta(microseconds=count),
-    ),
+    "\0timedelta": (timedelta, lambda length: length // MICROSECOND, lambda count: count * MICROSECOND),
 }
 """Types that JSON lacks: {marker key: (type, to JSON, from JSON)}."""
-
-
-def encode_record(record: Any) -> str:
-    """Encode a JSON value as ASCII text: an unpaired surrogate cannot be UTF-8."""
-    return json.dumps(record)
 
 
 def encode_table(rows: pl.DataFrame) -> list[str]:

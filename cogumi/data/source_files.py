@@ -54,19 +54,18 @@ def find_files(path: str | Path) -> list[Path]:
                 return _training_files(local, files)
         message = "this directory holds no .parquet or .jsonl file, nor a .csv"
         raise UsageError(message, place=path, fix="give a file of its own")
-    if glob.has_magic(str(path)):
+    if glob.has_magic(path):
         matches = _matches(path)
-        if files := [file for file in matches if kind_of(file)] or matches:
-            if len(splits := {split for file in files for split in _splits_of(Path(file.name))}) > 1:
-                log.warning(
-                    "%s matches files of several splits, which are all used: %s", path, ", ".join(sorted(splits))
-                )
-            return files
-        raise UsageError("no file matches this pattern", place=path, fix="check it with ls")
+        files = [file for file in matches if kind_of(file)] or matches
+        if not files:
+            raise UsageError("no file matches this pattern", place=path, fix="check it with ls")
+        splits = {split for file in files for split in _splits_of(Path(file.name))}
+        if len(splits) > 1:
+            log.warning("%s matches files of several splits, which are all used: %s", path, ", ".join(sorted(splits)))
+        return files
     if "{" in local.name and "," in local.name:
-        raise UsageError(
-            "braces are expanded by a shell only", place=path, fix="use * or [ab], or data.mix with each file"
-        )
+        fix = "use * or [ab], or data.mix with each file"
+        raise UsageError("braces are expanded by a shell only", place=path, fix=fix)
     near = nearest(local.name, [file.name for file in local.parent.glob("*")])
     hint = f"; did you mean {near}?" if near else f" (looked from {Path.cwd()})"
     raise UsageError(f"no such file{hint}", place=path)

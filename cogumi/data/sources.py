@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
-from cogumi.data.rows import NO_OBJECT, encode_record, encode_table
+from cogumi.data.rows import NO_OBJECT, encode_table
 from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, kind_of
 
 BATCH_BYTES = 8 * 2**20
@@ -118,7 +118,7 @@ def _json_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterat
     for block in _record_blocks(file):
         seen.update(dict.fromkeys(_keys(block)))
         frame = pl.DataFrame([_series(column, [_cell(record, column) for record in block]) for column in columns])
-        yield frame, list(map(encode_record, block)) if originals else None
+        yield frame, list(map(json.dumps, block)) if originals else None
     if seen:
         _refuse_missing_columns(file, columns, seen)
 

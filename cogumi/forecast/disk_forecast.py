@@ -281,7 +281,7 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
         notes.append(f"{run.model.name} has no tokenizer that can be loaded, and none is counted")
     train_all = run.cogumi.tuning == "full"  # then the trained model is saved as `merged/`, and there is no adapter
     try:
-        dtype = resolve_dtype(dtype_of_weights(run) if train_all else run.model.dtype)
+        dtype = resolve_dtype(dtype_of_weights(run))
         lora = None if train_all else lora_config(run.lora, model=meta_model(base.config))
         trainer = saving_trainer(config, dtype, args, lora, tokenizer)
     except BUILD_REFUSALS as error:

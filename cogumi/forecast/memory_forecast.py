@@ -155,7 +155,7 @@ class MemoryForecast:
 def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) -> MemoryForecast:
     """Run the step of a run on fake tensors. `run` has its choices made; config: the base's."""
     train_all = run.cogumi.tuning == "full"
-    dtype = weights_dtype(target, dtype_of_weights(run) if train_all else run.model.dtype)
+    dtype = weights_dtype(target, dtype_of_weights(run))
     autocast = autocast_dtype(run, target)
     period = None if train_all and work.micro_batches == 1 else layer_period(config)
     workspace = 0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogumi.config.presets import CORRECTION, OURS
+from cogumi.config.presets import CORRECTION
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import format_memory
@@ -135,12 +135,6 @@ class Choice:
         return f"{self.key}: {self.value} ({self.reason})"
 
 
-# bitsandbytes' moments in 8 bits are for whole tensors.
-SHARED_OPTIMIZER = Choice(
-    "train.optim", "adamw_torch_fused", "shards have 32-bit moments, and each GPU a share of them"
-)
-
-
 def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     """Return the decisions that the config leaves open, in the order in which they take effect."""
     choices, load = micro_batch(run, machine, load)
@@ -150,9 +144,11 @@ def choose(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
     if machine.capability is not None:  # without a GPU transformers' own choice stays: sdpa, or eager where it has none
         requested = run.train.get("gradient_checkpointing")
         choices.insert(0, attention(machine, load))
-        computed_twice = checkpointing.value if requested is None else requested
-        shared = run.cogumi.sharding != "none"
-        choices.append(SHARED_OPTIMIZER if shared else optimizer(machine, load, computed_twice))
+        chosen = optimizer(machine, load, checkpointing.value if requested is None else requested)
+        if run.cogumi.sharding != "none":  # bitsandbytes' moments in 8 bits are for whole tensors
+            why = "shards have 32-bit moments, and each GPU a share of them"
+            chosen = Choice("train.optim", "adamw_torch_fused", why)
+        choices.append(chosen)
     if machine.bf16 and run.cogumi.method == "gspo":
         choices.append(Choice("train.tf32", False, "TF32 rounds at 1e-3, and GSPO clips ratios at 3e-4"))
     if run.cogumi.method == "gspo":
@@ -164,13 +160,7 @@ def choose_correction(run: RunConfig) -> list[Choice]:
     """Choose how vLLM's samples are corrected where a rollout serves several steps, all but one with an older sampler."""
     if not run.train.get("use_vllm") or any(key.startswith(CORRECTION) for key in run.train):
         return []
-    accumulation, size = run.setting("gradient_accumulation_steps"), run.train.get("generation_batch_size")
-    default = gspo.STEPS_PER_ROLLOUT if run.train.get("loss_type", "gspo") in OURS else 1
-    steps = (run.train.get("steps_per_generation") or default * accumulation) / accumulation
-    if is_planned(run):
-        steps = gspo.step_sizes(run)[2]
-    elif size:
-        steps = size / (accumulation * run.setting("per_device_train_batch_size") * run.cogumi.process_count)
+    steps = gspo.step_sizes(run)[2] if is_planned(run) else gspo.rollout_rows(run) / math.prod(batch_of(run))
     reused = steps * run.setting("num_iterations") > 1
     why = "a rollout serves several steps; four steps on, tis keeps 98 % of a sample effective and TRL's mis 56 %"
     return [Choice("cogumi.sampler_correction", "tis", why)] if reused else []
@@ -231,8 +221,9 @@ def choose_packing(run: RunConfig, config: Any, lengths: Lengths, examples: int)
     is_trl_sft = run.cogumi.method == "sft" and run.cogumi.backend != "unsloth" and not unsloth_rl.is_in_place()
     is_excluded = any(map(run.train.get, UNPACKED_SETTINGS)) or run.train.get("packing_strategy") not in (None, "bfd")
     if (
-        not (is_trl_sft and lengths and is_open(run, "train.packing") and is_same_when_split(run, config))
+        not is_trl_sft
         or is_excluded
+        or not (lengths and is_open(run, "train.packing") and is_same_when_split(run, config))
     ):
         return []
     row, (batch, accumulated) = lengths.quantile(1.0), batch_of(run)  # no more rows than examples are no more memory
@@ -283,10 +274,8 @@ def optimizer(machine: Machine, load: Load, checkpointing: bool) -> Choice:
     """AdamW with moments in 8 bits where those in 32 do not fit; transformers' own (fused) stays where they do."""
     room = max(0, int(USABLE * machine.free_bytes) - load.weights - load.step(checkpointing))
     full_size, small = MOMENTS * load.trained, MOMENTS_8BIT * load.trained
-    name, why = (
-        "adamw_torch_fused",
-        f"AdamW's moments are {format_memory(full_size)}, and {format_memory(room)} are left",
-    )
+    name = "adamw_torch_fused"
+    why = f"AdamW's moments are {format_memory(full_size)}, and {format_memory(room)} are left"
     if full_size > room and machine.bitsandbytes:
         name = "adamw_8bit" if small <= room else "paged_adamw_8bit"
         why += f"; {format_memory(small)} in 8 bits{'' if small <= room else ', paged into main memory'}"
@@ -372,16 +361,14 @@ def load_of(run: RunConfig, base: RunBase) -> Load:
     """Estimate the load of a run from the base's config alone."""
     config, model = base.config, meta_model(base.config)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
-    is_full, dpo = run.cogumi.tuning == "full", run.cogumi.method == "dpo"
-    element = resolve_dtype(dtype_of_weights(run) if is_full else run.model.dtype).itemsize
-    if is_full:  # each with its gradient, and beside them DPO's reference model
+    dpo, element = run.cogumi.method == "dpo", resolve_dtype(dtype_of_weights(run)).itemsize
+    if run.cogumi.tuning == "full":  # each with its gradient, and beside them DPO's reference model
         reference = dpo and not run.train.get("precompute_ref_log_probs")
         trained, weights = parameters, parameters * element * (3 if reference else 2)
     else:
         trained = gspo.lora_parameters(model, lora_config(run.lora).r)
-        placed = place_quantized_weights(
-            model.to(resolve_dtype(run.model.dtype)), config, run.model.quantization_config
-        )
+        in_dtype = model.to(resolve_dtype(run.model.dtype))
+        placed = place_quantized_weights(in_dtype, config, run.model.quantization_config)
         weights = count_meta_bytes(placed) + ADAPTER_BYTES * trained
     if run.cogumi.sharding == "fsdp2":  # what a card gathers for a while is the preflight's to count
         weights, trained = (-(-size // run.cogumi.process_count) for size in (weights, trained))
@@ -411,8 +398,8 @@ def refuse_adapter_settings(run: RunConfig) -> None:
 
 
 def dtype_of_weights(run: RunConfig) -> str:
-    """float32 unless the user says otherwise: in bfloat16 an update below 2^-9 of a weight is lost."""
-    return "float32" if run.model.dtype == "auto" else run.model.dtype
+    """Default to float32 where every weight is trained: in bfloat16 an update below 2^-9 of a weight is lost."""
+    return "float32" if run.cogumi.tuning == "full" and run.model.dtype == "auto" else run.model.dtype
 
 
 # ------------------------------------------------------------------------------------- GSPO's clip, from measured noise

@@ -56,9 +56,7 @@ def trl_arguments(run: RunConfig) -> Any:
     options = defaults | METHODS[run.cogumi.method].arguments(run)
     options.pop("model_init_kwargs", None)  # TRL would warn that it ignores them: the model is loaded already
     config = config_class(TRL_CONFIGS[run.cogumi.method])
-    if (
-        unsloth_rl.is_in_place()
-    ):  # its classes have other defaults, such as seed 3407, two micro-batches a step and a warm-up
+    if unsloth_rl.is_in_place():  # its classes' defaults differ: seed 3407, two micro-batches a step, a warm-up
         theirs = config_defaults(config)
         if run.cogumi.method == "sft":
             del theirs["loss_type"]  # unsloth's trainer computes "nll" alone, whose value is that of TRL's default
@@ -104,8 +102,7 @@ def build_trainer(
     meter: is told of the stage of dpo's reference. ranks: the processes of the training.
     """
     ranks = ranks or Ranks()
-    section, is_full = run.model, run.cogumi.tuning == "full"
-    dtype = dtype_of_weights(run) if is_full else section.dtype
+    section, is_full, dtype = run.model, run.cogumi.tuning == "full", dtype_of_weights(run)
     if unsloth_rl.is_in_place():
         model: Any = load_fast_model(base, section, dtype, longest_sequence(run), checkpoints_layers(run), is_full)
     else:
@@ -158,10 +155,9 @@ def rebuild_model(run: RunConfig, base: RunBase, trained: Iterable[tuple[str, to
 
     Raises RuntimeError where a trained weight finds no place.
     """
-    section, is_full = run.model, run.cogumi.tuning == "full"
-    dtype = dtype_of_weights(run) if is_full else section.dtype
-    model: Any = load_model(base, dtype, section.quantization_config, section.attn_implementation)
-    if not is_full:
+    section = run.model
+    model: Any = load_model(base, dtype_of_weights(run), section.quantization_config, section.attn_implementation)
+    if run.cogumi.tuning == "lora":
         model, lora = with_adapter(run, model)
         model = model if lora is None else get_peft_model(model, lora)
         keep_float32(model)
@@ -174,11 +170,9 @@ def rebuild_model(run: RunConfig, base: RunBase, trained: Iterable[tuple[str, to
             homeless.append(name)
     if homeless:
         raise RuntimeError(f"{len(homeless)} trained weights find no place in the model, such as {homeless[0]}")
-    size, on_gpu = (
-        sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        torch.cuda.is_available(),
-    )
-    return model.cuda() if on_gpu and size * SPARE < torch.cuda.mem_get_info()[0] else model
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    fits_on_gpu = torch.cuda.is_available() and size * SPARE < torch.cuda.mem_get_info()[0]
+    return model.cuda() if fits_on_gpu else model
 
 
 def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:

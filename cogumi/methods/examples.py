@@ -80,13 +80,7 @@ class Examples:
         if before and before.get("split") != self.split:
             log.warning("the held-out rows may be others than when the run began, which may have trained on some of them: the "
                         "data or the version of cogumi changed. For a comparable eval_loss begin a new run")  # fmt: skip
-        section = {
-            "key": self.key,
-            "split": self.split,
-            "today": self.today,
-            "max_length": self.max_length,
-            "held_out": None,
-        }
+        section = {name: getattr(self, name) for name in ("key", "split", "today", "max_length")} | {"held_out": None}
         accounts = [asdict(account_for(data)) | {"lengths": data.lengths.buckets(BARS)} for data in self.parts()]
         write_section(run_dir / DECISIONS, DATA, section | dict(zip(("train", "held_out"), accounts, strict=False)))
 
@@ -170,12 +164,13 @@ def sources_of(
     if room is not None:
         fim = fim.model_copy(update={"max_length": min(fim.max_length, room)})
     entries: list[MixEntry | DataSection] = list(run.data.mix) or [run.data]
+    trained = len(entries)
     if run.data.eval_source is not None:
         no_hub = dict.fromkeys(("revision", "split", "subset"))
         entries.append(run.data.model_copy(update={"source": run.data.eval_source, "mix": [], **no_hub}))
     sources = []
     for number, item in enumerate(entries):
-        is_eval = number == len(run.data.mix or [run.data])
+        is_eval, format = number == trained, item.format or run.data.format
         task = None if item.source else task_of(run)
         source = str(write_rows(own_rows(task), task.name)) if task else item.source or ""
         if is_eval and (Path(source).is_dir() or (is_hub_id(source) and not Path(source).exists())):
@@ -184,10 +179,10 @@ def sources_of(
         name = f"cogumi.environment {task.name}" if task else name
         options = FormatOptions(
             method=run.cogumi.method,
-            format=item.format or run.data.format,
+            format=format,
             columns=run.data.columns if item.columns is None else item.columns,
             column=item.column or run.data.column,
-            learn=learned_parts(item.format or run.data.format, run.train),
+            learn=learned_parts(format, run.train),
             max_length=room if run.cogumi.method == "gspo" else longest_example(run),
             overlong=run.data.overlong,
             truncation_mode=run.train.get("truncation_mode") or "keep_start",
@@ -201,8 +196,6 @@ def sources_of(
             columns = columns_for(options, names)
         except UsageError as error:
             raise UsageError(f"{error}", place=name) from None
-        # The samples have columns for every method; rewards get all columns.
-        skips_unused = source.startswith("cogumi:") or run.cogumi.method == "gspo"
         entry = Source(
             name=name,
             files=files,
@@ -215,7 +208,8 @@ def sources_of(
             read=reader_for(options, tokenizer),
             notes=describe_left_out(source, files),
         )
-        if not skips_unused:
+        # The samples have columns for every method; rewards get all columns.
+        if not source.startswith("cogumi:") and run.cogumi.method != "gspo":
             entry = replace(entry, unused=unused_parts(entry, names))
         sources.append((entry, options))
     return sources
@@ -263,11 +257,10 @@ def refuse_other_end(
     stops = known if isinstance(known, list) else [] if known is None else [known]
     stopping = [tokenizer.eos_token, *map(str, tokenizer.convert_ids_to_tokens(stops))]
     if end not in stopping:
-        message = (
-            f"the chat template ends an answer with {end}, and generation stops at {', '.join(dict.fromkeys(stopping))} (of "
-            "the tokenizer and generation_config.json): the trained model would not stop"
-        )
-        raise UsageError(message, key="train.eos_token", fix=f"set train.eos_token: '{end}'")
+        others = f"{', '.join(dict.fromkeys(stopping))} (of the tokenizer and generation_config.json)"
+        message = f"the chat template ends an answer with {end}, and generation stops at {others}"
+        fix = f"set train.eos_token: '{end}'"
+        raise UsageError(f"{message}: the trained model would not stop", key="train.eos_token", fix=fix)
 
 
 def room_for_prompts(run: RunConfig, base_config: PretrainedConfig | None) -> int | None:
@@ -326,12 +319,13 @@ def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTr
 
     if options.method == "gspo":
         prompts, ids = render_prompts(list(rows["prompt"]), tokenizer, options.thinking, options.today, options.tools)
+
+        def encode(value: Any) -> str:
+            """Return JSON for a text file: dates and bytes as Python writes them, no half surrogate pairs."""
+            return json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
+
         names = [name for name in rows.column_names if name not in ("prompt", RECORD_COLUMN)]
-        # As JSON in a text file: dates and bytes as Python writes them, no half surrogate pairs.
-        texts = {
-            name: [json.dumps(v, ensure_ascii=False, default=str).encode(errors="replace").decode() for v in rows[name]]
-            for name in names
-        }
+        texts = {name: list(map(encode, rows[name])) for name in names}
         return decode_rows(Dataset.from_dict({**texts, "prompt": prompts, "prompt_ids": ids}), names)
     if options.method == "dpo":
         pairs = [(row["prompt_ids"], {side: decode(row[f"{side}_ids"]) for side in SIDES}) for row in rows]

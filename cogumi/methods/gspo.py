@@ -111,10 +111,9 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
     rollout = run.train.get("generation_batch_size") or STEPS_PER_ROLLOUT * documents
     processes = run.cogumi.process_count
     if rollout % documents:
-        message = (
-            f"train.generation_batch_size {rollout} is no whole number of optimizer steps of {documents} documents"
-        )
-        raise UsageError(message, fix=f"set {nearest_multiples(rollout, documents)}")
+        reason = f"is no whole number of optimizer steps of {documents} documents"
+        fix = f"set {nearest_multiples(rollout, documents)}"
+        raise UsageError(f"train.generation_batch_size {rollout} {reason}", fix=fix)
     refuse_uneven(documents, run.cogumi.prompts_per_step, group, rollout // documents, fixed)
     if processes > 1:
         if documents % processes:
@@ -268,11 +267,8 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     check_prompts(rewards, prompts)
     for reward in rewards:
         thoughts = dict(zip(THOUGHT_COLUMNS, ([0] * group, [SAMPLE] * group), strict=True))
-        extra_columns = {
-            "trainer_state": TrainerState(),
-            **{key: thoughts[key] for key in thoughts.keys() & parameters_of(reward)},
-        }
-        wrong = try_reward(reward, prompts[0], group, **extra_columns)
+        taken = {key: thoughts[key] for key in thoughts.keys() & parameters_of(reward)}
+        wrong = try_reward(reward, prompts[0], group, trainer_state=TrainerState(), **taken)
         refused, message = wrong or (False, "")
         if refused:
             raise UsageError(message, key="cogumi.rewards")

@@ -14,9 +14,7 @@ from cogumi.patches.trl_internals import wrap_method
 
 log = logging.getLogger("cogumi")
 OPTIMIZER = "optimizer"  # of decisions.json: what LoRA+ has built
-OWN_GROUPS = frozenset(
-    {"params", "model", "optimizer_dict"}
-)  # that transformers gives an optimizer beside its settings
+OWN_GROUPS = {"params", "model", "optimizer_dict"}  # that transformers gives an optimizer beside its settings
 RECORDED = ("lr", "weight_decay", "betas", "eps")
 
 
@@ -40,9 +38,8 @@ def use_loraplus(trainer: Any, ratio: float, run_dir: Path) -> None:
             return original(model)
         kind, options = settings(model)
         rates = {"loraplus_lr_ratio": ratio, "loraplus_lr_embedding": options["lr"]}
-        optimizer = create_loraplus_optimizer(
-            model, kind, **rates, loraplus_weight_decay=trainer.args.weight_decay, **options
-        )
+        decay = trainer.args.weight_decay
+        optimizer = create_loraplus_optimizer(model, kind, **rates, loraplus_weight_decay=decay, **options)
         keep_decay(trainer, model, optimizer)
         if options.get("optim_bits") == 8:
             keep_embeddings_in_32_bits(model)
@@ -80,12 +77,11 @@ def keep_embeddings_in_32_bits(model: Any) -> None:
 def record(optimizer: Any, ratio: float, run_dir: Path) -> None:
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     groups = [
-        {"tensors": len(group["params"]), **{key: group[key] for key in RECORDED if key in group}}
+        {"tensors": len(group["params"])} | {key: group[key] for key in RECORDED if key in group}
         for group in optimizer.param_groups
     ]
     rates = ", ".join(f"{group['lr']:g} for {group['tensors']} tensors" for group in groups)
     log.info("LoRA+: B learns %g times as fast as A; %s: %s", ratio, kind, rates)
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
-    write_section(
-        run_dir / DECISIONS, OPTIMIZER, {"class": kind, "bits": bits, "loraplus_ratio": ratio, "groups": groups}
-    )
+    section = {"class": kind, "bits": bits, "loraplus_ratio": ratio, "groups": groups}
+    write_section(run_dir / DECISIONS, OPTIMIZER, section)

@@ -101,10 +101,9 @@ def refuse_without_decoder(base: RunBase) -> None:
     except BUILD_REFUSALS:  # told where the model is built
         return
     if model.base_model.get_output_embeddings() is not None:
-        message = (
-            f"TRL {version('trl')} finds no decoder without its LM head in {type(model).__name__}, so its losses fail"
-        )
-        raise UsageError(message, key="model.name", fix="take a model of another family")
+        problem = f"finds no decoder without its LM head in {type(model).__name__}, so its losses fail"
+        fix = "take a model of another family"
+        raise UsageError(f"TRL {version('trl')} {problem}", key="model.name", fix=fix)
 
 
 def check_merge(run: RunConfig, base: RunBase, original: Original | None) -> None:

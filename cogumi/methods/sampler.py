@@ -58,9 +58,8 @@ def sampler_settings(run: RunConfig) -> dict[str, Any]:
         raise UsageError(message, key=key, fix="drop it, or set train.use_vllm: true")
     values = {"correction": True} | CORRECTIONS[correction]
     if conflicting := [name for name in run.train if name.startswith(CORRECTION)]:
-        raise UsageError(
-            f"{key}: {correction} and train.{conflicting[0]} both decide what is corrected", fix="drop one"
-        )
+        message = f"{key}: {correction} and train.{conflicting[0]} both decide what is corrected"
+        raise UsageError(message, fix="drop one")
     return {CORRECTION + name: value for name, value in values.items()}
 
 
@@ -101,10 +100,8 @@ def refuse_quantized(run: RunConfig, base_config: Any) -> None:
         return
     quantized, fix = "model.quantization_config is set", "drop one of the two"
     if quantization:
-        quantized, fix = (
-            f"{run.model.name} is quantized ({quantization})",
-            "name the full-precision model, or drop the key",
-        )
+        quantized = f"{run.model.name} is quantized ({quantization})"
+        fix = "name the full-precision model, or drop the key"
     message = f"{quantized}, and vLLM cannot be given quantized weights at each rollout"
     raise UsageError(message, key="train.use_vllm", fix=fix)
 
@@ -184,10 +181,8 @@ def refuse_settings(run: RunConfig, args: Any) -> None:
     for key, value in (of_config | of_sampler).items():
         is_greedy = GREEDY.get(key.rpartition(".")[2])
         if value is not None and is_greedy is not None and is_greedy(value):
-            message = (
-                f"{key} {value} samples the most likely token: completions of a group, and their rewards, do not differ"
-            )
-            raise UsageError(message, key=key, fix="drop the key")
+            effect = "samples the most likely token: completions of a group, and their rewards, do not differ"
+            raise UsageError(f"{key} {value} {effect}", key=key, fix="drop the key")
     key, weights, rewards = "train.reward_weights", args.reward_weights, len(run.cogumi.rewards)
     if weights is not None and len(weights) != rewards:
         reason = f"{key} has {len(weights)} and cogumi.rewards {rewards}"

@@ -130,24 +130,16 @@ def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, to
     return {"safe": safe, "distance": distance, "bound": bound}
 
 
-def pack_datasets(
-    run: RunConfig,
-    ranks: Ranks,
-    model: Any,
-    args: Any,
-    train_dataset: Any,
-    eval_dataset: Any,
-    processing_class: Any,
-    **_: Any,
-) -> dict[str, Any]:
+def pack_datasets(run: RunConfig, ranks: Ranks, **common: Any) -> dict[str, Any]:
     """Pack the data sets, and set as many rows a step in the trainer's `args` as hold the examples asked for.
 
-    ranks: the processes of the training, of which the first measures whether rows may be packed.
+    ranks: the processes of the training, of which the first measures whether rows may be packed. common: SFTTrainer's.
     """
     from trl import pack_dataset
 
-    decided = ranks.decide(lambda: decide_packing(run, model, args, train_dataset, processing_class))
-    args, place = copy.copy(args), run.run_dir / DECISIONS
+    args, train_dataset, place = copy.copy(common["args"]), common["train_dataset"], run.run_dir / DECISIONS
+    model, tokenizer = common["model"], common["processing_class"]
+    decided = ranks.decide(lambda: decide_packing(run, model, args, train_dataset, tokenizer))
     write_section(place, PACKING, decided)
     if decided["safe"] is False:
         args.packing = args.padding_free = False
@@ -179,7 +171,8 @@ def pack_datasets(
     figures = {"examples": len(train_dataset), "rows": len(packed), "efficiency": efficiency}
     of_step = {"asked_per_step": requested, "rows_per_step": rows, "examples_per_step": per_step}
     write_section(place, PACKING, decided | figures | of_step)
-    held_out = None if eval_dataset is None else with_labels(eval_dataset)
+    held_out = common["eval_dataset"]
+    held_out = None if held_out is None else with_labels(held_out)
     return {"args": args, "train_dataset": packed, "eval_dataset": held_out}
 
 

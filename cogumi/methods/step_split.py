@@ -65,10 +65,8 @@ def refuse_unshared(run: RunConfig, count: int) -> None:
         fix = "set cogumi.backend: trl, or cogumi.processes: 1"
         raise UsageError("unsloth trains in one process", key="cogumi.backend", fix=fix)
     if run.cogumi.sharding != "none":
-        unsharded, optimizer = (
-            "cogumi.sharding: none, where each GPU has the whole model",
-            str(run.train.get("optim") or ""),
-        )
+        unsharded = "cogumi.sharding: none, where each GPU has the whole model"
+        optimizer = str(run.train.get("optim") or "")
         if run.model.quantization_config is not None:
             message = f"a quantized base is not shared out by {run.cogumi.sharding}"
             raise UsageError(message, key="model.quantization_config", fix=f"drop it, or set {unsharded}")

@@ -36,10 +36,8 @@ from cogumi.patches.trl_internals import commit_of
 log = logging.getLogger("cogumi")
 REFERENCE = "ref"  # TRL's name for the frozen copy of the adapter that is trained
 # Entries of adapter_config.json that say where an adapter is from, and not what it is.
-NOT_OF_THE_LORA = (
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
-    "task_type",
-)
+NOT_OF_THE_LORA = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision",
+                   "task_type")  # fmt: skip
 MERGE_FIRST = "merge it (cogumi merge) and set model.name to the result"
 
 
@@ -73,9 +71,7 @@ def lora_of(adapter: Path, requested: dict[str, Any]) -> dict[str, Any]:
         if mine != trained:
             message = f"it is {mine!r}, and model.adapter {adapter} was trained with {trained!r}"
             raise UsageError(message, key=f"lora.{key}", fix=f"drop lora.{key}: the run takes it from the adapter")
-    return {
-        key: value for key, value in saved.items() if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)
-    }
+    return {key: saved[key] for key in saved if key in DEFAULTS or getattr(theirs, key) != getattr(plain, key)}
 
 
 def check_recorded_base(adapter: Path, config: Any, revision: str | None) -> str:
@@ -207,9 +203,8 @@ def write_values(model: Any, saved: dict[str, torch.Tensor], name: str, adapter:
         live[key].copy_(tensor)  # a state dict's tensors are the parameters' own memory
     now = get_peft_model_state_dict(model, adapter_name=name)
     if differing := sorted(key for key in saved if not equal_bits(now[key], saved[key])):
-        raise RuntimeError(
-            f"model.adapter: {adapter}: {len(differing)} tensors differ in the model ({name}): {differing[0]}"
-        )
+        message = f"{len(differing)} tensors differ in the model ({name}): {differing[0]}"
+        raise RuntimeError(f"model.adapter: {adapter}: {message}")
     return was_equal
 
 
