@@ -302,17 +302,10 @@ def test_a_rollout_function_without_logprobs_is_refused(build: Callable[..., Any
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_vllms_own_correction_beside_it_is_refused(build: Callable[..., Any]) -> None:
-    trainer = build()
-    trainer.use_vllm = True  # no vLLM on this machine; the check only reads it
-    with pytest.raises(UsageError, match=r"set cogumi\.sampler_correction: none"):
-        use_rollout_logps(trainer)
-    trainer.vllm_importance_sampling_correction = False
-    use_rollout_logps(trainer)
-
-
 def test_samplers_that_report_nothing_are_refused(build: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match="remove num_beams"):
+    with pytest.raises(
+        UsageError, match=r"behaviour_logps: rollout needs .*generation_kwargs\.num_beams .*remove num_beams"
+    ):
         use_rollout_logps(build(generation_kwargs={"num_beams": 2}))
     trainer = build()
     trainer.args.use_transformers_continuous_batching = True
