@@ -179,27 +179,6 @@ def test_resized_embeddings_are_saved_with_the_adapter(base: Callable[..., Path]
     check("sft lora, vocabulary grown", trainer)
 
 
-def test_an_adapter_of_transformers_own_making(base: Callable[..., Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(base())
-    model.add_adapter(LoraConfig(**LORA))
-    check("plain model.add_adapter", build("plain", model, tmp_path))
-
-
-def test_a_model_that_is_not_transformers(tmp_path: Path) -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(1024, 256)
-            self.head = torch.nn.Linear(256, 1024)
-            self.register_buffer("seen", torch.zeros(1024, dtype=torch.int64))
-
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            logits = self.head(self.embed(input_ids))
-            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-    check("plain nn.Module", build("plain", Net(), tmp_path))
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit", "adafactor"])
 def test_looking_ahead_changes_nothing(optim: str, base: Callable[..., Path], tmp_path: Path) -> None:
     """Weights of a run that was forecast before it trained, and of one that was not."""

@@ -260,11 +260,6 @@ def test_a_loaded_model_says_what_it_is(tiny_model: Path) -> None:
     assert isinstance(kernels, tuple)
     assert trl_internals.commit_of(model.config) is None
     assert "_commit_hash" in vars(model.config)
-    assert not trl_internals.holds_adapter(model)
-    from peft import LoraConfig
-
-    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
-    assert trl_internals.holds_adapter(model)
 
 
 def test_what_a_class_allows_to_be_missing_is_no_missing_tensor(tiny_model: Path) -> None:

@@ -196,11 +196,6 @@ def supported_attention(model: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     return kinds, tuple(getattr(model, "_compatible_flash_implementations", None) or ())
 
 
-def holds_adapter(model: Any) -> bool:
-    """Return whether an adapter was loaded into a transformers model by its own methods, without PEFT's wrapper."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
 def place_quantized_layers(quantizer: Any, model: Any) -> None:
     """Put the quantizer's layers where transformers would, before any weight is loaded."""
     quantizer._process_model_before_weight_loading(model, device_map=None)
