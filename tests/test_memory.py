@@ -62,7 +62,7 @@ def config_of(method: str, **words: Any) -> Any:
 def real_trainer(method: str, run: Any, config: Any, dtype: torch.dtype, base: Path) -> Any:
     """The same trainer with real weights: that of the forecast, its model taken from the meta device to memory."""
     LlamaForCausalLM(config).to(dtype).save_pretrained(base)
-    trainer = planned_trainer(run, config, dtype, "sdpa")
+    trainer = planned_trainer(run, config, dtype)
     trainer.model = trainer.model.to_empty(device="cpu")
     for parameter in trainer.model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -118,7 +118,7 @@ def step_for_real(trainer: Any, work: StepShape, autocast: torch.dtype | None) -
 def test_the_peak_of_a_step_is_what_is_allocated(method: str, checkpointing: bool, tmp_path: Path) -> None:
     run = config_of(method, train__gradient_checkpointing=checkpointing)
     work = WORKS[method]
-    moments = run_step(planned_trainer(run, llama(), torch.float32, "sdpa"), work, None, on_card=False)
+    moments = run_step(planned_trainer(run, llama(), torch.float32), work, None, on_card=False)
     real = step_for_real(real_trainer(method, run, llama(), torch.float32, tmp_path), work, None)
     forecast = max(moments, key=lambda moment: moment.total).total
     assert forecast == pytest.approx(real, rel=0.05)
@@ -127,11 +127,9 @@ def test_the_peak_of_a_step_is_what_is_allocated(method: str, checkpointing: boo
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_weights_gradients_and_optimizer_are_exact(tuning: str, tmp_path: Path) -> None:
     run = config_of("sft", cogumi__tuning=tuning)
-    moments = run_step(
-        planned_trainer(run, llama(), torch.bfloat16, "sdpa"), WORKS["sft"], torch.bfloat16, on_card=False
-    )
+    moments = run_step(planned_trainer(run, llama(), torch.bfloat16), WORKS["sft"], torch.bfloat16, on_card=False)
     update = next(moment for moment in moments if moment.stage == "update")
-    trainer = planned_trainer(run, llama(), torch.bfloat16, "sdpa")
+    trainer = planned_trainer(run, llama(), torch.bfloat16)
     model = trainer.model.to_empty(device="cpu")
     optimizer = trainer.create_optimizer()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -157,9 +155,7 @@ def test_four_bits_are_those_of_bitsandbytes(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     run = config_of("sft", model__quantization_config={"load_in_4bit": True})
-    moments = run_step(
-        planned_trainer(run, llama(), torch.bfloat16, "sdpa"), WORKS["sft"], torch.bfloat16, on_card=True
-    )
+    moments = run_step(planned_trainer(run, llama(), torch.bfloat16), WORKS["sft"], torch.bfloat16, on_card=True)
     LlamaForCausalLM(llama()).save_pretrained(tmp_path)
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, dtype=torch.bfloat16)
@@ -189,7 +185,7 @@ def test_a_deep_model_is_told_by_two_short_ones(method: str, accumulated: int) -
     work = replace(WORKS[method], micro_batches=accumulated)
 
     def measure(layers: int | None) -> Any:
-        trainer = planned_trainer(run, config, torch.bfloat16, "sdpa", layers)
+        trainer = planned_trainer(run, config, torch.bfloat16, layers)
         return run_step(trainer, work, torch.bfloat16, on_card=True)
 
     forecast, whole = (MemoryForecast(moments, work, 0) for moments in (peaks_of_depth(measure, 10, 1), measure(None)))
@@ -249,7 +245,7 @@ def test_gradients_are_there_from_the_second_micro_batch_on() -> None:
     run, config = config_of("sft"), llama()
     held = {}
     for micro_batches in (1, 2):
-        trainer = planned_trainer(run, config, torch.float32, "sdpa")
+        trainer = planned_trainer(run, config, torch.float32)
         trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         moments = run_step(trainer, replace(WORKS["sft"], micro_batches=micro_batches), None, on_card=False)
         held[micro_batches] = next(m for m in moments if m.stage == "forward").by_kind.get("gradients", 0)

@@ -206,7 +206,7 @@ def test_more_memory_is_needed_for_more(wide: Path, tmp_path: Path) -> None:
         run = load_config(config_of(wide, tmp_path, **sections))
         run.train["gradient_checkpointing"] = sections.get("train", {}).get("gradient_checkpointing", True)
         dtype, autocast = weights_dtype(target, "auto"), autocast_dtype(run, target)
-        trainer = planned_trainer(run, AutoConfig.from_pretrained(wide), dtype, "sdpa", 2)
+        trainer = planned_trainer(run, AutoConfig.from_pretrained(wide), dtype, 2)
         work = StepShape("sft", rows, 512, padded=padded)
         return MemoryForecast(run_step(trainer, work, autocast, on_card=True), work, target.free).peak
 

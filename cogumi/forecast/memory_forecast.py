@@ -164,7 +164,7 @@ def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) 
 
     @functools.cache
     def trainer_of(layers: int | None) -> Any:
-        return planned_trainer(run, config, dtype, run.model.attn_implementation, layers)
+        return planned_trainer(run, config, dtype, layers)
 
     def forecast(work: StepShape) -> MemoryForecast:
         moments = peaks_of_depth(

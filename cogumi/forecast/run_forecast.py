@@ -334,7 +334,7 @@ def estimate_pace(run: RunConfig, config: Any, work: StepShape, sample: DataSamp
     if card is None or card.peak is None:
         return None
     dtype = weights_dtype(target, run.model.dtype)
-    arithmetic = flops_of(planned_trainer(run, config, dtype, run.model.attn_implementation).model)
+    arithmetic = flops_of(planned_trainer(run, config, dtype).model)
     context = sample.mean + work.completion
     passes = arithmetic.hardware(context, recomputed=run.train.get("gradient_checkpointing") is not False)
     if run.cogumi.method == "dpo":
@@ -351,7 +351,7 @@ def rollout_seconds(run: RunConfig, config: Any, dtype: torch.dtype, work: StepS
     """Sum max(bytes / bandwidth, kernels * KERNEL_SECONDS) over the tokens of a rollout in which no row ends early."""
 
     def count(layers: int | None) -> tuple[StagePeak, ...]:
-        return count_decoding(planned_trainer(run, config, dtype, run.model.attn_implementation, layers), work)
+        return count_decoding(planned_trainer(run, config, dtype, layers), work)
 
     first, last = peaks_of_depth(count, config.get_text_config().num_hidden_layers, layer_period(config))
     size = torch.linspace(first.by_kind["bytes"], last.by_kind["bytes"], work.completion, dtype=torch.float64)

@@ -33,7 +33,7 @@ from cogumi.models.base import meta_model
 from cogumi.models.loading import resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.rl.guards import context_of
-from cogumi.rl.memory_plan import GRAPHS, USABLE, VLLM_SHARE, ModelShape, engine_bytes, samples_beside
+from cogumi.rl.memory_plan import GRAPHS, USABLE, ModelShape, engine_bytes, engine_share, samples_beside
 
 SHARE, SLEEP = "train.vllm_gpu_memory_utilization", "train.vllm_enable_sleep_mode"
 LENGTH = "train.vllm_max_model_length"
@@ -389,7 +389,8 @@ def estimate_plan(run: RunConfig, machine: Machine, load: Load, engine: Engine) 
     moments = per_weight * load.trained
     load = load_beside(run, load, engine.length)
     step = load.weights + moments + load.step(checkpointing=run.train.get("gradient_checkpointing") is not False)
-    return RolloutPlan(engine, *share_of(run), loaded, loaded + moments, step, int(USABLE * machine.free_bytes))
+    share, sleeps = engine_share(run.train), bool(run.train.get("vllm_enable_sleep_mode"))
+    return RolloutPlan(engine, share, sleeps, loaded, loaded + moments, step, int(USABLE * machine.free_bytes))
 
 
 def forecast_rollout(
@@ -408,7 +409,8 @@ def forecast_rollout(
     if isinstance(planned, Load):
         return estimate_plan(run, target.machine, planned, engine)
     loaded, resident = (size + planned.workspace for size in (planned.loaded, planned.resident))
-    return RolloutPlan(engine, *share_of(run), loaded, resident, planned.peak - planned.vllm, target.free)
+    share, sleeps = engine_share(run.train), bool(run.train.get("vllm_enable_sleep_mode"))
+    return RolloutPlan(engine, share, sleeps, loaded, resident, planned.peak - planned.vllm, target.free)
 
 
 def describe_sampler(run: RunConfig, config: Any, plan: RolloutPlan | None, target: Target, longest: int) -> list[Line]:
@@ -442,9 +444,3 @@ def longest_sequence(run: RunConfig, config: Any, longest: int) -> int:
     if length is None and samples_beside(run.train):
         length = context_of(config)
     return int(length or choose_length(run, config, longest).value)
-
-
-def share_of(run: RunConfig) -> tuple[float, bool]:
-    """Return the share of a config, or TRL's, and whether the engine sleeps."""
-    share = run.train.get("vllm_gpu_memory_utilization")
-    return float(VLLM_SHARE if share is None else share), bool(run.train.get("vllm_enable_sleep_mode"))
