@@ -294,7 +294,7 @@ def play_turns(engine: str, base: str) -> dict[str, Any]:
 
     _, trainer, first = begin(engine, base, 1)
     exact, found, bias = Exact(trainer), {"first": first}, ENDING
-    context = rollout_context(trainer.model.config, trainer.args, True)[0] if trainer.use_vllm else CONTEXT
+    context = rollout_context(trainer.model.config, trainer.args)[0] if trainer.use_vllm else CONTEXT
     cases: dict[str, tuple[list[str], int | None, dict[str, Any]]] = {
         "greedy": (PROMPTS, None, {"top_k": 1}),
         "free": (PROMPTS, None, {}),

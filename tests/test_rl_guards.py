@@ -290,7 +290,7 @@ def test_prompts_longer_than_the_context_are_refused(make_trainer: Callable[...,
     message = refusal(trainer)
     assert message.startswith(f"3 of 16 prompts are too long: the longest has {longest} tokens")
     assert f"train.max_completion_length: {512 - longest}" in message
-    trainer.use_vllm, trainer.args.vllm_max_model_length = True, 4096
+    trainer.args.use_vllm, trainer.args.vllm_max_model_length = True, 4096
     assert messages(trainer) == []
     trainer.args.vllm_max_model_length = longest
     assert f"train.vllm_max_model_length is {longest}; shorten them" in refusal(trainer)

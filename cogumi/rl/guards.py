@@ -290,7 +290,7 @@ def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
 def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
     """Find prompts, as the trainer renders them, that leave less room in the context than a completion may take."""
     completion = trainer.args.max_completion_length or 0
-    limit, setting = rollout_context(trainer.model.config, trainer.args, trainer.use_vllm)
+    limit, setting = rollout_context(trainer.model.config, trainer.args)
     if limit is None:
         return
     prompts = trainer.train_dataset["prompt"]
@@ -307,9 +307,9 @@ def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
         yield GuardFinding("long-prompts", True, message)
 
 
-def rollout_context(config: Any, args: Any, use_vllm: bool) -> tuple[int | None, str]:
+def rollout_context(config: Any, args: Any) -> tuple[int | None, str]:
     """Return how many tokens a prompt and its completion may have together, and what limits them. `args`: a GRPOConfig."""
-    if use_vllm and args.vllm_max_model_length is not None:
+    if args.use_vllm and args.vllm_max_model_length is not None:
         return args.vllm_max_model_length, "train.vllm_max_model_length"
     return context_of(config), POSITIONS
 
