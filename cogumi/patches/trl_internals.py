@@ -129,11 +129,6 @@ def logged_completions(trainer: Any) -> dict[str, Any]:
     return logs
 
 
-def keeps_rollouts(trainer: Any) -> bool:
-    """Return whether a trainer uses a rollout for several steps."""
-    return hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step")
-
-
 def rollout_position(trainer: Any) -> tuple[int, Any]:
     """(micro-batches so far, the rollout in use, cut into micro-batches)."""
     return trainer._step, trainer._buffered_inputs
