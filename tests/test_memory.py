@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import peak_growth
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cogumi.config.schema import load_config
@@ -18,12 +18,9 @@ from cogumi.forecast.training_step import (
     StepShape,
     StorageCounter,
     attention,
-    emulate_cuda,
     inputs_of,
     planned_trainer,
-    preserve_bitsandbytes_codes,
     run_step,
-    trl_head_without_kernels,
 )
 from cogumi.rl.patching import patch
 
@@ -225,36 +222,3 @@ def test_gradients_are_there_from_the_second_micro_batch_on() -> None:
         held[micro_batches] = next(m for m in moments if m.stage == "forward").by_kind.get("gradients", 0)
     assert held[1] == 0
     assert held[2] == pytest.approx(4 * trained, rel=0.05)  # in blocks of 512 bytes
-
-
-def test_bitsandbytes_quantizes_after_a_forecast_as_before() -> None:
-    from bitsandbytes import functional
-
-    def scales() -> torch.Tensor:
-        return functional.quantize_blockwise(torch.ones(512), blocksize=256)[1].code
-
-    functional.name2qmap.clear()
-    with FakeTensorMode(allow_non_fake_inputs=True), StorageCounter(), preserve_bitsandbytes_codes():
-        assert isinstance(scales(), FakeTensor)
-    assert not isinstance(scales(), FakeTensor)
-    had = dict(functional.name2qmap)
-    with preserve_bitsandbytes_codes():
-        assert functional.name2qmap == {}
-    assert functional.name2qmap == had != {}
-
-
-def test_trls_own_head_runs_without_triton_and_is_put_back() -> None:
-    import trl.trainer.utils as upstream
-
-    before: Any = upstream._ChunkedLogProbFunction  # type: ignore[attr-defined]
-    with emulate_cuda():
-        assert upstream._ChunkedLogProbFunction.__name__ == "ChunkedLogProbFunction"  # type: ignore[attr-defined]
-        assert torch.nn.functional.scaled_dot_product_attention is attention
-    assert upstream._ChunkedLogProbFunction is before  # type: ignore[attr-defined]
-    assert torch.nn.functional.scaled_dot_product_attention is not attention
-    with FakeTensorMode():
-        hidden = torch.empty(96, 32, requires_grad=True)
-        weight, targets = torch.empty(500, 32), torch.empty(96, dtype=torch.long)
-        actual = trl_head_without_kernels().apply(hidden, weight, None, targets, 1.0, 128, None, 1.0, ("entropy",))
-        assert actual[0].shape == (96,)
-        actual[0].sum().backward()
