@@ -23,14 +23,13 @@ import transformers
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.formatting import format_memory
-from cogumi.forecast.memory_forecast import MemoryForecast, Target
+from cogumi.forecast.memory_forecast import MemoryForecast, Target, autocast_dtype, weights_dtype
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, MOMENTS_8BIT, Choice, Load, Machine, choose, is_open, with_values
 from cogumi.methods.sampler import adapter_rank
 from cogumi.methods.step_split import is_planned
 from cogumi.models.base import meta_model
-from cogumi.models.loading import resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.rl.guards import context_of
 from cogumi.rl.memory_plan import GRAPHS, USABLE, ModelShape, engine_bytes, engine_share, samples_beside
@@ -127,18 +126,11 @@ def layer_windows(text: Any) -> list[int | None] | None:
     return [known[kind] for kind in kinds[:with_cache]]
 
 
-def engine_dtype(run: RunConfig, config: Any, capability: tuple[int, int] | None) -> torch.dtype:
+def engine_dtype(run: RunConfig, config: Any, machine: Machine) -> torch.dtype:
     """Return the dtype of a run's engine: that of the trainer's matrix products; in a server what `auto` means there."""
     if not samples_beside(run.train):
-        return own_dtype(config, capability)
-    halves = capability is not None and capability >= (8, 0)
-    if run.train.get("fp16"):
-        return torch.float16
-    if halves and run.train.get("bf16") is not False:
-        return torch.bfloat16
-    auto = "bfloat16" if halves else "float32"
-    dtype: torch.dtype = resolve_dtype(auto if run.model.dtype == "auto" else run.model.dtype)
-    return dtype
+        return own_dtype(config, machine.capability)
+    return autocast_dtype(run, machine) or weights_dtype(machine, run.model.dtype)
 
 
 def own_dtype(config: Any, capability: tuple[int, int] | None) -> torch.dtype:
@@ -215,18 +207,16 @@ class Engine:
         return min(self.rows, int(self.cache.at_once(cache, self.length)))
 
 
-def forecast_engine(
-    run: RunConfig, config: Any, length: int, capability: tuple[int, int] | None, card: int
-) -> Engine | None:
+def forecast_engine(run: RunConfig, config: Any, length: int, machine: Machine) -> Engine | None:
     """Return the engine of a run for sequences up to `length` tokens; None where the cache's layout is not known."""
-    dtype = engine_dtype(run, config, capability)
+    dtype = engine_dtype(run, config, machine)
     cache, rows = cache_layout(config, dtype.itemsize), gspo.rollout_rows(run)
     if cache is None:
         return None
     weights = engine_weights(config, dtype, run.model.quantization_config)
     if run.cogumi.sampler_weights == "adapter":
         weights += gspo.lora_parameters(meta_model(config), adapter_rank(run)) * dtype.itemsize
-    return Engine(weights, working_memory(config, dtype.itemsize, rows), cache, length, rows, card)
+    return Engine(weights, working_memory(config, dtype.itemsize, rows), cache, length, rows, machine.total_bytes)
 
 
 @dataclass(frozen=True)
@@ -333,7 +323,7 @@ def choose_with_engine(
     run = with_values(run, choices)
     if machine.total_bytes:
         length = int(run.train["vllm_max_model_length"])
-        engine = forecast_engine(run, config, length, machine.capability, machine.total_bytes)
+        engine = forecast_engine(run, config, length, machine)
         if engine is not None:
             choices += choose_share(run, machine, load, engine)
         run = with_values(run, choices)
@@ -402,8 +392,7 @@ def forecast_rollout(
     """
     if not samples_beside(run.train) or not target.on_card:
         return None
-    length = longest_sequence(run, config, longest)
-    engine = forecast_engine(run, config, length, target.machine.capability, target.total)
+    engine = forecast_engine(run, config, longest_sequence(run, config, longest), target.machine)
     if engine is None:
         return None
     if isinstance(planned, Load):
@@ -422,8 +411,7 @@ def describe_sampler(run: RunConfig, config: Any, plan: RolloutPlan | None, targ
     if not target.on_card:
         space = "its KV cache is as large as VLLM_CPU_KVCACHE_SPACE says, in GiB"
         return [Line("vllm", f"on a CPU nothing of a card is shared: {space}", "unknown")]
-    length = longest_sequence(run, config, longest)
-    engine = forecast_engine(run, config, length, target.machine.capability, target.total)
+    engine = forecast_engine(run, config, longest_sequence(run, config, longest), target.machine)
     if engine is None:
         text = f"how large the KV cache of {config.model_type} is, is not known here: the share is taken as configured"
         return [Line("vllm", text, "unknown", f"vLLM says at its start what {SHARE} leaves for it")]
