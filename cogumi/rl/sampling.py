@@ -17,7 +17,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -336,27 +336,15 @@ def leave_out_unscored(trainer: Any) -> None:
     wrap_method(trainer, CALCULATE_REWARDS, calculate)
 
 
-def note_unscored(reward: Callable[..., Any], unscored: set[int]) -> Callable[..., Any]:
+def note_unscored(reward: Reward, unscored: set[int]) -> Reward:
     """Wrap a reward function: the positions of NaN in what it returns are added to `unscored`."""
 
-    def note(scores: Any, completions: Sequence[Any]) -> list[float | None]:
-        numbers = read_scores(reward, scores, len(completions))
+    def note(scores: Any, columns: Mapping[str, Any]) -> list[float | None]:
+        numbers = read_scores(reward, scores, len(columns["completions"]))
         unscored.update(n for n, value in enumerate(numbers) if value is not None and math.isnan(value))
         return numbers
 
-    if inspect.iscoroutinefunction(reward):
-
-        @functools.wraps(reward)
-        async def awaited(**columns: Any) -> Any:  # as TRL calls it
-            return note(await reward(**columns), columns["completions"])
-
-        return awaited
-
-    @functools.wraps(reward)
-    def scored(**columns: Any) -> Any:
-        return note(reward(**columns), columns["completions"])
-
-    return scored
+    return with_columns(reward, dict, note)
 
 
 # ---------------------------------------------------------------------------------------------- vLLM beside the trainer
