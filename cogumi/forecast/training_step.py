@@ -145,8 +145,6 @@ class StorageCounter(TorchDispatchMode):
             return False if first.dtype == torch.bool else 1.0 if first.dtype.is_floating_point else 1
         if func is aten.nonzero.default:
             return first.new_empty((math.ceil(self.selected * first.numel()), first.dim()), dtype=torch.long)
-        if func is aten.masked_select.default:
-            return first.new_empty((math.ceil(self.selected * args[1].numel()),))
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
             mask = args[1][0]
             return first.new_empty((math.ceil(self.selected * mask.numel()), *first.shape[mask.dim() :]))

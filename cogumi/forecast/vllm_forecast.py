@@ -135,9 +135,7 @@ def engine_dtype(run: RunConfig, config: Any, machine: Machine) -> torch.dtype:
 
 def own_dtype(config: Any, capability: tuple[int, int] | None) -> torch.dtype:
     """Return what `auto` means to vLLM: the checkpoint's dtype; 16 bits for float32 (config/model.py, _resolve_auto_dtype)."""
-    dtype: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    dtype = config.dtype or config.get_text_config().dtype
     halves = torch.float16 if capability is not None and capability < (8, 0) else torch.bfloat16
     return dtype if dtype == torch.float16 else halves
 
