@@ -90,9 +90,8 @@ def chosen(logits: Tensor, sequences: Tensor) -> Tensor:
 
 def trainer_logps(trainer: Any, sequences: Tensor, model: Any = None) -> Tensor:
     """Log-probabilities (4, 8) as the trainer makes them of its own, or of another, model."""
-    whole = torch.ones_like(sequences)
-    score = trainer._get_per_token_logps_and_entropies
-    return score(model or trainer.model, sequences, whole, 8, compute_entropy=True)[0]
+    score, whole = trainer._get_per_token_logps_and_entropies, torch.ones_like(sequences)
+    return score(model or trainer.model, sequences, whole, 8, compute_entropy=model is None)[0]
 
 
 @torch.no_grad()
