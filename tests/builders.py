@@ -1,5 +1,7 @@
 """Tiny models, adapters, run configurations, and the comparison of live and merged models, shared by all tests."""
 
+import gc
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
 from cogumi.core.safetensors_file import read_shard
@@ -267,3 +270,24 @@ def save_distinct(path: Path, config: PreTrainedConfig, seed: int = 0, dtype: to
 def save_quantized(full: Path, path: Path, settings: BitsAndBytesConfig, **options: Any) -> Path:
     AutoModelForCausalLM.from_pretrained(full, quantization_config=settings, **options).save_pretrained(path)
     return path
+
+
+def save_llama(path: Path, tokenizer_of: Path, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Path:
+    """A random Llama of these sizes, with the tokenizer of another directory."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_of)
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **special, **sizes)
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def peak_growth(step: Callable[[], None]) -> int:
+    """Bytes by which PyTorch's CPU allocations rose at their highest during `step`, as its own allocator reports them."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(itertools.accumulate(sizes))

@@ -46,7 +46,6 @@ def gradient_of_logps(trainer: Any, batch: dict[str, Any]) -> tuple[torch.Tensor
         del trainer._get_per_token_logps_and_entropies
         trainer.model.zero_grad()
     [logps] = seen
-    assert logps.grad is not None
     return logps.grad, (batch["completion_mask"] * batch["tool_mask"]).bool()
 
 

@@ -294,7 +294,7 @@ def play_turns(engine: str, base: str) -> dict[str, Any]:
 
     _, trainer, first = begin(engine, base, 1)
     exact, found, bias = Exact(trainer), {"first": first}, ENDING
-    context = rollout_context(trainer.model.config, trainer.args, True)[0] if trainer.use_vllm else CONTEXT
+    context = rollout_context(trainer.model.config, trainer.args)[0] if trainer.use_vllm else CONTEXT
     cases: dict[str, tuple[list[str], int | None, dict[str, Any]]] = {
         "greedy": (PROMPTS, None, {"top_k": 1}),
         "free": (PROMPTS, None, {}),
@@ -334,15 +334,12 @@ def play_cuts(engine: str, base: str) -> dict[str, Any]:
         rolled = sample(trainer, PROMPTS, **{name: value})
         found[name] = {"outside": exact.outside(rolled, cut), "outside_without": exact.outside(everything, cut)}
         said = {}
-        for corrected in (True, False):
+        for case in (True, False, "rollout"):  # whether TRL corrects, and with the sampler's own as the old ones
             with changed(trainer):
                 setattr(trainer.args, name, value)
-                trainer.args.vllm_importance_sampling_correction = corrected
-                said[str(corrected)] = refusal(lambda: guard_trainer(trainer, backend="trl"))
-        said["rollout"] = ""
-        with changed(trainer):
-            setattr(trainer.args, name, value)
-            said["rollout"] = refusal(lambda: guard_trainer(trainer, backend="trl", rollout_logps=True))
+                trainer.args.vllm_importance_sampling_correction = case is True
+                trainer.cogumi_behaviour_logps = "rollout" if case == "rollout" else "trainer"
+                said[str(case)] = refusal(lambda: guard_trainer(trainer))
         found[name]["refused"] = said
     chats = [row["prompt"] for row in trainer.train_dataset]
     for flag in (True, False):

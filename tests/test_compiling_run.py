@@ -24,36 +24,18 @@ from cogumi.patches.graph_break import CompileProbe
 STEPS = 10
 
 
-def trainer_of(model: Any, path: Path, **arguments: Any) -> Trainer:
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(256, (STEPS, 16)).tolist()]
-    return Trainer(
-        model,
-        TrainingArguments(
-            **{
-                "output_dir": str(path),
-                "per_device_train_batch_size": 1,
-                "max_steps": STEPS,
-                "learning_rate": 0.01,
-                "save_strategy": "no",
-                "report_to": "none",
-                "use_cpu": True,
-                "bf16": False,
-                "disable_tqdm": True,
-                "logging_steps": 1,
-                **arguments,
-            }
-        ),
-        train_dataset=rows,  # type: ignore[arg-type]
-    )
-
-
 class Run:
     """A training; losses: of its steps."""
 
     def __init__(self, path: Path, **arguments: Any) -> None:
         self.path = path / "decisions.json"
         torch.manual_seed(3)
-        self.trainer = trainer_of(tiny_llama(layers=2), path, **arguments)
+        model = tiny_llama(layers=2)
+        rows: Any = [{"input_ids": ids, "labels": ids} for ids in torch.randint(256, (STEPS, 16)).tolist()]
+        settings = {"per_device_train_batch_size": 1, "max_steps": STEPS, "learning_rate": 0.01, "logging_steps": 1}
+        settings |= {"use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "report_to": "none"}
+        args = TrainingArguments(output_dir=str(path), **settings | arguments)
+        self.trainer = Trainer(model, args, train_dataset=rows)
 
     def begin(self, mode: str) -> None:
         compile_trainer(self.trainer, mode, self.path, lambda write: write())

@@ -1,5 +1,6 @@
 """The forecast of a checkpoint against the checkpoint: real trainers, real optimizers, the bytes of real directories."""
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import save_llama
 from conftest import letters
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -15,13 +17,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
+    CLIPConfig,
     Trainer,
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from cogumi.checkpoints.verify import bytes_of
 from cogumi.core.errors import UsageError
 from cogumi.forecast.disk_forecast import CheckpointBytes, checkpoint_bytes, merged_bytes
 from cogumi.patches import fused_head
@@ -33,29 +35,12 @@ TEXT = ["def add(a, b): return a + b", "class Stack: pass", "for x in range(9): 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Path]:
     """The directory of a random Llama of 1.5 million parameters, made once for each dtype and tying."""
-    made: dict[tuple[Any, ...], Path] = {}
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
 
+    @functools.cache
     def make(dtype: torch.dtype = torch.float32, tied: bool = False) -> Path:
-        if (dtype, tied) not in made:
-            path = tmp_path_factory.mktemp("base")
-            tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-            config = LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=192,
-                intermediate_size=512,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=256,
-                tie_word_embeddings=tied,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-            LlamaForCausalLM(config).to(dtype).save_pretrained(path)
-            tokenizer.save_pretrained(path)
-            made[dtype, tied] = path
-        return made[dtype, tied]
+        return save_llama(tmp_path_factory.mktemp("base"), tiny_model, dtype, tie_word_embeddings=tied, **sizes)
 
     return make
 
@@ -72,19 +57,9 @@ def trainers_that_run_here() -> Iterator[None]:
 
 def build(kind: str, model: Any, out: Path, lora: dict[str, Any] | None = None, **args: Any) -> Trainer:
     """A trainer that saves once, at its second step."""
-    args = {
-        "output_dir": str(out),
-        "max_steps": 2,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        **args,
-    }
+    steps = {"max_steps": 2, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2}
+    steps |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    args = {"output_dir": str(out), "report_to": "none", "disable_tqdm": True, **steps, **args}
     peft_config = LoraConfig(**{**LORA, **lora}) if lora is not None else None
     if kind == "plain":
         if peft_config is not None:
@@ -102,10 +77,6 @@ def build(kind: str, model: Any, out: Path, lora: dict[str, Any] | None = None, 
     rows = Dataset.from_dict({"prompt": TEXT * 2})
     config = GRPOConfig(num_generations=2, max_completion_length=4, **args)
     return GRPOTrainer(args=config, reward_funcs=letters, train_dataset=rows, **options)
-
-
-def bytes_of(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def check(name: str, trainer: Trainer) -> CheckpointBytes:
@@ -179,27 +150,6 @@ def test_resized_embeddings_are_saved_with_the_adapter(base: Callable[..., Path]
     check("sft lora, vocabulary grown", trainer)
 
 
-def test_an_adapter_of_transformers_own_making(base: Callable[..., Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(base())
-    model.add_adapter(LoraConfig(**LORA))
-    check("plain model.add_adapter", build("plain", model, tmp_path))
-
-
-def test_a_model_that_is_not_transformers(tmp_path: Path) -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(1024, 256)
-            self.head = torch.nn.Linear(256, 1024)
-            self.register_buffer("seen", torch.zeros(1024, dtype=torch.int64))
-
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            logits = self.head(self.embed(input_ids))
-            return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-    check("plain nn.Module", build("plain", Net(), tmp_path))
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit", "adafactor"])
 def test_looking_ahead_changes_nothing(optim: str, base: Callable[..., Path], tmp_path: Path) -> None:
     """Weights of a run that was forecast before it trained, and of one that was not."""
@@ -244,7 +194,5 @@ def test_the_merged_size_of_a_quantized_model_is_that_of_the_whole_one(base: Cal
 
 
 def test_a_model_that_cannot_be_built_has_no_merged_size() -> None:
-    from transformers import CLIPConfig
-
     with pytest.raises(UsageError, match=r"builds no 'clip' model: [^\n]*CLIPConfig[^\n]*$"):
         merged_bytes(CLIPConfig())

@@ -5,14 +5,16 @@ that the loss under test is the one that trains.
 """
 
 import dataclasses
+import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gspo_batches import grpo_trainer
+import trl
+from gspo_batches import batch, grpo_trainer, loss_of
 
 import cogumi
 from cogumi.config.binding import losses_in_source
@@ -30,41 +32,17 @@ LOW, HIGH = 3e-4, 4e-4
 def trainer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("gspo")
     trainer = grpo_trainer(tiny_model, directory, ["x"] * 8, loss_type="gspo", per_device_train_batch_size=4)
-    trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
 
-@pytest.fixture
-def loss(trainer: Any) -> Iterator[Callable[..., torch.Tensor]]:
-    """The trainer's loss of given log-probabilities (batch, length), advantages (batch,) and mask (batch, length)."""
-    original = trainer._get_per_token_logps_and_entropies
-
-    def compute(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (new, torch.zeros_like(new), None)
-        ones = torch.ones(len(new), 3, dtype=torch.long)
-        inputs = {
-            "prompt_ids": ones,
-            "prompt_mask": ones,
-            "completion_ids": mask.long(),
-            "completion_mask": mask.long(),
-        }
-        return trainer._compute_loss(trainer.model, inputs | {"advantages": advantages, "old_per_token_logps": old})
-
-    yield compute
-    trainer._get_per_token_logps_and_entropies = original
+@pytest.fixture(autouse=True, scope="module")
+def patched() -> None:
+    cogumi.patch()
 
 
-def batch(lengths: list[int], drift: list[float], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(new, old, mask) with `exp(mean(new - old)) = exp(drift)` on each row's first `length` tokens and noise beyond."""
-    generator = torch.Generator().manual_seed(seed)
-    width = max(*lengths, 1)
-    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).double()
-    old = -torch.rand(len(lengths), width, generator=generator, dtype=torch.float64)
-    noise = torch.randn(len(lengths), width, generator=generator, dtype=torch.float64) * 0.01
-    noise -= (noise * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    new = old + noise + torch.tensor(drift, dtype=torch.float64)[:, None]
-    return new.requires_grad_(), old, mask
+def grpo_config(**values: Any) -> Any:
+    return trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none", **values)
 
 
 def closed_form(
@@ -81,20 +59,20 @@ def closed_form(
     return -(objective * nonempty).sum() / len(new), row[:, None] * mask
 
 
-def test_loss_and_gradient_equal_the_closed_form(loss: Callable[..., torch.Tensor]) -> None:  # reference 1
+def test_loss_and_gradient_equal_the_closed_form(trainer: Any) -> None:  # reference 1
     new, old, mask = batch([7, 3, 5, 1, 6, 2], [0.0, 2e-4, -2e-4, 1e-3, -1e-3, 3e-4])
     advantages = torch.tensor([1.0, -0.5, 0.7, 1.3, -1.1, 0.2], dtype=torch.float64)
-    value = loss(new, old, advantages, mask)
+    value = loss_of(trainer, new, old, mask, advantages=advantages)
     value.backward()
     expected, gradient = closed_form(new, old, advantages, mask)
     torch.testing.assert_close(value, expected, atol=1e-14, rtol=1e-12)
     torch.testing.assert_close(new.grad, gradient, atol=1e-14, rtol=1e-12)
 
 
-def test_on_policy_the_gradient_is_reinforce_over_the_length(loss: Callable[..., torch.Tensor]) -> None:  # reference 4
+def test_on_policy_the_gradient_is_reinforce_over_the_length(trainer: Any) -> None:  # reference 4
     new, _, mask = batch([4, 2, 6], [0.0, 0.0, 0.0])
     advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    loss(new, new.detach(), advantages, mask).backward()
+    loss_of(trainer, new, new.detach(), mask, advantages=advantages).backward()
     reinforce = -(advantages[:, None] * mask) / len(new)
     torch.testing.assert_close(new.grad, reinforce / mask.sum(-1, keepdim=True), atol=1e-15, rtol=1e-12)
 
@@ -113,40 +91,35 @@ def test_on_policy_the_gradient_is_reinforce_over_the_length(loss: Callable[...,
     ],
 )  # fmt: skip
 def test_the_four_quadrants_of_the_clip(
-    loss: Callable[..., torch.Tensor], log_ratio: float, advantage: float, moves: bool
+    trainer: Any, log_ratio: float, advantage: float, moves: bool
 ) -> None:  # reference 5
     new, old, mask = batch([3], [log_ratio])
-    loss(new, old, torch.tensor([advantage], dtype=torch.float64), mask).backward()
-    assert new.grad is not None
+    loss_of(trainer, new, old, mask, advantages=torch.tensor([advantage], dtype=torch.float64)).backward()
     assert bool((new.grad[mask > 0] != 0).all()) is moves
     assert bool((new.grad == 0).all()) is not moves
 
 
-def test_length_one_an_empty_row_and_nothing_at_all(loss: Callable[..., torch.Tensor]) -> None:  # reference 6
+def test_length_one_an_empty_row_and_nothing_at_all(trainer: Any) -> None:  # reference 6
     new, old, mask = batch([1, 0, 3], [1e-4, 0.5, 0.0])
     advantages = torch.tensor([1.0, 9.0, -1.0], dtype=torch.float64)
-    value = loss(new, old, advantages, mask)
+    value = loss_of(trainer, new, old, mask, advantages=advantages)
     value.backward()
     expected, gradient = closed_form(new, old, advantages, mask)
     torch.testing.assert_close(value, expected, atol=1e-14, rtol=1e-12)
     torch.testing.assert_close(new.grad, gradient, atol=1e-14, rtol=1e-12)
 
     new, old, mask = batch([0, 0], [0.1, 0.2])
-    value = loss(new, old, torch.tensor([1.0, -1.0], dtype=torch.float64), mask)
+    value = loss_of(trainer, new, old, mask, advantages=torch.tensor([1.0, -1.0], dtype=torch.float64))
     value.backward()
     assert value.item() == 0
-    assert new.grad is not None
     assert (new.grad == 0).all()
 
 
 def test_gspo_is_spelled_out_before_trl_sees_it() -> None:
-    import trl
-
-    cogumi.patch()
-    config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False)
+    config = grpo_config(loss_type="gspo")
     assert (config.loss_type, config.importance_sampling_level) == ("grpo", "sequence")
     assert (config.beta, config.epsilon, config.epsilon_high) == (0.0, 3e-4, 4e-4)
-    assert trl.GRPOConfig(output_dir="unused", loss_type="dapo", bf16=False).epsilon == 0.2
+    assert grpo_config(loss_type="dapo").epsilon == 0.2
 
 
 def test_what_the_user_sets_wins_and_a_contradiction_is_refused() -> None:
@@ -160,19 +133,13 @@ def test_what_the_user_sets_wins_and_a_contradiction_is_refused() -> None:
 
 def test_trls_own_parser_gets_gspo_too() -> None:
     """It passes every default explicitly, a token-level ratio and epsilon 0.2 among them."""
-    import trl
-
-    cogumi.patch()
     words = ["--output_dir", "unused", "--loss_type", "gspo", "--bf16", "False"]
     (config,) = trl.TrlParser(trl.GRPOConfig).parse_args_and_config(words)
     assert (config.importance_sampling_level, config.epsilon, config.epsilon_high) == ("sequence", 3e-4, 4e-4)
 
 
 def test_the_name_survives_repr_save_and_load(tmp_path: Path) -> None:  # reference 20
-    import trl
-
-    cogumi.patch()
-    config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False, report_to="none")
+    config = grpo_config(loss_type="gspo")
     assert "loss_type='gspo'" in repr(config)
     assert "loss_type=gspo," in str(config)
     assert config.to_dict()["loss_type"] == json.loads(config.to_json_string())["loss_type"] == "gspo"
@@ -186,7 +153,7 @@ def test_the_name_survives_repr_save_and_load(tmp_path: Path) -> None:  # refere
     del saved["generation_batch_size"], saved["hub_token"]  # TRL refuses its own config for having both; a placeholder
     again = trl.GRPOConfig(**saved)
     assert repr(again) == repr(config)
-    assert "loss_type='dapo'" in repr(trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none"))
+    assert "loss_type='dapo'" in repr(grpo_config())
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo-length"])
@@ -201,32 +168,23 @@ def test_what_decides_the_update_is_passed_explicitly(name: str) -> None:
 
 
 def test_none_stays_a_value_where_it_is_one() -> None:
-    import trl
-
-    cogumi.patch()
-    config = trl.GRPOConfig(
-        output_dir="unused", loss_type="gspo", bf16=False, max_grad_norm=None, vllm_importance_sampling_clip_max=None,
-        epsilon_high=None,
-    )  # fmt: skip
+    open_values = {"max_grad_norm": None, "vllm_importance_sampling_clip_max": None, "epsilon_high": None}
+    config = grpo_config(loss_type="gspo", **open_values)
     assert config.max_grad_norm is None
     assert config.vllm_importance_sampling_clip_max is None
     assert config.epsilon_high == 4e-4  # as in TRL, None is "not given" here
 
 
 def test_every_preset_is_a_valid_config() -> None:
-    import trl
-
     for name, each in PRESETS.items():
-        config = trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none", **each)
+        config = grpo_config(**each)
         assert config.loss_type == each["loss_type"], name
 
 
 @pytest.mark.parametrize("name", ["bnpo", "sapo", "vespo"])
 def test_a_loss_of_trls_own_has_trls_own_settings(name: str) -> None:
-    import trl
-
     said = gspo.arguments(config_with(name))
-    own = trl.GRPOConfig(output_dir="unused", bf16=False, report_to="none", loss_type=name)
+    own = grpo_config(loss_type=name)
     assert {key: said[key] for key in PRESETS["grpo"]} == {key: getattr(own, key) for key in PRESETS["grpo"]}
 
 
@@ -248,9 +206,6 @@ def test_a_removed_name_is_refused_with_what_to_write(use: Callable[[str], Any])
 
 def test_a_subclass_of_the_config_understands_the_name() -> None:
     """A dataclass subclass has an `__init__` of its own that calls no other."""
-    import trl
-
-    cogumi.patch()
 
     @dataclasses.dataclass
     class Mine(trl.GRPOConfig):
@@ -262,18 +217,13 @@ def test_a_subclass_of_the_config_understands_the_name() -> None:
 
 
 def test_a_name_that_was_changed_since_is_not_shown() -> None:
-    import trl
-
-    cogumi.patch()
-    config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False, report_to="none")
+    config = grpo_config(loss_type="gspo")
     config.importance_sampling_level = "token"
     assert gspo_loss.loss_name(config) == config.to_dict()["loss_type"] == "grpo"
 
 
 @pytest.mark.parametrize("name", ["gspo", "GSPO"])
 def test_a_name_set_too_late_is_refused_before_anything_is_loaded(name: str, make_trainer: Callable[..., Any]) -> None:
-    import trl
-
     class Late(trl.GRPOTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs["args"].loss_type = name
@@ -284,8 +234,6 @@ def test_a_name_set_too_late_is_refused_before_anything_is_loaded(name: str, mak
 
 
 def test_the_patch_can_be_repeated_and_undone() -> None:
-    import trl
-
     gspo_loss.undo()
     names = ("__init__", "to_dict", "__repr__", "__str__")
     upstream = [getattr(trl.GRPOConfig, name) for name in names] + [trl.GRPOTrainer.__init__]
@@ -296,7 +244,7 @@ def test_the_patch_can_be_repeated_and_undone() -> None:
             gspo_loss.apply()
             assert gspo_loss.apply().applied
             assert "written for trl 1.15" in gspo_loss.status().reason
-            assert trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False).loss_type == "grpo"
+            assert grpo_config(loss_type="gspo").loss_type == "grpo"
             gspo_loss.undo()
             assert [getattr(trl.GRPOConfig, name) for name in names] + [trl.GRPOTrainer.__init__] == upstream
             assert [name in vars(trl.GRPOConfig) for name in names] == inherited
@@ -306,8 +254,4 @@ def test_the_patch_can_be_repeated_and_undone() -> None:
 
 def test_trl_still_needs_the_patch(trainer: Any) -> None:
     """Fails when TRL learns the name itself: then the patch should go."""
-    import inspect
-
-    import trl
-
     assert '"gspo"' not in inspect.getsource(trl.GRPOTrainer._compute_loss)

@@ -149,7 +149,7 @@ def test_the_forecast_builds_the_model_and_the_adapter_that_the_run_trains(
     shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (loaded, planned)]
     assert shapes[0] == shapes[1]
     run = load_config(config_of(base, code_parquet, base.parent / "planned"))
-    trainer = planned_trainer(run, AutoConfig.from_pretrained(base), torch.float32, None)
+    trainer = planned_trainer(run, AutoConfig.from_pretrained(base), torch.float32)
     trained = {name.replace(".default", "") for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert trained == set(load_file(sft.adapter / "adapter_model.safetensors"))
     tensors = all_tensors(base).items()  # but for the part that no class has

@@ -1,6 +1,7 @@
 """The private names of other packages that cogumi uses: they are where they were, and stand in cogumi/patches alone."""
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import transformers
 import trl
 from peft.tuners.lora.layer import ParamWrapper
@@ -197,21 +197,14 @@ def test_a_grpo_trainer_keeps_its_rollouts_and_logs_there(make_trainer: Callable
     trainer = make_trainer(max_steps=1, gradient_accumulation_steps=1)
     seen: list[tuple[str, Any]] = []
 
-    def first(make: Callable[[Any], Any], inputs: Any) -> Any:
-        batch = make(inputs)
-        seen.append(("first", batch))
-        return batch
-
-    def second(make: Callable[[Any], Any], inputs: Any) -> Any:
-        batch = make(inputs)
-        seen.append(("second", batch))
-        return batch
+    def note(name: str, make: Callable[[Any], Any], inputs: Any) -> Any:
+        seen.append((name, make(inputs)))
+        return seen[-1][1]
 
     assert trl_internals.makes_rollouts(trainer)
-    assert trl_internals.keeps_rollouts(trainer)
     assert trl_internals.rollout_position(trainer) == (0, None)
-    trl_internals.observe_rollouts(trainer, first)
-    trl_internals.observe_rollouts(trainer, second)
+    for name in ("first", "second"):
+        trl_internals.observe_rollouts(trainer, functools.partial(note, name))
     trainer.train()
     assert [name for name, _ in seen] == ["first", "second"], "once a rollout, the later one around the earlier"
     assert seen[0][1] is seen[1][1]
@@ -260,11 +253,6 @@ def test_a_loaded_model_says_what_it_is(tiny_model: Path) -> None:
     assert isinstance(kernels, tuple)
     assert trl_internals.commit_of(model.config) is None
     assert "_commit_hash" in vars(model.config)
-    assert not trl_internals.holds_adapter(model)
-    from peft import LoraConfig
-
-    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
-    assert trl_internals.holds_adapter(model)
 
 
 def test_what_a_class_allows_to_be_missing_is_no_missing_tensor(tiny_model: Path) -> None:
@@ -273,39 +261,3 @@ def test_what_a_class_allows_to_be_missing_is_no_missing_tensor(tiny_model: Path
     actual = SimpleNamespace(missing_keys={"allowed.3", "other.3"}, unexpected_keys={"model.rotary_emb.inv_freq"})
     trl_internals.drop_ignored_keys(model, actual)
     assert (actual.missing_keys, actual.unexpected_keys) == ({"other.3"}, set())
-
-
-# ---------------------------------------------------------------------------------------------------------------- torch
-
-
-@torch_internals.DYNAMO.patch(torch_internals.EXPERT_ROWS, False)  # cogumi.patch() may have set it
-def test_dynamo_counts_and_its_state_is_put_back() -> None:
-    torch.compiler.reset()
-    before = torch_internals.dynamo_counts()
-    with torch_internals.dynamo_left_as_found():
-        assert torch_internals.DYNAMO.capture_dynamic_output_shape_ops
-        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-        counts = torch_internals.dynamo_counts()
-        assert (counts["graphs"], counts["breaks"]) == (1, {})
-    assert [torch_internals.dynamo_counts()[name] for name in ("graphs", "breaks")] == [
-        before["graphs"],
-        before["breaks"],
-    ]
-    assert not torch_internals.DYNAMO.capture_dynamic_output_shape_ops
-
-
-def test_a_call_is_set_and_taken_back() -> None:
-    part = nn.Linear(2, 2)
-    assert torch_internals.set_call(part, lambda x: x) is None
-    x = torch.ones(2)
-    assert part(x) is x
-    assert torch.equal(torch_internals.plain_call(part)(x), part.forward(x))
-    assert torch_internals.set_call(part, None)(x) is x
-
-
-def test_a_storage_is_told_from_others_also_where_it_is_fake() -> None:
-    with torch_internals.FakeTensorMode():
-        one, other = torch.ones(2, 2), torch.ones(2, 2)
-        assert torch_internals.storage_key(one) == torch_internals.storage_key(one[1:])
-        assert torch_internals.storage_key(one) != torch_internals.storage_key(other)
-    assert list(torch_internals.tree_iter({"a": [1, (2,)]})) == [1, 2]

@@ -40,6 +40,7 @@ from cogumi.forecast.run_forecast import (
     steps_of,
 )
 from cogumi.forecast.training_step import StepShape, planned_trainer, run_step
+from cogumi.methods.examples import prepare_examples
 from cogumi.methods.preparation import load_run_tokenizer
 from cogumi.models.base import meta_model
 from cogumi.models.loading import load_tokenizer, read_base, use_chat_template
@@ -103,7 +104,7 @@ def config_of(base: Path, tmp_path: Path, **sections: Any) -> dict[str, Any]:
     return {name: {**section, **sections.get(name, {})} for name, section in kept.items()}
 
 
-def line(report: PreflightReport, stage: str) -> Line:
+def line_of(report: PreflightReport, stage: str) -> Line:
     return next(line for line in report.lines if line.stage == stage)
 
 
@@ -145,7 +146,7 @@ def test_a_config_json_alone_is_planned_for(wide: Path, tmp_path: Path) -> None:
     base.mkdir()
     shutil.copy(wide / "config.json", base)
     report = preflight(config_of(base, tmp_path, train={"max_length": 512}), "H200")
-    data, memory, time = (line(report, stage) for stage in ("data", "memory", "time"))
+    data, memory, time = (line_of(report, stage) for stage in ("data", "memory", "time"))
     assert data.state == "unknown"
     assert data.figure == f"not read: {base} has no tokenizer. examples of 512 tokens are assumed"
     assert memory.state == "green"
@@ -153,7 +154,7 @@ def test_a_config_json_alone_is_planned_for(wide: Path, tmp_path: Path) -> None:
     assert "train.optim: adamw_torch_fused" in memory.figure
     assert time.figure.startswith("10 steps, about 40,960 tokens: ")
     report = preflight(config_of(base, tmp_path, train={"max_steps": -1, "max_length": 512}), "H200")
-    assert line(report, "time").figure.startswith("how many steps are in the data is not known")
+    assert line_of(report, "time").figure.startswith("how many steps are in the data is not known")
 
 
 @pytest.mark.parametrize("of_a_card", [{"tf32": True}, {"bf16": True}, {"fp16": True}], ids=str)
@@ -162,8 +163,8 @@ def test_what_only_a_card_computes_in_is_planned_where_none_is_seen(
 ) -> None:
     """The process that forecasts sees no GPU, and transformers refuses these there; a run on a card sets TF32 by itself."""
     report = preflight(config_of(wide, tmp_path, train={"max_length": 512} | of_a_card), "H200")
-    assert line(report, "memory").state == "green"
-    assert line(report, "disk").state == "green"
+    assert line_of(report, "memory").state == "green"
+    assert line_of(report, "disk").state == "green"
 
 
 def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None:
@@ -185,11 +186,11 @@ def test_rows_that_make_no_example_are_named(wide: Path, tmp_path: Path) -> None
 def test_what_does_not_fit_is_red_and_the_fix_fits(wide: Path, tmp_path: Path) -> None:
     config = config_of(wide, tmp_path, train={"per_device_train_batch_size": 512, "max_length": 1024})
     red = preflight(config, "T4")
-    assert line(red, "memory").state == "red"
+    assert line_of(red, "memory").state == "red"
     assert not red.fits
     rows, steps = re.fullmatch(
         r"set train.per_device_train_batch_size: (\d+) and train.gradient_accumulation_steps: (\d+); the same step in .*",
-        line(red, "memory").fix,
+        line_of(red, "memory").fix,
     ).groups()  # type: ignore[union-attr]
     assert int(rows) * int(steps) == 512 * 2
     config["train"] |= {"per_device_train_batch_size": int(rows), "gradient_accumulation_steps": int(steps)}
@@ -205,8 +206,8 @@ def test_more_memory_is_needed_for_more(wide: Path, tmp_path: Path) -> None:
     def peak(rows: int = 4, padded: bool = True, **sections: Any) -> int:
         run = load_config(config_of(wide, tmp_path, **sections))
         run.train["gradient_checkpointing"] = sections.get("train", {}).get("gradient_checkpointing", True)
-        dtype, autocast = weights_dtype(target, "auto"), autocast_dtype(run, target)
-        trainer = planned_trainer(run, AutoConfig.from_pretrained(wide), dtype, "sdpa", 2)
+        dtype, autocast = weights_dtype(target.machine, "auto"), autocast_dtype(run, target.machine)
+        trainer = planned_trainer(run, AutoConfig.from_pretrained(wide), dtype, 2)
         work = StepShape("sft", rows, 512, padded=padded)
         return MemoryForecast(run_step(trainer, work, autocast, on_card=True), work, target.free).peak
 
@@ -240,36 +241,39 @@ def test_what_is_not_known_is_not_called_fitting() -> None:
     assert not red.fits
 
 
-def test_a_budget_that_ends_the_run_is_red() -> None:
+@pytest.mark.parametrize(
+    ("time", "state", "fix", "said"),
+    [
+        (
+            (1000, 10_000, 3600.0, 10),
+            "red",
+            "set train.max_steps: 500, or raise cogumi.max_cost",
+            "$2.00 at $2 an hour",
+        ),
+        ((400, 10_000, 1440.0, 10), "green", "", "by 10 steps made here"),
+        ((8, 200, 16.0, 8), "green", "", "by 8 steps made here"),
+        ((400, 10_000, None), "unknown", "--probe makes ten steps and says", "nor what cogumi.max_cost allows"),
+        ((1, 10, 2.0, 1), "green", "", "less than a cent at $2 an hour (by 1 step made here)"),
+        ((9, 90, 18.0, 9), "green", "", "training, $0.01 at $2 an hour"),  # one cent is not less than one
+        # A check of fewer is refused.
+        ((16, 200, 3600.0, 10, 1000), "red", "set cogumi.sanity: 8, or raise cogumi.max_cost", "of 1,000"),
+        ((14, 200, 3600.0, 10, 1000), "red", "raise cogumi.max_cost", "of 1,000"),
+    ],
+)
+def test_a_budget_that_ends_the_run_is_red(time: tuple[Any, ...], state: str, fix: str, said: str) -> None:
     run = load_config(SMOKE / "sft.yaml", cogumi__price_per_hour=2.0, cogumi__max_cost=1.0)
-    report_line = describe_time(TimeForecast(1000, 10_000, 3600.0, 10), run, find_target(None))
-    assert report_line.state == "red"
-    assert report_line.fix == "set train.max_steps: 500, or raise cogumi.max_cost"
-    assert "$2.00 at $2 an hour" in report_line.figure
-    report_line = describe_time(TimeForecast(400, 10_000, 1440.0, 10), run, find_target(None))
-    assert report_line.state == "green"
-    report_line = describe_time(TimeForecast(8, 200, 16.0, 8), run, find_target(None))
-    assert "by 8 steps made here" in report_line.figure
-    report_line = describe_time(TimeForecast(400, 10_000, None), run, find_target(None))
-    assert (report_line.state, "--probe" in report_line.fix) == ("unknown", True)
-    assert "nor what cogumi.max_cost allows" in report_line.figure
-    report_line = describe_time(TimeForecast(400, 10_000, None), run, find_target("T4"))
-    assert (report_line.state, report_line.fix) == ("unknown", "")  # ten steps made here say nothing of it
-    report_line = describe_time(TimeForecast(1, 10, 2.0, 1), run, find_target(None))
-    assert "less than a cent at $2 an hour (by 1 step made here)" in report_line.figure
-    report_line = describe_time(TimeForecast(9, 90, 18.0, 9), run, find_target(None))
-    assert "training, $0.01 at $2 an hour" in report_line.figure  # one cent is not less than one
-    report_line = describe_time(TimeForecast(16, 200, 3600.0, 10, whole=1000), run, find_target(None))
-    assert report_line.fix == "set cogumi.sanity: 8, or raise cogumi.max_cost"  # a check of fewer is refused
-    report_line = describe_time(TimeForecast(14, 200, 3600.0, 10, whole=1000), run, find_target(None))
-    assert (report_line.state, report_line.fix) == ("red", "raise cogumi.max_cost")
+    report_line = describe_time(TimeForecast(*time), run, find_target(None))
+    assert (report_line.state, report_line.fix) == (state, fix)
+    assert said in report_line.figure
+    if state == "unknown":  # ten steps made here say nothing of another card
+        assert describe_time(TimeForecast(*time), run, find_target("T4")).fix == ""
 
 
 @pytest.mark.slow("several forecasts; another one is in the first tier")
 def test_a_probe_makes_ten_steps_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     report = preflight(SMOKE / "sft.yaml", train=train_run)
-    assert "by 10 steps made here" in line(report, "time").figure
+    assert "by 10 steps made here" in line_of(report, "time").figure
     assert report.figures["time"]["measured"] == 10
     assert report.figures["time"]["seconds"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -280,11 +284,12 @@ def test_a_probe_here_is_not_of_another_card() -> None:
         cogumi.preflight(SMOKE / "sft.yaml", card="t4", probe=True)
 
 
-def test_a_training_takes_as_many_times_its_step_as_it_has_steps() -> None:
+def test_a_training_takes_as_many_times_its_step_as_it_has_steps_and_the_pass_before_them() -> None:
     run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
-    sample = sample_data(run, load_tokenizer(read_base(run.model.name)))
-    how_long = forecast_time(run, StepShape("sft", 16, 128), sample, Pace(2.0, measured=10))
+    sample, work = sample_data(run, load_tokenizer(read_base(run.model.name))), StepShape("sft", 16, 128)
+    how_long = forecast_time(run, work, sample, Pace(2.0, measured=10))
     assert (how_long.steps, how_long.seconds, how_long.measured) == (100, 200.0, 10)
+    assert forecast_time(run, work, sample, Pace(2.0, before=7.0)).seconds == 207.0
 
 
 def test_the_stack_line_is_the_doctors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,26 +312,25 @@ def test_time_and_money_are_those_of_the_steps_that_a_sanity_check_makes(wide: P
     whole, checked = planned(), planned(sanity=100)
     seconds = [report.figures["time"]["seconds"] for report in (whole, checked)]
     assert seconds[1] == pytest.approx(seconds[0] / 10)
-    assert line(whole, "time").figure.startswith("1,000 steps, about ")
-    report_line = line(checked, "time")
+    assert line_of(whole, "time").figure.startswith("1,000 steps, about ")
+    report_line = line_of(checked, "time")
     assert report_line.figure.startswith("100 steps of 1,000, after which cogumi.sanity ends the run, about ")
     assert f"${seconds[1]:,.2f} at $3600 an hour" in report_line.figure
     assert planned(sanity=2000).figures["time"] == whole.figures["time"]  # never more than there are
-    red = line(planned(sanity=100, max_cost=seconds[1] / 2), "time")
+    red = line_of(planned(sanity=100, max_cost=seconds[1] / 2), "time")
     assert red.state == "red"
     fewer = re.fullmatch(r"set cogumi.sanity: (\d+), or raise cogumi.max_cost", red.fix)
-    assert fewer is not None
     assert int(fewer[1]) == pytest.approx(50, abs=1)
-    few = line(planned(sanity=100, max_cost=seconds[1] / 25), "time")
+    few = line_of(planned(sanity=100, max_cost=seconds[1] / 25), "time")
     assert (few.state, few.fix) == ("red", "raise cogumi.max_cost")  # four steps are no check
 
 
 def test_a_cost_that_is_not_known_is_said_with_the_key_that_sets_its_price(wide: Path, tmp_path: Path) -> None:
     message = "cost: not known (set cogumi.price_per_hour)"
     config = config_of(wide, tmp_path, train={"max_steps": 20})
-    assert message in line(preflight(config, "H100 SXM"), "time").figure
+    assert message in line_of(preflight(config, "H100 SXM"), "time").figure
     priced = config | {"cogumi": config["cogumi"] | {"price_per_hour": 2.0}}
-    assert message not in line(preflight(priced, "H100 SXM"), "time").figure
+    assert message not in line_of(preflight(priced, "H100 SXM"), "time").figure
     for given, expected in ((config, True), (priced, False)):
         forecast_line = describe_time(TimeForecast(20, 1000, None), load_config(given), find_target(None))
         assert (message in forecast_line.figure) is expected
@@ -342,22 +346,14 @@ def test_the_time_of_dpo_has_its_reference_in_it(wide: Path, tmp_path: Path) -> 
         config = config_of(wide, tmp_path, data=data, train=train, cogumi={"method": "dpo"})
         del config["data"]["fim"]
         report = preflight(config, "H100 SXM")
-        assert line(report, "memory").state == "green"
+        assert line_of(report, "memory").state == "green"
         return report.figures["time"]
 
     assert time_of()["seconds"] == pytest.approx(time_of(precompute_ref_log_probs=True)["seconds"])
 
 
-def test_a_measured_time_has_the_pass_before_the_steps_in_it() -> None:
-    run = load_config(SMOKE / "sft.yaml", train__max_steps=100)
-    sample = sample_data(run, load_tokenizer(read_base(run.model.name)))
-    assert forecast_time(run, StepShape("sft", 16, 128), sample, Pace(2.0, 7.0)).seconds == 207.0
-
-
 def test_the_sample_is_what_the_run_prepares(tmp_path: Path) -> None:
     """Its share of usable rows and its lengths, beside those of all rows as the run itself prepares them."""
-    from cogumi.methods.examples import prepare_examples
-
     run = load_config(SMOKE / "sft.yaml", cogumi__run_dir=str(tmp_path))
     run.data.max_rows = None
     tokenizer = load_tokenizer(read_base(run.model.name))

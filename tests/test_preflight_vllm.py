@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_preflight import line_of, preflight
 from transformers import (
     AutoConfig,
     DeepseekV3Config,
@@ -26,8 +27,7 @@ from cogumi.core.errors import UsageError
 from cogumi.data.rows import Lengths
 from cogumi.forecast.data_sample import DataSample
 from cogumi.forecast.memory_forecast import Target, find_target, planned_work
-from cogumi.forecast.preflight_report import Line, PreflightReport
-from cogumi.forecast.run_forecast import choose_for_target, forecast_run
+from cogumi.forecast.run_forecast import choose_for_target
 from cogumi.forecast.vllm_forecast import (
     Engine,
     RolloutPlan,
@@ -52,6 +52,7 @@ from tests.vllm_sizes import FAMILY, MODELS, config_of, qwen
 
 GIB = 2**30
 H100 = 81559 * 2**20
+CARD = "h100 sxm"
 LLAMA_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, max_position_embeddings=131072, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
@@ -81,13 +82,11 @@ GEMMA3_27B = Gemma3TextConfig(
 )
 def test_the_cache_of_a_token_by_hand(config: Any, element: int, a_token: int) -> None:
     cache = cache_layout(config, element)
-    assert cache is not None
     assert cache.token_bytes == a_token
 
 
 def test_a_sliding_window_ends_what_a_sequence_holds() -> None:
     cache = cache_layout(GEMMA3_27B, 2)
-    assert cache is not None
     assert (cache.block_bytes, cache.windows.count(1024), cache.windows.count(None)) == (1_310_720, 6, 1)
     # 32,768 tokens: 2,048 blocks of all; of a window 1,023 tokens and two batches of 4,096, 576 blocks, and one more.
     assert cache.sequence(32_768) == (2048 + 6 * 577) * 1_310_720
@@ -145,6 +144,7 @@ def test_auto_is_16_bits(dtype: str | None, capability: Any, expected: torch.dty
         ("float32", {"bf16": False}, (9, 0), torch.float32),
         ("auto", {"fp16": True}, (7, 5), torch.float16),
         ("auto", {}, (7, 5), torch.float32),
+        ("auto", {"bf16": True}, (7, 5), torch.bfloat16),  # emulated, and vLLM is given it too
         ("bfloat16", {}, None, torch.bfloat16),
         ("auto", {"vllm_mode": "server"}, (7, 5), torch.float16),  # a server has its own
     ],
@@ -154,17 +154,16 @@ def test_the_engine_computes_in_the_trainers_dtype(
 ) -> None:
     run = run_of(use_vllm=True, **train)
     run.model.dtype = model
-    assert engine_dtype(run, LlamaConfig(dtype="bfloat16"), capability) is expected
+    machine = Machine("a card", capability, H100, total_bytes=H100)
+    assert engine_dtype(run, LlamaConfig(dtype="bfloat16"), machine) is expected
 
 
 def test_an_adapter_that_is_served_apart_has_room_of_its_own() -> None:
     config = Qwen2Config(**FAMILY | MODELS["7B"])
     merged, apart = (
-        forecast_engine(run_of({"sampler_weights": way}, use_vllm=True), config, 1024, (9, 0), 80 * 2**30)
+        forecast_engine(run_of({"sampler_weights": way}, use_vllm=True), config, 1024, find_target(CARD).machine)
         for way in ("merged", "adapter")
     )
-    assert merged is not None
-    assert apart is not None
     hidden, inner, key, layers = config.hidden_size, config.intermediate_size, config.hidden_size // 28 * 4, 28
     sides = 2 * hidden + 2 * hidden + 2 * (hidden + key) + 3 * (hidden + inner)  # q, o, k, v, and the three of the MLP
     head = hidden + config.vocab_size  # counted with the others: at most so much
@@ -181,7 +180,6 @@ def test_working_memory_is_that_of_a_layer_or_of_many_rows_of_logits() -> None:
 def engine_of(size: str = "14B", length: int = 2560, rows: int = 128, card: int = H100) -> Engine:
     config = Qwen2Config(**FAMILY | MODELS[size])
     cache = cache_layout(config, 2)
-    assert cache is not None
     return Engine(
         engine_weights(config, torch.bfloat16, None), working_memory(config, 2, rows), cache, length, rows, card
     )
@@ -260,14 +258,6 @@ def test_sleep_helps_where_the_step_is_what_does_not_fit() -> None:
     assert not plan_of(0.1, step=78 * GIB + 1).shares(True)  # with its CUDA graphs
 
 
-def preflight(config: Any, card: str | None = "h100 sxm", **overrides: Any) -> PreflightReport:
-    return forecast_run(load_config(config, **overrides), card, None, apart=False)
-
-
-def line_of(report: PreflightReport, stage: str = "vllm") -> Line:
-    return next(line for line in report.lines if line.stage == stage)
-
-
 @pytest.fixture(scope="module")
 def fourteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return config_of(qwen("14B", str(tmp_path_factory.mktemp("fourteen"))))
@@ -283,9 +273,9 @@ def fourteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_false_greens_of_before_are_red(fourteen: dict[str, Any], train: dict[str, Any], said: str) -> None:
     """A tenth of an H100 for 14 billion weights, and an engine that sleeps in the step and not in the rollout."""
     config = fourteen | {"train": fourteen["train"] | train}
-    report = preflight(config)
+    report = preflight(config, CARD)
     assert not report.fits
-    actual = line_of(report)
+    actual = line_of(report, "vllm")
     assert (actual.state, said in actual.figure) == ("red", True)
     assert re.match(r"set (train.vllm_enable_sleep_mode: true and )?train.vllm_gpu_memory_utilization: 0\.", actual.fix)
 
@@ -299,15 +289,15 @@ def test_settings_of_the_sampler_are_no_fault_of_the_step() -> None:
         "train": {"use_vllm": True, "max_completion_length": 16},
     }
     options = {"cogumi__sampler_weights": "adapter", "cogumi__sampler_correction": "tis"}
-    report = cogumi.preflight(config, card="h100 sxm", **options)
+    report = cogumi.preflight(config, card=CARD, **options)
     assert report.fits, str(report)
     with pytest.raises(UsageError, match=r"cogumi\.sampler_weights.*ranks up to 512, not 600"):
-        cogumi.preflight(config, card="h100 sxm", lora__r=600, **options)
+        cogumi.preflight(config, card=CARD, lora__r=600, **options)
 
 
 @pytest.mark.slow("forecasts of six runs of 14 billion weights")
 def test_both_moments_are_planned_and_what_is_open_is_chosen(fourteen: dict[str, Any]) -> None:
-    report = preflight(fourteen)
+    report = preflight(fourteen, CARD)
     assert report.fits, str(report)
     memory, engine = report.figures["memory"], report.figures["vllm"]
     assert memory["vllm"] == engine["engine"] == memory["breakdown"]["vLLM"]  # awake beside the step
@@ -315,33 +305,33 @@ def test_both_moments_are_planned_and_what_is_open_is_chosen(fourteen: dict[str,
     weights, adapter = (memory["breakdown"][name] for name in ("weights", "adapter"))
     assert engine["rollout"] > weights + adapter + engine["engine"]
     assert "train.vllm_gpu_memory_utilization: 0.43" in line_of(report, "memory").figure
-    asleep = preflight(fourteen, train__vllm_enable_sleep_mode=True)
+    asleep = preflight(fourteen, CARD, train__vllm_enable_sleep_mode=True)
     assert asleep.fits, str(asleep)
     assert asleep.figures["memory"]["vllm"] == GRAPHS
     assert asleep.figures["vllm"]["rollout"] > 29 * GIB + asleep.figures["vllm"]["weights"]
     assert asleep.figures["vllm"]["at_once"] > engine["at_once"]
     for train in ({"train__vllm_gpu_memory_utilization": 0.1}, {"train__vllm_gpu_memory_utilization": 0.36}):
-        changes = line_of(preflight(fourteen, **train)).fix.removeprefix("set ").split(" and ")
+        changes = line_of(preflight(fourteen, CARD, **train), "vllm").fix.removeprefix("set ").split(" and ")
         settings = dict(change.replace(".", "__", 1).split(": ") for change in changes)
-        mended = preflight(fourteen, **{key: json.loads(value) for key, value in settings.items()})
+        mended = preflight(fourteen, CARD, **{key: json.loads(value) for key, value in settings.items()})
         assert mended.fits, str(mended)
 
 
 def test_a_model_whose_two_copies_do_not_fit_is_red(tmp_path: Path) -> None:
-    report = preflight(config_of(qwen("32B", str(tmp_path))))
-    assert [line.state for line in (line_of(report, "memory"), line_of(report))] == ["red", "red"]
-    assert "the trainer, which is loaded first, leaves" in line_of(report).figure
+    report = preflight(config_of(qwen("32B", str(tmp_path))), CARD)
+    assert [line_of(report, stage).state for stage in ("memory", "vllm")] == ["red", "red"]
+    assert "the trainer, which is loaded first, leaves" in line_of(report, "vllm").figure
     assert line_of(report, "memory").fix.startswith("drop train.use_vllm")
 
 
 @pytest.mark.slow("two forecasts; what a run on the same card chooses is in the first tier")
 def test_a_server_takes_nothing_of_this_card(fourteen: dict[str, Any]) -> None:
-    report = preflight(fourteen, train__vllm_mode="server")
+    report = preflight(fourteen, CARD, train__vllm_mode="server")
     assert report.figures["memory"]["vllm"] == 0
-    said = line_of(report)
+    said = line_of(report, "vllm")
     assert said.state == "green"
     assert said.figure.endswith("vllm serve with --gpu-memory-utilization 0.9 --max-model-len 2560")
-    assert line_of(preflight(fourteen, "l4", train__vllm_mode="server")).state == "red"
+    assert line_of(preflight(fourteen, "l4", train__vllm_mode="server"), "vllm").state == "red"
 
 
 @pytest.mark.slow("a forecast of a mixture of experts")
@@ -354,8 +344,8 @@ def test_a_cache_that_is_not_known_is_said(tmp_path: Path) -> None:
     }
     Qwen3NextConfig(**small, vocab_size=1000, num_hidden_layers=4, num_experts=4, moe_intermediate_size=32, head_dim=32,
                     num_experts_per_tok=2, shared_expert_intermediate_size=32).save_pretrained(tmp_path)  # fmt: skip
-    report = preflight(config_of(str(tmp_path)))
-    assert line_of(report).state == "unknown"
+    report = preflight(config_of(str(tmp_path)), CARD)
+    assert line_of(report, "vllm").state == "unknown"
     assert report.figures["memory"]["vllm"] == pytest.approx(0.3 * H100, abs=1)
 
 
@@ -368,7 +358,7 @@ def test_every_weight_is_trained_in_float32_on_a_named_card(
     run = run_of({"tuning": tuning})
     config = AutoConfig.from_pretrained(tiny_model)
     sample = DataSample(1, 1, 0, {}, Lengths([64]), 1, 1, None)
-    _, load, _ = choose_for_target(run, read_base(str(tiny_model)), sample, find_target("h100 sxm"))
+    _, load, _ = choose_for_target(run, read_base(str(tiny_model)), sample, find_target(CARD))
     adapter = 8 * load.trained if tuning == "lora" else 0
     assert load.weights == bytes_of_a_weight * meta_model(config).num_parameters() + adapter
 
@@ -460,7 +450,7 @@ def test_an_engine_beside_the_step_takes_its_share_and_asleep_its_graphs() -> No
     assert engine_bytes(train, H100) == pytest.approx(0.4 * H100, abs=1)
     assert engine_bytes({"use_vllm": True}, H100) == pytest.approx(0.3 * H100, abs=1)  # TRL's
     asleep = train | {"vllm_enable_sleep_mode": True}
-    assert (engine_bytes(asleep, H100), engine_bytes(asleep, H100, awake=True)) == (GRAPHS, engine_bytes(train, H100))
+    assert engine_bytes(asleep, H100) == GRAPHS
 
 
 def test_the_planned_batch_leaves_the_engine_its_share(
@@ -582,7 +572,7 @@ def test_sleep_and_segments_are_refused_before_the_model_is_looked_for(monkeypat
     config = config_of("gone")
     config["train"]["vllm_enable_sleep_mode"] = True
     with pytest.raises(UsageError, match="sets expandable_segments:True, which the memory pool of vLLM's sleep mode"):
-        preflight(config, None)
+        preflight(config)
 
 
 def test_sleep_that_was_chosen_excludes_them_too(
@@ -616,5 +606,5 @@ def test_segments_are_set_where_no_engine_may_sleep(train: Any, sets: bool, monk
 
 
 def test_a_named_card_is_the_whole_card() -> None:
-    assert find_target("h100 sxm").total == H100
+    assert find_target(CARD).total == H100
     assert find_target(None).total == (torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0)

@@ -8,24 +8,22 @@ import pytest
 import torch
 import trl
 from accelerate.utils import FullyShardedDataParallelPlugin
-from test_checkpoints_protect import SIZES
-from transformers import LlamaConfig, LlamaForCausalLM
+from builders import tiny_llama
+from test_preflight import SMOKE, preflight
 
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
-from cogumi.forecast.run_forecast import forecast_run
 from cogumi.methods.building import trl_arguments
 from cogumi.methods.step_split import split_step
 from cogumi.training.parallel import read_accelerate
 
 CONFIG = Path(__file__).parents[1] / "configs" / "llama-3.1-8b-sft.yaml"
-SMOKE = Path(__file__).parents[1] / "configs" / "smoke" / "sft.yaml"
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_preflight_of_several_processes_is_of_one(sharding: str, tmp_path: Path) -> None:
     settings = {"cogumi__processes": 2, "cogumi__sharding": sharding, "cogumi__run_dir": str(tmp_path / "run")}
-    report = forecast_run(load_config(SMOKE, **settings), "h100 sxm", None, apart=False)
+    report = preflight(SMOKE / "sft.yaml", "h100 sxm", **settings)
     lines = {line.stage: line for line in report.lines}
     assert lines["processes"].state == "unknown"
     assert "several processes are not forecast: the figures are for one of 2" in lines["processes"].figure
@@ -37,7 +35,7 @@ def test_a_preflight_of_several_processes_is_of_one(sharding: str, tmp_path: Pat
 
 def test_all_the_cards_of_another_machine_are_not_known() -> None:
     with pytest.raises(UsageError, match=r"--card names a card of another one; say how many, as in cogumi.processes=8"):
-        forecast_run(load_config(CONFIG, cogumi__processes="all"), "h100 sxm", None, apart=False)
+        preflight(CONFIG, "h100 sxm", cogumi__processes="all")
 
 
 def test_eight_processes_share_the_step_of_the_config() -> None:
@@ -70,5 +68,5 @@ def test_settings_of_eight_processes_are_taken_by_trl_and_accelerate(
     plugin.set_mixed_precision("bf16")
     policy: Any = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
-    plugin.set_auto_wrap_policy(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    plugin.set_auto_wrap_policy(tiny_llama())
     assert plugin.transformer_cls_names_to_wrap == ["LlamaDecoderLayer"]

@@ -1,5 +1,6 @@
 """The sampler's own log-probabilities as the old ones, in a real GRPOTrainer, against float64 recomputations."""
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cogumi.core.errors import UsageError
+from cogumi.patches.trl_internals import wrap_method
 from cogumi.rl.sampling import SampledLogps, record_logps, use_rollout_logps
 
 LOW, HIGH = 3e-4, 4e-4
@@ -50,14 +52,11 @@ def rollout(trainer: Any) -> dict[str, Any]:
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     rows = [{"prompt": prompt} for prompt in PROMPTS for _ in range(2)]
-    batch: dict[str, Any] = trainer._generate_and_score_completions(rows)
-    return batch
+    return trainer._generate_and_score_completions(rows)
 
 
 def recomputed(model: Any, batch: dict[str, Any], temperature: float) -> Tensor:
     """(B, T) log-softmax(logits / T) of the completion tokens, one unpadded sequence at a time, in float64."""
-    import copy
-
     model = copy.deepcopy(model)
     vars(model).pop("forward", None)  # TRL's, which would run the original's weights
     model = model.double().eval()
@@ -73,14 +72,9 @@ def recomputed(model: Any, batch: dict[str, Any], temperature: float) -> Tensor:
 
 
 def new_logps(trainer: Any, batch: dict[str, Any]) -> Tensor:
-    logps: Tensor = trainer._get_per_token_logps_and_entropies(
-        trainer.model,
-        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-        batch["completion_ids"].size(1),
-        compute_entropy=True,
-    )[0]
-    return logps
+    ids, mask = (torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask"))
+    score, width = trainer._get_per_token_logps_and_entropies, batch["completion_ids"].size(1)
+    return score(trainer.model, ids, mask, width, compute_entropy=True)[0]
 
 
 def sequence_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -101,8 +95,9 @@ def closed_form(new: Tensor, batch: dict[str, Any], old: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------- what `generate` drew with
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_recorded_logps_are_the_samplers(build: Callable[..., Any], temperature: float) -> None:
+    """Parity with Fast-LLM: TRL divides the logits by the sampling temperature before the new log-probabilities, too."""
     trainer = build(temperature=temperature)
     use_rollout_logps(trainer)
     batch = rollout(trainer)
@@ -119,6 +114,7 @@ def test_recorded_logps_are_the_samplers(build: Callable[..., Any], temperature:
     assert old[~mask].eq(0).all()
     exact = recomputed(trainer.model, batch, temperature)
     assert largest((old - exact)[mask]) < 1e-5
+    assert largest((new_logps(trainer, batch) - exact)[mask]) < 1e-5
     assert exact[mask].std() > 0.5, "log-probabilities that hardly vary would hide a token taken from the wrong place"
 
 
@@ -131,6 +127,9 @@ def test_the_ratio_starts_at_one_and_moves_after_a_step(build: Callable[..., Any
     new = new_logps(trainer, batch)
     assert largest((new - old)[mask.bool()]) < 1e-5
     assert largest(sequence_ratio(new, old, mask) - 1) < 1e-5
+    # The oracle's old log-probabilities come from the float64 model, not from what was recorded.
+    exact = closed_form(new, batch, recomputed(trainer.model, batch, 0.7))
+    assert trainer._compute_loss(trainer.model, batch).item() == pytest.approx(exact.item(), abs=1e-5)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
@@ -141,16 +140,6 @@ def test_the_ratio_starts_at_one_and_moves_after_a_step(build: Callable[..., Any
     assert batch["old_per_token_logps"] is old, "the loss must not replace what the rollout recorded"
     exact = closed_form(new_logps(trainer, batch), batch, old)
     assert trainer._compute_loss(trainer.model, batch).item() == pytest.approx(exact.item(), abs=1e-6)
-
-
-def test_loss_at_the_rollout_is_the_closed_form(build: Callable[..., Any]) -> None:
-    trainer = build()
-    use_rollout_logps(trainer)
-    batch = rollout(trainer)
-    # The oracle's old log-probabilities come from the float64 model, not from what was recorded.
-    exact = recomputed(trainer.model, batch, 0.7)
-    loss = trainer._compute_loss(trainer.model, batch)
-    assert loss.item() == pytest.approx(closed_form(new_logps(trainer, batch), batch, exact).item(), abs=1e-5)
 
 
 def test_trains_with_more_than_one_step_per_rollout(build: Callable[..., Any]) -> None:
@@ -230,10 +219,24 @@ def scripted(logprobs: Callable[[int, int], Any]) -> Callable[..., dict[str, Any
     return rollout_func
 
 
+def count_scoring(trainer: Any) -> list[None]:
+    """A list that grows with each forward pass in which the trainer scores."""
+    calls: list[None] = []
+
+    def counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    wrap_method(trainer, "_get_per_token_logps_and_entropies", counted)
+    return calls
+
+
 def test_a_rollout_functions_logprobs_are_the_old_ones(build: Callable[..., Any]) -> None:
     trainer = build(rollout_func=scripted(lambda row, token: -5.0 - 0.5 * row - 0.01 * token))
+    calls = count_scoring(trainer)
     use_rollout_logps(trainer)
     batch = rollout(trainer)
+    assert len(calls) == 0
     for row in range(8):
         expected = [-5.0 - 0.5 * row - 0.01 * token for token in range(3 + row)]
         assert batch["old_per_token_logps"][row, : 3 + row].tolist() == pytest.approx(expected)
@@ -245,8 +248,10 @@ def test_a_rollout_functions_logprobs_are_the_old_ones(build: Callable[..., Any]
 @pytest.mark.parametrize("unknown", [float("nan"), None, float("-inf")])
 def test_unscored_tokens_get_the_trainers_logp_and_are_counted(build: Callable[..., Any], unknown: Any) -> None:
     trainer = build(rollout_func=scripted(lambda row, token: unknown if token == row else -4.0))
+    calls = count_scoring(trainer)
     use_rollout_logps(trainer)
     batch = rollout(trainer)
+    assert len(calls) == 1
     old, new = batch["old_per_token_logps"], new_logps(trainer, batch).detach()
     unscored = torch.zeros_like(batch["completion_mask"]).bool()
     for row in range(8):
@@ -258,22 +263,6 @@ def test_unscored_tokens_get_the_trainers_logp_and_are_counted(build: Callable[.
     loss.backward()
     assert torch.isfinite(loss)
     assert loss.item() == pytest.approx(closed_form(new, batch, old).item(), abs=1e-5)
-
-
-def test_the_trainer_scores_once_more_only_for_unscored_tokens(build: Callable[..., Any]) -> None:
-    for unknown, passes in ((-4.0, 0), (float("nan"), 1)):
-        trainer = build(rollout_func=scripted(lambda row, token, value=unknown: value if token == 0 else -4.0))
-        calls: list[int] = []
-        score = trainer._get_per_token_logps_and_entropies
-
-        def counted(*args: Any, calls: list[int] = calls, score: Any = score, **kwargs: Any) -> Any:
-            calls.append(1)
-            return score(*args, **kwargs)
-
-        trainer._get_per_token_logps_and_entropies = counted
-        use_rollout_logps(trainer)
-        rollout(trainer)
-        assert len(calls) == passes
 
 
 def test_an_unscored_tool_token_is_not_counted(build: Callable[..., Any]) -> None:
@@ -302,34 +291,15 @@ def test_a_rollout_function_without_logprobs_is_refused(build: Callable[..., Any
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_vllms_own_correction_beside_it_is_refused(build: Callable[..., Any]) -> None:
-    trainer = build()
-    trainer.use_vllm = True  # no vLLM on this machine; the check only reads it
-    with pytest.raises(UsageError, match=r"set cogumi\.sampler_correction: none"):
-        use_rollout_logps(trainer)
-    trainer.vllm_importance_sampling_correction = False
-    use_rollout_logps(trainer)
-
-
 def test_samplers_that_report_nothing_are_refused(build: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match="remove num_beams"):
+    with pytest.raises(
+        UsageError, match=r"behaviour_logps: rollout needs .*generation_kwargs\.num_beams .*remove num_beams"
+    ):
         use_rollout_logps(build(generation_kwargs={"num_beams": 2}))
     trainer = build()
     trainer.args.use_transformers_continuous_batching = True
     with pytest.raises(UsageError, match=r"remove train\.use_transformers_continuous_batching"):
         use_rollout_logps(trainer)
-
-
-# --------------------------------------------------------------------------------- the temperature of the new log-probs
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_new_logps_are_at_the_sampling_temperature(build: Callable[..., Any], temperature: float) -> None:
-    """Parity with Fast-LLM: TRL divides the logits by the sampling temperature before the new log-probabilities."""
-    trainer = build(temperature=temperature)
-    batch = rollout(trainer)
-    mask = batch["completion_mask"].bool()
-    assert largest((new_logps(trainer, batch) - recomputed(trainer.model, batch, temperature))[mask]) < 1e-5
 
 
 def test_leaving_the_temperature_out_moves_the_ratio_off_one(build: Callable[..., Any]) -> None:

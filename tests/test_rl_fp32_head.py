@@ -4,6 +4,8 @@ Attention is "eager" and prompts have one length: the bf16 body is then bitwise 
 that what sampler and trainer differ by is the head.
 """
 
+import copy
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import save_llama
 from gspo_batches import grpo_trainer
 from peft import PeftModel
 from torch import Tensor, nn
@@ -33,32 +36,12 @@ KINDS = [
 @pytest.fixture(scope="module")
 def base(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     """A bf16 Llama whose logits have a standard deviation near 2, with the tiny model's tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.25}
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    folders: dict[bool, Path] = {}
-
+    @functools.cache
     def made(tied: bool) -> Path:
-        if tied not in folders:
-            folders[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
-            torch.manual_seed(0)
-            config = LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=512,
-                initializer_range=0.25,
-                tie_word_embeddings=tied,
-                bos_token_id=None,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folders[tied])
-            tokenizer.save_pretrained(folders[tied])
-        return folders[tied]
+        return save_llama(tmp_path_factory.mktemp("base"), tiny_model, tie_word_embeddings=tied, **sizes)
 
     return made
 
@@ -93,17 +76,9 @@ def sampled(model: Any) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     prompts = torch.randint(5, 200, (4, 12))
     model.eval()
-    output = model.generate(
-        input_ids=prompts,
-        attention_mask=torch.ones_like(prompts),
-        do_sample=True,
-        temperature=TEMPERATURE,
-        top_k=0,
-        max_new_tokens=8,
-        min_new_tokens=8,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    draw = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "max_new_tokens": 8, "min_new_tokens": 8}
+    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+    output = model.generate(**inputs, **draw, output_logits=True, return_dict_in_generate=True)
     return output.sequences, chosen(torch.stack(output.logits, dim=1), output.sequences)
 
 
@@ -113,12 +88,15 @@ def chosen(logits: Tensor, sequences: Tensor) -> Tensor:
     return logps.gather(-1, sequences[:, -8:, None]).squeeze(-1)
 
 
-def scored(trainer: Any, sequences: Tensor) -> Tensor:
-    with torch.no_grad():
-        logps, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model, sequences, torch.ones_like(sequences), 8, compute_entropy=True
-        )
-    return logps.double()
+def trainer_logps(trainer: Any, sequences: Tensor, model: Any = None) -> Tensor:
+    """Log-probabilities (4, 8) as the trainer makes them of its own, or of another, model."""
+    score, whole = trainer._get_per_token_logps_and_entropies, torch.ones_like(sequences)
+    return score(model or trainer.model, sequences, whole, 8, compute_entropy=model is None)[0]
+
+
+@torch.no_grad()
+def scored(trainer: Any, sequences: Tensor, model: Any = None) -> Tensor:
+    return trainer_logps(trainer, sequences, model).double()
 
 
 def oracle(model: Any, sequences: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,10 +190,7 @@ def test_gradients_are_those_of_an_fp32_head(build: Callable[..., Any]) -> None:
     sequences, _ = sampled(trainer.model)
     factors = [p for n, p in trainer.model.named_parameters() if "lora_B" in n]
 
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(
-        trainer.model, sequences, torch.ones_like(sequences), 8, compute_entropy=True
-    )
-    fused = torch.autograd.grad(logps.sum(), factors)
+    fused = torch.autograd.grad(trainer_logps(trainer, sequences).sum(), factors)
     plain = unwrap_peft(trainer.model)
     hidden = plain.model(sequences).last_hidden_state[:, -9:-1]
     dense = torch.autograd.grad(chosen(hidden.float() @ plain.lm_head.weight.float().t(), sequences).sum(), factors)
@@ -230,12 +205,9 @@ def test_a_reference_model_gets_the_same_head(build: Callable[..., Any]) -> None
     assert trainer.ref_model.lm_head.forward.__func__ is project_in_fp32
     sequences, _ = sampled(trainer.model)
     with torch.no_grad():
-        reference, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.ref_model, sequences, torch.ones_like(sequences), 8
-        )
         hidden = trainer.ref_model.model(sequences).last_hidden_state[:, -9:-1]
     exact = chosen(hidden.double() @ trainer.ref_model.lm_head.weight.double().t(), sequences)
-    assert largest(reference.double() - exact) < 1e-5
+    assert largest(scored(trainer, sequences, trainer.ref_model) - exact) < 1e-5
     trainer.train()
 
 
@@ -274,8 +246,6 @@ def test_projection_against_float64_over_several_tiles(dtype: torch.dtype, bias:
 
 def test_a_copied_model_uses_its_own_head(build: Callable[..., Any]) -> None:
     """The merge check runs deep copies; a copy that kept the original's weights would be compared with itself."""
-    import copy
-
     trainer = build(tied=False, peft=False)
     fp32_lm_head(trainer)
     copied = copy.deepcopy(trainer.model.lm_head)

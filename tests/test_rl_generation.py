@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import run_config
 from gspo_batches import grpo_trainer
 from multimodal_models import gemma3
 from torch import nn
@@ -375,22 +376,13 @@ def test_a_run_has_the_rollouts_of_plain_generate(
 
     def train(name: str) -> tuple[list[Any], list[Any], int]:
         computed.clear()
-        config = {
-            "model": {"name": str(tiny_model), "dtype": "float32"},
-            "lora": {"r": 4},
-            "data": {
-                "source": str(code_parquet), "eval_rows": 0, "max_rows": 15,
-                "fim": {"max_length": 160, "middle_chars": [8, 32]},
-            },
-            "train": {
-                "max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2,
-                "max_completion_length": 12, "learning_rate": 1e-3, "gradient_checkpointing": False, "save_strategy": "no",
-            },
-            "cogumi": {
-                "method": "gspo", "rewards": ["edit_similarity"], "stop": ["e"], "behaviour_logps": "rollout",
-                "run_dir": str(tmp_path / name), "merge": False,
-            },
-        }  # fmt: skip
+        options = {"rewards": ["edit_similarity"], "stop": ["e"], "behaviour_logps": "rollout"}
+        steps = {"max_steps": 4, "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2}
+        steps |= {"max_completion_length": 12, "learning_rate": 1e-3, "save_strategy": "no"}
+        rows = {"eval_rows": 0, "max_rows": 15, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
+        sections = {"data_section": rows, "train": steps, "cogumi": options}
+        config = run_config("gspo", tiny_model, code_parquet, tmp_path / name, **sections)
+        config["model"]["dtype"] = "float32"
         result = cogumi.train(config)
         return read_jsonl(tmp_path / name / "rollouts.jsonl"), result.series("loss"), sum(computed)
 

@@ -13,72 +13,53 @@ from cogumi.health.verdict import judge_gspo
 from cogumi.rl import guards
 from cogumi.rl.guards import NAMES, OWN_OBJECTIVE, find_problems, guard_trainer
 from cogumi.rl.memory_plan import check_groups
-from cogumi.rl.sampling import use_rollout_logps
 
 # A rollout of four optimizer steps: nothing to say about.
 GOOD = {"steps_per_generation": 4}
 
 
-def messages(trainer: Any, refused: bool | None = None, backend: Any = "trl", **kwargs: Any) -> list[str]:
-    result = find_problems(trainer, backend=backend, **kwargs)
+def messages(trainer: Any, refused: bool | None = None) -> list[str]:
+    result = find_problems(trainer)
     assert all("\n" not in finding.message for finding in result)
     return [finding.message for finding in result if refused in (None, finding.refused)]
 
 
-def refusal(trainer: Any, **kwargs: Any) -> str:
-    (message,) = messages(trainer, True, **kwargs)
+def refusal(trainer: Any) -> str:
+    (message,) = messages(trainer, True)
     return message
 
 
-def test_a_good_run_is_left_alone(make_trainer: Callable[..., Any]) -> None:
+def test_a_good_run_is_left_alone(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert messages(make_trainer(**GOOD)) == []
-    assert guard_trainer(make_trainer(**GOOD, loss_type="dapo"), backend="unsloth") == []
     assert messages(make_trainer("gspo-length", **GOOD)) == []
+    monkeypatch.setattr(guards, "backend_of", lambda _: "unsloth")
+    assert guard_trainer(make_trainer(**GOOD, loss_type="dapo")) == []
 
 
-def test_every_refusal_is_in_one_message_and_warnings_are_returned(make_trainer: Callable[..., Any]) -> None:
+def test_refusals_are_in_one_message_which_says_how_to_accept_each(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make_trainer(lora={"lora_dropout": 0.05}, epsilon=0.2, epsilon_high=0.28, steps_per_generation=1)
     with pytest.raises(UsageError) as refused:
-        guard_trainer(trainer, backend="trl")
-    lines = str(refused.value).splitlines()
-    assert len(lines) == 2
-    assert "lora_dropout" in lines[0]
-    assert "train.epsilon 0.2 and train.epsilon_high 0.28" in lines[1]
-    (warning,) = guard_trainer(make_trainer(steps_per_generation=1), backend="trl")
-    assert "exactly 1" in warning
-
-
-def test_a_script_is_told_what_the_sections_are_and_how_to_accept(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(lora={"lora_dropout": 0.05}, epsilon=0.2, generation_kwargs={"temperature": 0.5})
-    with pytest.raises(UsageError) as refused:
-        guard_trainer(trainer, backend="trl")
-    for line in str(refused.value).splitlines():
-        assert "(train. is trl.GRPOConfig, lora. is peft.LoraConfig); to train so on purpose: cogumi.patch(" in line
-    trainer.cogumi_run = True
-    with pytest.raises(UsageError) as refused:
-        guard_trainer(trainer, backend="trl")
-    output = str(refused.value)
-    assert "GRPOConfig" not in output
-    assert "accept" not in output
-    assert "train.epsilon 0.2" in output
-
-
-def test_what_is_refused_about_a_sampler_names_its_key(make_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match=r"cogumi.behaviour_logps: rollout needs .*generation_kwargs.num_beams"):
-        use_rollout_logps(make_trainer(generation_kwargs={"num_beams": 2}))
-
-
-def test_every_refusal_names_how_to_accept_it_and_is_let_pass(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(**GOOD, epsilon=0.2, epsilon_high=0.2, lora={"lora_dropout": 0.05})
-    with pytest.raises(UsageError) as refused:
-        guard_trainer(trainer, backend="trl")
+        guard_trainer(trainer)
     first, second = str(refused.value).splitlines()
-    assert first.endswith("cogumi.patch(accept=['dropout'])")
-    assert second.endswith("cogumi.patch(accept=['wide-clip'])")
+    sections = "(train. is trl.GRPOConfig, lora. is peft.LoraConfig); to train so on purpose: cogumi.patch"
+    assert "lora_dropout" in first
+    assert first.endswith(f"{sections}(accept=['dropout'])")
+    assert "train.epsilon 0.2 and train.epsilon_high 0.28" in second
+    assert second.endswith(f"{sections}(accept=['wide-clip'])")
+    monkeypatch.setattr(guards, "_accepted", frozenset({"dropout"}))
     with pytest.raises(UsageError, match=r"cogumi\.patch\(accept=\['dropout', 'wide-clip'\]\)"):  # and what was, stays
-        guard_trainer(trainer, backend="trl", accepted=frozenset({"dropout"}))
-    warnings = guard_trainer(trainer, backend="trl", accepted=frozenset({"dropout", "wide-clip"}))
-    assert [line.partition(":")[0] for line in warnings] == ["accepted (dropout)", "accepted (wide-clip)"]
+        guard_trainer(trainer)
+    monkeypatch.setattr(guards, "_accepted", frozenset({"dropout", "wide-clip"}))
+    *accepted, warning = guard_trainer(trainer)
+    assert [line.partition(":")[0] for line in accepted] == ["accepted (dropout)", "accepted (wide-clip)"]
+    assert "exactly 1" in warning
+    trainer.cogumi_run = True  # which accepts nothing
+    with pytest.raises(UsageError, match=r"train\.epsilon 0\.2") as refused:
+        guard_trainer(trainer)
+    assert "GRPOConfig" not in str(refused.value)
+    assert "accept" not in str(refused.value)
 
 
 def test_every_finding_has_a_name_that_can_be_accepted() -> None:
@@ -189,15 +170,16 @@ def test_under_trl_it_does_not_matter_whether_pad_is_eos(make_trainer: Callable[
     assert messages(together[0]) == []
 
 
-def test_under_unsloth_pad_as_eos_is_refused(make_trainer: Callable[..., Any]) -> None:
+def test_under_unsloth_pad_as_eos_is_refused(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "backend_of", lambda _: "unsloth")
     trainer = make_trainer(**GOOD)
-    assert messages(trainer, backend="unsloth") == []
+    assert messages(trainer) == []
     tokenizer = trainer.processing_class
     trainer.eos_token_ids = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    (warning,) = messages(trainer, False, backend="unsloth")
+    (warning,) = messages(trainer, False)
     assert "one of the model's EOS tokens" in warning
     tokenizer.pad_token = tokenizer.eos_token
-    assert f"(id {tokenizer.eos_token_id}): unsloth masks" in refusal(trainer, backend="unsloth")
+    assert f"(id {tokenizer.eos_token_id}): unsloth masks" in refusal(trainer)
 
 
 # ------------------------------------------------------------------------------------------------------ loss settings
@@ -249,34 +231,9 @@ def test_a_ratio_that_is_always_one_is_said(
     trainer.train()
     always_one = "old_per_token_logps" not in trainer._buffered_inputs[0]
     assert [f"train.steps_per_generation: {4 * accumulation}" in message for message in actual] == [True] * always_one
-    assert messages(trainer, rollout_logps=True) == []
+    trainer.cogumi_behaviour_logps = "rollout"
+    assert messages(trainer) == []
     assert not [m for m in messages(make_trainer("dapo", **config)) if "exactly 1" in m]
-
-
-# -------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def test_what_a_checkpoint_inside_a_rollout_does(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    """Resumed at step 2 of a rollout of 4, TRL samples anew at once; resumed at step 4 it goes on as it would have."""
-
-    def rollouts(resume: str | None, save_steps: int) -> list[int]:
-        # Not by the name "gspo", whose trainers guard themselves and would not begin.
-        loss = {"importance_sampling_level": "sequence", "epsilon": 3e-4}
-        trainer = make_trainer("grpo", **GOOD, **loss, max_steps=8, save_strategy="steps", save_steps=save_steps)
-        generate, steps = trainer._generate_and_score_completions, []
-
-        def note(inputs: Any) -> Any:
-            steps.append(trainer.state.global_step)
-            return generate(inputs)
-
-        trainer._generate_and_score_completions = note
-        trainer.train(resume_from_checkpoint=resume)
-        return steps
-
-    folder = tmp_path / "trainer"
-    assert rollouts(None, 2) == [0, 4]
-    assert rollouts(str(folder / "checkpoint-4"), 4) == [4]
-    assert rollouts(str(folder / "checkpoint-2"), 2) == [2, 6]
 
 
 # ------------------------------------------------------------------------------------------------------------- groups
@@ -333,7 +290,7 @@ def test_prompts_longer_than_the_context_are_refused(make_trainer: Callable[...,
     message = refusal(trainer)
     assert message.startswith(f"3 of 16 prompts are too long: the longest has {longest} tokens")
     assert f"train.max_completion_length: {512 - longest}" in message
-    trainer.use_vllm, trainer.args.vllm_max_model_length = True, 4096
+    trainer.args.use_vllm, trainer.args.vllm_max_model_length = True, 4096
     assert messages(trainer) == []
     trainer.args.vllm_max_model_length = longest
     assert f"train.vllm_max_model_length is {longest}; shorten them" in refusal(trainer)
@@ -393,34 +350,22 @@ def test_a_scaled_rope_counts_with_its_scale(make_trainer: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("loss", "config", "refused", "said"),
     [
-        ({"epsilon": -3e-4}, "train.epsilon is -0.0003; the clip needs a positive number"),
-        ({"beta": -0.1}, "train.beta is -0.1: a negative KL term"),
-        ({"delta": 1.0}, "train.delta 1 caps every ratio at or below 1"),
-        ({"delta": 1.1}, None),
+        ("gspo", {"epsilon": -3e-4}, True, "train.epsilon is -0.0003; the clip needs a positive number"),
+        ("gspo", {"beta": -0.1}, True, "train.beta is -0.1: a negative KL term"),
+        ("gspo", {"delta": 1.0}, True, "train.delta 1 caps every ratio at or below 1"),
+        ("gspo", {"delta": 1.1}, True, None),
+        ("dapo", {"epsilon": 3e-4, "epsilon_high": 4e-4}, False, "are a sequence loss's"),
+        ("cispo", {"epsilon_high": 4e-4}, False, "is cispo's cap of the ratio itself"),
+        ("cispo", {"epsilon_high": 5.0}, None, None),
+        ("dapo", {"epsilon_high": 0.28}, None, None),
     ],
 )
-def test_numbers_that_undo_the_loss_are_refused(
-    config: dict[str, float], said: str | None, make_trainer: Callable[..., Any]
+def test_numbers_that_undo_the_loss_are_refused_and_a_sequence_losss_epsilon_on_token_ratios_is_said(
+    loss: str, config: dict[str, float], refused: bool | None, said: str | None, make_trainer: Callable[..., Any]
 ) -> None:
-    actual = messages(make_trainer(**GOOD, **config), True)
-    assert actual == [] if said is None else said in actual[0]
-
-
-@pytest.mark.parametrize(
-    ("loss", "config", "said"),
-    [
-        ("dapo", {"epsilon": 3e-4, "epsilon_high": 4e-4}, "are a sequence loss's"),
-        ("cispo", {"epsilon_high": 4e-4}, "is cispo's cap of the ratio itself"),
-        ("cispo", {"epsilon_high": 5.0}, None),
-        ("dapo", {"epsilon_high": 0.28}, None),
-    ],
-)
-def test_a_sequence_losss_epsilon_on_token_ratios_is_said(
-    loss: str, config: dict[str, float], said: str | None, make_trainer: Callable[..., Any]
-) -> None:
-    actual = messages(make_trainer(loss, **GOOD, **config))
+    actual = messages(make_trainer(loss, **GOOD, **config), refused)
     assert actual == [] if said is None else said in actual[0]
 
 
@@ -428,7 +373,7 @@ def test_two_temperatures_are_refused(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer("gspo", **GOOD, temperature=0.7, generation_kwargs={"temperature": 1.0})
     assert "TRL scores at train.temperature 0.7" in refusal(trainer)
     same = make_trainer("gspo", **GOOD, temperature=0.7, generation_kwargs={"temperature": 0.7})
-    assert guard_trainer(same, backend="trl") == []
+    assert guard_trainer(same) == []
 
 
 def test_fewer_prompts_than_one_rollout_are_refused(make_trainer: Callable[..., Any]) -> None:
@@ -443,23 +388,17 @@ def test_fewer_prompts_than_one_rollout_are_refused(make_trainer: Callable[..., 
 # ----------------------------------------------------------------------------------------------------- during the run
 
 
-def run(trainer: Any, *rewards: Callable[..., Any]) -> list[dict[str, Any]]:
-    """The logged rows of training under other rewards."""
-    if rewards:
-        trainer.reward_funcs = list(rewards)
-    trainer.train()
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
-def nothing(completions: list[str], **_: Any) -> list[None]:
-    return [None] * len(completions)
-
-
 def test_a_run_in_which_nothing_was_scored_is_a_failure(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    rows = run(make_trainer(max_steps=4), nothing)
+    def rows_of(trainer: Any) -> list[dict[str, Any]]:
+        trainer.train()
+        return [row for row in trainer.state.log_history if "loss" in row]
+
+    unscored = make_trainer(max_steps=4)
+    unscored.reward_funcs = [lambda completions, **_: [None] * len(completions)]
+    rows = rows_of(unscored)
     assert [row["reward"] for row in rows if "reward" in row] == [None, None]
     assert judge_gspo(rows, tmp_path)[0].figure == "0 of 2 batches scored"
     assert judge_gspo([*rows, {"reward": 0.0}], tmp_path)[0].passed
     assert not judge_gspo([{"reward": float("nan")}], tmp_path)[0].passed
     assert not judge_gspo([], tmp_path)[0].passed
-    assert judge_gspo(run(make_trainer(max_steps=2)), tmp_path)[0].passed
+    assert judge_gspo(rows_of(make_trainer(max_steps=2)), tmp_path)[0].passed

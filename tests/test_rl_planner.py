@@ -1,6 +1,5 @@
 """The batch plan is exact or refused with numbers that work; its memory estimate is above what a real step takes."""
 
-import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -10,8 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import trl
+from builders import peak_growth
+from datasets import Dataset
+from gspo_batches import grpo_trainer
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig
+from trl.trainer.utils import RepeatSampler
 
 from cogumi.core.errors import UsageError
+from cogumi.models.adapters import drop_casts
 from cogumi.rl import memory_plan
 from cogumi.rl.memory_plan import (
     ModelShape,
@@ -92,8 +99,6 @@ def test_what_cannot_be_cut_up_is_refused_with_the_nearest_that_can(wanted: dict
 
 def test_every_plan_is_exact_and_trl_takes_it() -> None:
     """Over a grid: a plan or an error; a plan's GRPOConfig has exactly the documents that were asked for."""
-    import trl
-
     planned = 0
     for documents, group, rollouts in itertools.product((6, 8, 12, 30, 64), (2, 4, 6, 8), (1, 3, 4)):
         expected = {"documents_per_step": documents, "num_generations": group, "mini_batches_per_rollout": rollouts}
@@ -111,33 +116,21 @@ def test_every_plan_is_exact_and_trl_takes_it() -> None:
 
 def test_a_micro_batch_that_is_given_is_kept() -> None:
     found, line = plan(1 * GIB, documents_per_step=64, per_device_train_batch_size=16)
-    assert found == {
-        "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": 4,
-        "steps_per_generation": 16,
-        "num_generations": 8,
-    }
+    sizes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "steps_per_generation": 16}
+    assert found == sizes | {"num_generations": 8}
     assert "more than there is, by the estimate" in line
 
 
 def test_the_plan_says_the_decision_and_its_reason_in_one_line() -> None:
     _, text = plan(80 * GIB, documents_per_step=256)
     assert "\n" not in text
-    for part in (
-        "256 documents per step",
-        "estimated",
-        "128 prompts x 8 completions",
-        "4 optimizer steps",
-    ):
+    for part in ("256 documents per step", "estimated", "128 prompts x 8 completions", "4 optimizer steps"):
         assert part in text
 
 
 def test_a_document_that_does_not_fit_is_refused_with_what_is_needed() -> None:
-    with pytest.raises(
-        UsageError, match=r"not even one document fits: 512 prompt .* need about .* GiB, .* of 1\.0 GiB free"
-    ):
-        plan(GIB, documents_per_step=8)
-    with pytest.raises(UsageError, match="gradient_checkpointing: true"):
+    message = r"not even one document fits: 512 prompt .* need about .* GiB, .* of 1\.0 GiB free.*checkpointing: true"
+    with pytest.raises(UsageError, match=message):
         plan(GIB, documents_per_step=8)
 
 
@@ -158,51 +151,11 @@ def test_the_estimate_grows_with_everything() -> None:
 
 
 def test_the_shape_is_read_from_a_config() -> None:
-    from transformers import GPT2Config, LlamaConfig, MixtralConfig
-
     llama = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3, vocab_size=99)
     assert ModelShape.of(llama) == ModelShape(64, 160, 3, 99)
     assert ModelShape.of(GPT2Config(n_embd=64, n_layer=3, vocab_size=99)) == ModelShape(64, 256, 3, 99)
     experts = MixtralConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3, vocab_size=99)
     assert ModelShape.of(experts) == ModelShape(64, 2 * 160, 3, 99)
-
-
-def peak_growth(step: Callable[[], None]) -> int:
-    """Bytes by which PyTorch's CPU allocations rose at their highest during `step`."""
-    from torch.profiler import ProfilerActivity, profile
-
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    return max(itertools.accumulate(sizes))
-
-
-def deep_trainer(tiny_model: Path, output_dir: Path, checkpointing: bool) -> Any:
-    """A real GRPOTrainer on a random eight-layer Llama with LoRA on every linear layer."""
-    import peft
-    import trl
-    from datasets import Dataset
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    import cogumi
-
-    cogumi.patch()
-    config = LlamaConfig(
-        vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=8, num_attention_heads=4
-    )
-    args = trl.GRPOConfig(
-        output_dir=str(output_dir), bf16=False, report_to="none", gradient_checkpointing=checkpointing
-    )  # fmt: skip
-    return trl.GRPOTrainer(
-        model=LlamaForCausalLM(config),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["a"]}),
-        processing_class=AutoTokenizer.from_pretrained(tiny_model),
-        peft_config=peft.LoraConfig(r=8, target_modules="all-linear"),
-    )
 
 
 @pytest.mark.parametrize("documents", [2, pytest.param(8, marks=pytest.mark.sweep)])
@@ -212,7 +165,10 @@ def test_the_estimate_bounds_a_real_step(
     documents: int, checkpointing: bool, dtype: torch.dtype, tiny_model: Path, tmp_path: Path
 ) -> None:
     """TRL's loss forward and backward, adapters in fp32: at least what was measured, at most 2 times it (3 checkpointed)."""
-    trainer = deep_trainer(tiny_model, tmp_path, checkpointing)
+    shape = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8}
+    deep = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4))
+    options = {"lora": {"r": 8}, "gradient_checkpointing": checkpointing, "per_device_train_batch_size": 8}
+    trainer = grpo_trainer(tiny_model, tmp_path, model=deep, num_generations=8, **options)
     model = trainer.model.train()
     if checkpointing:  # as transformers' Trainer does when training begins
         model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
@@ -251,10 +207,6 @@ def test_the_estimate_bounds_a_real_step(
 @pytest.mark.parametrize("casts", [True, False])
 def test_a_layer_keeps_no_more_than_is_estimated(kv_heads: int, casts: bool) -> None:
     """The bytes that autograd keeps of one more layer, LoRA on all of it, bf16 autocast, with and without PEFT's casts."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaModel
-
-    from cogumi.models.adapters import drop_casts
 
     def kept(layers: int) -> int:
         shape = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": layers, "vocab_size": 512}
@@ -287,8 +239,6 @@ def test_a_layer_keeps_no_more_than_is_estimated(kv_heads: int, casts: bool) -> 
 
 def prompts_drawn(count: int, per_rollout: int, passes: int) -> list[set[int]]:
     """The prompts of each pass over a data set, from TRL's own sampler."""
-    from trl.trainer.utils import RepeatSampler
-
     sampler = RepeatSampler(range(count), mini_repeat_count=4, batch_size=per_rollout, repeat_count=2, seed=0)
     return [set(sampler) for _ in range(passes)]
 
@@ -302,8 +252,6 @@ def test_trls_sampler_drops_a_rollout_that_is_not_whole_and_draws_anew() -> None
 
 @pytest.mark.parametrize(("prompts", "needed"), [(3, 4), (3, 8), (1, 5), (4, 4), (9, 4)])
 def test_a_small_data_set_is_repeated_until_one_rollout_is_whole(prompts: int, needed: int) -> None:
-    from datasets import Dataset
-
     dataset = Dataset.from_dict({"prompt": [f"p{n}" for n in range(prompts)]})
     whole, line = repeat_to_rollout(dataset, needed)
     assert len(whole) >= needed

@@ -265,17 +265,17 @@ def test_an_adapter_that_vllm_would_serve_as_another_is_refused(lora: dict[str, 
 def test_a_cut_distribution_beside_a_correction_is_refused(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(steps_per_generation=4)
 
-    def messages(rollout_logps: bool = False, **settings: Any) -> list[str]:
+    def messages(old_logps: str = "trainer", **settings: Any) -> list[str]:
         trainer.args.__dict__.update(settings)
-        result = find_problems(trainer, backend="trl", rollout_logps=rollout_logps)
-        return [each.message for each in result if each.name == "cut-distribution" and each.refused]
+        trainer.cogumi_behaviour_logps = old_logps
+        return [each.message for each in find_problems(trainer) if each.name == "cut-distribution" and each.refused]
 
     assert messages(top_p=0.8) == []  # transformers' sampler: the trainer's own log-probabilities are the old ones
     (said,) = messages(use_vllm=True, vllm_importance_sampling_correction=True)
     assert said.startswith("train.top_p 0.8: ")
     assert said.endswith("set train.vllm_importance_sampling_correction: false")
     assert messages(vllm_importance_sampling_correction=False) == []
-    (said,) = messages(rollout_logps=True)
+    (said,) = messages("rollout")
     assert said.endswith("set cogumi.behaviour_logps: trainer")
     assert messages(top_p=1.0, vllm_importance_sampling_correction=True) == []
     (said,) = messages(generation_kwargs={"top_k": 20})

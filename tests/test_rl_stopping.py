@@ -74,8 +74,8 @@ def test_training_with_stops_learns_only_up_to_them(make_trainer: MakeTrainer) -
 def test_two_masters_are_refused(make_trainer: MakeTrainer) -> None:
     with pytest.raises(UsageError, match="mask_truncated_completions"):
         stop_rollouts_at(make_trainer(mask_truncated_completions=True), ["e"])
-    with pytest.raises(UsageError, match=r"generation_kwargs\.stop_strings and cogumi\.stop"):
-        stop_rollouts_at(make_trainer(generation_kwargs={"stop_strings": ["x"]}), ["e"])
+    with pytest.raises(UsageError, match=r"generation_kwargs\.eos_token_id and cogumi\.stop"):
+        stop_rollouts_at(make_trainer(generation_kwargs={"eos_token_id": 1}), ["e"])
 
 
 def test_rewards_see_what_stands_before_the_stop() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 
 import cogumi
 from cogumi.core.errors import UsageError
@@ -61,8 +62,6 @@ def test_a_ratio_away_from_one_is_proven_too(
 
 
 def scaled(loss_factor: float, gradient_factor: float) -> Any:
-    import trl
-
     class Scaled(trl.GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
             loss = super()._compute_loss(model, inputs)
@@ -86,16 +85,25 @@ def test_a_loss_with_another_divisor_is_stopped_before_the_weights_move(
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
 
 
-def test_somebody_elses_epsilon_is_stopped(make_trainer: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("epsilon_low", 0.2, r"epsilon_low=0\.2, and 0\.0003 was asked for"),
+        ("importance_sampling_level", "token", "importance_sampling_level='token', and 'sequence' was asked for"),
+    ],
+)
+def test_somebody_elses_settings_are_stopped(
+    name: str, value: Any, said: str, make_trainer: Callable[..., Any]
+) -> None:
     trainer = make_trainer()
-    trainer.epsilon_low = 0.2
-    with pytest.raises(WrongLossError, match=r"epsilon_low=0\.2, and 0\.0003 was asked for"):
+    setattr(trainer, name, value)
+    with pytest.raises(WrongLossError, match=said) as stopped:
         trainer.train()
+    assert __file__ not in str(stopped.value)  # the loss is TRL's own
 
 
 def test_a_loss_on_other_log_probabilities_is_stopped(make_trainer: Callable[..., Any]) -> None:
     """The trap of overriding `_compute_loss`: something else computes the loss, and the override is dead."""
-    import trl
 
     class Bypassed(trl.GRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,17 +136,8 @@ def test_a_loss_that_is_set_on_the_trainer_is_named_where_it_is_written(
     assert ("without asking for the new log-probabilities" in str(stopped.value)) is not asks
 
 
-def test_where_the_loss_is_trls_own_it_is_named(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer()
-    trainer.importance_sampling_level = "token"
-    with pytest.raises(WrongLossError) as stopped:
-        trainer.train()
-    assert __file__ not in str(stopped.value)
-
-
 def test_another_clip_is_stopped_at_the_first_step_where_it_shows(make_trainer: Callable[..., Any]) -> None:
     """On-policy a token ratio clipped at 0.2 has GSPO's value and gradient; the second step of the rollout tells."""
-    import trl
 
     class TokenLevel(trl.GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
@@ -235,8 +234,6 @@ def test_evaluation_before_training_is_left_to_the_trainer(make_trainer: Callabl
 
 
 def test_a_subclass_that_scores_twice_is_not_stopped(make_trainer: Callable[..., Any]) -> None:
-    import trl
-
     class Diagnosed(trl.GRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -278,8 +275,6 @@ def test_a_loss_without_a_formula_is_not_called_proven(
 
 
 def with_auxiliary_loss() -> Any:
-    import trl
-
     class Auxiliary(trl.GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
             weights = [p for p in model.parameters() if p.requires_grad]
@@ -321,8 +316,6 @@ def test_an_auxiliary_loss_is_named_accepted_and_said(
 
 @pytest.mark.usefixtures("nothing_accepted")
 def test_an_objective_that_never_asks_for_log_probabilities_can_be_ones_own(make_trainer: Callable[..., Any]) -> None:
-    import trl
-
     class Own(trl.GRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return sum(p.square().sum() for p in model.parameters() if p.requires_grad)
@@ -362,8 +355,6 @@ def test_a_refused_training_is_refused_again(make_trainer: Callable[..., Any]) -
 
 def test_an_objective_that_was_typed_has_a_place(make_trainer: Callable[..., Any]) -> None:
     """Without a file there is no source to hash, and the record says where it was compiled."""
-    import trl
-
     typed: dict[str, Any] = {"trl": trl, "__name__": "__main__"}
     code = "class Typed(trl.GRPOTrainer):\n    def _compute_loss(self, *args):\n        return super()._compute_loss(*args)"
     exec(compile(code, "<stdin>", "exec"), typed)

@@ -139,7 +139,7 @@ def test_the_kernels_of_a_layer_are_those_that_the_profiler_sees(kind: Any, own:
     one, two = (kind(num_hidden_layers=layers, **sizes, **own) for layers in (1, 2))
 
     def counted(config: Any) -> int:
-        trainer = planned_trainer(planned(LORA), config, torch.bfloat16, "sdpa")
+        trainer = planned_trainer(planned(LORA), config, torch.bfloat16)
         return count_decoding(trainer, StepShape("gspo", 4, 6, 2, rollout=4))[0].by_kind["kernels"]
 
     layer, seen = counted(two) - counted(one), profiled(two) - profiled(one)

@@ -58,8 +58,7 @@ def play(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[..., 
                     words, cwd=cwd, env=os.environ | paths, capture_output=True, text=True, timeout=500
                 )
                 assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-        seen: Seen = json.loads(file.read_text())[role]
-        return seen
+        return json.loads(file.read_text())[role]
 
     return played
 

@@ -47,8 +47,7 @@ def ask_engine(directory: Path | str, **settings: Any) -> dict[str, Any]:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    parsed: dict[str, Any] = json.loads(lines[0].removeprefix(RESULT))
-    return parsed
+    return json.loads(lines[0].removeprefix(RESULT))
 
 
 def compare(directory: Path | str, **settings: Any) -> None:
@@ -58,7 +57,6 @@ def compare(directory: Path | str, **settings: Any) -> None:
     assert str(dtype) == said["dtype"]
     element = 1 if settings.get("kv_cache_dtype") == "fp8" else dtype.itemsize
     cache = cache_layout(config, element, said["block"], said["in_flight"])
-    assert cache is not None
     forecast = {
         "weights": engine_weights(config, dtype, None),
         "cache": said["blocks"] * cache.block_bytes,
@@ -97,7 +95,6 @@ def test_an_engine_in_which_one_sequence_does_not_fit_does_not_start(tokens: int
     config = LlamaConfig(**SMALL | {"max_position_embeddings": 200_000})
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
     cache = cache_layout(config, 2, block=128)
-    assert cache is not None
     assert (cache.sequence(tokens) + cache.block_bytes <= 2**30) == starts
     if starts:
         assert ask_engine(tmp_path, max_model_len=tokens)["length"] == tokens

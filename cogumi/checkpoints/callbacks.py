@@ -36,7 +36,7 @@ def remember(trainer: Any) -> Values:
     ]
     if torch.cuda.is_available():
         values.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
-    if internals.keeps_rollouts(trainer):
+    if internals.makes_rollouts(trainer):
         values.append((lambda at: internals.set_rollout_position(trainer, *at), internals.rollout_position(trainer)))
     return values
 

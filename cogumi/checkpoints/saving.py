@@ -31,7 +31,7 @@ from cogumi.patches.trl_internals import (
     SAVE_CHECKPOINT,
     SAVE_RNG_STATE,
     TRAIN_SAMPLER,
-    keeps_rollouts,
+    makes_rollouts,
     rollout_position,
     saving_alone,
     set_rollout_position,
@@ -360,7 +360,7 @@ def state_name(trainer: Any) -> str:
 
 def save_rollouts(trainer: Any, directory: Path) -> None:
     """Write TRL's position into a checkpoint, with the rollouts if the next step still uses them."""
-    if keeps_rollouts(trainer):
+    if makes_rollouts(trainer):
         step, rollouts = rollout_position(trainer)
         used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
         torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / state_name(trainer))
@@ -369,7 +369,7 @@ def save_rollouts(trainer: Any, directory: Path) -> None:
 def load_rollouts(trainer: Any, directory: Path) -> None:
     """Restore TRL's position, before `trainer.train` begins. Without it, TRL generates anew."""
     path = directory / state_name(trainer)
-    if keeps_rollouts(trainer) and path.is_file():
+    if makes_rollouts(trainer) and path.is_file():
         values = torch.load(path, map_location=trainer.args.device, weights_only=True)
         set_rollout_position(trainer, values["step"], values["rollouts"])
 
@@ -377,7 +377,7 @@ def load_rollouts(trainer: Any, directory: Path) -> None:
 @contextmanager
 def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None]:
     """Have new samplers of prompts begin with the epoch in which the checkpoint was written."""
-    if directory is None or not keeps_rollouts(trainer):
+    if directory is None or not makes_rollouts(trainer):
         yield
         return
     epochs = int(round(json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["epoch"], 6))

@@ -47,7 +47,7 @@ from cogumi.models.loading import BUILD_REFUSALS, load_tokenizer, read_base, res
 from cogumi.models.quantization import refuse_quantized_already
 from cogumi.patches import gspo_loss
 from cogumi.patches.torch_internals import FakeTensorMode
-from cogumi.patches.trl_internals import commit_of, holds_adapter
+from cogumi.patches.trl_internals import commit_of
 
 CHECKPOINTS, ADAPTER, MERGED, DOWNLOAD = "checkpoints", "adapter", "merged model", "model download"
 NO_SAVES = "save_strategy is no: one checkpoint is written where a signal ends the training, and no other"
@@ -70,14 +70,13 @@ class CheckpointBytes:
 
 
 def checkpoint_bytes(trainer: Any) -> CheckpointBytes:
-    """Forecast the checkpoints of any transformers or TRL trainer, within 5 %. Nothing of the trainer changes."""
+    """Forecast the checkpoints of a trainer, within 5 %. Nothing of the trainer changes."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if isinstance(model, PeftModel) or holds_adapter(model):
-        # PEFT's own save writes all adapters (DPO's frozen "ref" too), transformers' the active one.
-        names = list(model.peft_config) if isinstance(model, PeftModel) else model.active_adapters()[:1]
+    if isinstance(model, PeftModel):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about resized embeddings: PEFT repeats it when it saves them
-            states = [get_peft_model_state_dict(model, adapter_name=name) for name in names]
+            # All adapters, DPO's frozen "ref" too.
+            states = [get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config]
     else:
         states = [without_aliases(model.state_dict(keep_vars=True))]
     optimizer = 0
@@ -86,17 +85,16 @@ def checkpoint_bytes(trainer: Any) -> CheckpointBytes:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(optimizer_states(trainer), file)
             optimizer = file.seek(0, os.SEEK_END)
-    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    return CheckpointBytes(sum(map(safetensors_bytes, states)), optimizer, tokenizer_bytes(tokenizer))
+    tokenizer = tokenizer_bytes(trainer.processing_class)
+    return CheckpointBytes(sum(map(safetensors_bytes, states)), optimizer, tokenizer)
 
 
 def without_aliases(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return each storage once, and each tensor without storage: tied weights are saved under one of their names."""
     by_storage: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for name, tensor in tensors.items():
-        if hasattr(tensor, "data_ptr"):  # bitsandbytes puts strings into state dicts
-            storage = (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape))
-            by_storage.setdefault(storage, (name, tensor))
+        storage = (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape))
+        by_storage.setdefault(storage, (name, tensor))
     return dict(by_storage.values())
 
 

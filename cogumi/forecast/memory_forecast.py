@@ -73,18 +73,18 @@ def find_target(card: str | None, run: RunConfig | None = None) -> Target:
     return Target(machine, known, free, named=True)
 
 
-def weights_dtype(target: Target, name: str) -> torch.dtype:
+def weights_dtype(machine: Machine, name: str) -> torch.dtype:
     """Resolve `model.dtype` there: `auto` is bfloat16 on a card that has it, float32 elsewhere (models/loading.py)."""
-    automatic = "bfloat16" if target.machine.bf16 else "float32"
+    automatic = "bfloat16" if machine.bf16 else "float32"
     return resolve_dtype(automatic if name == "auto" else name)
 
 
-def autocast_dtype(run: RunConfig, target: Target) -> torch.dtype | None:
+def autocast_dtype(run: RunConfig, machine: Machine) -> torch.dtype | None:
     """Return the dtype of the trainer's autocast: bf16 on a card that has it, unless the config says otherwise."""
     if run.train.get("fp16"):
         return torch.float16
     bf16 = run.train.get("bf16")
-    return torch.bfloat16 if (target.machine.bf16 if bf16 is None else bf16) else None
+    return torch.bfloat16 if (machine.bf16 if bf16 is None else bf16) else None
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class MemoryForecast:
 def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) -> MemoryForecast:
     """Run the step of a run on fake tensors. `run` has its choices made; config: the base's."""
     train_all = run.cogumi.tuning == "full"
-    dtype = weights_dtype(target, dtype_of_weights(run))
-    autocast = autocast_dtype(run, target)
+    dtype = weights_dtype(target.machine, dtype_of_weights(run))
+    autocast = autocast_dtype(run, target.machine)
     period = None if train_all and work.micro_batches == 1 else layer_period(config)
     workspace = 0
     if target.on_card:
@@ -164,7 +164,7 @@ def forecast_step(run: RunConfig, config: Any, work: StepShape, target: Target) 
 
     @functools.cache
     def trainer_of(layers: int | None) -> Any:
-        return planned_trainer(run, config, dtype, run.model.attn_implementation, layers)
+        return planned_trainer(run, config, dtype, layers)
 
     def forecast(work: StepShape) -> MemoryForecast:
         moments = peaks_of_depth(

@@ -183,7 +183,7 @@ def forecast_lines(
     holds_share = processes > 1 and yaml_run.cogumi.sharding != "none"
     chosen_run, load, choices = choose_for_target(yaml_run, base, sample, target)
     if yaml_run.model.quantization_config is not None or quantization_of(base_config) is not None:
-        dtype = weights_dtype(target, yaml_run.model.dtype)
+        dtype = weights_dtype(target.machine, yaml_run.model.dtype)
         lines.append(describe_weights(base_config, dtype, yaml_run.model.quantization_config))
     try:
         free = target.free - load.weights - MOMENTS * load.trained - engine_bytes(chosen_run.train, target.total)
@@ -227,7 +227,7 @@ def describe_merge_check(run: RunConfig, base: RunBase, target: Target) -> list[
     if not run.cogumi.merge or run.cogumi.tuning == "full":
         return []
     parameters = sum(parameter.numel() for parameter in meta_model(base.config).parameters())
-    needed = parameters * weights_dtype(target, run.model.dtype).itemsize + WORKING_BYTES
+    needed = parameters * weights_dtype(target.machine, run.model.dtype).itemsize + WORKING_BYTES
     room = target.free if target.named else max(target.free, psutil.virtual_memory().total)
     if needed <= room:
         return []
@@ -264,7 +264,9 @@ def plan_work(
     longest = sample.longest
     if run.cogumi.method == "gspo":
         if is_planned(run):
-            batch, _ = gspo.batch_for(run, config, weights_dtype(target, run.model.dtype).itemsize, longest, free)
+            batch, _ = gspo.batch_for(
+                run, config, weights_dtype(target.machine, run.model.dtype).itemsize, longest, free
+            )
             run = gspo.with_batch(run, batch)
         return run, memory_forecast.planned_work(run, longest)
     packed = sample.examples_per_row
@@ -333,8 +335,8 @@ def estimate_pace(run: RunConfig, config: Any, work: StepShape, sample: DataSamp
     card = target.card
     if card is None or card.peak is None:
         return None
-    dtype = weights_dtype(target, run.model.dtype)
-    arithmetic = flops_of(planned_trainer(run, config, dtype, run.model.attn_implementation).model)
+    dtype = weights_dtype(target.machine, run.model.dtype)
+    arithmetic = flops_of(planned_trainer(run, config, dtype).model)
     context = sample.mean + work.completion
     passes = arithmetic.hardware(context, recomputed=run.train.get("gradient_checkpointing") is not False)
     if run.cogumi.method == "dpo":
@@ -351,7 +353,7 @@ def rollout_seconds(run: RunConfig, config: Any, dtype: torch.dtype, work: StepS
     """Sum max(bytes / bandwidth, kernels * KERNEL_SECONDS) over the tokens of a rollout in which no row ends early."""
 
     def count(layers: int | None) -> tuple[StagePeak, ...]:
-        return count_decoding(planned_trainer(run, config, dtype, run.model.attn_implementation, layers), work)
+        return count_decoding(planned_trainer(run, config, dtype, layers), work)
 
     first, last = peaks_of_depth(count, config.get_text_config().num_hidden_layers, layer_period(config))
     size = torch.linspace(first.by_kind["bytes"], last.by_kind["bytes"], work.completion, dtype=torch.float64)

@@ -145,8 +145,6 @@ class StorageCounter(TorchDispatchMode):
             return False if first.dtype == torch.bool else 1.0 if first.dtype.is_floating_point else 1
         if func is aten.nonzero.default:
             return first.new_empty((math.ceil(self.selected * first.numel()), first.dim()), dtype=torch.long)
-        if func is aten.masked_select.default:
-            return first.new_empty((math.ceil(self.selected * args[1].numel()),))
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
             mask = args[1][0]
             return first.new_empty((math.ceil(self.selected * mask.numel()), *first.shape[mask.dim() :]))
@@ -316,13 +314,11 @@ def trl_head_without_kernels() -> Any:
 # ------------------------------------------------------------------------------------------------------ the training step
 
 
-def planned_trainer(
-    run: RunConfig, config: Any, dtype: torch.dtype, attention: str | None, layers: int | None = None
-) -> Any:
+def planned_trainer(run: RunConfig, config: Any, dtype: torch.dtype, layers: int | None = None) -> Any:
     """Build TRL's trainer for the run's method with its model on the meta device. Nothing is written or downloaded.
 
-    config: the base's. attention: as in `model.attn_implementation`. layers: how many of the first are kept, None for all.
-    Raises what TRL, PEFT and transformers raise for settings that they refuse.
+    config: the base's. layers: how many of the first are kept, None for all. Raises what TRL, PEFT and transformers raise
+    for settings that they refuse.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -332,7 +328,7 @@ def planned_trainer(
             text.layer_types = text.layer_types[:layers]
     # With sdpa where its class has it, which like flash attention never holds the scores.
     model = meta_model(config).to(dtype)
-    if attention == "eager":
+    if run.model.attn_implementation == "eager":
         model.set_attn_implementation("eager")
     model = place_quantized_weights(model, config, run.model.quantization_config)
     run = without_machine(run)

@@ -23,17 +23,16 @@ import transformers
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.formatting import format_memory
-from cogumi.forecast.memory_forecast import MemoryForecast, Target
+from cogumi.forecast.memory_forecast import MemoryForecast, Target, autocast_dtype, weights_dtype
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, MOMENTS_8BIT, Choice, Load, Machine, choose, is_open, with_values
 from cogumi.methods.sampler import adapter_rank
 from cogumi.methods.step_split import is_planned
 from cogumi.models.base import meta_model
-from cogumi.models.loading import resolve_dtype
 from cogumi.models.quantization import count_meta_bytes, place_quantized_weights
 from cogumi.rl.guards import context_of
-from cogumi.rl.memory_plan import GRAPHS, USABLE, VLLM_SHARE, ModelShape, engine_bytes, samples_beside
+from cogumi.rl.memory_plan import GRAPHS, USABLE, ModelShape, engine_bytes, engine_share, samples_beside
 
 SHARE, SLEEP = "train.vllm_gpu_memory_utilization", "train.vllm_enable_sleep_mode"
 LENGTH = "train.vllm_max_model_length"
@@ -127,25 +126,16 @@ def layer_windows(text: Any) -> list[int | None] | None:
     return [known[kind] for kind in kinds[:with_cache]]
 
 
-def engine_dtype(run: RunConfig, config: Any, capability: tuple[int, int] | None) -> torch.dtype:
+def engine_dtype(run: RunConfig, config: Any, machine: Machine) -> torch.dtype:
     """Return the dtype of a run's engine: that of the trainer's matrix products; in a server what `auto` means there."""
     if not samples_beside(run.train):
-        return own_dtype(config, capability)
-    halves = capability is not None and capability >= (8, 0)
-    if run.train.get("fp16"):
-        return torch.float16
-    if halves and run.train.get("bf16") is not False:
-        return torch.bfloat16
-    auto = "bfloat16" if halves else "float32"
-    dtype: torch.dtype = resolve_dtype(auto if run.model.dtype == "auto" else run.model.dtype)
-    return dtype
+        return own_dtype(config, machine.capability)
+    return autocast_dtype(run, machine) or weights_dtype(machine, run.model.dtype)
 
 
 def own_dtype(config: Any, capability: tuple[int, int] | None) -> torch.dtype:
     """Return what `auto` means to vLLM: the checkpoint's dtype; 16 bits for float32 (config/model.py, _resolve_auto_dtype)."""
-    dtype: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    dtype = config.dtype or config.get_text_config().dtype
     halves = torch.float16 if capability is not None and capability < (8, 0) else torch.bfloat16
     return dtype if dtype == torch.float16 else halves
 
@@ -215,18 +205,16 @@ class Engine:
         return min(self.rows, int(self.cache.at_once(cache, self.length)))
 
 
-def forecast_engine(
-    run: RunConfig, config: Any, length: int, capability: tuple[int, int] | None, card: int
-) -> Engine | None:
+def forecast_engine(run: RunConfig, config: Any, length: int, machine: Machine) -> Engine | None:
     """Return the engine of a run for sequences up to `length` tokens; None where the cache's layout is not known."""
-    dtype = engine_dtype(run, config, capability)
+    dtype = engine_dtype(run, config, machine)
     cache, rows = cache_layout(config, dtype.itemsize), gspo.rollout_rows(run)
     if cache is None:
         return None
     weights = engine_weights(config, dtype, run.model.quantization_config)
     if run.cogumi.sampler_weights == "adapter":
         weights += gspo.lora_parameters(meta_model(config), adapter_rank(run)) * dtype.itemsize
-    return Engine(weights, working_memory(config, dtype.itemsize, rows), cache, length, rows, card)
+    return Engine(weights, working_memory(config, dtype.itemsize, rows), cache, length, rows, machine.total_bytes)
 
 
 @dataclass(frozen=True)
@@ -333,7 +321,7 @@ def choose_with_engine(
     run = with_values(run, choices)
     if machine.total_bytes:
         length = int(run.train["vllm_max_model_length"])
-        engine = forecast_engine(run, config, length, machine.capability, machine.total_bytes)
+        engine = forecast_engine(run, config, length, machine)
         if engine is not None:
             choices += choose_share(run, machine, load, engine)
         run = with_values(run, choices)
@@ -389,7 +377,8 @@ def estimate_plan(run: RunConfig, machine: Machine, load: Load, engine: Engine) 
     moments = per_weight * load.trained
     load = load_beside(run, load, engine.length)
     step = load.weights + moments + load.step(checkpointing=run.train.get("gradient_checkpointing") is not False)
-    return RolloutPlan(engine, *share_of(run), loaded, loaded + moments, step, int(USABLE * machine.free_bytes))
+    share, sleeps = engine_share(run.train), bool(run.train.get("vllm_enable_sleep_mode"))
+    return RolloutPlan(engine, share, sleeps, loaded, loaded + moments, step, int(USABLE * machine.free_bytes))
 
 
 def forecast_rollout(
@@ -401,14 +390,14 @@ def forecast_rollout(
     """
     if not samples_beside(run.train) or not target.on_card:
         return None
-    length = longest_sequence(run, config, longest)
-    engine = forecast_engine(run, config, length, target.machine.capability, target.total)
+    engine = forecast_engine(run, config, longest_sequence(run, config, longest), target.machine)
     if engine is None:
         return None
     if isinstance(planned, Load):
         return estimate_plan(run, target.machine, planned, engine)
     loaded, resident = (size + planned.workspace for size in (planned.loaded, planned.resident))
-    return RolloutPlan(engine, *share_of(run), loaded, resident, planned.peak - planned.vllm, target.free)
+    share, sleeps = engine_share(run.train), bool(run.train.get("vllm_enable_sleep_mode"))
+    return RolloutPlan(engine, share, sleeps, loaded, resident, planned.peak - planned.vllm, target.free)
 
 
 def describe_sampler(run: RunConfig, config: Any, plan: RolloutPlan | None, target: Target, longest: int) -> list[Line]:
@@ -420,8 +409,7 @@ def describe_sampler(run: RunConfig, config: Any, plan: RolloutPlan | None, targ
     if not target.on_card:
         space = "its KV cache is as large as VLLM_CPU_KVCACHE_SPACE says, in GiB"
         return [Line("vllm", f"on a CPU nothing of a card is shared: {space}", "unknown")]
-    length = longest_sequence(run, config, longest)
-    engine = forecast_engine(run, config, length, target.machine.capability, target.total)
+    engine = forecast_engine(run, config, longest_sequence(run, config, longest), target.machine)
     if engine is None:
         text = f"how large the KV cache of {config.model_type} is, is not known here: the share is taken as configured"
         return [Line("vllm", text, "unknown", f"vLLM says at its start what {SHARE} leaves for it")]
@@ -442,9 +430,3 @@ def longest_sequence(run: RunConfig, config: Any, longest: int) -> int:
     if length is None and samples_beside(run.train):
         length = context_of(config)
     return int(length or choose_length(run, config, longest).value)
-
-
-def share_of(run: RunConfig) -> tuple[float, bool]:
-    """Return the share of a config, or TRL's, and whether the engine sleeps."""
-    share = run.train.get("vllm_gpu_memory_utilization")
-    return float(VLLM_SHARE if share is None else share), bool(run.train.get("vllm_enable_sleep_mode"))

@@ -222,7 +222,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
     rewards = graded_as_seen(run, rewards, common["processing_class"])
     if run.cogumi.thinking is not None:
         apply_thinking(run.cogumi.thinking, args, common["processing_class"])
-    context, _ = rollout_context(common["model"].config, args, args.use_vllm)
+    context, _ = rollout_context(common["model"].config, args)
     episodes = begin_episodes(run, common["processing_class"], context)
     keep_data_as_text(common["processing_class"])
     with engine_options(**engine_of(run)):

@@ -24,7 +24,6 @@ from cogumi.models.quantized_bases import quantization_of
 from cogumi.patches.vllm_engine import adapter_options
 from cogumi.rewards.named_rewards import needed_columns
 from cogumi.rl.guards import check_distribution, check_loss_settings
-from cogumi.rl.sampling import refuse_double_correction
 
 log = logging.getLogger("cogumi")
 ROWS_AT_ONCE = 1000
@@ -126,7 +125,9 @@ def refuse_engine(args: Any, by_rollout: bool) -> None:
         fix = 'install the lane stable+vllm (docs/stack.md) or run: pip install "cogumi[vllm]", or drop the key'
         raise UsageError("vLLM is not installed", key="train.use_vllm", fix=fix)
     if by_rollout and args.vllm_importance_sampling_correction:
-        refuse_double_correction()
+        reason = "rollout divides by vLLM's log-probabilities already, and TRL's correction would do so again"
+        fix = "set cogumi.sampler_correction: none (in a script vllm_importance_sampling_correction=False)"
+        raise UsageError(reason, key="cogumi.behaviour_logps", fix=fix)
     if args.vllm_mode == "server":
         warn_of_missing_server(args)
     elif args.vllm_enable_sleep_mode and not torch.cuda.is_available():

@@ -233,7 +233,8 @@ def apply() -> PatchStatus:
     present = upstream._ChunkedLogProbFunction
     if is_unsloth_kernel(present):
         return status()
-    check_upstream()
+    if not version("trl").startswith(WRITTEN_FOR + "."):  # tests/test_fused_head.py compares kernel and call
+        raise RuntimeError(f"{NAME} is written for trl {WRITTEN_FOR}.x and this is trl {version('trl')}")
     if present is not None and present.__module__ != "trl.kernels.chunked_logprob":
         raise RuntimeError(f"{NAME}: TRL's head kernel is already replaced by {_name(present)}; undo that first")
     _replaced = present
@@ -281,12 +282,6 @@ def triton_device() -> str | None:
     if torch.cuda.is_available():
         return "CUDA" if torch.version.hip is None else "ROCm"
     return "XPU" if torch.xpu.is_available() else None
-
-
-def check_upstream() -> None:
-    """Raise RuntimeError unless TRL is the release whose kernel and call this has, as tests/test_fused_head.py checks."""
-    if not version("trl").startswith(WRITTEN_FOR + "."):
-        raise RuntimeError(f"{NAME} is written for trl {WRITTEN_FOR}.x and this is trl {version('trl')}")
 
 
 def _name(kernel: Any) -> str:

@@ -101,10 +101,9 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
-def set_call(module: nn.Module, call: Callable[..., Any] | None) -> Any:
-    """Have `call` stand for the module's call, but not a copy's; None for its own. Returns what stood there."""
-    before, module._compiled_call_impl = module._compiled_call_impl, call
-    return before
+def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have `call` stand for the module's call, but not a copy's; None for its own."""
+    module._compiled_call_impl = call
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -129,11 +129,6 @@ def logged_completions(trainer: Any) -> dict[str, Any]:
     return logs
 
 
-def keeps_rollouts(trainer: Any) -> bool:
-    """Return whether a trainer uses a rollout for several steps."""
-    return hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_step")
-
-
 def rollout_position(trainer: Any) -> tuple[int, Any]:
     """(micro-batches so far, the rollout in use, cut into micro-batches)."""
     return trainer._step, trainer._buffered_inputs
@@ -194,11 +189,6 @@ def supported_attention(model: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     names = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn", "flex": "_supports_flex_attn"}
     kinds = frozenset(name for name, attribute in names.items() if getattr(model, attribute, False))
     return kinds, tuple(getattr(model, "_compatible_flash_implementations", None) or ())
-
-
-def holds_adapter(model: Any) -> bool:
-    """Return whether an adapter was loaded into a transformers model by its own methods, without PEFT's wrapper."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def place_quantized_layers(quantizer: Any, model: Any) -> None:

@@ -25,9 +25,8 @@ from cogumi.patches.trl_internals import wrap_method
 
 NAME = "vLLM under TRL"
 WRITTEN_FOR = "vLLM 0.26 to 0.31"
-MEMORY = Path("/dev/shm")
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: where temporary files are
 LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-METHODS = ("_init_vllm", "sync_weights", "_iter_named_params")
 
 _originals: dict[str, Callable[[Any], Any]] = {}
 _options: dict[str, Any] = {}
@@ -47,7 +46,8 @@ def apply() -> PatchStatus:
     """Change three methods of `trl.generation.vllm_generation.VLLMGeneration`, where vLLM is installed."""
     if find_spec("vllm") is not None and not _originals:
         generation = generation_class()
-        for name, replacement in zip(METHODS, (build_engine, sync_weights, iterate_parameters), strict=True):
+        ours = {"_init_vllm": build_engine, "sync_weights": sync_weights, "_iter_named_params": iterate_parameters}
+        for name, replacement in ours.items():
             _originals[name] = getattr(generation, name)
             setattr(generation, name, replacement)
     return status()
@@ -205,7 +205,7 @@ def merged(layer: Any) -> Iterator[torch.nn.Module]:
 def reload_server(generation: Any) -> None:
     """Have a server on this machine read the weights from a file, in memory where there is room."""
     client = generation.vllm_client
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
         tensors = {name: value.contiguous() for name, value in generation._iter_named_params()}
         save_file(tensors, Path(directory) / "model.safetensors")
         request = {"method": "reload_from", "args": [directory]}
@@ -241,7 +241,7 @@ def hand_over_adapter(generation: Any) -> None:
 
     engine, before = generation.llm.llm_engine, getattr(generation, "cogumi_adapter", None)
     number = 1 if before is None else before.lora_int_id + 1
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
         generation.model.save_pretrained(directory, save_embedding_layers=False)
         if before is not None:
             engine.remove_lora(before.lora_int_id)

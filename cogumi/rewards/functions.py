@@ -185,19 +185,25 @@ def read_scores(reward: Any, answer: Any, count: int) -> list[float | None]:
     return [value if value is None else float(value) if math.isfinite(value) else math.nan for value in values]
 
 
-def with_columns(reward: Reward, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Reward:
-    """Wrap a reward, keeping its name, so that `change` maps its keyword arguments."""
+def with_columns(
+    reward: Reward,
+    change: Callable[[dict[str, Any]], Mapping[str, Any]],
+    read: Callable[[Any, Mapping[str, Any]], Any] = lambda scores, _: scores,
+) -> Reward:
+    """Wrap a reward, keeping its name, so that `change` maps its keyword arguments, and `read` what it returns for them."""
     if inspect.iscoroutinefunction(reward):
 
         @functools.wraps(reward)
         async def awaited(**columns: Any) -> Any:
-            return await reward(**change(columns))
+            changed = change(columns)
+            return read(await reward(**changed), changed)
 
         return awaited  # type: ignore[return-value]
 
     @functools.wraps(reward)
     def scored(**columns: Any) -> Any:
-        return reward(**change(columns))
+        changed = change(columns)
+        return read(reward(**changed), changed)
 
     return scored
 

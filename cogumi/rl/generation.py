@@ -19,6 +19,7 @@ from transformers.generation import GenerationMode
 
 from cogumi.patches import replaced
 from cogumi.patches.trl_internals import GENERATE_TURN, STOPPING_CRITERIA, wrap_method
+from cogumi.rl.fp32_head import unwrap_peft
 from cogumi.rl.loss_check import backend_of
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,7 @@ def share_prefill_and_drop_finished(trainer: Any) -> None:
     logged: set[str] = set()
 
     def generate_turn_without(generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        model = unwrap_peft(trainer.accelerator.unwrap_model(trainer.model_wrapped))
         prepare, rows = getattr(model, STOPPING_CRITERIA), RowsInUse(model.forward)
         reason = reason_against(trainer, model)
 

@@ -14,8 +14,8 @@ from cogumi.config.presets import CORRECTION
 from cogumi.core.errors import UsageError
 from cogumi.patches.trl_internals import tokenized_prompts
 from cogumi.rewards.named_rewards import try_reward
-from cogumi.rl.loss_check import CLIPPED, Backend
-from cogumi.rl.sampling import reshaping_settings
+from cogumi.rl.loss_check import CLIPPED, Backend, backend_of
+from cogumi.rl.sampling import reshaping_settings, uses_rollout_logps
 
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
@@ -74,15 +74,13 @@ def is_run_trainer(trainer: Any) -> bool:
     return getattr(trainer, "cogumi_run", False)
 
 
-def guard_trainer(
-    trainer: Any, *, backend: Backend, rollout_logps: bool = False, accepted: frozenset[str] = frozenset()
-) -> list[str]:
+def guard_trainer(trainer: Any) -> list[str]:
     """Return the warnings about a constructed `trl.GRPOTrainer`, accepted findings among them.
 
     Raises UsageError with every refusal, one line each; in a script of the user's own a line says how to accept it.
     """
-    refusals, warnings = [], []
-    for finding in find_problems(trainer, backend=backend, rollout_logps=rollout_logps):
+    refusals, warnings, accepted = [], [], accepted_by(trainer)
+    for finding in find_problems(trainer):
         message = finding.message if is_run_trainer(trainer) else f"{finding.message} {IN_SCRIPTS}"
         if finding.name in accepted:
             warnings.append(f"accepted ({finding.name}): {message}")
@@ -98,13 +96,13 @@ def guard_trainer(
     return warnings
 
 
-def find_problems(trainer: Any, *, backend: Backend, rollout_logps: bool = False) -> list[GuardFinding]:
+def find_problems(trainer: Any) -> list[GuardFinding]:
     """Apply every rule to a constructed `trl.GRPOTrainer`, in the order in which they are written below.
 
-    rollout_logps: the ratio is taken against the sampler's own log-probabilities. Prompts of a streamed data set, of
-    environments and of images are not known before the rollout and pass.
+    Prompts of a streamed data set, of environments and of images are not known before the rollout and pass.
     """
     args, dataset = trainer.args, trainer.train_dataset
+    backend, rollout_logps = backend_of(trainer), uses_rollout_logps(trainer)
     findings = [*check_dropout(trainer.model, clips_sequences(args)), *check_pad_token(trainer, backend)]
     findings += check_loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction
@@ -292,7 +290,7 @@ def check_rollout_size(prompts: int, args: Any) -> Iterator[GuardFinding]:
 def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
     """Find prompts, as the trainer renders them, that leave less room in the context than a completion may take."""
     completion = trainer.args.max_completion_length or 0
-    limit, setting = rollout_context(trainer.model.config, trainer.args, trainer.use_vllm)
+    limit, setting = rollout_context(trainer.model.config, trainer.args)
     if limit is None:
         return
     prompts = trainer.train_dataset["prompt"]
@@ -309,9 +307,9 @@ def check_prompt_lengths(trainer: Any) -> Iterator[GuardFinding]:
         yield GuardFinding("long-prompts", True, message)
 
 
-def rollout_context(config: Any, args: Any, use_vllm: bool) -> tuple[int | None, str]:
+def rollout_context(config: Any, args: Any) -> tuple[int | None, str]:
     """Return how many tokens a prompt and its completion may have together, and what limits them. `args`: a GRPOConfig."""
-    if use_vllm and args.vllm_max_model_length is not None:
+    if args.use_vllm and args.vllm_max_model_length is not None:
         return args.vllm_max_model_length, "train.vllm_max_model_length"
     return context_of(config), POSITIONS
 

@@ -53,6 +53,7 @@ class LossInputs:
     # The loss's settings: as it was called under unsloth, as it reads them off the trainer under TRL.
     arguments: dict[str, Any] = field(default_factory=dict)
     weight: Tensor | None = None  # (B, T) or (B, 1), of the policy term: TRL's correction for vLLM's own numerics
+    gradient: Tensor | None = None  # (B, T), which reached `new`; None before the backward pass
 
     def old_logps(self) -> Tensor:
         return self.new.detach() if self.old is None else self.old
@@ -188,15 +189,6 @@ def read_unsloth_inputs(
     )
 
 
-@dataclass
-class ObservedCall:
-    """A micro-batch without its graph. gradient: (B, T), which reached the new log-probabilities; None before backward."""
-
-    inputs: LossInputs
-    loss: Tensor
-    gradient: Tensor | None = None
-
-
 class LossCheck:
     """Compare optimizer steps with the formula until one has exercised the clip, and describe the comparison.
 
@@ -218,7 +210,7 @@ class LossCheck:
         """
         self.expected, self.unproven = expected, unproven
         self.user_function, self.own_objective = user_function, own_objective
-        self.calls: list[ObservedCall] = []
+        self.calls: list[tuple[LossInputs, Tensor]] = []  # micro-batches without their graph, and their losses
         self.step = 0
         self.has_moved = False  # whether any ratio has been other than 1
         self.record: dict[str, Any] = {"unproven": unproven, "asserted": False, "clip_seen_at_step": None}
@@ -233,14 +225,14 @@ class LossCheck:
 
     def add(self, call: LossInputs, loss: Tensor) -> None:
         """Add one micro-batch: its inputs and its loss; its gradient is noted in the backward pass."""
-        seen = ObservedCall(replace(call, new=call.new.detach()), loss.detach())  # no graph: backward frees it
+        seen = replace(call, new=call.new.detach())  # no graph: backward frees it
 
         def note(gradient: Tensor) -> None:
             seen.gradient = gradient.detach()
 
         if call.new.requires_grad:
             call.new.register_hook(note)
-        self.calls.append(seen)
+        self.calls.append((seen, loss.detach()))
 
     def check(self, scale: float = 1.0) -> dict[str, Any]:
         """Compare before an optimizer step, and return the record for `loss.json`. scale: the gradient scaler's.
@@ -254,7 +246,7 @@ class LossCheck:
                 "new log-probabilities: it is not the loss that was asked for"
             )
         if self.step == 1 and self.calls:
-            first = self.calls[0].inputs
+            first, _ = self.calls[0]
             self.record |= {
                 **describe_function(first.function),
                 "arguments": {name: to_json(value) for name, value in first.arguments.items()},
@@ -263,20 +255,20 @@ class LossCheck:
         if self.own_objective:
             self.record |= describe_function(self.user_function)
         for name, expected in self.expected.items():
-            value = self.calls[0].inputs.arguments.get(name)
+            value = self.calls[0][0].arguments.get(name)
             is_close = isinstance(expected, float) and value is not None and math.isclose(value, expected)
             if not is_close and value != expected:
                 place = f" (in {format_location(self.user_function)})" if self.user_function is not None else ""
                 raise WrongLossError(f"the loss ran with {name}={value!r}{place}, and {expected!r} was asked for")
         if not self.unproven:
-            for call in self.calls:
-                self._compare(call, scale)
+            for call, loss in self.calls:
+                self._compare(call, loss, scale)
             self.record["relative_difference"] = self.worst | {"tolerance": TOLERANCE, "steps": self.step}
         self.calls = []
         return self.record
 
-    def _compare(self, observed: ObservedCall, scale: float) -> None:
-        call, loss, gradient = observed.inputs, observed.loss, observed.gradient
+    def _compare(self, call: LossInputs, loss: Tensor, scale: float) -> None:
+        gradient = call.gradient
         expected, size, slope = loss_and_gradient(call)
         if not torch.isfinite(loss) and not torch.isfinite(expected):
             return  # both are wrong: the run itself is not finite, which its verdict says

@@ -180,17 +180,20 @@ def samples_beside(train: Mapping[str, Any]) -> bool:
     return bool(train.get("use_vllm")) and train.get("vllm_mode", "colocate") == "colocate"
 
 
-def engine_bytes(train: Mapping[str, Any], card: int, awake: bool = False) -> int:
-    """Return what vLLM holds of a card of so many bytes beside a training step, or `awake`, in the rollout.
+def engine_share(train: Mapping[str, Any]) -> float:
+    """Return the share of the card that vLLM takes: the config's, or TRL's."""
+    share = train.get("vllm_gpu_memory_utilization")
+    return float(VLLM_SHARE if share is None else share)
 
-    train: the section of a config. Asleep it keeps its CUDA graphs: TRL's level 2 discards weights and KV cache.
+
+def engine_bytes(train: Mapping[str, Any], card: int) -> int:
+    """Return what vLLM holds of a card of so many bytes beside a training step. train: the section of a config.
+
+    Asleep it keeps its CUDA graphs: TRL's level 2 discards weights and KV cache.
     """
     if not samples_beside(train):
         return 0
-    if train.get("vllm_enable_sleep_mode") and not awake:
-        return min(GRAPHS, card)
-    share = train.get("vllm_gpu_memory_utilization")
-    return math.ceil(float(VLLM_SHARE if share is None else share) * card)
+    return min(GRAPHS, card) if train.get("vllm_enable_sleep_mode") else math.ceil(engine_share(train) * card)
 
 
 def repeat_to_rollout(dataset: Dataset, prompts_per_rollout: int) -> tuple[Dataset, str | None]:

@@ -17,14 +17,14 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from cogumi.core.errors import UsageError
@@ -60,9 +60,9 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
             key="train.mask_truncated_completions",
             fix="drop one of the two, or stop at tokens of the vocabulary only",
         )
-    for key in ("stop", "stop_token_ids") if trainer.use_vllm else ("stop_strings", "eos_token_id"):
-        if key in (trainer.args.generation_kwargs or {}):
-            raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
+    key = "stop_token_ids" if trainer.use_vllm else "eos_token_id"
+    if key in (trainer.args.generation_kwargs or {}):
+        raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
     if trainer.use_vllm:
         # vLLM searches its own text, out of which it leaves control tokens otherwise; TRL reads ids alone.
         more = {"stop": strings, "include_stop_str_in_output": True, "skip_special_tokens": False} if strings else {}
@@ -177,33 +177,22 @@ def use_rollout_logps(trainer: Any) -> None:
     makes transformers' `generate` report them too: at the sampling temperature and over the whole vocabulary. Tokens
     the sampler could not score get the trainer's own; the metric "sampling/unscored_tokens" counts them per rollout.
 
-    Raises UsageError for vLLM with its importance correction, which would correct for the sampler's numerics twice. It
-    does so, too, where the sampler reports none (continuous batching, beam search).
+    Raises UsageError where the sampler reports none (continuous batching, beam search).
     """
-    key = "cogumi.behaviour_logps"
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        refuse_double_correction()
-    samples_here = not trainer.use_vllm and trainer.rollout_func is None
-    if samples_here and trainer.args.use_transformers_continuous_batching:
-        reason = "rollout needs log-probabilities, which continuous batching does not report"
-        raise UsageError(reason, key=key, fix="remove train.use_transformers_continuous_batching")
-    if samples_here and (trainer.generation_config.num_beams or 1) > 1:
-        reason = "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search"
-        raise UsageError(reason, key=key, fix="remove num_beams")
-    if not trainer.use_vllm and (reshaped := reshaping_settings(trainer.args)):
-        named = ", ".join(f"{name} {value}" for name, value in reshaped.items())
-        log.warning("%s: rollout, and the sampler draws from another distribution than is scored: %s", key, named)
-    if samples_here:
+    if not trainer.use_vllm:
+        key = "cogumi.behaviour_logps"
+        if trainer.args.use_transformers_continuous_batching:
+            reason = "rollout needs log-probabilities, which continuous batching does not report"
+            raise UsageError(reason, key=key, fix="remove train.use_transformers_continuous_batching")
+        if (trainer.generation_config.num_beams or 1) > 1:
+            reason = "rollout needs sampling, and train.generation_kwargs.num_beams asks for beam search"
+            raise UsageError(reason, key=key, fix="remove num_beams")
+        if reshaped := reshaping_settings(trainer.args):
+            named = ", ".join(f"{name} {value}" for name, value in reshaped.items())
+            log.warning("%s: rollout, and the sampler draws from another distribution than is scored: %s", key, named)
         record_sampled_logps(trainer)
     use_sampled_as_old(trainer)
     trainer.cogumi_behaviour_logps = "rollout"
-
-
-def refuse_double_correction() -> NoReturn:
-    """Raise UsageError for `behaviour_logps: rollout` beside vLLM's correction."""
-    reason = "rollout divides by vLLM's log-probabilities already, and TRL's correction would do so again"
-    fix = "set cogumi.sampler_correction: none (in a script vllm_importance_sampling_correction=False)"
-    raise UsageError(reason, key="cogumi.behaviour_logps", fix=fix)
 
 
 def uses_rollout_logps(trainer: Any) -> bool:
@@ -332,9 +321,7 @@ def leave_out_unscored(trainer: Any) -> None:
     completion has no reward then, its advantage is 0, and `rewards/not_scored` logs the share of a rollout with any.
     """
     unscored: set[int] = set()  # of this process's completions, in one rollout
-    trainer.reward_funcs = [
-        reward if isinstance(reward, nn.Module) else note_unscored(reward, unscored) for reward in trainer.reward_funcs
-    ]
+    trainer.reward_funcs = [note_unscored(reward, unscored) for reward in trainer.reward_funcs]
 
     def calculate(original: Callable[..., Tensor], inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Tensor:
         unscored.clear()
@@ -349,27 +336,15 @@ def leave_out_unscored(trainer: Any) -> None:
     wrap_method(trainer, CALCULATE_REWARDS, calculate)
 
 
-def note_unscored(reward: Callable[..., Any], unscored: set[int]) -> Callable[..., Any]:
+def note_unscored(reward: Reward, unscored: set[int]) -> Reward:
     """Wrap a reward function: the positions of NaN in what it returns are added to `unscored`."""
 
-    def note(scores: Any, completions: Sequence[Any]) -> list[float | None]:
-        numbers = read_scores(reward, scores, len(completions))
+    def note(scores: Any, columns: Mapping[str, Any]) -> list[float | None]:
+        numbers = read_scores(reward, scores, len(columns["completions"]))
         unscored.update(n for n, value in enumerate(numbers) if value is not None and math.isnan(value))
         return numbers
 
-    if inspect.iscoroutinefunction(reward):
-
-        @functools.wraps(reward)
-        async def awaited(**columns: Any) -> Any:  # as TRL calls it
-            return note(await reward(**columns), columns["completions"])
-
-        return awaited
-
-    @functools.wraps(reward)
-    def scored(**columns: Any) -> Any:
-        return note(reward(**columns), columns["completions"])
-
-    return scored
+    return with_columns(reward, dict, note)
 
 
 # ---------------------------------------------------------------------------------------------- vLLM beside the trainer

@@ -44,7 +44,7 @@ from cogumi.rl.loss_check import (
     list_unchecked_terms,
     sequence_log_ratio,
 )
-from cogumi.rl.sampling import check_sampler, uses_rollout_logps
+from cogumi.rl.sampling import check_sampler
 
 log = logging.getLogger("cogumi")
 RECORD = "loss.json"
@@ -90,12 +90,10 @@ class LossWatch(TrainerCallback):
         """Refuse, or warn about, what the settings would make of the run; once, unless it was refused."""
         if self.guarded:
             return
-        sampler, accepted = uses_rollout_logps(self.trainer), accepted_by(self.trainer)
-        backend = backend_of(self.trainer)
-        for warning in guard_trainer(self.trainer, backend=backend, rollout_logps=sampler, accepted=accepted):
+        for warning in guard_trainer(self.trainer):
             log.warning("%s", warning)
         user_function = self.find_user_function()
-        if OWN_OBJECTIVE in accepted:
+        if OWN_OBJECTIVE in accepted_by(self.trainer):
             objective = user_function or getattr(type(self.trainer), INNER_LOSS)
             self.proof = LossCheck({}, [OWN_OBJECTIVE], objective, own_objective=True)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
