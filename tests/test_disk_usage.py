@@ -81,7 +81,7 @@ def test_a_mount_is_found_by_its_place(mount: Mount) -> None:
 def test_network_filesystems_are_told() -> None:
     network = ["nfs", "nfs4", "cifs", "9p", "ceph", "lustre", "fuse", "fuse.sshfs", "fuse.juicefs"]
     local = ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", ""]
-    assert [kind for kind in network + local if disk_space.is_network(kind)] == network
+    assert [kind for kind in network + local if disk_space.NETWORK_KINDS.fullmatch(kind)] == network
 
 
 def test_every_filesystem_of_a_run_once(mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
