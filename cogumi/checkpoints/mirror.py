@@ -175,16 +175,10 @@ class Mirror:
     def fetch_newest(
         self, output_dir: Path, newer_than: int, is_ours: Callable[[Identity, str], bool] = lambda *_: True
     ) -> Path | None:
-        """Download the newest whole checkpoint beyond a step into `output_dir`; None if there is none.
+        """Download the newest whole checkpoint beyond a step (-1: any) into `output_dir`; None if there is none.
 
-        Args:
-            output_dir: Where the checkpoint goes.
-            newer_than: The newest step on this machine, -1 for none.
-            is_ours: Decides whether a checkpoint is of this training, from its identity and a description; it may raise.
-
-        Raises:
-            UsageError: The mirror cannot be read. Or it has only damaged checkpoints and this machine has none: starting
-                at step 0 would throw that training away.
+        Raises UsageError if the mirror cannot be read. Or it has only damaged checkpoints and this machine has none:
+        starting at step 0 would throw that training away. is_ours: gets a checkpoint's identity and a description.
         """
         with self.reaching("cannot be listed"):
             tree = self.place.tree()
