@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from disk_mounts import Mount, mounting
 from finished_runs import (  # noqa: F401
     _modules_are_not_collected,
     finished_dpo,
@@ -221,3 +222,10 @@ def reads_4bit(monkeypatch: pytest.MonkeyPatch) -> None:
         return read.t() if packed.shape[0] == 1 else read  # as it returns what is given transposed
 
     monkeypatch.setattr(functional, "dequantize_4bit", as_one_row)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """Mounts filesystems below tmp_path until the test is over; skips where that is not possible."""
+    with mounting(tmp_path) as mount_one:
+        yield mount_one

@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from disk_mounts import fill, mounting
+from disk_mounts import Mount, fill
 from golden import Golden
 from hub_server import hub_server
 from test_checkpoints_protect import flip, make
@@ -51,23 +52,12 @@ def checkpoints(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """The command line in this process: (exit status, standard output, standard error)."""
-    from cogumi.cli.app import main
-
+def run(command_line: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     for name in ("HF_HOME", "XDG_CACHE_HOME", "WANDB_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "caches" / name))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["cogumi", "disk", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        output = capsys.readouterr()
-        return int(stopped.value.code or 0), output.out, output.err
-
-    return call
+    return partial(command_line, "disk")
 
 
 @pytest.fixture
@@ -112,13 +102,12 @@ def test_status_says_what_is_full_with_who_uses_it(checkpoints: Path, tmp_path: 
     assert rows["filesystems"][0]["space"]["total"] > 0
 
 
-def test_status_of_a_full_disk(tmp_path: Path, run: Run) -> None:
-    with mounting(tmp_path) as mount:
-        disk = mount()
-        fill(disk, 1.0)
-        status, output, error = run("status", disk)
-        assert (status, error) == (0, "")
-        assert re.search(r"run directory +\S+.* 100 % +0 B ", output), output
+def test_status_of_a_full_disk(mount: Mount, run: Run) -> None:
+    disk = mount()
+    fill(disk, 1.0)
+    status, output, error = run("status", disk)
+    assert (status, error) == (0, "")
+    assert re.search(r"run directory +\S+.* 100 % +0 B ", output), output
 
 
 # --------------------------------------------------------------------------------------------------------------- verify
@@ -230,6 +219,7 @@ def test_prune_keeps_the_newest_the_best_and_the_pinned(checkpoints: Path, run: 
     status, output, error = run("prune", checkpoints.parent, "--keep", 2, "--json")
     parsed = json.loads(output)
     assert (status, [Path(row["path"]).name for row in parsed["removed"]]) == (0, ["checkpoint-3"])
+    assert parsed["kept"][:2] == ["checkpoint-1: pinned", "checkpoint-2: the best"]
     assert names(checkpoints) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-5"]
     assert run("prune", checkpoints, "--keep", 2)[1].splitlines()[-1] == "nothing to remove"
 
@@ -378,24 +368,23 @@ def test_predict_says_what_the_run_then_writes(
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)
-def test_predict_where_it_does_not_fit(config: Path, tmp_path: Path, run: Run) -> None:
-    with mounting(tmp_path) as mount:
-        small = mount(options="size=900k")
-        status, output, error = run("predict", config, f"cogumi.run_dir={small}/run", "train.save_total_limit=3")
-        assert (status, error) == (1, "")
-        assert max(map(len, output.splitlines())) <= 80
-        assert "what helps: " in whole(output)
-        assert "save_total_limit: 2 takes " in whole(output)
-        assert "cogumi.merge=false takes " in whole(output)
-        parsed = json.loads(run("predict", config, f"cogumi.run_dir={small}/run", "--json")[1])
-        assert parsed["fits"] is False
-        assert parsed["disks"][0]["refusal"].endswith("B are missing")
-        assert parsed["disks"][0]["short"] > 0
-        (small / "run").mkdir()
-        (small / "run" / "config.yaml").write_text(config.read_text())  # it has begun, and not saved yet
-        status, output, error = run("predict", small / "run")
-        assert (status, error) == (1, "")
-        assert "what helps: " in whole(output)
+def test_predict_where_it_does_not_fit(config: Path, mount: Mount, run: Run) -> None:
+    small = mount(options="size=900k")
+    status, output, error = run("predict", config, f"cogumi.run_dir={small}/run", "train.save_total_limit=3")
+    assert (status, error) == (1, "")
+    assert max(map(len, output.splitlines())) <= 80
+    assert "what helps: " in whole(output)
+    assert "save_total_limit: 2 takes " in whole(output)
+    assert "cogumi.merge=false takes " in whole(output)
+    parsed = json.loads(run("predict", config, f"cogumi.run_dir={small}/run", "--json")[1])
+    assert parsed["fits"] is False
+    assert parsed["disks"][0]["refusal"].endswith("B are missing")
+    assert parsed["disks"][0]["short"] > 0
+    (small / "run").mkdir()
+    (small / "run" / "config.yaml").write_text(config.read_text())  # it has begun, and not saved yet
+    status, output, error = run("predict", small / "run")
+    assert (status, error) == (1, "")
+    assert "what helps: " in whole(output)
 
 
 def test_predict_takes_the_small_base_and_the_configs_that_come_with_it(

@@ -6,13 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import prepared_process
 import pytest
-from disk_mounts import fill, mounting
+from disk_mounts import Mount, fill
 from processes import until
 from test_checkpoints_protect import at_step
 from test_checkpoints_protect import make as make_protected
@@ -22,14 +21,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.disk.monitor import Sample
 
-Mount = Callable[..., Path]
 MB = 1 << 20
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    with mounting(tmp_path) as mount_one:
-        yield mount_one
 
 
 def watching() -> list[threading.Thread]:

@@ -7,25 +7,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_mounts import ext_image, fill, mounting
+from disk_mounts import Mount, ext_image, fill
 
 from cogumi.core import disk_space
 from cogumi.core.disk_space import filesystem_of, filesystems, format_bytes, space_of, try_allocate
 from cogumi.disk import usage
 from cogumi.disk.usage import list_leftovers, list_uses
 
-Mount = Callable[..., Path]
 MB = 1 << 20
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    with mounting(tmp_path) as mount_one:
-        yield mount_one
 
 
 # --------------------------------------------------------------------------------------------------------- filesystems

@@ -22,7 +22,7 @@ from broken_environments import (
     make_environment,
     nvidia_smi,
 )
-from disk_mounts import fill, mounting
+from disk_mounts import Mount, fill
 
 from cogumi.stack.host import check_driver, find_gpu_sign
 
@@ -303,13 +303,10 @@ def test_a_gpu_that_the_kernel_shows(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- full disks
 
 
-def test_a_full_disk_for_temporary_files(environment: Environment, tmp_path: Path) -> None:
-    with mounting(tmp_path) as mount:
-        disk = mount()
-        fill(disk, 1.0)
-        told = environment.run(
-            "-m", "cogumi", "doctor", "--json", TMPDIR=str(disk), **failing_nvidia_smi(tmp_path / "bin")
-        )
+def test_a_full_disk_for_temporary_files(environment: Environment, mount: Mount, tmp_path: Path) -> None:
+    disk = mount()
+    fill(disk, 1.0)
+    told = environment.run("-m", "cogumi", "doctor", "--json", TMPDIR=str(disk), **failing_nvidia_smi(tmp_path / "bin"))
     report = json.loads(told.stdout)
     assert told.returncode == 1
     finding = of(report, "temporary files", "warning")

@@ -2,13 +2,13 @@
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from disk_mounts import fill, mounting
+from disk_mounts import Mount, fill
 from typer.testing import CliRunner
 
 import cogumi
@@ -28,9 +28,8 @@ LEFT = 400_000  # for the files that say how the run went; the merged model is l
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with mounting(tmp_path) as mount:
-        yield mount(options="size=16m", name="disk")
+def disk(mount: Mount) -> Path:
+    return mount(options="size=16m", name="disk")
 
 
 @pytest.fixture
