@@ -48,12 +48,8 @@ Files = dict[str, int]  # the sizes of a checkpoint's files, by name
 class Mirror:
     """Sends committed checkpoints to another place, and fetches the newest one from there.
 
-    Args:
-        url: A directory whose parent exists, any fsspec URL such as s3://BUCKET/PATH, or hf://USER/REPO[/folder]. Each run
-            needs a place of its own: the checkpoints of two runs have the same names.
-
-    Raises:
-        UsageError: A test file cannot be written there.
+    url: a directory whose parent exists, any fsspec URL such as s3://BUCKET/PATH, or hf://USER/REPO[/folder]. Each run needs
+    a place of its own: the checkpoints of two runs have the same names. Raises UsageError unless it can be written to.
     """
 
     def __init__(self, url: str | Path) -> None:
