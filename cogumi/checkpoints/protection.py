@@ -161,7 +161,6 @@ class Protection:
         return f"verified in {self.trainer.args.output_dir}; {staying}; on a full disk: {self.saver.on_full}{copied}"
 
     def train_protected(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Replace `trainer.train`."""
         if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled:
             internals.forget_evaluation(self.trainer)
         with ExitStack() as held:
@@ -295,7 +294,6 @@ class Protection:
                 model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
 
     def load_named(self, method: str, content: str) -> Callable[[str | None], None]:
-        """Wrap a method of the trainer that loads a part of a checkpoint."""
 
         def load(checkpoint: str | None) -> None:
             with loading(checkpoint, content), as_checkpoint_error(self.trainer):

@@ -303,7 +303,6 @@ class Saver:
         log.error("training %s without %s, which does not fit in %s; %s", how, final.name, place, last)
 
     def wait(self) -> None:
-        """Wait until the next try, or a signal."""
         until = time.monotonic() + RETRY_SECONDS
         while time.monotonic() < until and not self.is_ending:
             time.sleep(min(0.5, RETRY_SECONDS))

@@ -149,7 +149,6 @@ def check_disks(work: Path) -> Iterator[Finding]:
 
 
 def check_variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
-    """Check environment variables and files that change what an import finds or does."""
     findings = [*check_paths(environment, work), *check_settings(environment)]
     yield from findings or [Finding("environment", "ok", "no variable is in the way")]
 

@@ -115,7 +115,6 @@ def join_names(names: list[str]) -> str:
 
 
 def check_lane() -> Finding:
-    """Compare what is installed with the lane of this torch."""
     versions = installed_versions()
     if absent := [name for name in NEEDED if name not in versions]:
         return Finding("installed", "fatal", f"missing: {join_names(absent)}", "nothing trains without these", INSTALL)
