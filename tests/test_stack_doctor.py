@@ -251,6 +251,11 @@ H100 = "580.95.05, 81559, NVIDIA H100 80GB HBM3"
         ),
         ("No devices were found", 6, [("GPU", "warning", "this container was given no GPU")]),
         (H100, 0, [("driver", "ok", "580.95.05"), ("GPU 0", "ok", "NVIDIA H100 80GB HBM3, 79.6 GiB")]),
+        (
+            f"{H100}\nWARNING: infoROM is corrupted at gpu 0000:B3:00.0", 14,
+            [("driver", "ok", "580.95.05"), ("GPU 0", "ok", "79.6 GiB"), ("nvidia-smi", "note", "infoROM is corrupted")],
+        ),
+        ("[N/A], 81559, NVIDIA H100 80GB HBM3", 0, [("driver", "fatal", "the driver cannot be used")]),
     ],
 )  # fmt: skip
 def test_the_answers_of_a_driver(
