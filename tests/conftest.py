@@ -10,7 +10,6 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from disk_mounts import Mount, mounting
 from finished_runs import (  # noqa: F401
     _modules_are_not_collected,
     finished_dpo,
@@ -225,7 +224,18 @@ def reads_4bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Mounts filesystems below tmp_path until the test is over; skips where that is not possible."""
+def hub(tmp_path: Path) -> Iterator[Any]:
+    """A hub of the test's own (tests/hub_server.py)."""
+    from hub_server import hub_server
+
+    with hub_server(tmp_path / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a filesystem. Skips where that takes rights, or parts of the kernel, that are not to be had."""
+    from disk_mounts import mounting
+
     with mounting(tmp_path) as mount_one:
         yield mount_one

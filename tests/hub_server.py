@@ -72,12 +72,9 @@ class HubServer:
             "no_proxy": "127.0.0.1",
         }
 
-    def publish(
-        self, name: str, files: Path | Mapping[str, bytes], kind: Kind = "model", branch: str | None = "main"
-    ) -> str:
-        """A commit that holds just these files; the newest of its branch. Returns its hash."""
+    def publish(self, name: str, files: Path | Mapping[str, bytes], kind: Kind = "model") -> str:
+        """A commit that holds just these files; the newest of `main`. Returns its hash."""
         home = self.root / kind / name
-        refs = self.refs(kind, name)
         number = len([path for path in home.iterdir() if path.is_dir()]) if home.is_dir() else 0
         commit = hashlib.sha1(f"{kind} {name} {number}".encode()).hexdigest()
         if isinstance(files, Path):
@@ -86,8 +83,7 @@ class HubServer:
             for path, content in files.items():
                 (home / commit / path).parent.mkdir(parents=True, exist_ok=True)
                 (home / commit / path).write_bytes(content)
-        if branch is not None:
-            (home / "refs.json").write_text(json.dumps(refs | {branch: commit}), encoding="utf-8")
+        (home / "refs.json").write_text(json.dumps({"main": commit}), encoding="utf-8")
         return commit
 
     def names(self, kind: str, owner: str) -> list[str]:

@@ -61,6 +61,14 @@ def filled(place: Any, home: Path, *steps: int) -> Mirror:
     return mirror
 
 
+def check_fetched(mirror: Mirror, there: Path, sent: Path) -> None:
+    """The newest one that is fetched is what was sent, byte for byte, and nothing else is there."""
+    assert mirror.fetch_newest(there, -1) == there / sent.name
+    assert inspect(there / sent.name).state == "verified"
+    assert contents(there / sent.name) == contents(sent)
+    assert os.listdir(there) == [sent.name]
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {
         path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
@@ -177,11 +185,7 @@ def test_it_is_fetched_on_a_fresh_machine_byte_for_byte(bucket: Bucket, tmp_path
     deliver(mirror, sent)
     assert mirror.fetch_newest(tmp_path / "there", 2) is None, "it is not newer"
     assert not (tmp_path / "there").exists()
-    fetched = Mirror(bucket.url).fetch_newest(tmp_path / "there", -1)
-    assert fetched == tmp_path / "there" / "checkpoint-2"
-    assert inspect(fetched).state == "verified"
-    assert contents(fetched) == contents(sent)
-    assert os.listdir(tmp_path / "there") == ["checkpoint-2"]
+    check_fetched(Mirror(bucket.url), tmp_path / "there", sent)
 
 
 def test_of_several_that_wait_only_the_newest_goes_whole(bucket: Bucket, tmp_path: Path) -> None:
@@ -302,9 +306,7 @@ def test_an_object_damaged_on_its_way_is_noticed_and_sent_again(bucket: Bucket, 
     sent = make(tmp_path, 2)
     deliver(mirror, sent)
     assert "optimizer.pt is read back differently" in said()
-    fetched = mirror.fetch_newest(tmp_path / "there", -1)
-    assert fetched is not None
-    assert contents(fetched) == contents(sent)
+    check_fetched(mirror, tmp_path / "there", sent)
 
 
 def test_older_trainer_state_that_cannot_be_removed_is_said(bucket: Bucket, tmp_path: Path, said: Any) -> None:
@@ -386,9 +388,7 @@ def test_the_same_step_of_another_run_is_replaced_but_not_sent_twice(bucket: Buc
     deliver(mirror, new)
     deliver(mirror, new)
     assert bucket.files() == {"checkpoint-2": WHOLE}
-    fetched = mirror.fetch_newest(tmp_path / "there", -1)
-    assert fetched is not None
-    assert contents(fetched) == contents(new)
+    check_fetched(mirror, tmp_path / "there", new)
     assert sum(method == "PUT" and path.endswith("optimizer.pt") for method, path in bucket.proxy.requests) == 2
 
 
@@ -575,11 +575,7 @@ def test_a_repository_gets_a_commit_of_files_before_one_of_the_manifest(
     place = f"{folder}/" if folder else ""
     names = {path for path in contents(newest_commit(hub)) if path != ".gitattributes"}
     assert names == {f"{place}checkpoint-{step}/{name}" for step in (4, 6) for name in WHOLE}
-    fetched = mirror.fetch_newest(tmp_path / "there", -1)
-    assert fetched == tmp_path / "there" / "checkpoint-6"
-    assert inspect(fetched).state == "verified"
-    assert contents(fetched) == contents(sent)
-    assert os.listdir(tmp_path / "there") == ["checkpoint-6"]
+    check_fetched(mirror, tmp_path / "there", sent)
     assert hub.token not in said()
 
 

@@ -276,12 +276,6 @@ def test_a_save_that_was_killed_is_rejected_at_each_file_and_said_to_be_unfinish
     rejected(inspect(home / "checkpoint-3"), "did not finish")
 
 
-def test_distributed_runs_have_an_rng_state_a_process(copy: Copy) -> None:
-    newest = copy("full", manifest=False) / "checkpoint-4"
-    (newest / "rng_state.pth").rename(newest / "rng_state_0.pth")
-    assert inspect(newest).state == "unverified"
-
-
 # ---- which one a run resumes from ----
 
 

@@ -43,6 +43,7 @@ def test_levels_change_where_the_thresholds_are(mount: Mount, caplog: pytest.Log
             assert (sample.level, monitor.level, monitor.latest) == (level, level, sample)
             assert sample.used_share == pytest.approx(share, abs=0.001)
             assert (sample.total, sample.free) == (8 * MB, 8 * MB - (sample.used or 0))
+            assert sample.used == pytest.approx(share * 8 * MB, abs=3 * 4096)
         (disk / "filler").unlink()
         assert monitor.sample().level == "green"
     assert [sample.level for sample in seen] == ["yellow", "red", "yellow", "green"]

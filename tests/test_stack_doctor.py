@@ -23,6 +23,7 @@ from broken_environments import (
     nvidia_smi,
 )
 from disk_mounts import Mount, fill
+from processes import processes_with
 
 from cogumi.stack.host import check_driver, find_gpu_sign
 
@@ -97,15 +98,7 @@ def test_a_good_environment_is_found_good(environment: Environment) -> None:
 
 def left_running(environment: Environment) -> list[str]:
     """Commands of processes that were started by the doctor in this environment, or by what it imported."""
-    home = f"HOME={environment.home}".encode()
-    collected = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if home in (process / "environ").read_bytes().split(b"\0"):
-                collected.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return collected
+    return [" ".join(process.info["cmdline"]) for process in processes_with("HOME", environment.home)]
 
 
 # ------------------------------------------------------------------------------------------------------ broken packages
