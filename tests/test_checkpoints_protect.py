@@ -415,14 +415,28 @@ def test_a_damaged_checkpoint_is_none_of_those_kept(how: str, tmp_path: Path, ca
         assert f"{tmp_path / damaged} is damaged, and one more stays in its place: optimizer.pt has" in caplog.text
 
 
-KILLED_AFTER_ITS_LAST_SAVE = """
+IMPORTS = """
 import os, signal, sys, time
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from test_checkpoints_protect import make
+sys.path[:0] = sys.argv[-2:]
+from test_checkpoints_protect import at_step, make
 from transformers import TrainerCallback
 import cogumi
+"""
 
+
+def run_apart(
+    code: str, output_dir: Path, environment: dict[str, str], *words: object
+) -> subprocess.CompletedProcess[str]:
+    """Run code that trains into output_dir, its first argument, in a process of its own."""
+    places = Path(__file__).parent, Path(__file__).parents[1]
+    command = [*prepared_process.python(environment), "-c", IMPORTS + code, output_dir, *words, *places]
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment
+    )
+
+
+KILLED_AFTER_ITS_LAST_SAVE = """
 class Kill(TrainerCallback):
     def on_train_end(self, args, state, control, **_):
         while not (Path(sys.argv[1]) / "checkpoint-8").exists():  # committed beside the training
@@ -436,11 +450,7 @@ cogumi.protect(make(Path(sys.argv[1]), Kill())[0]).train()
 def test_what_a_kill_after_the_last_save_leaves_is_removed_by_the_next_start(
     tmp_path: Path, for_commands: dict[str, str]
 ) -> None:
-    tests = Path(__file__).parent
-    words = ["-c", KILLED_AFTER_ITS_LAST_SAVE, *map(str, (tmp_path, tests, tests.parent))]
-    done = subprocess.run(
-        [*prepared_process.python(for_commands), *words], capture_output=True, text=True, timeout=300, env=for_commands
-    )
+    done = run_apart(KILLED_AFTER_ITS_LAST_SAVE, tmp_path, for_commands)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert names(tmp_path)[:3] == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
     (tmp_path / STAGING_NAME / "checkpoint-8").mkdir(parents=True)
