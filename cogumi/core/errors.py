@@ -65,14 +65,14 @@ class MergeError(Exception):
 
 
 def require_extra(module: str, extra: str, key: str = "") -> None:
-    """Raise UsageError if a module is not installed. extra: of pyproject.toml, with it; key: the option that needs it."""
+    """Raise UsageError if a module is not installed. extra: the one of pyproject.toml that has it. key: what needs it."""
     if find_spec(module) is None:
         raise UsageError(f"{module} is not installed", key=key, fix=f'run: pip install "cogumi[{extra}]"')
 
 
 @contextmanager
 def best_effort(action: str, *expected: type[Exception]) -> Iterator[None]:
-    """Log an error of the block as "cannot ACTION: ..." instead of raising it. expected: default every Exception."""
+    """Log an error of the block as "cannot ACTION: ..." instead of raising it. expected: its types; none for any."""
     kinds = expected or (Exception,)
     try:
         yield
