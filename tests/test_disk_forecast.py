@@ -1,6 +1,5 @@
 """The forecast of a checkpoint against the checkpoint: real trainers, real optimizers, the bytes of real directories."""
 
-import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from builders import tiny_llama
 from conftest import letters
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from test_checkpoints_resume import COMMON
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from cogumi.checkpoints.verify import bytes_of
 from cogumi.core.errors import UsageError
 from cogumi.forecast.disk_forecast import CheckpointBytes, checkpoint_bytes, merged_bytes
 from cogumi.patches import fused_head
@@ -35,15 +33,29 @@ TEXT = ["def add(a, b): return a + b", "class Stack: pass", "for x in range(9): 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Path]:
     """The directory of a random Llama of 1.5 million parameters, made once for each dtype and tying."""
+    made: dict[tuple[Any, ...], Path] = {}
 
-    @functools.cache
     def make(dtype: torch.dtype = torch.float32, tied: bool = False) -> Path:
-        path, tokenizer = tmp_path_factory.mktemp("base"), AutoTokenizer.from_pretrained(tiny_model)
-        tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": len(tokenizer)}
-        tiny_llama(**sizes, **tokens, tie_word_embeddings=tied).to(dtype).save_pretrained(path)
-        tokenizer.save_pretrained(path)
-        return path
+        if (dtype, tied) not in made:
+            path = tmp_path_factory.mktemp("base")
+            tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+            config = LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=192,
+                intermediate_size=512,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=256,
+                tie_word_embeddings=tied,
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+            LlamaForCausalLM(config).to(dtype).save_pretrained(path)
+            tokenizer.save_pretrained(path)
+            made[dtype, tied] = path
+        return made[dtype, tied]
 
     return make
 
@@ -60,7 +72,19 @@ def trainers_that_run_here() -> Iterator[None]:
 
 def build(kind: str, model: Any, out: Path, lora: dict[str, Any] | None = None, **args: Any) -> Trainer:
     """A trainer that saves once, at its second step."""
-    args = COMMON | {"output_dir": str(out), "max_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2} | args
+    args = {
+        "output_dir": str(out),
+        "max_steps": 2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        **args,
+    }
     peft_config = LoraConfig(**{**LORA, **lora}) if lora is not None else None
     if kind == "plain":
         if peft_config is not None:
@@ -78,6 +102,10 @@ def build(kind: str, model: Any, out: Path, lora: dict[str, Any] | None = None, 
     rows = Dataset.from_dict({"prompt": TEXT * 2})
     config = GRPOConfig(num_generations=2, max_completion_length=4, **args)
     return GRPOTrainer(args=config, reward_funcs=letters, train_dataset=rows, **options)
+
+
+def bytes_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def check(name: str, trainer: Trainer) -> CheckpointBytes:
