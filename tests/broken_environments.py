@@ -57,15 +57,20 @@ class Environment:
 
 def make_environment(place: Path, on_top: bool = True) -> Environment:
     """An environment in `place`; on_top: of the packages here, otherwise with nothing but cogumi."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place / "env")], check=True)
-    python = place / "env" / "bin" / "python"
-    packages = place / "env" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     below = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if on_top else []
-    # A .pth is read after the directory that it is in.
-    (packages / "below.pth").write_text("\n".join([str(ROOT), *dict.fromkeys(below)]) + "\n")
+    python, packages = make_venv(place / "env", str(ROOT), *dict.fromkeys(below))
     home = place / "home"
     home.mkdir()
     return Environment(python, packages, home)
+
+
+def make_venv(place: Path, *below: str) -> tuple[Path, Path]:
+    """A virtual environment on top of the packages in these directories: its Python, and the directory of its own."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    packages = place / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    # A .pth is read after the directory that it is in.
+    (packages / "below.pth").write_text("".join(f"{path}\n" for path in below))
+    return place / "bin" / "python", packages
 
 
 # ------------------------------------------------------------------------------------------------------- what is broken

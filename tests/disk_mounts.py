@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+Mount = Callable[..., Path]
+
 
 @contextmanager
-def mounting(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def mounting(tmp_path: Path) -> Iterator[Mount]:
     """Mounts filesystems below tmp_path. Skips where that takes rights, or parts of the kernel, that are not to be had."""
     mounted: list[Path] = []
 

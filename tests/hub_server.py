@@ -50,22 +50,11 @@ class HubServer:
         self.bytes_per_second: float | None = None
         self.requests: list[tuple[str, str]] = []
         self.sent: dict[str, int] = {}
-        self.open: set[socket.socket] = set()
         self.lock = threading.Lock()
         self.digests: dict[Path, tuple[str, str]] = {}
         self.uploaded: dict[str, bytes] = {}  # by LFS, before they are in a commit
-        self.server = Listener(("127.0.0.1", 0), Answering)
-        self.server.hub = self  # type: ignore[attr-defined]
+        self.server = Listener(self, Answering)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self) -> None:
-        """From here on nobody answers at `url`."""
-        self.server.shutdown()
-        self.server.server_close()
-        for connection in list(self.open):  # a thread of its own would go on answering on each
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
     def environment(self, cache: Path, token: str | None = None) -> dict[str, str]:
         """Variables with which a process reads from here, into a cache of its own; the token, if any, is its own."""
@@ -83,12 +72,9 @@ class HubServer:
             "no_proxy": "127.0.0.1",
         }
 
-    def publish(
-        self, name: str, files: Path | Mapping[str, bytes], kind: Kind = "model", branch: str | None = "main"
-    ) -> str:
-        """A commit that holds just these files; the newest of its branch. Returns its hash."""
+    def publish(self, name: str, files: Path | Mapping[str, bytes], kind: Kind = "model") -> str:
+        """A commit that holds just these files; the newest of `main`. Returns its hash."""
         home = self.root / kind / name
-        refs = self.refs(kind, name)
         number = len([path for path in home.iterdir() if path.is_dir()]) if home.is_dir() else 0
         commit = hashlib.sha1(f"{kind} {name} {number}".encode()).hexdigest()
         if isinstance(files, Path):
@@ -97,8 +83,7 @@ class HubServer:
             for path, content in files.items():
                 (home / commit / path).parent.mkdir(parents=True, exist_ok=True)
                 (home / commit / path).write_bytes(content)
-        if branch is not None:
-            (home / "refs.json").write_text(json.dumps(refs | {branch: commit}), encoding="utf-8")
+        (home / "refs.json").write_text(json.dumps({"main": commit}), encoding="utf-8")
         return commit
 
     def names(self, kind: str, owner: str) -> list[str]:
@@ -124,12 +109,27 @@ def hub_server(root: Path) -> Iterator[HubServer]:
     try:
         yield hub
     finally:
-        hub.stop()
+        hub.server.stop()
 
 
 class Listener(ThreadingHTTPServer):
+    """The server of its owner, on a free port of this machine or a given one, in threads that keep no process alive."""
+
     daemon_threads = True
     block_on_close = False
+
+    def __init__(self, owner: Any, handler: type[BaseHTTPRequestHandler], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), handler)
+        self.owner = owner
+        self.open: set[socket.socket] = set()  # connections
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        """As a killed server: nobody listens, and open connections are closed in the middle of what they carry."""
+        self.shutdown()
+        self.server_close()
+        for connection in list(self.open):  # a thread of its own would go on answering on each
+            cut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Silent where the other side has gone away, as a process that a test kills does."""
@@ -137,24 +137,34 @@ class Listener(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class Answering(BaseHTTPRequestHandler):
+def cut(connection: socket.socket) -> None:
+    with suppress(OSError):  # it is closed already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Keeps connections open, and its server's list of them; logs nothing."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+    server: Listener
 
     def setup(self) -> None:
         super().setup()
-        self.hub.open.add(self.connection)
+        self.server.open.add(self.connection)
 
     def finish(self) -> None:
-        self.hub.open.discard(self.connection)
+        self.server.open.discard(self.connection)
         super().finish()
-
-    @property
-    def hub(self) -> HubServer:
-        return self.server.hub  # type: ignore[attr-defined,no-any-return]
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing."""
+
+
+class Answering(Handler):
+    @property
+    def hub(self) -> HubServer:
+        return self.server.owner  # type: ignore[no-any-return]
 
     def answer(self) -> None:
         split = urlsplit(self.path)
@@ -166,8 +176,10 @@ class Answering(BaseHTTPRequestHandler):
             self.refuse(fault, "", "as asked")
             return
         if path.startswith("/api/whoami"):
-            known = self.may_see_all()
-            self.reply(200 if known else 401, {"name": "someone", "type": "user"} if known else {"error": "no"})
+            if self.may_see_all():
+                self.reply(200, {"name": "someone", "type": "user"})
+            else:
+                self.refuse(401, "", "no")
             return
         if path in ("/api/models", "/api/datasets"):
             kind = path.removeprefix("/api/").removesuffix("s")
@@ -183,7 +195,7 @@ class Answering(BaseHTTPRequestHandler):
             return
         match = re.fullmatch(rf"/(datasets/)?{NAME}/resolve/([^/]+)/(.+)", path)
         if match is not None:
-            kind, name, revision, file = ("dataset" if match[1] else "model"), match[2], match[3], match[4]
+            kind, (name, revision, file) = ("dataset" if match[1] else "model"), match.groups()[1:]
             if self.is_there(kind, name):
                 self.resolve(kind, name, unquote(revision), file, cut=fault == "cut")
             return
@@ -226,15 +238,10 @@ class Answering(BaseHTTPRequestHandler):
             ]
             self.reply(200, {"transfer": "basic", "objects": objects})
         elif match is not None and match[2] == "preupload":
-            modes = [
-                {
-                    "path": file["path"],
-                    "shouldIgnore": False,
-                    "uploadMode": "lfs" if file["path"].endswith(LARGE) else "regular",
-                }
-                for file in json.loads(body)["files"]
-            ]
-            self.reply(200, {"files": modes})
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = {path: "lfs" if path.endswith(LARGE) else "regular" for path in paths}
+            rows = [{"path": path, "shouldIgnore": False, "uploadMode": mode} for path, mode in modes.items()]
+            self.reply(200, {"files": rows})
         elif match is not None:
             self.commit(match[1], [json.loads(line) for line in body.splitlines()])
         return True
@@ -263,11 +270,11 @@ class Answering(BaseHTTPRequestHandler):
         """Whether the repository is there for whoever asks; answered if not, in the hub's words."""
         if (self.hub.root / kind / name).is_dir() and (name not in self.hub.private or self.may_see_all()):
             return True
-        known = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         # The hub does not say whether a repository is missing or private to somebody without a token.
-        self.refuse(
-            404 if known else 401, "RepoNotFound", "Repository not found" if known else "Invalid username or password."
+        status, message = (
+            (404, "Repository not found") if self.may_see_all() else (401, "Invalid username or password.")
         )
+        self.refuse(status, "RepoNotFound", message)
         return False
 
     def commit_of(self, kind: str, name: str, revision: str) -> str | None:
@@ -284,11 +291,8 @@ class Answering(BaseHTTPRequestHandler):
     def may_read(self, kind: str, name: str) -> bool:
         """Whether the files of a repository are for whoever asks; answered if not."""
         if name in self.hub.gated and not self.may_see_all():
-            self.refuse(
-                401 if "Authorization" not in self.headers else 403,
-                "GatedRepo",
-                f"Access to {kind} {name} is restricted. You must have access to it and be authenticated.",
-            )
+            message = f"Access to {kind} {name} is restricted. You must have access to it and be authenticated."
+            self.refuse(403 if "Authorization" in self.headers else 401, "GatedRepo", message)
             return False
         return True
 
@@ -313,14 +317,10 @@ class Answering(BaseHTTPRequestHandler):
             return
         home = self.hub.root / kind / name / commit
         if what == "revision":
-            self.reply(200, self.info(kind, name, commit, blobs="blobs" in query))
+            self.reply(200, self.info(kind, name, commit))
         elif what == "paths-info":
-            expected = (
-                json.loads(body)["paths"]
-                if self.headers.get("Content-Type", "").startswith("application/json")
-                else parse_qs(body.decode())["paths"]
-            )
-            there = [home / path.strip("/") for path in expected if (home / path.strip("/")).exists()]
+            paths = [home / path.strip("/") for path in parse_qs(body.decode())["paths"]]
+            there = [path for path in paths if path.exists()]
             self.reply(200, [self.entry(home, path) for path in there])
         else:
             below = home / inside
@@ -331,43 +331,19 @@ class Answering(BaseHTTPRequestHandler):
             paths = sorted(below.rglob("*") if recursive else below.iterdir())
             self.reply(200, [self.entry(home, path) for path in paths])
 
-    def info(self, kind: str, name: str, commit: str, blobs: bool) -> dict[str, Any]:
+    def info(self, kind: str, name: str, commit: str) -> dict[str, Any]:
         home = self.hub.root / kind / name / commit
-        siblings = []
-        for path in sorted(path for path in home.rglob("*") if path.is_file()):
-            entry = self.entry(home, path)
-            more = {"size": entry["size"], "blobId": entry["oid"]} if blobs else {}
-            if blobs and "lfs" in entry:
-                lfs = entry["lfs"]
-                more["lfs"] = {"sha256": lfs["oid"], "size": lfs["size"], "pointerSize": lfs["pointerSize"]}
-            siblings.append({"rfilename": entry["path"], **more})
-        return {
-            "_id": commit[:24],
-            "id": name,
-            kind + "Id": name,
-            "author": name.partition("/")[0],
-            "sha": commit,
-            "private": name in self.hub.private,
-            "gated": "manual" if name in self.hub.gated else False,
-            "disabled": False,
-            "tags": [],
-            "downloads": 0,
-            "likes": 0,
-            "createdAt": "2026-01-01T00:00:00.000Z",
-            "lastModified": "2026-01-01T00:00:00.000Z",
-            "siblings": siblings,
-        }
+        files = sorted(path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file())
+        gated = "manual" if name in self.hub.gated else False
+        shown = {"id": name, "sha": commit, "private": name in self.hub.private, "gated": gated}
+        return shown | {"siblings": [{"rfilename": file} for file in files]}
 
     def entry(self, home: Path, path: Path) -> dict[str, Any]:
         """A file or directory as the hub lists it."""
         relative = path.relative_to(home).as_posix()
         if path.is_dir():
-            return {
-                "type": "directory",
-                "path": relative,
-                "size": 0,
-                "oid": hashlib.sha1(relative.encode()).hexdigest(),
-            }
+            oid = hashlib.sha1(relative.encode()).hexdigest()
+            return {"type": "directory", "path": relative, "size": 0, "oid": oid}
         blob, sha = self.hub.digest(path)
         size = path.stat().st_size
         described: dict[str, Any] = {"type": "file", "path": relative, "size": size, "oid": blob}
@@ -379,9 +355,7 @@ class Answering(BaseHTTPRequestHandler):
 
     def resolve(self, kind: str, name: str, revision: str, file: str, cut: bool) -> None:
         commit = self.commit_of(kind, name, revision)
-        if commit is None:
-            return
-        if not self.may_read(kind, name):
+        if commit is None or not self.may_read(kind, name):
             return
         path = self.hub.root / kind / name / commit / file
         if not path.is_file():
@@ -448,9 +422,3 @@ class Answering(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
-
-
-if __name__ == "__main__":  # python tests/hub_server.py DIRECTORY: serve what is published there, until interrupted
-    with hub_server(Path(sys.argv[1])) as serving:
-        print(serving.url, flush=True)
-        sys.stdin.read()

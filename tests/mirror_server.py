@@ -5,15 +5,13 @@ The S3 server runs in a process because its packages are beside the lane's (`.ve
 
 import http.client
 import os
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+
+from hub_server import Handler, Listener, cut
 
 PACKAGES = Path(__file__).parents[1] / ".venv" / "s3-server"
 SERVE = """
@@ -61,8 +59,7 @@ class Proxy:
         self.faults: Callable[[str, str], Fault | None] = lambda method, path: None
         self.after: Callable[[str, str], None] = lambda method, path: None
         self.requests: list[tuple[str, str]] = []
-        self.open: set[socket.socket] = set()
-        self.server: ThreadingHTTPServer | None = None
+        self.server: Listener | None = None
         self.port = 0
         self.start()
 
@@ -71,40 +68,19 @@ class Proxy:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        self.server = Listener(("127.0.0.1", self.port), Passing)
-        self.server.proxy = self  # type: ignore[attr-defined]
+        self.server = Listener(self, Passing, self.port)
         self.port = self.server.server_port
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
-        """As a killed server: nobody listens, and open connections are closed in the middle of what they carry."""
         if self.server is not None:
-            self.server.shutdown()
-            self.server.server_close()
+            self.server.stop()
             self.server = None
-        for connection in list(self.open):
-            cut(connection)
 
 
-class Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-
-class Passing(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def setup(self) -> None:
-        super().setup()
-        self.proxy: Proxy = self.server.proxy  # type: ignore[attr-defined]
-        self.proxy.open.add(self.connection)
-
-    def finish(self) -> None:
-        self.proxy.open.discard(self.connection)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the tests read what the mirror logs."""
+class Passing(Handler):
+    @property
+    def proxy(self) -> Proxy:
+        return self.server.owner  # type: ignore[no-any-return]
 
     def handle_one_request(self) -> None:
         try:
@@ -129,7 +105,7 @@ class Passing(BaseHTTPRequestHandler):
             text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as asked</Message></Error>".encode()
             self.reply(status, {"Content-Type": "application/xml"}, text)
             return
-        with connected(self.proxy.behind) as onward:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.proxy.behind)) as onward:
             kept = {k: v for k, v in self.headers.items() if k.lower() not in ("expect", "transfer-encoding")}
             onward.request(self.command, self.path, body, kept | {"Content-Length": str(len(body))})
             answer = onward.getresponse()
@@ -160,19 +136,3 @@ class Passing(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-
-@contextmanager
-def connected(port: int) -> Iterator[http.client.HTTPConnection]:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    try:
-        yield connection
-    finally:
-        connection.close()
-
-
-def cut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it is closed already
-        return

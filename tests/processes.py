@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 
 def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
     """What `happened` returns, once it is true."""
@@ -12,3 +14,9 @@ def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return found
+
+
+def processes_with(variable: str, value: object) -> list[psutil.Process]:
+    """Processes that were started with this variable of the environment; `info` has their command lines."""
+    running = psutil.process_iter(["environ", "cmdline"])  # None where the system does not tell
+    return [process for process in running if (process.info["environ"] or {}).get(variable) == str(value)]

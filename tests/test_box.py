@@ -24,22 +24,14 @@ from typer.testing import CliRunner
 from cogumi.cli.app import app
 from cogumi.config.schema import read_config
 from cogumi.config.source import copy_template
+from tests.broken_environments import REMOVED, make_venv, nvidia_smi
 from tests.lab import answering
 
 ROOT = Path(__file__).parents[1]
 NOT_CLONED = shutil.ignore_patterns(
     ".venv*", ".git", ".python", "runs", "__pycache__", ".*_cache", "*.egg-info", "build"
 )
-FOREIGN = (
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "XDG_DATA_HOME",
-    "JUPYTER_PATH",
-    "JUPYTER_DATA_DIR",
-    "JUPYTER_CONFIG_DIR",
-    "MAKEFLAGS",
-    "MAKELEVEL",
-)
+FOREIGN = (*REMOVED, "XDG_DATA_HOME", "JUPYTER_CONFIG_DIR", "MAKEFLAGS", "MAKELEVEL")
 # Run by another Jupyter's Python: the first cell of the notebook, under the kernel that it names and under that Python's own.
 FIRST_CELL = """
 import json, sys
@@ -78,12 +70,10 @@ class Box:
 
 def environment_at(place: Path) -> Path:
     """A virtual environment that sees the packages of this one, but for cogumi; its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
-    packages = place / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    (packages / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python, _ = make_venv(place, sysconfig.get_path("purelib"))
     (place / "share/jupyter").mkdir(parents=True)
     (place / "share/jupyter/lab").symlink_to(Path(sys.prefix) / "share/jupyter/lab")
-    return place / "bin/python"
+    return python
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +82,9 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
     shutil.copytree(ROOT, place / "cogumi", ignore=NOT_CLONED)
     environment_at(place / "cogumi/.venv")
     foreign = environment_at(place / "image")
-    (place / "bin").mkdir()
-    (place / "bin/nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # the CPU lane, also where the tests have a GPU
-    (place / "bin/nvidia-smi").chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-    environment = kept | {"HOME": str(place / "home"), "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    # The CPU lane, also where the tests have a GPU.
+    environment = kept | {"HOME": str(place / "home")} | nvidia_smi(place / "bin", "", 9)
     made = Box(place / "cogumi", foreign, environment, "")
     done = made.run("sh", "requirements/install.sh")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import prepared_process
 import pytest
 import torch
 from datasets import Dataset
-from disk_mounts import mounting
+from disk_mounts import Mount
 from page_cache import is_in_memory
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from cogumi import protect
 from cogumi.checkpoints.commit import STAGING_NAME
-from cogumi.checkpoints.manifest import RUN_NAME, step_of
-from cogumi.checkpoints.verify import PIN_NAME, CheckpointState, inspect, plan_pruning
+from cogumi.checkpoints.manifest import RUN_NAME
+from cogumi.checkpoints.verify import PIN_NAME, inspect
 from cogumi.cli.disk_commands import prune
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import UsageError
@@ -124,17 +124,6 @@ def test_a_protected_run_is_the_plain_one(tmp_path: Path, plain_run: tuple[Path,
     ours, theirs = tmp_path / "checkpoint-8", plain_run[0] / "checkpoint-8"
     assert names(ours) == sorted([*names(theirs), "cogumi-manifest.json", "cogumi-run.json"])
     assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("gone", [3, 5])
-def test_resumes_by_itself_bit_for_bit(gone: int, tmp_path: Path, reference: dict[int, float]) -> None:
-    trainer, before = make(tmp_path, stop_after(gone))
-    with pytest.raises(RuntimeError, match="gone"):
-        protect(trainer).train()
-    again, after = make(tmp_path)
-    protect(again).train()
-    assert min(after.seen) == gone // 2 * 2 + 1
-    assert before.seen | after.seen == reference
 
 
 def test_resumes_from_the_older_one_when_the_newest_is_damaged(
@@ -286,10 +275,9 @@ def test_bad_arguments(options: dict[str, Any], said: str, tmp_path: Path, monke
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a tmpfs of some bytes. Skips where that is not allowed."""
-    with mounting(tmp_path) as mount:
-        yield lambda size: mount(options=f"size={size}", name="disk")
+def disk(mount: Mount) -> Callable[[int], Path]:
+    """Mounts a tmpfs of some bytes."""
+    return lambda size: mount(options=f"size={size}", name="disk")
 
 
 @pytest.fixture(scope="module")
@@ -317,11 +305,10 @@ def test_a_full_disk_never_kills_training(
     assert ("does not fit" in caplog.text) == (share < 3)
 
 
-def test_a_directory_that_takes_nothing(tmp_path: Path) -> None:
-    with mounting(tmp_path) as mount:
-        other = mount(name="other", options="size=1m,ro")
-        with pytest.raises(UsageError, match=r"no checkpoint can be written there \(Read-only"):
-            protect(make(other)[0]).train()
+def test_a_directory_that_takes_nothing(mount: Mount) -> None:
+    other = mount(name="other", options="size=1m,ro")
+    with pytest.raises(UsageError, match=r"no checkpoint can be written there \(Read-only"):
+        protect(make(other)[0]).train()
 
 
 def test_a_signal_ends_a_pause(size: int, disk: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -406,26 +393,6 @@ def test_other_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ------------------------------------------------------------------------------------------------------------ retention
 
 
-def test_pruning_says_why(tmp_path: Path) -> None:
-    def look(path: Path) -> CheckpointState:
-        return CheckpointState(path, step_of(path), "verified", "", 0)
-
-    for step in (1, 2, 3, 10, 20):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if step != 3:
-            (tmp_path / f"checkpoint-{step}" / "cogumi-manifest.json").touch()
-    (tmp_path / "checkpoint-1" / PIN_NAME).touch()
-    (tmp_path / "checkpoint-30").symlink_to(tmp_path / "checkpoint-1")
-    going, said = plan_pruning(tmp_path, 1, best=tmp_path / "checkpoint-2", inspect_one=look)
-    assert [path.name for path in going] == ["checkpoint-10"]
-    assert said == [
-        "checkpoint-1: pinned",
-        "checkpoint-2: the best",
-        "checkpoint-20: one of the newest",
-        "checkpoint-3: not written by cogumi",
-    ]
-
-
 @pytest.mark.parametrize("how", ["cut off", "a byte of an earlier process's"])
 def test_a_damaged_checkpoint_is_none_of_those_kept(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def damage() -> None:
@@ -448,14 +415,28 @@ def test_a_damaged_checkpoint_is_none_of_those_kept(how: str, tmp_path: Path, ca
         assert f"{tmp_path / damaged} is damaged, and one more stays in its place: optimizer.pt has" in caplog.text
 
 
-KILLED_AFTER_ITS_LAST_SAVE = """
+IMPORTS = """
 import os, signal, sys, time
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from test_checkpoints_protect import make
+sys.path[:0] = sys.argv[-2:]
+from test_checkpoints_protect import at_step, make
 from transformers import TrainerCallback
 import cogumi
+"""
 
+
+def run_apart(
+    code: str, output_dir: Path, environment: dict[str, str], *words: object
+) -> subprocess.CompletedProcess[str]:
+    """Run code that trains into output_dir, its first argument, in a process of its own."""
+    places = Path(__file__).parent, Path(__file__).parents[1]
+    command = [*prepared_process.python(environment), "-c", IMPORTS + code, output_dir, *words, *places]
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment
+    )
+
+
+KILLED_AFTER_ITS_LAST_SAVE = """
 class Kill(TrainerCallback):
     def on_train_end(self, args, state, control, **_):
         while not (Path(sys.argv[1]) / "checkpoint-8").exists():  # committed beside the training
@@ -469,11 +450,7 @@ cogumi.protect(make(Path(sys.argv[1]), Kill())[0]).train()
 def test_what_a_kill_after_the_last_save_leaves_is_removed_by_the_next_start(
     tmp_path: Path, for_commands: dict[str, str]
 ) -> None:
-    tests = Path(__file__).parent
-    words = ["-c", KILLED_AFTER_ITS_LAST_SAVE, *map(str, (tmp_path, tests, tests.parent))]
-    done = subprocess.run(
-        [*prepared_process.python(for_commands), *words], capture_output=True, text=True, timeout=300, env=for_commands
-    )
+    done = run_apart(KILLED_AFTER_ITS_LAST_SAVE, tmp_path, for_commands)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert names(tmp_path)[:3] == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
     (tmp_path / STAGING_NAME / "checkpoint-8").mkdir(parents=True)

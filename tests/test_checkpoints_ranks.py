@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_mounts import mounting
+from disk_mounts import Mount
 from processes import until
 from ranks import finish, losses, pid_of, said, start_ranks
 from safetensors.torch import load_file
@@ -146,16 +146,15 @@ def test_a_signal_to_one_process_ends_both_with_a_checkpoint(receiver: int, plai
 ])  # fmt: skip
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=SEVERAL)], ids=["DDP", "FSDP2"])
 def test_a_full_disk_is_met_by_both(
-    size: str, on_full: str, trained: int, left: int, sharded: bool, tmp_path: Path
+    size: str, on_full: str, trained: int, left: int, sharded: bool, mount: Mount, tmp_path: Path
 ) -> None:
     """Where a checkpoint does not fit, both continue without it or both end; what is there makes room for it."""
-    with mounting(tmp_path) as mount:
-        mount(options=f"size={size}", name="run")
-        assert run(2, tmp_path, on_full=on_full, sharded=sharded) == [0, 0]
-        assert max(losses(tmp_path, 0)) == max(losses(tmp_path, 1)) == trained
-        assert len(checkpoints(tmp_path)) >= left
-        assert not (tmp_path / "run" / STAGING_NAME).exists()
-        assert left or "does not fit" in said(tmp_path, 0)
+    mount(options=f"size={size}", name="run")
+    assert run(2, tmp_path, on_full=on_full, sharded=sharded) == [0, 0]
+    assert max(losses(tmp_path, 0)) == max(losses(tmp_path, 1)) == trained
+    assert len(checkpoints(tmp_path)) >= left
+    assert not (tmp_path / "run" / STAGING_NAME).exists()
+    assert left or "does not fit" in said(tmp_path, 0)
 
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=SEVERAL)], ids=["DDP", "FSDP2"])

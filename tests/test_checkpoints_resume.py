@@ -4,7 +4,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 import traceback
@@ -13,11 +12,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import prepared_process
 import pytest
 import torch
 from test_checkpoints_protect import make as plain
-from test_checkpoints_protect import stop_after
+from test_checkpoints_protect import run_apart, stop_after
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import cogumi
@@ -248,13 +246,7 @@ def run(make: Make, output_dir: Path, crash: int | None) -> dict[int, dict[str, 
     return steps.seen
 
 
-SCRIPT = """
-import os, signal, sys, time
-from pathlib import Path
-sys.path[:0] = sys.argv[3:]
-from test_checkpoints_protect import at_step, make
-import cogumi
-
+SIGNALLED = """
 def send(number, *more):
     try:
         os.kill(os.getpid(), int(number))
@@ -274,15 +266,6 @@ print("finished", flush=True)
 """
 
 
-def interrupted(output_dir: Path, environment: dict[str, str], *numbers: int) -> subprocess.CompletedProcess[str]:
-    tests = Path(__file__).parent
-    numbered = ",".join(str(int(number)) for number in numbers)
-    words = [*prepared_process.python(environment), "-c", SCRIPT, output_dir, numbered, tests, tests.parent]
-    return subprocess.run(
-        list(map(str, words)), capture_output=True, text=True, timeout=300, cwd=output_dir, env=environment
-    )
-
-
 @pytest.mark.parametrize(
     ("numbers", "code", "step"),
     [
@@ -295,18 +278,14 @@ def interrupted(output_dir: Path, environment: dict[str, str], *numbers: int) ->
 def test_a_signal_saves_a_finished_step(
     numbers: list[int], code: int, step: int, tmp_path: Path, for_commands: dict[str, str]
 ) -> None:
-    done = interrupted(tmp_path, for_commands, *numbers)
+    done = run_apart(SIGNALLED, tmp_path, for_commands, ",".join(str(int(number)) for number in numbers))
     assert done.returncode == code, done.stderr
     assert "finished" not in done.stdout
-    point = last_good_checkpoint(tmp_path)
-    assert point is not None
-    assert point.name == f"checkpoint-{step}"
-    assert (point / "cogumi-manifest.json").is_file()
+    assert last_good_checkpoint(tmp_path) == tmp_path / f"checkpoint-{step}"
+    assert (tmp_path / f"checkpoint-{step}" / "cogumi-manifest.json").is_file()
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path, for_commands: dict[str, str]) -> None:
-    done = interrupted(tmp_path, for_commands, signal.SIGTERM, signal.SIGTERM)
+    done = run_apart(SIGNALLED, tmp_path, for_commands, "15,15")
     assert done.returncode == 143
-    point = last_good_checkpoint(tmp_path)
-    assert point is not None
-    assert point.name == "checkpoint-2"
+    assert last_good_checkpoint(tmp_path) == tmp_path / "checkpoint-2"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import until
 from test_checkpoints_protect import make as make_trainer
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
@@ -74,10 +75,7 @@ def train(watchdog: Watchdog, output_dir: Path, *callbacks: TrainerCallback, **o
 
 
 def wait_for(text: str, path: Path, times: int = 1) -> None:
-    began = time.monotonic()
-    while path.read_text().count(text) < times:
-        assert time.monotonic() - began < DEADLINE, path.read_text()
-        time.sleep(0.01)
+    until(lambda: path.read_text().count(text) >= times)
 
 
 @pytest.fixture
@@ -124,10 +122,7 @@ def test_it_is_said_once_a_silence(run_log: Path, caplog: pytest.LogCaptureFixtu
         wait_for("the training hangs", run_log)
         time.sleep(2 * limit)
         watchdog.alive()
-        began = time.monotonic()
-        while "continues" not in caplog.text:
-            assert time.monotonic() - began < DEADLINE
-            time.sleep(0.01)
+        until(lambda: "continues" in caplog.text)
         assert run_log.read_text().count("the training hangs") == 1
         assert watchdog.limit > 3 * 2 * limit  # what went on by itself after that long is no hang the next time
         wait_for("the training hangs", run_log, 2)

@@ -7,14 +7,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from disk_mounts import fill, mounting
+from disk_mounts import Mount, fill
 from golden import Golden
-from hub_server import hub_server
+from hub_server import HubServer
 from test_checkpoints_protect import flip, make
 from transformers import LlamaForCausalLM
 
@@ -51,23 +52,12 @@ def checkpoints(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """The command line in this process: (exit status, standard output, standard error)."""
-    from cogumi.cli.app import main
-
+def run(command_line: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     for name in ("HF_HOME", "XDG_CACHE_HOME", "WANDB_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "caches" / name))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["cogumi", "disk", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        output = capsys.readouterr()
-        return int(stopped.value.code or 0), output.out, output.err
-
-    return call
+    return partial(command_line, "disk")
 
 
 @pytest.fixture
@@ -78,6 +68,13 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
+
+
+def printed(run: Run, *words: object, status: int = 0) -> str:
+    """What a command prints that ends with this status, and says nothing beside it."""
+    code, output, error = run(*words)
+    assert (code, error) == (status, "")
+    return output
 
 
 def whole(text: str) -> str:
@@ -92,6 +89,7 @@ def test_status_says_what_is_full_with_who_uses_it(checkpoints: Path, tmp_path: 
     staged = checkpoints / ".cogumi-saving" / "checkpoint-6"
     staged.mkdir(parents=True)
     (staged / "model.safetensors").write_bytes(bytes(100_000))
+    (tmp_path / "run/merged.partial-0123abcd").mkdir()
     (tmp_path / "caches/HF_HOME/hub").mkdir(parents=True)
     (tmp_path / "caches/HF_HOME/hub/blob").write_bytes(bytes(2_000_000))
     status, output, error = run("status", tmp_path / "run")
@@ -108,37 +106,36 @@ def test_status_says_what_is_full_with_who_uses_it(checkpoints: Path, tmp_path: 
     assert re.search(r"unfinished save +checkpoints/\.cogumi-saving +1\d\d kB ", output)
     assert re.search(r"changed \d+ s ago", whole(output))
     assert {use["what"] for use in rows["uses"]} >= {"checkpoints", "HF hub cache", "unfinished save"}
-    assert rows["leftovers"][0]["path"] == str(checkpoints / ".cogumi-saving")
+    leftovers = {row["path"]: row["what"] for row in rows["leftovers"]}
+    assert leftovers == {
+        str(tmp_path / "run/merged.partial-0123abcd"): "unfinished merge",
+        str(checkpoints / ".cogumi-saving"): "unfinished save",
+    }
     assert rows["filesystems"][0]["space"]["total"] > 0
 
 
-def test_status_of_a_full_disk(tmp_path: Path, run: Run) -> None:
-    with mounting(tmp_path) as mount:
-        disk = mount()
-        fill(disk, 1.0)
-        status, output, error = run("status", disk)
-        assert (status, error) == (0, "")
-        assert re.search(r"run directory +\S+.* 100 % +0 B ", output), output
+def test_status_of_a_full_disk(mount: Mount, run: Run) -> None:
+    disk = mount()
+    fill(disk, 1.0)
+    output = printed(run, "status", disk)
+    assert re.search(r"run directory +\S+.* 100 % +0 B ", output), output
 
 
 # --------------------------------------------------------------------------------------------------------------- verify
 
 
 def test_verify_names_what_is_wrong(checkpoints: Path, run: Run) -> None:
-    status, output, error = run("verify", checkpoints)
-    assert (status, error) == (0, "")
+    output = printed(run, "verify", checkpoints)
     assert output.count(" verified ") == 5
     assert run("verify", checkpoints.parent)[1] == output  # a run's directory
     flip(checkpoints / "checkpoint-5" / "optimizer.pt")
     (checkpoints / "checkpoint-4" / "cogumi-manifest.json").unlink()
-    status, output, error = run("verify", checkpoints)
-    assert (status, error) == (1, "")
+    output = printed(run, "verify", checkpoints, status=1)
     assert max(map(len, output.splitlines())) <= 80
     assert re.search(r"checkpoint-5 +rejected", output)
     assert re.search(r"checkpoint-4 +unverified", output)
     assert "optimizer.pt" in output
-    status, output, error = run("verify", checkpoints, "--json")
-    assert (status, error) == (1, "")
+    output = printed(run, "verify", checkpoints, "--json", status=1)
     states = {Path(row["path"]).name: row["state"] for row in json.loads(output)}
     assert states == {f"checkpoint-{n}": "verified" for n in (1, 2, 3)} | {
         "checkpoint-4": "unverified",
@@ -164,8 +161,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_left_out(
         return original(path)
 
     monkeypatch.setattr(verify, "sha256_file", gone_first)
-    status, output, error = run("verify", checkpoints, "--json")
-    assert (status, error) == (0, "")
+    output = printed(run, "verify", checkpoints, "--json")
     assert [Path(row["path"]).name[-1] for row in json.loads(output)] == ["5", "3", "2", "1"]
 
 
@@ -174,8 +170,7 @@ def test_what_plain_trainer_is_writing_is_not_called_damaged(
 ) -> None:
     for name in ("cogumi-manifest.json", "trainer_state.json"):  # which it writes last
         (checkpoints / "checkpoint-5" / name).unlink()
-    status, output, error = run("verify", checkpoints)
-    assert (status, error) == (0, "")
+    output = printed(run, "verify", checkpoints)
     assert re.search(r"checkpoint-5 unverified \S+ [kM]B it changed \d+ s ago and may still be written", whole(output))
     assert run("resume-point", checkpoints)[1] == f"{checkpoints / 'checkpoint-4'}\n"
     monkeypatch.setattr(usage, "SETTLED_SECONDS", -1.0)
@@ -230,6 +225,7 @@ def test_prune_keeps_the_newest_the_best_and_the_pinned(checkpoints: Path, run: 
     status, output, error = run("prune", checkpoints.parent, "--keep", 2, "--json")
     parsed = json.loads(output)
     assert (status, [Path(row["path"]).name for row in parsed["removed"]]) == (0, ["checkpoint-3"])
+    assert parsed["kept"][:2] == ["checkpoint-1: pinned", "checkpoint-2: the best"]
     assert names(checkpoints) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-5"]
     assert run("prune", checkpoints, "--keep", 2)[1].splitlines()[-1] == "nothing to remove"
 
@@ -276,12 +272,12 @@ def test_clean_leaves_what_is_in_use(checkpoints: Path, run: Run, monkeypatch: p
     staged = checkpoints / ".cogumi-saving" / "checkpoint-6"
     staged.mkdir(parents=True)
     (staged / "x").touch()
-    status, output, error = run("clean", checkpoints)
-    assert (status, error) == (0, "")
+    output = printed(run, "clean", checkpoints)
     assert re.search(r"kept: .*\.cogumi-saving \(unfinished save, \d+\.\d kB\): changed \d+ s ago", output)
     monkeypatch.setattr(usage, "SETTLED_SECONDS", -1.0)
-    with lock_directory(checkpoints):
-        assert "a training or a merge has it locked" in run("clean", checkpoints)[1]
+    for locked in (checkpoints, staged.parent):
+        with lock_directory(locked):
+            assert "a training or a merge has it locked" in run("clean", checkpoints)[1]
     assert (staged / "x").exists()
     assert "removed" in run("clean", checkpoints)[1]
 
@@ -355,8 +351,7 @@ def test_predict_says_what_the_run_then_writes(
 ) -> None:
     import cogumi
 
-    status, output, error = run("predict", config, "--json")
-    assert (status, error) == (0, "")
+    output = printed(run, "predict", config, "--json")
     assert not (tmp_path / "out").exists()
     ahead = json.loads(output)
     home = cogumi.train(config).run_dir
@@ -369,8 +364,7 @@ def test_predict_says_what_the_run_then_writes(
     assert expected["merged model"] == pytest.approx(bytes_of(home / "merged"), rel=0.05)
     assert (ahead["saves"], ahead["held"], ahead["fits"], ahead["notes"]) == (2, 2, True, [])
     assert disk["wanted"] == 2 * ahead["checkpoint"] + expected["adapter"] + expected["merged model"]
-    status, output, error = run("predict", home)
-    assert (status, error) == (0, "")
+    output = printed(run, "predict", home)
     assert max(map(len, output.splitlines())) <= 80
     assert "one checkpoint is" in output
     over = json.loads(run("predict", home, "--json")[1])
@@ -378,24 +372,21 @@ def test_predict_says_what_the_run_then_writes(
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)
-def test_predict_where_it_does_not_fit(config: Path, tmp_path: Path, run: Run) -> None:
-    with mounting(tmp_path) as mount:
-        small = mount(options="size=900k")
-        status, output, error = run("predict", config, f"cogumi.run_dir={small}/run", "train.save_total_limit=3")
-        assert (status, error) == (1, "")
-        assert max(map(len, output.splitlines())) <= 80
-        assert "what helps: " in whole(output)
-        assert "save_total_limit: 2 takes " in whole(output)
-        assert "cogumi.merge=false takes " in whole(output)
-        parsed = json.loads(run("predict", config, f"cogumi.run_dir={small}/run", "--json")[1])
-        assert parsed["fits"] is False
-        assert parsed["disks"][0]["refusal"].endswith("B are missing")
-        assert parsed["disks"][0]["short"] > 0
-        (small / "run").mkdir()
-        (small / "run" / "config.yaml").write_text(config.read_text())  # it has begun, and not saved yet
-        status, output, error = run("predict", small / "run")
-        assert (status, error) == (1, "")
-        assert "what helps: " in whole(output)
+def test_predict_where_it_does_not_fit(config: Path, mount: Mount, run: Run) -> None:
+    small = mount(options="size=900k")
+    output = printed(run, "predict", config, f"cogumi.run_dir={small}/run", "train.save_total_limit=3", status=1)
+    assert max(map(len, output.splitlines())) <= 80
+    assert "what helps: " in whole(output)
+    assert "save_total_limit: 2 takes " in whole(output)
+    assert "cogumi.merge=false takes " in whole(output)
+    parsed = json.loads(run("predict", config, f"cogumi.run_dir={small}/run", "--json")[1])
+    assert parsed["fits"] is False
+    assert parsed["disks"][0]["refusal"].endswith("B are missing")
+    assert parsed["disks"][0]["short"] > 0
+    (small / "run").mkdir()
+    (small / "run" / "config.yaml").write_text(config.read_text())  # it has begun, and not saved yet
+    output = printed(run, "predict", small / "run", status=1)
+    assert "what helps: " in whole(output)
 
 
 def test_predict_takes_the_small_base_and_the_configs_that_come_with_it(
@@ -426,8 +417,7 @@ def test_predict_says_what_it_cannot_know(
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(commit)
     shutil.copy(tiny_model / "config.json", snapshot)
-    status, output, error = run("predict", config, "model.name=some/body")
-    assert (status, error) == (0, "")
+    output = printed(run, "predict", config, "model.name=some/body")
     output = " ".join(output.split())  # which a terminal breaks into lines
     assert "what the download of some/body takes in" in output
     assert "is not known" in output
@@ -443,31 +433,32 @@ def test_predict_says_what_it_cannot_know(
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)
-def test_the_download_is_what_the_hub_says_and_the_cache_lacks(config: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_download_is_what_the_hub_says_and_the_cache_lacks(
+    config: Path, tiny_model: Path, hub: HubServer, tmp_path: Path
+) -> None:
     """Of a hub that answers, asked by a process of its own; no weights are downloaded for it."""
     LlamaForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path / "model", max_shard_size="300KB")
     for path in tiny_model.glob("*token*"):
         shutil.copy(path, tmp_path / "model")
     shards = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(shards) > 1
-    with hub_server(tmp_path / "hub") as hub:
-        hub.publish("some/body", tmp_path / "model")
-        environment = os.environ | hub.environment(tmp_path / "cache") | {"PYTHONPATH": os.getcwd()}
+    hub.publish("some/body", tmp_path / "model")
+    environment = os.environ | hub.environment(tmp_path / "cache") | {"PYTHONPATH": os.getcwd()}
 
-        def predict() -> int:
-            words = ["-m", "cogumi", "disk", "predict", str(config), "model.name=some/body", "--json"]
-            done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=True)
-            parsed = json.loads(done.stdout)
-            assert parsed["notes"] == []
-            return sum(need["end"] for disk in parsed["disks"] for need in disk["needs"] if need["what"] == DOWNLOAD)
+    def predict() -> int:
+        words = ["-m", "cogumi", "disk", "predict", str(config), "model.name=some/body", "--json"]
+        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=True)
+        parsed = json.loads(done.stdout)
+        assert parsed["notes"] == []
+        return sum(need["end"] for disk in parsed["disks"] for need in disk["needs"] if need["what"] == DOWNLOAD)
 
-        expected = predict()
-        (snapshot,) = (tmp_path / "cache" / "hub").glob("models--some--body/snapshots/*")
-        lacking = [path for path in (tmp_path / "model").iterdir() if not (snapshot / path.name).exists()]
-        assert set(shards) <= set(lacking)
-        assert expected == sum(path.stat().st_size for path in lacking)
-        shutil.copy(shards[0], snapshot)
-        assert predict() == expected - shards[0].stat().st_size
+    expected = predict()
+    (snapshot,) = (tmp_path / "cache" / "hub").glob("models--some--body/snapshots/*")
+    lacking = [path for path in (tmp_path / "model").iterdir() if not (snapshot / path.name).exists()]
+    assert set(shards) <= set(lacking)
+    assert expected == sum(path.stat().st_size for path in lacking)
+    shutil.copy(shards[0], snapshot)
+    assert predict() == expected - shards[0].stat().st_size
 
 
 @pytest.mark.parametrize("config", ["sft"], indirect=True)

@@ -6,13 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import prepared_process
 import pytest
-from disk_mounts import fill, mounting
+from disk_mounts import Mount, fill
 from processes import until
 from test_checkpoints_protect import at_step
 from test_checkpoints_protect import make as make_protected
@@ -22,14 +21,7 @@ import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.disk.monitor import Sample
 
-Mount = Callable[..., Path]
 MB = 1 << 20
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    with mounting(tmp_path) as mount_one:
-        yield mount_one
 
 
 def watching() -> list[threading.Thread]:
@@ -51,6 +43,7 @@ def test_levels_change_where_the_thresholds_are(mount: Mount, caplog: pytest.Log
             assert (sample.level, monitor.level, monitor.latest) == (level, level, sample)
             assert sample.used_share == pytest.approx(share, abs=0.001)
             assert (sample.total, sample.free) == (8 * MB, 8 * MB - (sample.used or 0))
+            assert sample.used == pytest.approx(share * 8 * MB, abs=3 * 4096)
         (disk / "filler").unlink()
         assert monitor.sample().level == "green"
     assert [sample.level for sample in seen] == ["yellow", "red", "yellow", "green"]

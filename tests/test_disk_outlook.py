@@ -4,13 +4,12 @@ import json
 import logging
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from disk_mounts import mounting
+from disk_mounts import Mount
 from peft import LoraConfig
 from transformers import (
     AutoConfig,
@@ -74,10 +73,9 @@ def checkpoint(directory: Path, step: int, size: int = SIZE, manifest: bool = Tr
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Any]:
+def disk(mount: Mount) -> Any:
     """Mounts tmpfs of so many megabytes."""
-    with mounting(tmp_path) as mount:
-        yield lambda megabytes, more="": mount(options=f"size={megabytes * 1_000_000 // 4096 * 4}k{more}")
+    return lambda megabytes: mount(options=f"size={megabytes * 1_000_000 // 4096 * 4}k")
 
 
 # ------------------------------------------------------------------------------------------------------ added up by hand
@@ -162,15 +160,14 @@ def test_the_disk_is_asked_where_its_numbers_may_not_be_true(tmp_path: Path, dis
 
 
 @pytest.mark.parametrize("kind", ["tells no size", "read-only"])
-def test_a_disk_that_cannot_be_counted_on(kind: str, tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_counted_on(kind: str, mount: Mount) -> None:
     """Some network volumes tell no size either."""
-    with mounting(tmp_path) as mount:
-        if kind == "tells no size":
-            actual = planned_run(mount("ramfs"), saves=None)
-            assert (actual.disks[0].filesystem.space.total, actual.fits) == (0, True)
-        else:
-            actual = planned_run(mount(options="size=50m,ro"))
-            assert "does not fit: it is read-only" in str(actual.disks[0])
+    if kind == "tells no size":
+        actual = planned_run(mount("ramfs"), saves=None)
+        assert (actual.disks[0].filesystem.space.total, actual.fits) == (0, True)
+    else:
+        actual = planned_run(mount(options="size=50m,ro"))
+        assert "does not fit: it is read-only" in str(actual.disks[0])
 
 
 # --------------------------------------------------------------------------------------------------------- live trainers

@@ -1,7 +1,6 @@
 """A few faults of every kind: what `make faults` does at length. And that it sees what plain Trainer loses."""
 
 import math
-import os
 import shutil
 import signal
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from benchmarks import faults, faults_costs, faults_disk, harness
 from benchmarks.faults import QUICK, Bench, Outcome
-from benchmarks.faults_disk import mounted, remount, take_inodes
+from benchmarks.faults_disk import mounted
 from benchmarks.faults_training import SAVES, is_good, read_journal, words_of
 
 pytestmark = [
@@ -139,22 +138,6 @@ def test_words_are_compared_without_numbers_and_places(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("saved /tmp/b/checkpoint-12 in 1.25 s\nrejected it\n")
     assert words_of(tmp_path / "a") == words_of(tmp_path / "b") < words_of(tmp_path / "c")
     assert words_of(tmp_path / "none") == set()
-
-
-# ------------------------------------------------------------------------------------------------------------ its parts
-
-
-def test_a_small_disk_runs_out_of_inodes_and_turns_read_only(disk: Path) -> None:
-    takers = take_inodes(disk, leave=2)
-    assert os.statvfs(disk).f_favail == 2
-    shutil.rmtree(takers)
-    with (disk / "open").open("w"):
-        assert not remount(disk, "ro")
-    assert remount(disk, "ro")
-    with pytest.raises(OSError, match="Read-only"):
-        (disk / "file").touch()
-    assert remount(disk, "rw")
-    (disk / "file").touch()
 
 
 def test_figures_stand_beside_each_other_and_only_cogumi_s_are_judged() -> None:

@@ -137,7 +137,7 @@ def test_what_is_here_is_not_fetched_again_and_no_network_is_needed_for_it(hub: 
     said = fetched(hub, tmp_path / "cache")
     assert hub.sent == before
     assert "; 0 B to fetch into " in said
-    hub.stop()
+    hub.server.stop()
     for env in ({}, {"HF_HUB_OFFLINE": "1"}):
         assert place(fetched(hub, tmp_path / "cache", env=env)).name == commit
 
@@ -291,7 +291,7 @@ disk_space.filesystem_of = lambda path: replace(f := found(path), space=replace(
     assert f"without model-00001-of-00002.safetensors, and {hub.url} does not answer" in said
     said = refused(fetched(hub, tmp_path / "empty", env={"HF_HUB_OFFLINE": "1"}))
     assert "no model at 'someone/model': there is no such file or directory" in said
-    hub.stop()
+    hub.server.stop()
     assert f"{hub.url} does not answer" in refused(fetched(hub, tmp_path / "empty"))
 
 

@@ -195,19 +195,8 @@ def make_wheel(path: Path, metadata: str = "", files: dict[str, str] | None = No
     return path
 
 
-TOOLKIT = (
-    "cublas",
-    "cudart",
-    "cufft",
-    "cufile",
-    "cupti",
-    "curand",
-    "cusolver",
-    "cusparse",
-    "nvjitlink",
-    "nvrtc",
-    "nvtx",
-)
+# The extras of cuda-toolkit that a torch for CUDA asks for, as in the source of the lane for older drivers.
+TOOLKIT = re.findall(r"cuda-toolkit\[(.*)\]", (ROOT / "requirements/stable-cu128.in").read_text())[0].split(",")
 # Metadata of packages that only a GPU lane has; of all others it is read from what is installed.
 GPU_METADATA = {
     "torch": f"Requires-Dist: cuda-toolkit[{','.join(TOOLKIT)}]==13.0.2; platform_system == 'Linux'\n"

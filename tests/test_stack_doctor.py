@@ -22,7 +22,8 @@ from broken_environments import (
     make_environment,
     nvidia_smi,
 )
-from disk_mounts import fill, mounting
+from disk_mounts import Mount, fill
+from processes import processes_with
 
 from cogumi.stack.host import check_driver, find_gpu_sign
 
@@ -97,15 +98,7 @@ def test_a_good_environment_is_found_good(environment: Environment) -> None:
 
 def left_running(environment: Environment) -> list[str]:
     """Commands of processes that were started by the doctor in this environment, or by what it imported."""
-    home = f"HOME={environment.home}".encode()
-    collected = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if home in (process / "environ").read_bytes().split(b"\0"):
-                collected.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return collected
+    return [" ".join(process.info["cmdline"]) for process in processes_with("HOME", environment.home)]
 
 
 # ------------------------------------------------------------------------------------------------------ broken packages
@@ -251,6 +244,11 @@ H100 = "580.95.05, 81559, NVIDIA H100 80GB HBM3"
         ),
         ("No devices were found", 6, [("GPU", "warning", "this container was given no GPU")]),
         (H100, 0, [("driver", "ok", "580.95.05"), ("GPU 0", "ok", "NVIDIA H100 80GB HBM3, 79.6 GiB")]),
+        (
+            f"{H100}\nWARNING: infoROM is corrupted at gpu 0000:B3:00.0", 14,
+            [("driver", "ok", "580.95.05"), ("GPU 0", "ok", "79.6 GiB"), ("nvidia-smi", "note", "infoROM is corrupted")],
+        ),
+        ("[N/A], 81559, NVIDIA H100 80GB HBM3", 0, [("driver", "fatal", "the driver cannot be used")]),
     ],
 )  # fmt: skip
 def test_the_answers_of_a_driver(
@@ -303,13 +301,10 @@ def test_a_gpu_that_the_kernel_shows(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- full disks
 
 
-def test_a_full_disk_for_temporary_files(environment: Environment, tmp_path: Path) -> None:
-    with mounting(tmp_path) as mount:
-        disk = mount()
-        fill(disk, 1.0)
-        told = environment.run(
-            "-m", "cogumi", "doctor", "--json", TMPDIR=str(disk), **failing_nvidia_smi(tmp_path / "bin")
-        )
+def test_a_full_disk_for_temporary_files(environment: Environment, mount: Mount, tmp_path: Path) -> None:
+    disk = mount()
+    fill(disk, 1.0)
+    told = environment.run("-m", "cogumi", "doctor", "--json", TMPDIR=str(disk), **failing_nvidia_smi(tmp_path / "bin"))
     report = json.loads(told.stdout)
     assert told.returncode == 1
     finding = of(report, "temporary files", "warning")

@@ -8,12 +8,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
-from disk_mounts import fill, mounting
+from disk_mounts import Mount, fill
+from processes import until
 
 from cogumi.core.disk_space import filesystem_of
 from cogumi.core.errors import Finding
@@ -59,9 +61,8 @@ def disks(work: Path) -> dict[str, Finding]:
         ("size=8m,nr_inodes=1", "no inodes are free"),
     ],
 )
-def test_a_work_directory_that_loses_or_takes_no_file(tmp_path: Path, option: str, cause: str) -> None:
-    with mounting(tmp_path) as mount:
-        finding = disks(mount(options=option))["work directory"]
+def test_a_work_directory_that_loses_or_takes_no_file(mount: Mount, option: str, cause: str) -> None:
+    finding = disks(mount(options=option))["work directory"]
     assert (finding.state, cause in finding.cause) == ("warning", True)
 
 
@@ -72,16 +73,17 @@ def test_the_disk_of_a_container_is_a_note(tmp_path: Path, monkeypatch: pytest.M
     assert (finding.state, "the container's own disk" in finding.figure) == ("note", True)
 
 
-def test_small_disks_for_temporary_files_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with mounting(tmp_path) as mount:
-        disk = mount(options="size=100m")
-        fill(disk, 0.5)
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        monkeypatch.setenv("TMPDIR", str(disk))
-        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HF_HOME", str(disk / "hf"))
-        findings = disks(tmp_path)
+def test_small_disks_for_temporary_files_and_models(
+    mount: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = mount(options="size=100m")
+    fill(disk, 0.5)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(disk))
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(disk / "hf"))
+    findings = disks(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", None)
     for what, minimum in (("temporary files", "200 MB"), ("Hugging Face cache", "20.0 GB")):
         assert (findings[what].state, minimum in findings[what].cause) == ("warning", True)
@@ -197,19 +199,10 @@ def test_what_a_worker_left_running_is_ended() -> None:
 
     with closing(Worker("it", {**os.environ, "PYTHONPATH": str(Path(__file__).parent)})) as worker:
         worker.send(importable)
-        other = worker.receive()
-        assert is_running(other)
-    deadline = time.monotonic() + 30  # a killed process ends when the kernel next runs it
-    while is_running(other) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(other)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
+        other = psutil.Process(worker.receive())
+        assert other.status() != psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):  # a killed process ends when the kernel next runs it
+        until(lambda: other.status() == psutil.STATUS_ZOMBIE)
 
 
 # ------------------------------------------------------------------------------------------------------------------ words

@@ -5,9 +5,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
+from textwrap import indent, wrap
 from typing import Any
 
 import pytest
@@ -235,33 +236,27 @@ def coloured(text: str) -> str:
 
 def boxed(text: str) -> str:
     """As rich prints a traceback: wrapped at 96 columns, between borders."""
-    lines = []
-    for line in text.splitlines():
-        words = re.findall(r"\S+\s*", line) or [""]
-        row = ""
-        for word in words:
-            if row and len(row + word) > 96:
-                lines.append(row)
-                row = ""
-            row += word
-        lines.append(row)
+    options = {"drop_whitespace": False, "break_long_words": False, "break_on_hyphens": False}
+    lines = [row for line in text.splitlines() for row in wrap(line, 96, **options) or [""]]
     return "\n".join(f"│ {line:<100} │" for line in lines)
+
+
+def prefixed(prefix: str) -> Callable[[str], str]:
+    return lambda text: indent(text, prefix, lambda line: True)
 
 
 NOISE = {
     "colours": coloured,
     "colours as a notebook file spells them": lambda text: coloured(text).replace("\x1b", "\\u001b"),
-    "ranks": lambda text: "".join(f"[rank0]: {line}\n" for line in text.splitlines()),
-    "processes": lambda text: "".join(f"(EngineCore pid=169) {line}\n" for line in text.splitlines()),
-    "timestamps": lambda text: "".join(f"2026-11-22 12:00:01,234 ERROR {line}\n" for line in text.splitlines()),
-    "times of a collector": lambda text: "".join(
-        f"2026-11-22T12:00:01.123456789Z {line}\n" for line in text.splitlines()
-    ),
+    "ranks": prefixed("[rank0]: "),
+    "processes": prefixed("(EngineCore pid=169) "),
+    "timestamps": prefixed("2026-11-22 12:00:01,234 ERROR "),
+    "times of a collector": prefixed("2026-11-22T12:00:01.123456789Z "),
     "CRLF": lambda text: text.replace("\n", "\r\n"),
     "a progress bar": lambda text: "  0%|          | 0/63 [00:00<?, ?it/s]\r  2%|▏  | 1/63 [00:07<07:41]\r" + text,
-    "quoted as a reply": lambda text: "".join(f"> {line}\n" for line in text.splitlines()),
+    "quoted as a reply": prefixed("> "),
     "a box": boxed,
-    "ranks in a box": lambda text: "".join(f"[rank0]: {line}\n" for line in boxed(text).splitlines()),
+    "ranks in a box": lambda text: prefixed("[rank0]: ")(boxed(text)),
     "a thousand lines around it": lambda text: "step\n" * 1000 + text + "bye\n" * 1000,
 }
 

@@ -20,7 +20,7 @@ import prepared_process
 import psutil
 import pytest
 import yaml
-from processes import until
+from processes import processes_with, until
 from transformers import TrainerCallback
 
 import cogumi
@@ -238,13 +238,6 @@ def test_ctrl_c_during_a_start_cancels_it(home: Path, none_left_behind: None) ->
     assert b"the start is cancelled" in shown.shown
 
 
-def environment(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return b""
-
-
 def test_an_interrupted_start_ends_its_processes_and_keeps_the_run(
     sft: dict[str, Any],
     tmp_path: Path,
@@ -273,9 +266,9 @@ def test_an_interrupted_start_ends_its_processes_and_keeps_the_run(
         assert not started()
         return caplog.text
 
-    def started() -> list[int]:
+    def started() -> list[psutil.Process]:
         """The launcher, the supervisor and the trainer: none is missed, for the trainer stays."""
-        return [pid for pid in psutil.pids() if f"MARK={run_dir}".encode() in environment(pid)]
+        return processes_with("MARK", run_dir)
 
     assert "the start is cancelled" in interrupted(started)
     with monkeypatch.context() as patched:

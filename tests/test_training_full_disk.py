@@ -2,13 +2,14 @@
 
 import logging
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from disk_mounts import fill, mounting
+from builders import tiny_llama
+from disk_mounts import Mount, fill
 from typer.testing import CliRunner
 
 import cogumi
@@ -28,9 +29,8 @@ LEFT = 400_000  # for the files that say how the run went; the merged model is l
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with mounting(tmp_path) as mount:
-        yield mount(options="size=16m", name="disk")
+def disk(mount: Mount) -> Path:
+    return mount(options="size=16m", name="disk")
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_training_continues_where_tensorboards_file_does_not_fit(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     filler, run = disk / "filler", disk / "run"
 
@@ -143,8 +143,7 @@ def test_a_training_continues_where_tensorboards_file_does_not_fit(
             if state.global_step == 190:
                 filler.unlink()
 
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                         num_attention_heads=1, vocab_size=16))  # fmt: skip
+    model = tiny_llama(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=16)
     args = TrainingArguments(output_dir=str(run), max_steps=200, logging_steps=1, save_strategy="no", use_cpu=True,
                              report_to="tensorboard", disable_tqdm=True)  # fmt: skip
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]

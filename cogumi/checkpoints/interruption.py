@@ -148,7 +148,6 @@ class Watchdog:
         self.reset()
 
     def reset(self) -> None:
-        """Start over before a training."""
         # How long this process had run at the last check, and when that was.
         self.mark = 0.0, time.monotonic()
         self.steps: deque[float] = deque(maxlen=WINDOW_STEPS)
@@ -176,7 +175,6 @@ class Watchdog:
         self.last_sign, self.seen = now, True
 
     def note_step(self, step: int) -> None:
-        """Note that an optimizer step is done."""
         self.alive()
         if self.last_step is not None:
             self.steps.append(self.last_sign - self.last_step)
@@ -194,7 +192,6 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the block from a thread."""
         self.reset()
         ending = threading.Event()
         thread = threading.Thread(target=self.watch, args=[ending], name="cogumi-watchdog", daemon=True)

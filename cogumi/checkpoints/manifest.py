@@ -24,7 +24,6 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "unsloth")
 
 
 def step_of(directory: Path) -> int:
-    """Return the step in a checkpoint's name."""
     match = CHECKPOINT_NAME.fullmatch(directory.name)
     assert match is not None, directory
     return int(match.group(1))
@@ -90,7 +89,6 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def parse_manifest(text: str) -> Manifest:
-    """Parse a manifest. Raises CheckpointDamaged if it is not as written."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

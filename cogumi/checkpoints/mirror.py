@@ -48,12 +48,8 @@ Files = dict[str, int]  # the sizes of a checkpoint's files, by name
 class Mirror:
     """Sends committed checkpoints to another place, and fetches the newest one from there.
 
-    Args:
-        url: A directory whose parent exists, any fsspec URL such as s3://BUCKET/PATH, or hf://USER/REPO[/folder]. Each run
-            needs a place of its own: the checkpoints of two runs have the same names.
-
-    Raises:
-        UsageError: A test file cannot be written there.
+    url: a directory whose parent exists, any fsspec URL such as s3://BUCKET/PATH, or hf://USER/REPO[/folder]. Each run needs
+    a place of its own: the checkpoints of two runs have the same names. Raises UsageError unless it can be written to.
     """
 
     def __init__(self, url: str | Path) -> None:
@@ -175,16 +171,10 @@ class Mirror:
     def fetch_newest(
         self, output_dir: Path, newer_than: int, is_ours: Callable[[Identity, str], bool] = lambda *_: True
     ) -> Path | None:
-        """Download the newest whole checkpoint beyond a step into `output_dir`; None if there is none.
+        """Download the newest whole checkpoint beyond a step (-1: any) into `output_dir`; None if there is none.
 
-        Args:
-            output_dir: Where the checkpoint goes.
-            newer_than: The newest step on this machine, -1 for none.
-            is_ours: Decides whether a checkpoint is of this training, from its identity and a description; it may raise.
-
-        Raises:
-            UsageError: The mirror cannot be read. Or it has only damaged checkpoints and this machine has none: starting
-                at step 0 would throw that training away.
+        Raises UsageError if the mirror cannot be read. Or it has only damaged checkpoints and this machine has none:
+        starting at step 0 would throw that training away. is_ours: gets a checkpoint's identity and a description.
         """
         with self.reaching("cannot be listed"):
             tree = self.place.tree()

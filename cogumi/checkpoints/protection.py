@@ -33,15 +33,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import write_atomic
 from cogumi.disk.callback import log_or_print
+from cogumi.patches import trl_internals as internals
 from cogumi.patches.torch_internals import first_line
-from cogumi.patches.trl_internals import (
-    LOAD_BEST_MODEL,
-    LOAD_CHECKPOINT,
-    LOAD_OPTIMIZER,
-    LOAD_RNG_STATE,
-    SAVE_CHECKPOINT,
-    forget_evaluation,
-)
 from cogumi.stack.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -145,10 +138,10 @@ class Protection:
         self.saver, self.resume = saver, resume
         self.watchdog, self.preemption, self.ranks = saver.watchdog, saver.preemption, saver.ranks
         ours = {
-            SAVE_CHECKPOINT: self.saver.save, LOAD_BEST_MODEL: self.load_best_model,
-            LOAD_CHECKPOINT: self.load_all_adapters,
-            LOAD_OPTIMIZER: self.load_named(LOAD_OPTIMIZER, f"{OPTIMIZER} or {SCHEDULER}"),
-            LOAD_RNG_STATE: self.load_named(LOAD_RNG_STATE, "rng_state.pth"), "train": self.train_protected,
+            internals.SAVE_CHECKPOINT: self.saver.save, internals.LOAD_BEST_MODEL: self.load_best_model,
+            internals.LOAD_CHECKPOINT: self.load_all_adapters,
+            internals.LOAD_OPTIMIZER: self.load_named(internals.LOAD_OPTIMIZER, f"{OPTIMIZER} or {SCHEDULER}"),
+            internals.LOAD_RNG_STATE: self.load_named(internals.LOAD_RNG_STATE, "rng_state.pth"), "train": self.train_protected,
         }  # fmt: skip
         self.original = {name: getattr(trainer, name) for name in ours}
         for name, function in ours.items():
@@ -168,9 +161,8 @@ class Protection:
         return f"verified in {self.trainer.args.output_dir}; {staying}; on a full disk: {self.saver.on_full}{copied}"
 
     def train_protected(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Replace `trainer.train`."""
         if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled:
-            forget_evaluation(self.trainer)
+            internals.forget_evaluation(self.trainer)
         with ExitStack() as held:
             point, finished = self.ranks.decide(lambda: self.prepare(held, resume_from_checkpoint))
             if point is not None and not finished:
@@ -282,10 +274,10 @@ class Protection:
     def load_finished(self, point: Path) -> TrainOutput:
         """Load the trained model without training: transformers would train one more step (5.17, `_inner_training_loop`)."""
         log_or_print(f"{point} is the end of this training: its weights are loaded, and nothing is left to train")
-        getattr(self.trainer, LOAD_CHECKPOINT)(str(point))
+        getattr(self.trainer, internals.LOAD_CHECKPOINT)(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
-            self.original[LOAD_BEST_MODEL]()
+            self.original[internals.LOAD_BEST_MODEL]()
         return TrainOutput(state.global_step, math.nan, {"train_runtime": 0.0, "epoch": state.epoch})
 
     def load_all_adapters(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
@@ -295,14 +287,13 @@ class Protection:
         the frozen "ref" of TRL's DPO and GRPO. Where transformers 5.17 finds such a directory, it loads nothing else.
         """
         with loading(checkpoint, "its weights"), as_checkpoint_error(self.trainer):
-            self.original[LOAD_CHECKPOINT](checkpoint, *args, **kwargs)
+            self.original[internals.LOAD_CHECKPOINT](checkpoint, *args, **kwargs)
             model = self.trainer.model
             several = isinstance(model, PeftModel) and {DEFAULT} < model.peft_config.keys()
             if several and not self.trainer.is_fsdp_enabled:  # whose shards are of all adapters
                 model.load_adapter(checkpoint, DEFAULT, is_trainable=True)
 
     def load_named(self, method: str, content: str) -> Callable[[str | None], None]:
-        """Wrap a method of the trainer that loads a part of a checkpoint."""
 
         def load(checkpoint: str | None) -> None:
             with loading(checkpoint, content), as_checkpoint_error(self.trainer):
@@ -313,7 +304,7 @@ class Protection:
     def load_best_model(self) -> None:
         """Replace `trainer._load_best_model`: the best may be the one under way."""
         self.ranks.decide(self.saver.settle)
-        self.original[LOAD_BEST_MODEL]()
+        self.original[internals.LOAD_BEST_MODEL]()
 
 
 def refuse_other_sharding(checkpoint: Path, sharded: bool) -> None:

@@ -24,19 +24,8 @@ from cogumi.checkpoints.verify import CheckpointState, inspect, plan_pruning, re
 from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import best_effort
 from cogumi.patches import replaced
+from cogumi.patches import trl_internals as internals
 from cogumi.patches.torch_internals import first_line
-from cogumi.patches.trl_internals import (
-    OUTPUT_DIRECTORY,
-    PUSH_CHECKPOINT,
-    SAVE_CHECKPOINT,
-    SAVE_RNG_STATE,
-    TRAIN_SAMPLER,
-    makes_rollouts,
-    rollout_position,
-    saving_alone,
-    set_rollout_position,
-    unlogged,
-)
 from cogumi.stack.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -49,14 +38,7 @@ MIRROR_SECONDS = 3600.0
 class Saver:
     """Saves one trainer's checkpoints, in the training thread but for the commit of a staged one.
 
-    Args:
-        trainer: The trainer.
-        keep: How many of the newest stay, None for all.
-        on_full: "continue", "pause" or "stop".
-        mirror: Copies them elsewhere.
-        watchdog: Excuses a training that waits.
-        preemption: Tells whether a signal has come.
-        ranks: The processes of the training.
+    keep: how many of the newest stay, None for all. on_full: as for `protect`.
     """
 
     def __init__(
@@ -69,7 +51,7 @@ class Saver:
         preemption: Preemption,
         ranks: Ranks,
     ) -> None:
-        self.trainer, self.original = trainer, getattr(trainer, SAVE_CHECKPOINT)
+        self.trainer, self.original = trainer, getattr(trainer, internals.SAVE_CHECKPOINT)
         self.keep, self.on_full, self.mirror = keep, on_full, mirror
         self.watchdog, self.preemption, self.ranks = watchdog, preemption, ranks
         self.identity = Identity("", {})
@@ -118,7 +100,7 @@ class Saver:
         failed = True
         try:
             self.settle()
-            output_dir = Path(getattr(self.trainer, OUTPUT_DIRECTORY)(trial))
+            output_dir = Path(getattr(self.trainer, internals.OUTPUT_DIRECTORY)(trial))
             final = output_dir / f"checkpoint-{self.trainer.state.global_step}"
             if final not in self.committed and not self.write(model, trial, final):
                 self.make_room(final, lambda: self.write(model, trial, final))
@@ -140,7 +122,7 @@ class Saver:
                 else:
                     self.trainer.store_flos()  # which all processes sum up
                     if not self.trainer.args.save_only_model:
-                        getattr(self.trainer, SAVE_RNG_STATE)(staged)
+                        getattr(self.trainer, internals.SAVE_RNG_STATE)(staged)
                 save_rollouts(self.trainer, Path(staged))
             except Exception as raised:  # noqa: BLE001  the first tells whether the disk is full, and raises it where not
                 error = RuntimeError(f"process {self.ranks.index}: {type(raised).__name__}: {first_line(raised)}")
@@ -152,9 +134,12 @@ class Saver:
 
     def write_into(self, staging: Path, model: Any, trial: Any) -> None:
         """Call the trainer's own save with another directory. It uploads nothing and removes no older checkpoints."""
-        elsewhere = {OUTPUT_DIRECTORY: lambda trial=None: str(staging), PUSH_CHECKPOINT: lambda folder: None}
+        elsewhere = {
+            internals.OUTPUT_DIRECTORY: lambda trial=None: str(staging),
+            internals.PUSH_CHECKPOINT: lambda folder: None,
+        }
         # Shards are written in step; of whole copies only the first process writes, which is not to wait for the others.
-        alone = saving_alone() if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled else nullcontext()
+        alone = internals.saving_alone() if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled else nullcontext()
         with replaced(self.trainer, elsewhere), as_checkpoint_error(self.trainer), alone:
             self.original(model, trial)
 
@@ -166,7 +151,7 @@ class Saver:
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
             staged = open_staging(final.parent) / final.name
             self.ranks.tell((str(staged), False, None, False))
-            sums = json.dumps(unlogged(self.trainer), default=float)  # of which some are tensors
+            sums = json.dumps(internals.unlogged(self.trainer), default=float)  # of which some are tensors
             self.trainer.state.stateful_callbacks[UNLOGGED] = json.loads(sums)
             self.write_with_others(lambda: self.write_into(staging, model, trial))
             state = self.trainer.state
@@ -191,7 +176,7 @@ class Saver:
         if self.is_read_on_save():
             self.settle()
         if self.trainer.args.push_to_hub and final in self.committed:
-            getattr(self.trainer, PUSH_CHECKPOINT)(str(final))
+            getattr(self.trainer, internals.PUSH_CHECKPOINT)(str(final))
         return True
 
     def write_with_others(self, write: Callable[[], None]) -> None:
@@ -318,7 +303,6 @@ class Saver:
         log.error("training %s without %s, which does not fit in %s; %s", how, final.name, place, last)
 
     def wait(self) -> None:
-        """Wait until the next try, or a signal."""
         until = time.monotonic() + RETRY_SECONDS
         while time.monotonic() < until and not self.is_ending:
             time.sleep(min(0.5, RETRY_SECONDS))
@@ -360,8 +344,8 @@ def state_name(trainer: Any) -> str:
 
 def save_rollouts(trainer: Any, directory: Path) -> None:
     """Write TRL's position into a checkpoint, with the rollouts if the next step still uses them."""
-    if makes_rollouts(trainer):
-        step, rollouts = rollout_position(trainer)
+    if internals.makes_rollouts(trainer):
+        step, rollouts = internals.rollout_position(trainer)
         used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
         torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / state_name(trainer))
 
@@ -369,19 +353,19 @@ def save_rollouts(trainer: Any, directory: Path) -> None:
 def load_rollouts(trainer: Any, directory: Path) -> None:
     """Restore TRL's position, before `trainer.train` begins. Without it, TRL generates anew."""
     path = directory / state_name(trainer)
-    if makes_rollouts(trainer) and path.is_file():
+    if internals.makes_rollouts(trainer) and path.is_file():
         values = torch.load(path, map_location=trainer.args.device, weights_only=True)
-        set_rollout_position(trainer, values["step"], values["rollouts"])
+        internals.set_rollout_position(trainer, values["step"], values["rollouts"])
 
 
 @contextmanager
 def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None]:
     """Have new samplers of prompts begin with the epoch in which the checkpoint was written."""
-    if directory is None or not makes_rollouts(trainer):
+    if directory is None or not internals.makes_rollouts(trainer):
         yield
         return
     epochs = int(round(json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["epoch"], 6))
-    original = getattr(trainer, TRAIN_SAMPLER)
+    original = getattr(trainer, internals.TRAIN_SAMPLER)
 
     def continued(*args: Any) -> Any:
         sampler = original(*args)
@@ -389,5 +373,5 @@ def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None
             torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
 
-    with replaced(trainer, {TRAIN_SAMPLER: continued}):
+    with replaced(trainer, {internals.TRAIN_SAMPLER: continued}):
         yield

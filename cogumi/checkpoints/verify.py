@@ -251,7 +251,6 @@ def remove(path: Path) -> int:
 
 
 def remove_trash(output_dir: Path) -> list[Path]:
-    """Remove what interrupted removals left behind."""
     paths = [path for path in output_dir.glob(f"{TRASH_PREFIX}*") if path.is_dir() and not path.is_symlink()]
     for path in paths:
         shutil.rmtree(path)

@@ -85,17 +85,18 @@ def filesystem_of(path: Path, *used_for: str) -> Filesystem:
     space = space_of(place)
     try:
         import psutil
+
+        partitions = psutil.disk_partitions(all=True)
     except ImportError:  # the doctor runs where packages are missing
-        mount = next(parent for parent in (place, *place.parents) if parent.is_mount() or parent == parent.parent)
-        return Filesystem(used_for, str(mount), "", "", False, space)
+        partitions = []
     # Of mounts over each other the last one is seen.
-    over = [row for row in reversed(psutil.disk_partitions(all=True)) if place.is_relative_to(row.mountpoint)]
+    over = [row for row in reversed(partitions) if place.is_relative_to(row.mountpoint)]
     if not over:
-        return Filesystem(used_for, str(place), "", "", False, space)
+        mount = next(filter(Path.is_mount, (place, *place.parents)))
+        return Filesystem(used_for, str(mount), "", "", False, space)
     partition = max(over, key=lambda row: len(row.mountpoint))
-    return Filesystem(
-        used_for, partition.mountpoint, partition.device, partition.fstype, is_network(partition.fstype), space
-    )
+    network = NETWORK_KINDS.fullmatch(partition.fstype) is not None
+    return Filesystem(used_for, partition.mountpoint, partition.device, partition.fstype, network, space)
 
 
 def filesystems(directory: Path) -> list[Filesystem]:
@@ -142,10 +143,6 @@ def hub_cache() -> Path:
 
 def datasets_cache() -> Path:
     return path_from_environment("HF_DATASETS_CACHE", hf_home() / "datasets")
-
-
-def is_network(kind: str) -> bool:
-    return NETWORK_KINDS.fullmatch(kind) is not None
 
 
 def try_allocate(directory: Path, size: int) -> int:

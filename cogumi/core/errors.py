@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Self
 
+from cogumi.core.formatting import one_line
+
 log = logging.getLogger("cogumi")
 
 
@@ -63,34 +65,19 @@ class MergeError(Exception):
 
 
 def require_extra(module: str, extra: str, key: str = "") -> None:
-    """Check that a module of an optional part of cogumi can be imported.
-
-    Args:
-        module: Top-level module.
-        extra: Extra of pyproject.toml that installs it.
-        key: Configuration key or option that needs it.
-
-    Raises:
-        UsageError: The module is not installed.
-    """
+    """Raise UsageError if a module is not installed. extra: the one of pyproject.toml that has it. key: what needs it."""
     if find_spec(module) is None:
         raise UsageError(f"{module} is not installed", key=key, fix=f'run: pip install "cogumi[{extra}]"')
 
 
 @contextmanager
 def best_effort(action: str, *expected: type[Exception]) -> Iterator[None]:
-    """Log an error of the block in one line instead of raising it: for work whose failure must not end what it serves.
-
-    Args:
-        action: What the block does, as it follows "cannot".
-        expected: Exception types to log; default: every Exception.
-    """
+    """Log an error of the block as "cannot ACTION: ..." instead of raising it. expected: its types; none for any."""
     kinds = expected or (Exception,)
     try:
         yield
     except kinds as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        log.error("cannot %s: %s", action, text)
+        log.error("cannot %s: %s", action, one_line(error))
 
 
 def ends_by_signal(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 showing = threading.Lock()  # a function called by one that shows its line shows none
 
@@ -31,11 +31,9 @@ def show_stage(is_shown: bool, activity: str) -> None:
         print(f"{activity} ...", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def show_import() -> Iterator[None]:
+def show_import() -> AbstractContextManager[None]:
     """Show the line for a block that imports torch and transformers, unless they are imported already."""
-    with nullcontext() if "torch" in sys.modules else show_seconds("torch and transformers are being imported"):
-        yield
+    return nullcontext() if "torch" in sys.modules else show_seconds("torch and transformers are being imported")
 
 
 def is_notebook() -> bool:

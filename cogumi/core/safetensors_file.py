@@ -132,7 +132,6 @@ def write_at(file: BinaryIO, start: int, values: torch.Tensor) -> None:
 
 
 def write_header(path: Path, header: bytes) -> None:
-    """Write the beginning of a file that exists."""
     with path.open("r+b") as file:
         file.write(header)
 

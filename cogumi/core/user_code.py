@@ -54,6 +54,5 @@ def load_file(path: str, start: str, written: int) -> Any:
 
 
 def describe_error(error: BaseException, stage: str) -> str:
-    """Describe an error that was raised in a stage, with its file and line."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"{stage} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"

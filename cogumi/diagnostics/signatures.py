@@ -73,7 +73,6 @@ class Explanation:
 
 @functools.cache
 def signatures() -> tuple[FailureSignature, ...]:
-    """Load the known failures from signatures.toml."""
     entries = tomllib.loads(Path(__file__).with_name("signatures.toml").read_text(encoding="utf-8"))
     loaded = []
     for name, entry in entries.items():

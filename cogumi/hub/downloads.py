@@ -78,7 +78,6 @@ class Download:
 
     @property
     def to_fetch(self) -> int:
-        """Bytes."""
         return sum(self.sizes[path] for path in self.missing)
 
     def __str__(self) -> str:
@@ -277,7 +276,6 @@ def split_of(directory: str, split: str | None, subset: str | None = None) -> li
 
 
 def split_files(name: str, subset: str | None, commit: str | None) -> dict[str, list[str]]:
-    """Return split -> its files, as `datasets` finds them."""
     from datasets import load_dataset_builder
 
     splits = load_dataset_builder(name, subset, revision=commit).config.data_files or {}

@@ -212,7 +212,6 @@ def without_places(value: Any) -> Any:
 
 
 def cell(text: object) -> str:
-    """Text in a table of Markdown."""
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 

@@ -32,14 +32,9 @@ ANOTHER_CARD = frozenset({"MIG", "LAPTOP", "MOBILE", "MAX", "D", "TI", "SUPER"})
 
 @dataclass(frozen=True)
 class Card:
-    """A row of CARDS.
+    """A row of CARDS: MiB of memory, dense bf16 FLOP/s (None without bf16), bytes a second, CUDA's compute capability.
 
-    Attributes:
-        words: Words of torch.cuda.get_device_name(); the first row whose words all occur is taken.
-        memory: MiB.
-        peak: Dense bf16 FLOP/s, None without bf16.
-        bandwidth: Bytes a second.
-        capability: CUDA's compute capability.
+    words: of torch.cuda.get_device_name(); the first row whose words all occur is taken.
     """
 
     name: str
@@ -111,13 +106,9 @@ LIMIT = 60.0  # seconds; without persistence mode the driver is loaded first
 
 
 def choose_gpu(text: str) -> tuple[str, str] | None:
-    """Choose the GPU with the most free memory.
+    """Choose the GPU with the most free memory, from the output of `nvidia-smi` with QUERY.
 
-    Args:
-        text: Output of `nvidia-smi` with QUERY.
-
-    Returns:
-        The value for CUDA_VISIBLE_DEVICES and the reason; None if there are fewer than two GPUs.
+    Returns the value for CUDA_VISIBLE_DEVICES and the reason; None if there are fewer than two GPUs.
     """
     gpus = list_gpus(text)
     if len(gpus) < 2:

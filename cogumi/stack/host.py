@@ -1,6 +1,7 @@
 """Checks of the machine: NVIDIA's driver, disks, and environment variables that change what an import finds."""
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -16,6 +17,8 @@ from cogumi.core.formatting import format_bytes
 from cogumi.stack.lanes import INSTALL, lanes
 
 QUERY = ("--query-gpu=driver_version,memory.total,name", "--format=csv,noheader,nounits")
+GPU_ROW = re.compile(r"\d[\d.]*,[^,]*,")
+INFOROM_CORRUPTED = 14  # a status of nvidia-smi that is a warning: the GPU computes
 OTHER_HOST = "rent another host: a driver cannot be repaired from inside a container"
 GIVE_GPU = "start the container with --gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility; else take another host"
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
@@ -52,15 +55,18 @@ def check_driver(torch_cuda: str | None, timeout: float) -> Iterator[Finding]:
         cause = "the driver does not answer: a GPU that fell off the bus, or a broken installation"
         yield Finding("driver", "fatal", f"nvidia-smi: no answer in {timeout:g} s", cause, OTHER_HOST)
         return
-    output = (done.stdout + done.stderr).strip()
-    if done.returncode or not output:
-        yield explain_driver_error(tool, output.partition("\n")[0])
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    gpus = [[cell.strip() for cell in line.split(",", 2)] for line in lines if GPU_ROW.match(line)]
+    if done.returncode not in (0, INFOROM_CORRUPTED) or not gpus:
+        yield explain_driver_error(tool, lines[0] if lines else "")
         return
-    gpus = [[cell.strip() for cell in line.split(",", 2)] for line in output.splitlines()]
     yield check_driver_version(gpus[0][0], torch_cuda)
     for index, (_, memory, name) in enumerate(gpus):
         room = f", {int(memory) / 1024:.1f} GiB" if memory.isdigit() else ""
         yield Finding(f"GPU {index}", "ok", f"{name}{room}")
+    for line in lines:
+        if not GPU_ROW.match(line):
+            yield Finding("nvidia-smi", "note", line)
 
 
 def explain_driver_error(tool: str, error: str) -> Finding:
@@ -149,7 +155,6 @@ def check_disks(work: Path) -> Iterator[Finding]:
 
 
 def check_variables(environment: Mapping[str, str], work: Path) -> Iterator[Finding]:
-    """Check environment variables and files that change what an import finds or does."""
     findings = [*check_paths(environment, work), *check_settings(environment)]
     yield from findings or [Finding("environment", "ok", "no variable is in the way")]
 

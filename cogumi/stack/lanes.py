@@ -33,12 +33,8 @@ Drift = tuple[str, str, str | None]
 class Lane:
     """One set of wheels for this Python and this platform.
 
-    Attributes:
-        file: Requirements file, relative to the repository.
-        cuda: CUDA release of its torch, "13.0"; None for a CPU build.
-        driver: Oldest NVIDIA driver that runs it, "580"; None without a GPU.
-        state: As in requirements/lanes.toml.
-        pins: Version by normalized name, without packages that depend on Python's patch release.
+    file: relative to the repository. cuda: of its torch, "13.0"; None for a CPU build. driver: the oldest that runs it, "580".
+    pins: version by normalized name, without packages that depend on Python's patch release.
     """
 
     name: str
@@ -90,7 +86,7 @@ def installed_versions() -> dict[str, str]:
     for distribution in importlib.metadata.distributions():
         name, version = read_metadata(distribution, "Name"), read_metadata(distribution, "Version")
         if name is not None and version is not None:
-            versions.setdefault(normalize_name(name), version)
+            versions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     return versions
 
 
@@ -99,10 +95,6 @@ def read_metadata(distribution: importlib.metadata.Distribution, key: str) -> st
     head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
     match = re.search(rf"^{key}: *(\S+)", head, re.MULTILINE)
     return match[1] if match else None
-
-
-def normalize_name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def torch_build() -> tuple[str | None, str | None]:
@@ -123,7 +115,6 @@ def join_names(names: list[str]) -> str:
 
 
 def check_lane() -> Finding:
-    """Compare what is installed with the lane of this torch."""
     versions = installed_versions()
     if absent := [name for name in NEEDED if name not in versions]:
         return Finding("installed", "fatal", f"missing: {join_names(absent)}", "nothing trains without these", INSTALL)

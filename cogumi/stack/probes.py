@@ -18,27 +18,24 @@ from cogumi.stack.gpus import place_by_versions
 
 # (metric, value, unit, note)
 Reading = tuple[str, float | str | None, str, str]
-TIMEOUT = 60.0
-FLASH_TIMEOUT = 300.0  # includes downloading a kernel from the hub
-tl: Any = None  # triton.language once imported: @triton.jit looks it up in the kernel's module
+TIMEOUT = 300.0  # includes downloading a kernel from the hub
 # The package of a probe with another name.
 PACKAGES = {"matmul": "torch", "hub_flash_attn": "kernels"}
+tl: Any = None  # triton.language once imported: @triton.jit looks it up in the kernel's module
 # Flash attention 2: v3 has no backward pass for grouped heads (issue 1085, below).
 HUB_FLASH_ATTN = "kernels-community/flash-attn2@db6b51744f0cd7061386442c09df890fc6d9f47e"
 
 
-def run_probe(name: str, device: str, timeout: float = TIMEOUT) -> list[Reading]:
-    """Run one of PROBES on `device` ("cuda", "cuda:1", "cpu") in a fresh process, for at most `timeout` seconds.
+def run_probe(name: str, device: str) -> list[Reading]:
+    """Run one of PROBES on `device` ("cuda", "cuda:1", "cpu") in a fresh process.
 
-    Raises:
-        ModuleNotFoundError: Its package is not installed.
-        RuntimeError: The probe failed; the message has the last line of its output.
+    Raises ModuleNotFoundError without its package; RuntimeError, with the last line of its output, if it failed.
     """
     package = PACKAGES.get(name, name)
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"{package.replace('_', '-')} is not installed")
     try:
-        return list(call(name, PROBES[name], device, environment=os.environ, timeout=timeout))
+        return list(call(name, PROBES[name], device, environment=os.environ, timeout=TIMEOUT))
     except RuntimeError as error:
         reason = str(error).removeprefix(f"{name} ended with status 1: ")  # the prefix of any exception
     distribution = next(iter(importlib.metadata.packages_distributions().get(package, ())), "")
@@ -186,7 +183,7 @@ def flash_attention(device: str = "cuda") -> tuple[str | None, str]:
     problems, failed = [], False
     for name, attention in (("flash_attn", "flash_attention_2"), ("hub_flash_attn", HUB_FLASH_ATTN)):
         try:
-            (_, value, _, version), *_ = run_probe(name, device, FLASH_TIMEOUT)
+            (_, value, _, version), *_ = run_probe(name, device)
         except (ModuleNotFoundError, RuntimeError) as error:
             problems.append(f"{attention}: {error}")
             failed |= isinstance(error, RuntimeError)

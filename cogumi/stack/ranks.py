@@ -91,7 +91,6 @@ class Ranks:
             self.tell((None, RuntimeError(message)))
 
     def largest(self, number: int) -> int:
-        """Return the maximum over all processes."""
         if self.count > 1:
             box = torch.tensor([number])
             distributed.all_reduce(box, op=distributed.ReduceOp.MAX, group=self.group)
@@ -107,7 +106,6 @@ class Ranks:
         return box
 
     def total(self, numbers: list[float]) -> list[float]:
-        """Return the sums over all processes."""
         if self.count > 1:
             box = torch.tensor(numbers, dtype=torch.float64)
             distributed.all_reduce(box, group=self.group)

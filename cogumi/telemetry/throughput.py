@@ -125,8 +125,8 @@ class Meter:
     price_per_hour: what the machine costs while it is held, None if it was not given.
     """
 
-    def __init__(self, price_per_hour: float | None = None, stage: str = "data") -> None:
-        self.price_per_hour, self.stage = price_per_hour, stage
+    def __init__(self, price_per_hour: float | None = None) -> None:
+        self.price_per_hour, self.stage = price_per_hour, "data"
         self.started, self.earlier = time.time(), 0.0
         self.spent: dict[str, float] = {}
         self.counts: dict[str, float] = {}
@@ -187,9 +187,9 @@ class Throughput:
     processes of the training, which read together.
     """
 
-    def __init__(self, trainer: Any, meter: Meter, ranks: Ranks | None = None) -> None:
+    def __init__(self, trainer: Any, meter: Meter, ranks: Ranks) -> None:
         self.trainer = weakref.ref(trainer)  # the heartbeat outlives it, and the merge needs its memory
-        self.meter, self.ranks = meter, ranks or Ranks()
+        self.meter, self.ranks = meter, ranks
         self.total, self.last = TokenCounts(**meter.counts), TokenCounts(**meter.counts)
         self.on_device: Tensor | None = None
         self.work, self.peak, self.no_mfu = flops_and_peak(trainer.model)
