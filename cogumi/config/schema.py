@@ -346,10 +346,8 @@ def read_config(
         raise origins.error(ignored, "data.eval_source", "drop one of the two")
     refuse_ignored(run, origins)
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
-        message = f"{run.cogumi.sharding} shares the model among several processes, and there is one"
-        raise origins.error(
-            f"cogumi.sharding: {message}", "cogumi.sharding", "set cogumi.processes as well, or drop it"
-        )
+        message = f"cogumi.sharding: {run.cogumi.sharding} shares the model among several processes, and there is one"
+        raise origins.error(message, "cogumi.sharding", "set cogumi.processes as well, or drop it")
     for name, (why, fix) in REFUSED_TRAIN_KEYS.items():
         if name in run.train:
             raise origins.error(f"train.{name} {why}", f"train.{name}", fix)
