@@ -21,7 +21,6 @@ from datasets import Dataset
 from golden import Golden
 
 from cogumi.config.schema import load_config
-from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_jsonl
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import tokenize_for
@@ -33,7 +32,7 @@ from cogumi.health.flags import RunHistory
 from cogumi.methods.gspo import describe_sandbox, read_rewards, task_of, try_task
 from cogumi.methods.preview import split_example
 from cogumi.methods.reward_scores import score_file
-from cogumi.rl.sampling import leave_out_unscored, note_unscored
+from cogumi.rl.sampling import leave_out_unscored
 from cogumi.sandbox import default_sandbox
 
 BOXES = '''
@@ -312,14 +311,6 @@ def test_a_completion_that_could_not_be_scored_is_in_no_baseline(make_trainer: A
     actual = torch.tensor(list(trainer._logs["advantages"])[:4])
     assert actual[0] == 0
     assert torch.allclose(actual[1:], expected, atol=1e-5)
-
-
-def test_a_score_that_is_no_number_is_an_error_that_names_the_reward() -> None:
-    def judged(**_: Any) -> list[Any]:
-        return ["1.0"]
-
-    with pytest.raises(UsageError, match=r"judged returned str '1\.0' in its list, and a score is a number"):
-        note_unscored(judged, set())(completions=["a"])
 
 
 @pytest.mark.parametrize(

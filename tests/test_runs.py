@@ -193,19 +193,3 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}: it holds no JSON") as caught:
         format_screen(status_of(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_looking_at_a_run_loads_no_torch(tmp_path: Path) -> None:
-    write_json(tmp_path / "status.json", {"state": "finished", "time": 1.0})
-    looks = (
-        f"import cogumi, sys; run = cogumi.attach({str(tmp_path)!r}); run.dashboard(); run.wait(); run.stop(); "
-        "assert not {'torch', 'transformers', 'polars'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", looks], check=True)
-
-
-def test_a_name_that_is_no_run_is_told_which_are(tmp_path: Path) -> None:
-    (tmp_path / "sft").mkdir()
-    write_json(tmp_path / "sft" / "status.json", {"state": "finished", "time": 1.0})
-    with pytest.raises(UsageError, match=r"no run there; there is .*/sft$"):
-        cogumi.attach(tmp_path / "stf")
