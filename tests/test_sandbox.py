@@ -207,28 +207,22 @@ def test_an_ordinary_user_is_as_safe(outside: Outside):
 
 
 def attacks_that_succeed(level: str, outside: Outside) -> list[str]:
-    files = {"given.json": json.dumps(outside.given() | {"private": private_file()})}
+    private = Path(tempfile.mkstemp()[1])  # which only this user may read
+    private.write_text(SECRET)
+    files = {"given.json": json.dumps(outside.given() | {"private": str(private)})}
     with Sandbox(2, LIMITS, level) as sandbox:
         if level == "limits":
             assert sandbox.reaches == []
         with ThreadPoolExecutor(2) as threads:
-            ask = lambda each: sandbox.run(each.program, files, limits=replace(LIMITS, seconds=each.seconds))  # noqa: E731
-            results = list(threads.map(ask, ATTACKS.values()))
+            results = {
+                name: threads.submit(sandbox.run, each.program, files, limits=replace(LIMITS, seconds=each.seconds))
+                for name, each in ATTACKS.items()
+            }
         unharmed = sandbox.run("print(42)").output == "42\n"
     failed = [
-        f"{name}: {result}"
-        for (name, attack), result in zip(ATTACKS.items(), results, strict=True)
-        if not attack.contained(result)
+        f"{name}: {done.result()}" for name, done in results.items() if not ATTACKS[name].contained(done.result())
     ]
     return failed + ([] if unharmed else ["the sandbox"])
-
-
-def private_file() -> str:
-    """A file of this user that only this user may read."""
-    descriptor, path = tempfile.mkstemp()
-    os.write(descriptor, SECRET.encode())
-    os.close(descriptor)
-    return path
 
 
 SYSTEM_PYTHON = "/usr/bin/python3.11"

@@ -30,15 +30,9 @@ def test_the_whole_smoke_run_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     report = json.loads((tmp_path / "run" / "smoke.json").read_text())
     assert report["passed"] is True
-    assert {row["stage"] for row in report["rows"]} == {
-        "doctor", "stack", "preflight", "sft", "gspo", "compare"
-    }  # fmt: skip
+    assert {row["stage"] for row in report["rows"]} == {"doctor", "stack", "preflight", "sft", "gspo", "compare"}
     checked = {row["checked"] for row in report["rows"]}
-    assert {
-        "held-out loss falls by >= 10 %",
-        "reward, last quarter above first",
-        "merged logits",
-    } <= checked
+    assert {"held-out loss falls by >= 10 %", "reward, last quarter above first", "merged logits"} <= checked
     assert [list(sample) for sample in report["samples"]] == [["asked", "base", "SFT", "GSPO", "right"]] * 5
     assert report["exact"]["base"] + 0.1 <= report["exact"]["SFT"] < report["exact"]["GSPO"]
     assert sum(sample["GSPO"].strip() == sample["right"] for sample in report["samples"]) >= 2
