@@ -221,3 +221,11 @@ def reads_4bit(monkeypatch: pytest.MonkeyPatch) -> None:
         return read.t() if packed.shape[0] == 1 else read  # as it returns what is given transposed
 
     monkeypatch.setattr(functional, "dequantize_4bit", as_one_row)
+
+
+@pytest.fixture
+def prepared(for_commands: dict[str, str], tmp_path: Path) -> str:
+    """For `sys.executable`: what is started is in no session of its own, but needs no seconds of imports."""
+    import prepared_process
+
+    return prepared_process.as_program(tmp_path / "python", for_commands)

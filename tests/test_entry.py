@@ -1,6 +1,7 @@
 """What is refused, and chosen, before anything is paid: without torch where that is possible, always in one line."""
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -227,9 +228,12 @@ def test_a_run_on_a_machine_with_two_gpus_sees_one_and_says_which(
     sft: Config, tmp_path: Path, two_gpus: None, for_commands: dict[str, str]
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
-    words = ("train", "tiny.yaml", "train.max_steps=1", "cogumi.compile=off")
+    words = ("train", "tiny.yaml", "train.max_steps=2", "cogumi.compile=off")
     done = prepared_process.run(words, tmp_path, for_commands)
-    assert "steps: 1 (required: 1)" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "steps: 2 (required: 2)" in done.stderr
+    assert "pass  adapter: largest change" in done.stderr
+    assert re.match(r"run: finished, step 2/2; \d+ of \d+ checks passed; flags: .*green", done.stdout), done.stdout
     log_text = (Path(sft["cogumi"]["run_dir"]) / "run.log").read_text()
     assert f"chosen: CUDA_VISIBLE_DEVICES: {SECOND} " in log_text.replace(" = ", ": ")
     assert "GPU 1 (NVIDIA H100 80GB HBM3) has the most free memory" in log_text

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import prepared_process
 import psutil
 import pytest
 from processes import until
@@ -36,12 +35,6 @@ def sft(sft: Config) -> Config:
     sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
     sft["cogumi"]["compile"] = "off"
     return sft
-
-
-@pytest.fixture
-def prepared(for_commands: dict[str, str], tmp_path: Path) -> str:
-    """For `sys.executable`: what is started is in no session of its own, but needs no seconds of imports."""
-    return prepared_process.as_program(tmp_path / "python", for_commands)
 
 
 def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_does(

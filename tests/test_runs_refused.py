@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,13 @@ def sft(sft: Config) -> Config:
     return sft
 
 
+@pytest.fixture
+def fast(prepared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started is a fork of a process that has imported torch."""
+    monkeypatch.setattr(sys, "executable", prepared)
+
+
+@pytest.mark.usefixtures("fast")
 def test_mistakes_are_told_and_leave_nothing(sft: Config, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"tiny.yml: no such config file"):
         cogumi.start(tmp_path / "tiny.yml")
@@ -48,9 +56,10 @@ def test_mistakes_are_told_and_leave_nothing(sft: Config, tmp_path: Path) -> Non
         assert isinstance(error, UsageError), repr(error)
         assert says in str(error)
         assert "\n" not in str(error)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["python"]
 
 
+@pytest.mark.usefixtures("fast")
 def test_a_file_is_not_taken_for_a_directory_of_a_run(sft: Config, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
@@ -59,9 +68,10 @@ def test_a_file_is_not_taken_for_a_directory_of_a_run(sft: Config, tmp_path: Pat
             begin(sft, cogumi__run_dir=str(path))
         assert str(refused.value) == f"{path} is a file, not a directory; set cogumi.run_dir to a new directory"
     assert path.read_text() == "mine"
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", "python"]
 
 
+@pytest.mark.usefixtures("fast")
 def test_a_refusal_that_nobody_waited_for_is_found_in_the_directory(sft: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     reader, writer = os.pipe()
@@ -83,6 +93,7 @@ def test_a_start_that_breaks_before_its_first_step_says_how(sft: Config, monkeyp
         cogumi.start(sft)
 
 
+@pytest.mark.usefixtures("fast")
 def test_a_run_that_is_stopped_while_it_is_being_started_was_stopped(sft: Config, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with ThreadPoolExecutor() as pool:
