@@ -28,7 +28,7 @@ from cogumi.config.binding import (
     reporters_in_source,
 )
 from cogumi.config.presets import PRESETS, REMOVED
-from cogumi.config.source import SECTIONS, Origins, not_a_section, parse_scalar, read_source, set_value
+from cogumi.config.source import SECTIONS, Config, Origins, not_a_section, parse_scalar, read_source, set_value
 from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
 ENVIRONMENT_PREFIX = "COGUMI_"
@@ -302,7 +302,7 @@ class RunConfig(Section):
         return defaults_in_source(TRL_CONFIGS[self.cogumi.method])[key] if value is None else value
 
 
-def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunConfig:
+def load_config(config: Config, **overrides: Any) -> RunConfig:
     """Return the checked configuration of one run, from a path, a template's name or a mapping.
 
     `overrides` are dotted names with `__` for the dot (`train__max_steps=5`). Raises UsageError with the key, where it was
@@ -311,9 +311,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     return read_config(config, overrides)[0]
 
 
-def read_config(
-    config: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]
-) -> tuple[RunConfig, Origins]:
+def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig, Origins]:
     """Check a configuration as far as possible without importing trl and peft; return it with the origins of its values."""
     values, origins = read_source(config)
     for name, text in sorted(os.environ.items()):
