@@ -54,21 +54,6 @@ def test_the_version_is_said_at_once(tmp_path: Path) -> None:
     assert not re.search(r"\| +(torch|transformers)$", done.stderr, re.MULTILINE)
 
 
-def test_train_then_merge(config: Path, tmp_path: Path, for_commands: dict[str, str]) -> None:
-    def cogumi(*words: str) -> subprocess.CompletedProcess[str]:
-        return prepared_process.run(words, tmp_path, for_commands)
-
-    done = cogumi("train", "tiny.yaml", "train.learning_rate=1e-2", "cogumi.merge=false")
-    assert done.returncode == 0, done.stderr
-    assert "pass  adapter: largest change" in done.stderr
-    assert re.search(r"runs/tiny: finished, step 2/2; \d+ of \d+ checks passed; flags: .*green", done.stdout), (
-        done.stdout
-    )
-    merged = cogumi("merge", "runs/tiny/adapter", "merged")
-    assert merged.returncode == 0, merged.stderr
-    assert (tmp_path / "merged" / "model.safetensors").exists()
-
-
 def test_each_mistake_is_one_line_on_stderr_and_status_2(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -237,10 +222,7 @@ def test_a_merge_that_is_not_exact_is_one_line_and_status_1(
 
 def test_a_merge_says_what_it_does_before_it_loads_torch(tmp_path: Path) -> None:
     """In a pipe one plain line, and then the mistake in another."""
-    for words, line in {
-        ("a", "b"): begins("a", "b"),
-        ("--check", "a"): "checking a ...\n",
-    }.items():
+    for words, line in {("a", "b"): begins("a", "b"), ("--check", "a"): "checking a ...\n"}.items():
         done = cogumi("merge", *words, cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
         said = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("import time:")]
         assert (done.returncode, said[0], len(said)) == (2, line, 2), said

@@ -246,13 +246,6 @@ def test_the_written_config_is_loadable_and_keeps_no_secret(config: Path, tmp_pa
     assert load_config(tmp_path / "again.yaml").train["eos_token"] == "<|end|>"
 
 
-def test_a_flag_for_thinking_that_no_template_would_see_is_refused(golden: Golden) -> None:
-    base = {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft", "thinking": False}}
-    with golden.raises("config", key="cogumi.thinking", message="data.format: fim"):
-        load_config(base)
-    assert load_config(base, data__format="chat").cogumi.thinking is False
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -260,6 +253,7 @@ def test_a_flag_for_thinking_that_no_template_would_see_is_refused(golden: Golde
         ({"data__format": "chat", "data__column": "text"}, ("data.column", "it is for data.format: fim")),
         ({"data__format": "chat", "data__fim__max_length": 64}, ("data.fim.max_length", "it is for data.format")),
         ({"cogumi__docs_per_step": 8}, ("cogumi.docs_per_step", "it is for cogumi.method: gspo")),
+        ({"cogumi__thinking": False}, ("cogumi.thinking", "data.format: fim")),  # which no template would see
     ],
 )
 def test_keys_that_are_not_looked_at_are_refused(
@@ -268,7 +262,8 @@ def test_keys_that_are_not_looked_at_are_refused(
     base = {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft"}}
     with golden.raises("config", key=says[0], message=says[1]):
         load_config(base, **overrides)
-    load_config(base, data__format="chat", data__fim__seed=3, data__overlong="truncate")
+    chat = load_config(base, data__format="chat", data__fim__seed=3, data__overlong="truncate", cogumi__thinking=False)
+    assert chat.cogumi.thinking is False
     mix = [{"source": "a", "format": "chat"}, {"source": "b"}]
     load_config(base | {"data": {"mix": mix}}, data__fim__max_length=64, data__overlong="truncate")
 

@@ -196,13 +196,10 @@ def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_model_writes_is_only_text(run: Path) -> None:
     for step, completion in ((0, "before"), (6, HOSTILE)):
-        append_jsonl(
-            run / "samples.jsonl", {"step": step, "prompt": HOSTILE, "completion": completion, "answer": HOSTILE}
-        )
-    append_jsonl(
-        run / "rollouts.jsonl",
-        {"step": 1, "reward": [0.5], "shown": [{"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5}]},
-    )
+        sample = {"step": step, "prompt": HOSTILE, "completion": completion, "answer": HOSTILE}
+        append_jsonl(run / "samples.jsonl", sample)
+    shown = [{"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5}]
+    append_jsonl(run / "rollouts.jsonl", {"step": 1, "reward": [0.5], "shown": shown})
     with (run / "run.log").open("a") as log:
         log.write(f"2026-11-22 18:39:13,856 WARNING {HOSTILE}\n")
     with (run / "config.yaml").open("a") as config:
@@ -235,13 +232,8 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     page = page_of(run)
     assert "finished, RED: loss trend" in page.sections[""]
     said = page.sections["Flags"]
-    for words in (
-        "RED loss trend",
-        "loss 9",
-        "rate too high",
-        "train.learning_rate",
-        "⚑2 red at step 3: gradient norm",
-    ):
+    was_red = "⚑2 red at step 3: gradient norm"
+    for words in ("RED loss trend", "loss 9", "rate too high", "train.learning_rate", was_red):
         assert words in said
     assert "⚑1 red at step 2: loss trend" in page.sections["Curves"]
 
@@ -258,29 +250,25 @@ def test_a_run_at_any_stage(state: str, run: Path, tmp_path: Path) -> None:
     for name in ("verdict.json", "DONE", "metrics.json", "start.json"):
         (run / name).unlink(missing_ok=True)
     status = read_json(run / "status.json")
-    if state == "refused":
-        run = tmp_path / "refused"
+    if state in ("refused", "starting", "bare"):
+        run = tmp_path / state
         run.mkdir()
-        write_json(
-            run / "start.json", {"pid": 1, "host": status["host"], "began": 1.0, "time": 1.0, "refused": "no such key"}
-        )
-    elif state == "starting":
-        run = tmp_path / "starting"
-        run.mkdir()
-        (run / "status.json").touch()
-    elif state == "bare":
-        run = tmp_path / "bare"
-        run.mkdir()
-        write_json(run / "status.json", {**status, "state": "finished"})
-    elif state == "failed":
+    if state == "failed":
         with (run / "run.log").open("a") as log:
             log.write("2026-11-22 18:39:13,856 ERROR it failed\nTraceback (most recent call last):\n")
             log.write('  File "x.py", line 1, in <module>\n    boom()\nValueError: <boom>\n')
-        write_json(run / "status.json", {**status, "state": "failed", "reason": "ValueError: <boom>"})
+    died = {"pid": 2**22 - 3, "began": 1.0, "state": "running", "stage": "train"}
+    changes = {
+        "bare": {"state": "finished"}, "failed": {"state": "failed", "reason": "ValueError: <boom>"}, "died": died,
+        "running": {**died, "pid": os.getpid(), "began": psutil.Process().create_time()},
+    }  # fmt: skip
+    if state == "refused":
+        start = {"pid": 1, "host": status["host"], "began": 1.0, "time": 1.0, "refused": "no such key"}
+        write_json(run / "start.json", start)
+    elif state == "starting":
+        (run / "status.json").touch()
     else:
-        alive = {"pid": os.getpid()} if state == "running" else {"pid": 2**22 - 3}
-        began = psutil.Process().create_time() if state == "running" else 1.0
-        write_json(run / "status.json", {**status, **alive, "began": began, "state": "running", "stage": "train"})
+        write_json(run / "status.json", {**status, **changes[state]})
     page = page_of(run)
     check_self_contained(page)
     expected = {
