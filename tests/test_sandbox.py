@@ -228,7 +228,7 @@ def attacks_that_succeed(level: str, outside: Outside) -> list[str]:
 SYSTEM_PYTHON = "/usr/bin/python3.11"
 
 
-def as_user(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> Any:
+def as_user(work: Callable[[], Any]) -> Any:
     """What a function returns in a fork of this process that an ordinary user runs, if this one is root's."""
     python = python_of_every_user() if os.geteuid() == 0 else ""  # here, as a skip in the fork would be an answer
     reading, writing = os.pipe()
@@ -241,7 +241,6 @@ def as_user(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -
             if os.geteuid() == 0:
                 sandbox_worker.become(USER)
                 sandbox_worker.prctl(sandbox_worker.PR_SET_DUMPABLE, 1)
-            before()
             answer = work()
         except BaseException as error:  # noqa: BLE001 - it is told
             answer = repr(error)
@@ -268,15 +267,13 @@ def python_of_every_user() -> str:
 def test_where_namespaces_are_refused_limits_hold():
     """As in a container of RunPod or Vast: the kernel's answer decides, found by trying."""
 
-    def refuse() -> None:
+    def described() -> list[str]:
         sandbox_worker.prctl(sandbox_worker.PR_SET_NO_NEW_PRIVS, 1)
         sandbox_worker.install_seccomp(sandbox_worker.seccomp_filter(separated=True))
-
-    def described() -> list[str]:
         with Sandbox(1, LIMITS) as sandbox:
             return [sandbox.isolation, sandbox.run("print(1)").output, sandbox.describe()]
 
-    level, output, described_as = as_user(described, refuse)
+    level, output, described_as = as_user(described)
     assert (level, output) == ("limits", "1\n")
     assert described_as.startswith("sandbox: limits (no namespaces")
 
