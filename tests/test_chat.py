@@ -172,9 +172,8 @@ def test_an_answer_has_the_room_that_the_context_leaves(chat_of: Callable[..., C
     room = 512 - len(chat.prompt_ids("merged", long))
     assert 0 < room < 40
     text = chat.answer("merged", long, lambda _: None).text
-    assert (
-        0 < len(chat.tokenizer(text)["input_ids"]) <= room + 1
-    )  # a word may be written in fewer tokens than it is read in
+    # A word may be written in fewer tokens than it is read in.
+    assert 0 < len(chat.tokenizer(text)["input_ids"]) <= room + 1
     with pytest.raises(UsageError, match="context of the model has 512; /reset"):
         chat.answer("merged", "add " * 600, lambda _: None)
 

@@ -27,10 +27,8 @@ ROOT = Path(__file__).parents[1]
 
 def cogumi(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """As Python itself starts it."""
-    command = [sys.executable, "-m", "cogumi", *words]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    command, variables = [sys.executable, "-m", "cogumi", *words], os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=300)
 
 
 def begins(adapter: object, out: object) -> str:

@@ -66,14 +66,9 @@ def home(tiny_model: Path, code_parquet: Path, tmp_path: Path, none_left_behind:
 
 def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:
     words = ["-c", PREPARED_START, prepared_process.as_program(home / "python", here())]
-    begun = subprocess.run(
-        [*prepared_process.python(here()), *words, "start", "tiny.yaml", "train.learning_rate=1e-2"],
-        cwd=home,
-        env=here(COGUMI_TRAIN__MAX_STEPS="7"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [*prepared_process.python(here()), *words, "start", "tiny.yaml", "train.learning_rate=1e-2"]
+    variables = here(COGUMI_TRAIN__MAX_STEPS="7")
+    begun = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=300)
     assert begun.returncode == 0, begun.stderr
     assert re.search(r"runs/tiny: (running|finished)", begun.stderr), begun.stderr
     waited = cogumi("wait", "runs/tiny", cwd=home)
@@ -104,14 +99,8 @@ def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home
         assert (status["state"], status["alive"], status["pid"]) == ("running", True, int((home / "pid").read_text()))
         assert status["ended"] is False
 
-        looking = subprocess.Popen(
-            [*prepared_process.client(here()), "attach", "runs/tiny"],
-            cwd=home,
-            env=here(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        attach, pipe = [*prepared_process.client(here()), "attach", "runs/tiny"], subprocess.PIPE
+        looking = subprocess.Popen(attach, cwd=home, env=here(), stdout=pipe, stderr=pipe, text=True)
         assert looking.stdout is not None
         assert looking.stdout.readline()
         looking.send_signal(signal.SIGINT)

@@ -74,9 +74,8 @@ def test_what_only_looks_imports_no_torch(finished_sft: FinishedRun, tmp_path: P
 
 def test_a_misspelt_key_or_value_or_a_missing_source_is_refused_without_importing_torch(tmp_path: Path) -> None:
     (tmp_path / "sft" / "merged").mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     *lines, imported = done.stdout.splitlines()
     assert [line for line in lines if "did you mean train.max_steps?" in line] == lines[:4], done.stdout + done.stderr
     near = "no model at './sft/mergd': there is no such directory; there is sft/merged; give a directory"
