@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -123,10 +124,8 @@ def smoke(
         with time_limit(report), progress_lines(report):
             models = {"base": base}
             for name, check in STAGES.items():
-                with stage(report, name):
-                    check(report, models)
-    except StageFailed:
-        pass  # its row is in the report; the later stages need its result
+                if not run_stage(report, name, partial(check, report, models)):
+                    break  # the later stages need its result
     except OutOfTime:
         for name in list(STAGES)[list(STAGES).index(report.stage) :]:
             report.add(name, "reached", f"not reached in {report.limit:g} s", False)
@@ -181,26 +180,22 @@ def progress_lines(report: Report) -> Iterator[None]:
         finished.set()
 
 
-class StageFailed(Exception):
-    """A stage raised; its row is in the report and its traceback in the log."""
-
-
-@contextmanager
-def stage(report: Report, name: str) -> Iterator[None]:
-    """Time a stage; turn what it raises into a failed row. Mistakes of the user pass through."""
+def run_stage(report: Report, name: str, check: Callable[[], None]) -> bool:
+    """Run and time a stage; an error is logged, becomes a failed row, and returns False. Mistakes of the user are raised."""
     print(f"── {name} ({time.monotonic() - report.began:.0f} s so far)", file=sys.stderr, flush=True)
     first, started, report.stage = len(report.rows), time.monotonic(), name
     try:
-        yield
+        check()
     except UsageError:
         raise
     except Exception as error:
         log.exception("stage %s", name)
         report.add(name, "ran to the end", f"{type(error).__name__}: {error}", False)
-        raise StageFailed(name) from error
+        return False
     finally:
         if len(report.rows) > first:
             report.rows[first].seconds = time.monotonic() - started
+    return True
 
 
 def check_environment(report: Report, _: dict[str, str]) -> None:

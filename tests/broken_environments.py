@@ -44,15 +44,8 @@ class Environment:
         environment = {**kept, "HOME": str(self.home), **self.variables, **variables}
         work = self.home / "work"
         work.mkdir(exist_ok=True)
-        return subprocess.run(
-            [str(self.python), *words],
-            cwd=work,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        command = [str(self.python), *words]
+        return subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def make_environment(place: Path, on_top: bool = True) -> Environment:

@@ -239,3 +239,11 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
     with mounting(tmp_path) as mount_one:
         yield mount_one
+
+
+@pytest.fixture
+def prepared(for_commands: dict[str, str], tmp_path: Path) -> str:
+    """For `sys.executable`: what is started is in no session of its own, but needs no seconds of imports."""
+    import prepared_process
+
+    return prepared_process.as_program(tmp_path / "python", for_commands)

@@ -117,10 +117,8 @@ def test_ratios_are_of_adjacent_runs_and_held_to_their_targets() -> None:
     rows = {row["metric"]: row for row in merge.seconds_and_ratios("case", runs, 1.5)}
     against_cp = rows["cogumi / cp -r"]
     assert (against_cp["value"], against_cp["spread"], against_cp["ok"]) == (1.6, [1.2, 2.0], False)
-    assert (rows["time, imports of cogumi merge"]["value"], rows["time, imports of cogumi merge"]["ok"]) == (
-        2.25,
-        False,
-    )
+    imports = rows["time, imports of cogumi merge"]
+    assert (imports["value"], imports["ok"]) == (2.25, False)
     peft = rows["PEFT / cogumi"]
     assert (peft["value"], peft["spread"], peft["ok"]) == (4.0, [3.0, 5.0], True)
     unjudged = [row for row in merge.seconds_and_ratios("case", runs, None) if row["target"]]
@@ -176,11 +174,7 @@ def test_a_quick_run_has_every_part_and_no_failure() -> None:
     assert all(tuple(row) == harness.COLUMNS and row["benchmark"] == "merge" for row in rows)
     assert harness.failed(rows) == []
     metrics = {row["metric"] for row in rows}
-    assert {
-        "cogumi / cp -r",
-        "PEFT / cogumi",
-        "sampled elements off",
-    } <= metrics
+    assert {"cogumi / cp -r", "PEFT / cogumi", "sampled elements off"} <= metrics
     if ON_LINUX:
         assert "peak anonymous memory, cogumi - import torch" in metrics
 

@@ -9,6 +9,7 @@ import nbformat
 import psutil
 import pytest
 import yaml
+from builders import run_config
 
 import cogumi
 from cogumi.checkpoints.verify import inspect
@@ -25,15 +26,12 @@ def config(tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: py
     """A run that would take minutes; whatever is left of it is ended."""
     chromium()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    values: dict[str, Any] = {
-        "model": {"name": str(tiny_model)},
-        "lora": {"r": 4},
-        "data": {"source": str(code_parquet), "eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
-        "train": {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1,
-                  "gradient_checkpointing": False, "save_steps": 1000},
-        "cogumi": {"method": "sft", "run_dir": "run", "merge": False, "compile": "off", "samples_every": 20,
-                   "price_per_hour": 2.5},
-    }  # fmt: skip
+    values = run_config(
+        "sft", tiny_model, code_parquet, "run",
+        data_section={"eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}},
+        train={"max_steps": STEPS, "learning_rate": 1e-3, "save_steps": 1000},
+        cogumi={"compile": "off", "samples_every": 20, "price_per_hour": 2.5},
+    )  # fmt: skip
     path = tmp_path / "long.yaml"
     path.write_text(yaml.safe_dump(values))
     yield path
@@ -153,10 +151,7 @@ def test_a_message_is_typed_and_both_models_answer_side_by_side(tmp_path: Path) 
 
 
 def test_on_a_phone_the_report_is_as_wide_as_the_page_and_the_key_to_change_is_on_it(tmp_path: Path) -> None:
-    flag = {
-        "evidence": "loss 9.1 at step 3, 2.1 at its least",
-        "cause": "the learning rate is too high",
-    }
+    flag = {"evidence": "loss 9.1 at step 3, 2.1 at its least", "cause": "the learning rate is too high"}
     red = {"name": "loss trend", "level": "red", **flag, "knob": "train.learning_rate, train.max_grad_norm"}
     write_json(tmp_path / "flags.json", {"step": 4, "flags": [red], "was_red": []})
     write_json(tmp_path / "status.json", {"state": "finished", "time": 0.0})

@@ -4,15 +4,16 @@ import io
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import run_config
 from chat_tokenizers import chat_tokenizer
 from finished_runs import FinishedRun
 from golden import Golden
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cogumi
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_jsonl, this_process, write_json
+from cogumi.core.run_directory import append_jsonl, read_jsonl, this_process, write_json
 from cogumi.data.fim import PSM, detect_fim_tokens
 from cogumi.models.quantization import quantized_layers
 from cogumi.notebook import chat as chats
@@ -40,30 +41,17 @@ def finished_chat(train_once: Any, tiny_model: Path, tmp_path_factory: pytest.Te
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(home / "base")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(home / "base")
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"add {one} to {other}"}],
-            "completion": [{"role": "assistant", "content": f"return {other} + {one}; done"}],
-        }
-        for one in "abcdef"
-        for other in "uvwxyz"
-    ]
-    source = home / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {
-        "model": {"name": str(home / "base")},
-        "lora": {"r": 16},
-        "data": {"source": str(source), "format": "prompt_completion", "eval_rows": 4},
-        "train": {
-            "max_steps": 40,
-            "per_device_train_batch_size": 8,
-            "learning_rate": 1e-2,
-            "save_strategy": "no",
-            "gradient_checkpointing": False,
-            "chat_template_path": "cogumi:tulu",
-        },
-        "cogumi": {"method": "sft", "compile": "off", "stop": ["; done"]},
-    }
+    for one, other in product("abcdef", "uvwxyz"):
+        prompt = [{"role": "user", "content": f"add {one} to {other}"}]
+        completion = [{"role": "assistant", "content": f"return {other} + {one}; done"}]
+        append_jsonl(home / "rows.jsonl", {"prompt": prompt, "completion": completion})
+    values = run_config(
+        "sft", home / "base", home / "rows.jsonl", "run", lora={"r": 16},
+        data_section={"format": "prompt_completion", "eval_rows": 4},
+        train={"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "save_strategy": "no",
+               "chat_template_path": "cogumi:tulu"},
+        cogumi={"merge": True, "compile": "off", "stop": ["; done"]},
+    )  # fmt: skip
     return train_once("chat", home / "base", values)  # type: ignore[no-any-return]
 
 
@@ -184,9 +172,8 @@ def test_an_answer_has_the_room_that_the_context_leaves(chat_of: Callable[..., C
     room = 512 - len(chat.prompt_ids("merged", long))
     assert 0 < room < 40
     text = chat.answer("merged", long, lambda _: None).text
-    assert (
-        0 < len(chat.tokenizer(text)["input_ids"]) <= room + 1
-    )  # a word may be written in fewer tokens than it is read in
+    # A word may be written in fewer tokens than it is read in.
+    assert 0 < len(chat.tokenizer(text)["input_ids"]) <= room + 1
     with pytest.raises(UsageError, match="context of the model has 512; /reset"):
         chat.answer("merged", "add " * 600, lambda _: None)
 
@@ -328,16 +315,6 @@ def test_what_cannot_be_talked_to_is_one_line(
     status, output, wrong = command_line("chat", directory, *options)
     assert (status, output, wrong.count("\n")) == (2, "", 1)
     golden("chat", wrong.replace(runs, "<runs>"))
-
-
-def test_a_wrong_directory_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
-    program = (
-        "import sys, pathlib, cogumi; from cogumi.notebook.chat import read_setup\n"
-        f"try: read_setup(pathlib.Path({str(tmp_path)!r}))\n"
-        "except cogumi.UsageError: print(sorted({'torch', 'transformers', 'peft'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # -------------------------------------------------------------------------------------------------------------- a notebook

@@ -66,14 +66,9 @@ def home(tiny_model: Path, code_parquet: Path, tmp_path: Path, none_left_behind:
 
 def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:
     words = ["-c", PREPARED_START, prepared_process.as_program(home / "python", here())]
-    begun = subprocess.run(
-        [*prepared_process.python(here()), *words, "start", "tiny.yaml", "train.learning_rate=1e-2"],
-        cwd=home,
-        env=here(COGUMI_TRAIN__MAX_STEPS="7"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [*prepared_process.python(here()), *words, "start", "tiny.yaml", "train.learning_rate=1e-2"]
+    variables = here(COGUMI_TRAIN__MAX_STEPS="7")
+    begun = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=300)
     assert begun.returncode == 0, begun.stderr
     assert re.search(r"runs/tiny: (running|finished)", begun.stderr), begun.stderr
     waited = cogumi("wait", "runs/tiny", cwd=home)
@@ -104,22 +99,14 @@ def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home
         assert (status["state"], status["alive"], status["pid"]) == ("running", True, int((home / "pid").read_text()))
         assert status["ended"] is False
 
-        looking = subprocess.Popen(
-            [*prepared_process.client(here()), "attach", "runs/tiny"],
-            cwd=home,
-            env=here(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        attach, pipe = [*prepared_process.client(here()), "attach", "runs/tiny"], subprocess.PIPE
+        looking = subprocess.Popen(attach, cwd=home, env=here(), stdout=pipe, stderr=pipe, text=True)
         assert looking.stdout is not None
         assert looking.stdout.readline()
         looking.send_signal(signal.SIGINT)
         _, said = looking.communicate(timeout=60)
-        assert (looking.returncode, said) == (
-            0,
-            "\ncogumi: the run continues; come back with `cogumi attach runs/tiny`\n",
-        )
+        assert looking.returncode == 0
+        assert said == "\ncogumi: the run continues; come back with `cogumi attach runs/tiny`\n"
         assert training.poll() is None
 
         stopped = cogumi("stop", "runs/tiny", cwd=home)
@@ -161,11 +148,8 @@ def test_several_runs_are_a_line_each_and_a_wrong_name_is_status_2(
     red = {"name": "loss", "level": "red", "evidence": "it is NaN", "knob": "train.bf16"}
     write_json(tmp_path / "runs/a/flags.json", {"flags": [red, green]})
     assert "RED loss, 1 green" in cogumi("status", cwd=tmp_path).stdout
-    for row in (
-        {"step": 0, "eval_loss": 5.3},
-        {"step": 2, "loss": 4.5, "grad_norm": 0.5},
-        {"step": 3, "loss": 4.313, "grad_norm": None},
-    ):
+    older = [{"step": 0, "eval_loss": 5.3}, {"step": 2, "loss": 4.5, "grad_norm": 0.5}]
+    for row in (*older, {"step": 3, "loss": 4.313, "grad_norm": None}):
         append_jsonl(tmp_path / "runs/a/metrics.jsonl", row)
     screen = cogumi("status", "runs/a", cwd=tmp_path).stdout
     assert "\nloss 4.313  eval_loss 5.3 (step 0)  grad_norm 0.5 (step 2)\n" in screen

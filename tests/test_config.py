@@ -43,9 +43,21 @@ def refusal(path: Path, text: str | None = None, **overrides: object) -> str:
     return str(refused(path, text, **overrides))
 
 
-def test_a_good_config_is_bound_to_the_trainers_types(config: Path) -> None:
-    run = load_config(config)
-    assert run.train == {"learning_rate": 5e-7, "max_steps": 3}  # YAML 1.1 reads 5e-7 as a string
+@pytest.mark.parametrize(
+    ("overrides", "train"),
+    [
+        ({}, {}),
+        ({"save_strategy": False}, {"save_strategy": "no"}),  # as YAML 1.1 reads a bare `no`
+        ({"eval_strategy": "no"}, {"eval_strategy": "no"}),
+        ({"max_steps": -1, "save_steps": 0.25}, {"max_steps": -1, "save_steps": 0.25}),
+        ({"learning_rate": 0.0, "warmup_steps": 0.1}, {"learning_rate": 0.0, "warmup_steps": 0.1}),
+    ],
+)
+def test_a_good_config_is_bound_to_the_trainers_types(
+    config: Path, overrides: dict[str, object], train: dict[str, object]
+) -> None:
+    run = load_config(config, **{f"train__{key}": value for key, value in overrides.items()})
+    assert run.train == {"learning_rate": 5e-7, "max_steps": 3} | train  # YAML 1.1 reads 5e-7 as a string
     assert run.run_dir == Path("runs/run")
 
 
@@ -196,14 +208,6 @@ def test_sampling_that_fails_at_the_first_rollout_is_refused(
         assert read_config(config, {f"train__{key}": value})[0].train[key] == value
 
 
-def test_numbers_that_mean_something_are_taken(config: Path) -> None:
-    of_train = {"max_steps": -1, "save_steps": 0.25, "learning_rate": 0.0, "warmup_steps": 0.1}
-    assert (
-        load_config(config, **{f"train__{key}": value for key, value in of_train.items()}).train.items()
-        >= of_train.items()
-    )
-
-
 def test_environment_wins_over_the_file_and_the_call_over_both(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "5")
     monkeypatch.setenv("COGUMI_DATA__FIM__MIDDLE_CHARS", "[2, 4]")
@@ -213,17 +217,18 @@ def test_environment_wins_over_the_file_and_the_call_over_both(config: Path, mon
     assert load_config(config, train__max_steps=7).train["max_steps"] == 7
 
 
-@pytest.mark.parametrize("name", ["COGUMI_TRIAN__MAX_STEPS", "COGUMI_TRAIN_MAX_STEPS", "COGUMI_TRAIN__"])
-def test_an_environment_variable_that_names_no_key_is_refused(
-    config: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *((f"COGUMI_{key}", "5", "names no config key") for key in ("TRIAN__MAX_STEPS", "TRAIN_MAX_STEPS", "TRAIN__")),
+        ("COGUMI_TRAIN__MAX_STEPS", "soon", "train.max_steps = 'soon'"),
+    ],
+)
+def test_a_wrong_environment_variable_is_named(
+    config: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
 ) -> None:
-    monkeypatch.setenv(name, "5")
-    assert refusal(config).startswith(f"environment {name}: names no config key")
-
-
-def test_a_wrong_environment_value_names_its_variable(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "soon")
-    assert refusal(config).startswith("environment COGUMI_TRAIN__MAX_STEPS: train.max_steps = 'soon'")
+    monkeypatch.setenv(name, value)
+    assert refusal(config).startswith(f"environment {name}: {says}")
 
 
 def test_command_line_words_become_overrides(golden: Golden) -> None:
@@ -241,13 +246,6 @@ def test_the_written_config_is_loadable_and_keeps_no_secret(config: Path, tmp_pa
     assert load_config(tmp_path / "again.yaml").train["eos_token"] == "<|end|>"
 
 
-def test_a_flag_for_thinking_that_no_template_would_see_is_refused(golden: Golden) -> None:
-    base = {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft", "thinking": False}}
-    with golden.raises("config", key="cogumi.thinking", message="data.format: fim"):
-        load_config(base)
-    assert load_config(base, data__format="chat").cogumi.thinking is False
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -255,6 +253,7 @@ def test_a_flag_for_thinking_that_no_template_would_see_is_refused(golden: Golde
         ({"data__format": "chat", "data__column": "text"}, ("data.column", "it is for data.format: fim")),
         ({"data__format": "chat", "data__fim__max_length": 64}, ("data.fim.max_length", "it is for data.format")),
         ({"cogumi__docs_per_step": 8}, ("cogumi.docs_per_step", "it is for cogumi.method: gspo")),
+        ({"cogumi__thinking": False}, ("cogumi.thinking", "data.format: fim")),  # which no template would see
     ],
 )
 def test_keys_that_are_not_looked_at_are_refused(
@@ -263,15 +262,10 @@ def test_keys_that_are_not_looked_at_are_refused(
     base = {"model": {"name": "x"}, "data": {"source": "x"}, "cogumi": {"method": "sft"}}
     with golden.raises("config", key=says[0], message=says[1]):
         load_config(base, **overrides)
-    load_config(base, data__format="chat", data__fim__seed=3, data__overlong="truncate")
+    chat = load_config(base, data__format="chat", data__fim__seed=3, data__overlong="truncate", cogumi__thinking=False)
+    assert chat.cogumi.thinking is False
     mix = [{"source": "a", "format": "chat"}, {"source": "b"}]
     load_config(base | {"data": {"mix": mix}}, data__fim__max_length=64, data__overlong="truncate")
-
-
-def test_a_bare_no_is_the_word_it_looks_like(config: Path) -> None:
-    config.write_text(GOOD + "\n")
-    assert load_config(config, train__save_strategy=False).train["save_strategy"] == "no"
-    assert load_config(config, train__eval_strategy="no").train["eval_strategy"] == "no"
 
 
 def test_a_mix_is_written_as_it_was_given(config: Path, tmp_path: Path) -> None:

@@ -28,9 +28,11 @@ from cogumi.config.schema import load_config, read_config
 from cogumi.core.errors import UsageError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+of_trl = pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig"])
+of_all = pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig", "LoraConfig"])
 
 
-@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig", "LoraConfig"])
+@of_all
 def test_the_source_has_exactly_the_keys_of_the_signature(name: str) -> None:
     read, real = hints_in_source(name), hints_imported(name)
     assert read.keys() == real.keys()
@@ -39,7 +41,7 @@ def test_the_source_has_exactly_the_keys_of_the_signature(name: str) -> None:
         assert hint == real[key] or "Any" in output or "Literal" in output, key
 
 
-@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig"])
+@of_trl
 def test_the_source_has_the_defaults_of_the_signature(name: str) -> None:
     fields = [field for field in dataclasses.fields(config_class(name)) if field.init]
     real = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
@@ -66,7 +68,7 @@ def test_the_hints_of_a_quantization_are_those_of_the_signature() -> None:
             assert QUANTIZATION[name] is type(default) or get_origin(QUANTIZATION[name]) is Literal
 
 
-@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig", "LoraConfig"])
+@of_all
 def test_what_the_source_says_takes_every_default(name: str) -> None:
     read = hints_in_source(name)
     for field in dataclasses.fields(config_class(name)):
@@ -97,7 +99,7 @@ def test_a_value_that_the_source_does_not_list_is_refused_by_the_class_as_well(
     assert all(isinstance(argument, str) for argument in get_args(known))
 
 
-@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig"])
+@of_trl
 def test_values_that_a_help_names_are_found(name: str) -> None:
     read, real = hints_in_source(name), hints_imported(name)
     for key in NAMED_IN_HELP:
@@ -105,14 +107,6 @@ def test_values_that_a_help_names_are_found(name: str) -> None:
             assert "Literal" in str(read[key]), key
             assert real[key] in (str, list[str])  # where TRL says it with a type, that is what counts
     assert {key for key in NAMED_IN_HELP if key in read} >= {"train_sampling_strategy", "loss_type"}
-
-
-def test_every_config_of_the_package_is_read_as_it_is_bound() -> None:
-    for path in sorted(CONFIGS.rglob("*.yaml")):
-        read, bound = read_config(path, {})[0], load_config(path)
-        assert read.train == bound.train
-        assert read.lora == {key: bound.lora[key] for key in read.lora}
-        assert read.model == bound.model
 
 
 def test_reporters_are_those_of_transformers() -> None:

@@ -230,16 +230,8 @@ class Clone:
             self.run(["cogumi", "wait", run], f"the run of: {command}")
 
     def run(self, words: list[str], what: str, variables: Mapping[str, str] = {}) -> str:
-        done = subprocess.run(
-            words,
-            cwd=self.directory,
-            env=self.environment | variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        where = {"cwd": self.directory, "env": self.environment | variables, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(words, **where, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, f"{what}: status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 

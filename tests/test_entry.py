@@ -1,10 +1,13 @@
 """What is refused, and chosen, before anything is paid: without torch where that is possible, always in one line."""
 
 import os
+import re
+import shutil
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import huggingface_hub
 import prepared_process
 import pytest
 import yaml
+from finished_runs import FinishedRun
 from hub_server import HubServer, hub_server
 
 import cogumi
@@ -39,6 +43,7 @@ def refused(call, *given, **words):
     except cogumi.UsageError as error: print(error)
 for call in (cogumi.train, cogumi.start, cogumi.preview, cogumi.preflight):
     refused(call, "smoke/sft", train__max_stepss=5)
+refused(cogumi.preview, "smoke/sft", model__name="./sft/mergd")
 for call in (cogumi.train, cogumi.start, cogumi.preview, cogumi.preflight):
     refused(call, "smoke/sft", data__source="gone/rows.parquet")
     refused(call, "smoke/sft", data__source=None)
@@ -50,14 +55,31 @@ for command in ("train", "start", "preview", "preflight"):
     print(error.getvalue().strip())
 print(sorted({"torch", "transformers", "trl", "peft", "datasets", "polars"} & set(sys.modules)))
 """
+# None of these, one after the other in one process, loads what takes seconds.
+LOOKS = (
+    "import cogumi",
+    "run = cogumi.attach('run'); run.dashboard(); run.wait(); run.stop(); assert 'polars' not in sys.modules",
+    "from cogumi.notebook import chat, panel; panel.write_report('run')",
+    "form = cogumi.configure('smoke/sft'); form.panel.show(); assert not form.problem",
+    "import contextlib, pathlib\nwith contextlib.suppress(cogumi.UsageError): chat.read_setup(pathlib.Path('none'))",
+)
+
+
+def test_what_only_looks_imports_no_torch(finished_sft: FinishedRun, tmp_path: Path) -> None:
+    shutil.copytree(finished_sft.home, tmp_path / "run")
+    heavy = {"torch", "transformers", "trl", "peft", "datasets", "unsloth", "matplotlib"}
+    loaded = f"import sys; loaded = {heavy} & sys.modules.keys(); assert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", f"\n{loaded}\n".join([*LOOKS, ""])], cwd=tmp_path, check=True)
 
 
 def test_a_misspelt_key_or_value_or_a_missing_source_is_refused_without_importing_torch(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    (tmp_path / "sft" / "merged").mkdir(parents=True)
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     *lines, imported = done.stdout.splitlines()
     assert [line for line in lines if "did you mean train.max_steps?" in line] == lines[:4], done.stdout + done.stderr
+    near = "no model at './sft/mergd': there is no such directory; there is sft/merged; give a directory"
+    assert near in lines.pop(4)
     said = (
         "data.source: gone/rows.parquet: no such file",
         "`data.source` is missing",
@@ -67,7 +89,7 @@ def test_a_misspelt_key_or_value_or_a_missing_source_is_refused_without_importin
     assert [line for line in lines if "did you mean adamw_torch?" in line] == lines[16:], done.stdout + done.stderr
     assert len(lines) == 20
     assert imported == "[]"
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["sft"]
 
 
 # ------------------------------------------------------------------------------------------------------------- launchers
@@ -78,23 +100,12 @@ def test_every_rank_of_a_launcher_is_refused(
     launcher: str, sft: Config, tmp_path: Path, for_commands: dict[str, str]
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
-    count = (
-        ["--standalone", "--nproc-per-node", "2"]
-        if "torch" in launcher
-        else ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    )
-    done = subprocess.run(
-        [
-            *prepared_process.python(for_commands),
-            *("-m", launcher, *count, "-m", "cogumi", "train", "tiny.yaml", "train.max_steps=5"),
-        ],
-        cwd=tmp_path,
-        env=for_commands,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    count = "--standalone --nproc-per-node 2"
+    if "accelerate" in launcher:
+        count = "--multi_gpu --num_processes 2 --main_process_port 0"
+    words = f"-m {launcher} {count} -m cogumi train tiny.yaml train.max_steps=5".split()
+    command = [*prepared_process.python(for_commands), *words]
+    done = subprocess.run(command, cwd=tmp_path, env=for_commands, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("cogumi: ")]
     assert said, done.stderr  # of each rank, unless the launcher ended the second when the first had
@@ -117,10 +128,7 @@ def test_every_rank_of_a_launcher_is_refused(
     ],
 )
 def test_one_process_is_a_run_and_a_rank_is_not(environment: dict[str, str], fine: bool) -> None:
-    if fine:
-        refuse_ranks(environment, 1, "cogumi train x")
-        return
-    with pytest.raises(UsageError, match="run: cogumi train x"):
+    with nullcontext() if fine else pytest.raises(UsageError, match="run: cogumi train x"):
         refuse_ranks(environment, 1, "cogumi train x")
 
 
@@ -219,9 +227,12 @@ def test_a_run_on_a_machine_with_two_gpus_sees_one_and_says_which(
     sft: Config, tmp_path: Path, two_gpus: None, for_commands: dict[str, str]
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(sft))
-    words = ("train", "tiny.yaml", "train.max_steps=1", "cogumi.compile=off")
+    words = ("train", "tiny.yaml", "train.max_steps=2", "cogumi.compile=off")
     done = prepared_process.run(words, tmp_path, for_commands)
-    assert "steps: 1 (required: 1)" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "steps: 2 (required: 2)" in done.stderr
+    assert "pass  adapter: largest change" in done.stderr
+    assert re.match(r"run: finished, step 2/2; \d+ of \d+ checks passed; flags: .*green", done.stdout), done.stdout
     log_text = (Path(sft["cogumi"]["run_dir"]) / "run.log").read_text()
     assert f"chosen: CUDA_VISIBLE_DEVICES: {SECOND} " in log_text.replace(" = ", ": ")
     assert "GPU 1 (NVIDIA H100 80GB HBM3) has the most free memory" in log_text

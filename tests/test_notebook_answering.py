@@ -53,11 +53,7 @@ class Page:
         while True:
             message = self.client.get_iopub_msg(timeout=PATIENCE)
             content: dict[str, Any] = message["content"]
-            if (
-                "data" in content
-                and "transient" in content
-                and without not in content["data"].get("text/plain", without)
-            ):
+            if {"data", "transient"} <= content.keys() and without not in content["data"].get("text/plain", without):
                 return content
 
 

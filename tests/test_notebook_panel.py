@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
+from processes import until
 
 import cogumi
 from cogumi.checkpoints.manifest import write_manifest
@@ -138,13 +139,6 @@ def without_widgets(notebook: Any) -> Any:
     plain = nbformat.from_dict(json.loads(json.dumps(notebook)))
     del plain.metadata["widgets"]
     return plain
-
-
-def until(happened: Any, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_without_a_kernel_it_is_one_screen_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from base64 import b64decode
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -17,6 +15,7 @@ import psutil
 import pytest
 from finished_runs import HUB_TOKEN, FinishedRun
 
+import cogumi
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import append_jsonl, read_json, read_jsonl, write_json
 from cogumi.forecast.preflight_report import Line, PreflightReport
@@ -197,13 +196,10 @@ def test_no_secret_is_in_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_model_writes_is_only_text(run: Path) -> None:
     for step, completion in ((0, "before"), (6, HOSTILE)):
-        append_jsonl(
-            run / "samples.jsonl", {"step": step, "prompt": HOSTILE, "completion": completion, "answer": HOSTILE}
-        )
-    append_jsonl(
-        run / "rollouts.jsonl",
-        {"step": 1, "reward": [0.5], "shown": [{"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5}]},
-    )
+        sample = {"step": step, "prompt": HOSTILE, "completion": completion, "answer": HOSTILE}
+        append_jsonl(run / "samples.jsonl", sample)
+    shown = [{"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5}]
+    append_jsonl(run / "rollouts.jsonl", {"step": 1, "reward": [0.5], "shown": shown})
     with (run / "run.log").open("a") as log:
         log.write(f"2026-11-22 18:39:13,856 WARNING {HOSTILE}\n")
     with (run / "config.yaml").open("a") as config:
@@ -236,13 +232,8 @@ def test_red_flags_and_failed_checks_are_said_first(run: Path) -> None:
     page = page_of(run)
     assert "finished, RED: loss trend" in page.sections[""]
     said = page.sections["Flags"]
-    for words in (
-        "RED loss trend",
-        "loss 9",
-        "rate too high",
-        "train.learning_rate",
-        "⚑2 red at step 3: gradient norm",
-    ):
+    was_red = "⚑2 red at step 3: gradient norm"
+    for words in ("RED loss trend", "loss 9", "rate too high", "train.learning_rate", was_red):
         assert words in said
     assert "⚑1 red at step 2: loss trend" in page.sections["Curves"]
 
@@ -259,29 +250,25 @@ def test_a_run_at_any_stage(state: str, run: Path, tmp_path: Path) -> None:
     for name in ("verdict.json", "DONE", "metrics.json", "start.json"):
         (run / name).unlink(missing_ok=True)
     status = read_json(run / "status.json")
-    if state == "refused":
-        run = tmp_path / "refused"
+    if state in ("refused", "starting", "bare"):
+        run = tmp_path / state
         run.mkdir()
-        write_json(
-            run / "start.json", {"pid": 1, "host": status["host"], "began": 1.0, "time": 1.0, "refused": "no such key"}
-        )
-    elif state == "starting":
-        run = tmp_path / "starting"
-        run.mkdir()
-        (run / "status.json").touch()
-    elif state == "bare":
-        run = tmp_path / "bare"
-        run.mkdir()
-        write_json(run / "status.json", {**status, "state": "finished"})
-    elif state == "failed":
+    if state == "failed":
         with (run / "run.log").open("a") as log:
             log.write("2026-11-22 18:39:13,856 ERROR it failed\nTraceback (most recent call last):\n")
             log.write('  File "x.py", line 1, in <module>\n    boom()\nValueError: <boom>\n')
-        write_json(run / "status.json", {**status, "state": "failed", "reason": "ValueError: <boom>"})
+    died = {"pid": 2**22 - 3, "began": 1.0, "state": "running", "stage": "train"}
+    changes = {
+        "bare": {"state": "finished"}, "failed": {"state": "failed", "reason": "ValueError: <boom>"}, "died": died,
+        "running": {**died, "pid": os.getpid(), "began": psutil.Process().create_time()},
+    }  # fmt: skip
+    if state == "refused":
+        start = {"pid": 1, "host": status["host"], "began": 1.0, "time": 1.0, "refused": "no such key"}
+        write_json(run / "start.json", start)
+    elif state == "starting":
+        (run / "status.json").touch()
     else:
-        alive = {"pid": os.getpid()} if state == "running" else {"pid": 2**22 - 3}
-        began = psutil.Process().create_time() if state == "running" else 1.0
-        write_json(run / "status.json", {**status, **alive, "began": began, "state": "running", "stage": "train"})
+        write_json(run / "status.json", {**status, **changes[state]})
     page = page_of(run)
     check_self_contained(page)
     expected = {
@@ -324,22 +311,18 @@ def test_a_long_run_stays_one_small_file(run: Path) -> None:
     assert "the last 300 lines of run.log" in path.read_text()
 
 
-def test_where_there_is_no_run_nothing_is_written(run: Path, tmp_path: Path) -> None:
+def test_where_there_is_no_run_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no run there"):
         write_report(tmp_path / "empty")
     assert not list((tmp_path / "empty").iterdir())
-    with pytest.raises(UsageError, match=r"no run there; there is .*run"):
-        write_report(run.parent / "rum")
 
 
-def test_it_is_written_from_a_terminal_and_from_a_run_without_torch(
+def test_it_is_written_from_a_terminal_and_from_a_run(
     run: Path, command_line: Callable[..., tuple[int, str, str]]
 ) -> None:
     before = sorted(path.name for path in run.iterdir())
-    code = f"import cogumi, sys; print(cogumi.attach({str(run)!r}).report()); assert 'torch' not in sys.modules"
-    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert output.stdout.strip() == str(run / "report.html")
+    assert cogumi.attach(run).report() == run / "report.html"
     assert before == sorted(path.name for path in run.iterdir())  # the run had left one: it is replaced
     status, shown, _ = command_line("report", run)
     assert (status, "report.html: one file" in shown) == (0, True)
@@ -405,8 +388,6 @@ def test_a_preview_tells_tokens_apart_by_words_and_underlines_too() -> None:
 def test_a_notebook_draws_the_reports_of_public_functions() -> None:
     """They have no HTML of their own: IPython is told the names of their classes, whose modules it then finds."""
     from IPython.core.formatters import DisplayFormatter
-
-    import cogumi
 
     shell = SimpleNamespace(display_formatter=DisplayFormatter())
     cogumi._draw_reports(shell)

@@ -163,6 +163,14 @@ SAID = {
 FEWER = {"06": {"STEPS": 100}, "09": {"REWARD_STEPS": 8}}  # those that say themselves how many steps
 
 
+def execute(source: Path, directory: Path, parameters: dict[str, Any]) -> Any:
+    """The notebook of a source, executed in a directory."""
+    nbformat.write(generate.notebook_of(source), directory / "in.ipynb")
+    where = {"cwd": str(directory), "kernel_name": generate.HERE_KERNEL}
+    options = {"progress_bar": False, "execution_timeout": 600}
+    return papermill.execute_notebook(directory / "in.ipynb", None, parameters, **where, **options)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "source",
@@ -175,28 +183,14 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "16" if source.stem.startswith("03") else "8")
         monkeypatch.setenv("COGUMI_TRAIN__LOGGING_STEPS", "1")  # eight rows are what a sanity check judges by
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    nbformat.write(generate.notebook_of(source), tmp_path / "in.ipynb")
-    papermill.execute_notebook(
-        tmp_path / "in.ipynb",
-        tmp_path / "out.ipynb",
-        FEWER.get(source.stem[:2], {}),
-        cwd=str(tmp_path),
-        progress_bar=False,
-        execution_timeout=600,
-        kernel_name=generate.HERE_KERNEL,
-    )
-    said = text_of(nbformat.read(tmp_path / "out.ipynb", as_version=4))
+    said = text_of(execute(source, tmp_path, FEWER.get(source.stem[:2], {})))
     for word in SAID[source.stem[:2]]:
         assert word in said, (word, said[-3000:])
 
 
 @pytest.mark.slow("a kernel of its own; the quickstart is run by the fast tier")
 def test_papermills_parameters_are_taken(tmp_path: Path) -> None:
-    source = HOME / "02_data.py"
-    nbformat.write(generate.notebook_of(source), tmp_path / "in.ipynb")
-    parameters = {"RUNS": "elsewhere"}
-    where = {"cwd": str(tmp_path), "kernel_name": generate.HERE_KERNEL}
-    papermill.execute_notebook(tmp_path / "in.ipynb", None, parameters, progress_bar=False, **where)
+    execute(HOME / "02_data.py", tmp_path, {"RUNS": "elsewhere"})
     assert (tmp_path / "elsewhere" / "mine.jsonl").is_file()
 
 

@@ -110,13 +110,7 @@ def config_of(rewards: list[Any], **train: Any) -> dict[str, Any]:
     rows = {"eval_rows": 0, "max_rows": 24, "fim": {"max_length": 96}}
     train = {"max_completion_length": 20, "num_generations": 4, "per_device_train_batch_size": 8, **train}
     config = run_config(
-        "gspo",
-        "cogumi:small-base",
-        "cogumi:stdlib",
-        "runs/run",
-        data_section=rows,
-        train=train,
-        cogumi={"rewards": rewards},
+        "gspo", "cogumi:small-base", "cogumi:stdlib", "", data_section=rows, train=train, cogumi={"rewards": rewards}
     )
     del config["cogumi"]["run_dir"]
     return config

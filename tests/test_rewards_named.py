@@ -1,8 +1,9 @@
-"""Rewards by name, of the user's own, and for tasks with a known answer."""
+"""Rewards by name, of the user's own, for tasks with a known answer, and for a middle."""
 
 import asyncio
 import inspect
 import typing
+import warnings
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -15,7 +16,7 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.methods.reward_scores import call_reward
-from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, final_number
+from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, exact_match, final_number, parses
 from cogumi.rewards.math_answers import math_answer
 from cogumi.rewards.named_rewards import (
     BUILTIN_REWARDS,
@@ -58,6 +59,46 @@ def test_chat_completions_count_by_their_last_message() -> None:
     said = [{"role": "assistant", "content": "wait: 3"}, {"role": "assistant", "content": "4"}]
     assert final_number([said], answer=["4"]) == [1.0]
     assert answer_similarity([said, "  x\n"], answer=["4", "y"]) == [1.0, 0.0]
+    chat = [said, [{"role": "assistant", "content": None}], []]
+    assert exact_match(chat, ["4", "", ""]) == [1.0, 1.0, 1.0]
+    assert edit_similarity(chat, ["42", "ab", ""]) == [0.5, 0.0, 1.0]
+
+
+# --------------------------------------------------------------- fill-in-the-middle, against values worked out by hand
+
+PASSED: dict[str, Any] = {"prompts": ["p"], "completion_ids": [[1]], "trainer_state": None}  # more than a reward names
+
+
+def test_exact_match() -> None:
+    assert exact_match(["a", "a ", "", "é"], ["a", "a", "", "é"], **PASSED) == [1.0, 0.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="zip"):
+        exact_match(["a"], [])
+
+
+def test_edit_similarity() -> None:
+    # kitten -> sitting: 3 edits over 7 characters. Indel would say 1 - 5 / 13.
+    completions, middle = ["sitting", "abc", "", "", "axc"], ["kitten", "abc", "abcd", "", "abc"]
+    assert edit_similarity(completions, middle, **PASSED) == pytest.approx([4 / 7, 1.0, 0.0, 1.0, 2 / 3])
+
+
+def test_parses() -> None:
+    completions = [" + 1", " +", "\x00", "\ud800", "(" * 100_000, "\n    return 2", "\n  return 2"]
+    scores = parses(completions, ["def f(x):\n    return x"] * 7, ["\n"] * 7, **PASSED)
+    assert scores == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    # Too deep for Python itself, which raises RecursionError or MemoryError, by its version.
+    assert parses(["x" + ".a" * 50_000, "-" * 50_000 + "1"], ["", ""], ["", ""]) == [0.0, 0.0]
+
+
+def test_parses_is_silent_here_and_changes_no_filter() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert parses(["x = '\\d' is 3\n"], [""], [""]) == [1.0]
+        assert caught == []
+        warnings.warn("still heard", stacklevel=1)
+        assert len(caught) == 1
+
+
+# -------------------------------------------------------------------------------------------------- of the user's own
 
 
 def test_a_reward_of_the_users_own(tmp_path: Path) -> None:
@@ -266,6 +307,11 @@ def test_a_wrong_result_is_refused_alike_by_trial_command_rollout(answer: Any) -
         refusals.add(str(caught.value))
     assert len(refusals) == 1
     assert "\n" not in refusals.pop()
+
+
+def test_a_score_that_is_no_number_is_named() -> None:
+    with pytest.raises(UsageError, match=r"<lambda> returned str '1\.0' in its list, and a score is a number"):
+        note_unscored(lambda **_: ["1.0"], set())(completions=["a"])
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,8 @@ def scores(programs: list[str], tests: str = ASSERTS, **columns: Any) -> list[fl
 
 @pytest.mark.parametrize("tests", [ASSERTS, CLASS, FUNCTIONS])
 def test_a_completion_that_passes_and_one_that_fails(tests: str):
-    assert scores([GOOD, BAD, "def double(x:", "raise KeyError", "", GOOD + "print('x' * 100_000)"], tests) == [
-        1,
-        0,
-        0,
-        0,
-        0,
-        1,
-    ]
+    programs = [GOOD, BAD, "def double(x:", "raise KeyError", "", GOOD + "print('x' * 100_000)"]
+    assert scores(programs, tests) == [1, 0, 0, 0, 0, 1]
 
 
 def test_a_completion_between_a_prefix_and_a_suffix():

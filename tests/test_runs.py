@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import prepared_process
 import psutil
 import pytest
 from processes import until
@@ -36,12 +35,6 @@ def sft(sft: Config) -> Config:
     sft["train"] |= {"save_strategy": "steps", "save_steps": 2}
     sft["cogumi"]["compile"] = "off"
     return sft
-
-
-@pytest.fixture
-def prepared(for_commands: dict[str, str], tmp_path: Path) -> str:
-    """For `sys.executable`: what is started is in no session of its own, but needs no seconds of imports."""
-    return prepared_process.as_program(tmp_path / "python", for_commands)
 
 
 def test_two_starts_are_one_run_that_outlives_who_started_it_and_is_what_train_does(
@@ -193,19 +186,3 @@ def test_a_damaged_file_of_a_run_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}: it holds no JSON") as caught:
         format_screen(status_of(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_looking_at_a_run_loads_no_torch(tmp_path: Path) -> None:
-    write_json(tmp_path / "status.json", {"state": "finished", "time": 1.0})
-    looks = (
-        f"import cogumi, sys; run = cogumi.attach({str(tmp_path)!r}); run.dashboard(); run.wait(); run.stop(); "
-        "assert not {'torch', 'transformers', 'polars'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", looks], check=True)
-
-
-def test_a_name_that_is_no_run_is_told_which_are(tmp_path: Path) -> None:
-    (tmp_path / "sft").mkdir()
-    write_json(tmp_path / "sft" / "status.json", {"state": "finished", "time": 1.0})
-    with pytest.raises(UsageError, match=r"no run there; there is .*/sft$"):
-        cogumi.attach(tmp_path / "stf")

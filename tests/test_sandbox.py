@@ -207,34 +207,28 @@ def test_an_ordinary_user_is_as_safe(outside: Outside):
 
 
 def attacks_that_succeed(level: str, outside: Outside) -> list[str]:
-    files = {"given.json": json.dumps(outside.given() | {"private": private_file()})}
+    private = Path(tempfile.mkstemp()[1])  # which only this user may read
+    private.write_text(SECRET)
+    files = {"given.json": json.dumps(outside.given() | {"private": str(private)})}
     with Sandbox(2, LIMITS, level) as sandbox:
         if level == "limits":
             assert sandbox.reaches == []
         with ThreadPoolExecutor(2) as threads:
-            ask = lambda each: sandbox.run(each.program, files, limits=replace(LIMITS, seconds=each.seconds))  # noqa: E731
-            results = list(threads.map(ask, ATTACKS.values()))
+            results = {
+                name: threads.submit(sandbox.run, each.program, files, limits=replace(LIMITS, seconds=each.seconds))
+                for name, each in ATTACKS.items()
+            }
         unharmed = sandbox.run("print(42)").output == "42\n"
     failed = [
-        f"{name}: {result}"
-        for (name, attack), result in zip(ATTACKS.items(), results, strict=True)
-        if not attack.contained(result)
+        f"{name}: {done.result()}" for name, done in results.items() if not ATTACKS[name].contained(done.result())
     ]
     return failed + ([] if unharmed else ["the sandbox"])
-
-
-def private_file() -> str:
-    """A file of this user that only this user may read."""
-    descriptor, path = tempfile.mkstemp()
-    os.write(descriptor, SECRET.encode())
-    os.close(descriptor)
-    return path
 
 
 SYSTEM_PYTHON = "/usr/bin/python3.11"
 
 
-def as_user(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> Any:
+def as_user(work: Callable[[], Any]) -> Any:
     """What a function returns in a fork of this process that an ordinary user runs, if this one is root's."""
     python = python_of_every_user() if os.geteuid() == 0 else ""  # here, as a skip in the fork would be an answer
     reading, writing = os.pipe()
@@ -247,7 +241,6 @@ def as_user(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -
             if os.geteuid() == 0:
                 sandbox_worker.become(USER)
                 sandbox_worker.prctl(sandbox_worker.PR_SET_DUMPABLE, 1)
-            before()
             answer = work()
         except BaseException as error:  # noqa: BLE001 - it is told
             answer = repr(error)
@@ -274,15 +267,13 @@ def python_of_every_user() -> str:
 def test_where_namespaces_are_refused_limits_hold():
     """As in a container of RunPod or Vast: the kernel's answer decides, found by trying."""
 
-    def refuse() -> None:
+    def described() -> list[str]:
         sandbox_worker.prctl(sandbox_worker.PR_SET_NO_NEW_PRIVS, 1)
         sandbox_worker.install_seccomp(sandbox_worker.seccomp_filter(separated=True))
-
-    def described() -> list[str]:
         with Sandbox(1, LIMITS) as sandbox:
             return [sandbox.isolation, sandbox.run("print(1)").output, sandbox.describe()]
 
-    level, output, described_as = as_user(described, refuse)
+    level, output, described_as = as_user(described)
     assert (level, output) == ("limits", "1\n")
     assert described_as.startswith("sandbox: limits (no namespaces")
 

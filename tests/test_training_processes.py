@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,37 +65,42 @@ def config(method: str, run_dir: Path, **cogumi: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def start_in(folder: Path, values: dict[str, Any], name: str = "run") -> subprocess.Popen[str]:
+    """Starts `cogumi train` on a config, with its output in a file."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with (folder / f"{name}.said").open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cogumi", "train", str(path)],
+            cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{folder}"},
+            stdout=said, stderr=said, text=True,
+        )  # fmt: skip
+
+
+def run_in(folder: Path, method: str, name: str, train: dict[str, Any] | None = None, **cogumi: Any) -> Path:
+    """Runs `cogumi train` to its end; the run's directory."""
+    values = config(method, folder / name, **cogumi)
+    values["train"] |= train or {}
+    if cogumi.get("tuning") == "full":
+        del values["lora"]
+    assert start_in(folder, values, name).wait(timeout=300) == 0, (folder / f"{name}.said").read_text()[-4000:]
+    return folder / name
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """Starts `cogumi COMMAND` on a config, with its output in a file."""
-
-    def begin(values: dict[str, Any], *words: str, command: str = "train", name: str = "run") -> subprocess.Popen[str]:
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(values))
-        with (tmp_path / f"{name}.said").open("w") as said:
-            return subprocess.Popen(
-                [sys.executable, "-m", "cogumi", command, str(path), *words],
-                cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{tmp_path}"},
-                stdout=said, stderr=said, text=True,
-            )  # fmt: skip
-
-    return begin
+    return partial(start_in, tmp_path)
 
 
 @pytest.fixture
-def run(start: Start, tmp_path: Path) -> Callable[..., Path]:
-    """Runs `cogumi train` to its end; the run's directory."""
+def run(tmp_path: Path) -> Callable[..., Path]:
+    return partial(run_in, tmp_path)
 
-    def train(method: str, name: str, status: int = 0, train: dict[str, Any] | None = None, **cogumi: Any) -> Path:
-        values = config(method, tmp_path / name, **cogumi)
-        values["train"] |= train or {}
-        if cogumi.get("tuning") == "full":
-            del values["lora"]
-        done = start(values, name=name).wait(timeout=300)
-        assert done == status, (tmp_path / f"{name}.said").read_text()[-4000:]
-        return tmp_path / name
 
-    return train
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty steps in two processes that nothing interrupted."""
+    return run_in(tmp_path_factory.mktemp("whole"), "sft", "whole", processes=2, train={"max_steps": 40})
 
 
 def losses(run_dir: Path, key: str = "loss") -> dict[int, float]:
@@ -171,9 +177,8 @@ def test_packed_rows_and_the_planner_of_gspo(run: Callable[..., Path]) -> None:
 
 
 def test_a_run_that_is_asked_to_end_resumes_with_two_processes_and_with_one(
-    run: Callable[..., Path], start: Start, tmp_path: Path
+    whole: Path, run: Callable[..., Path], start: Start, tmp_path: Path
 ) -> None:
-    whole = run("sft", "whole", processes=2, train={"max_steps": 40})
     for name, then in (("two", 2), ("one", 1)):
         values = config("sft", tmp_path / name, processes=2)
         values["train"]["max_steps"] = 40
@@ -203,7 +208,7 @@ def pid_of_rank(launcher: int, rank: int) -> int:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_that_dies_ends_the_run_and_is_named(
-    rank: int, run: Callable[..., Path], start: Start, tmp_path: Path
+    rank: int, whole: Path, run: Callable[..., Path], start: Start, tmp_path: Path
 ) -> None:
     values = config("sft", tmp_path / "run", processes=2)
     values["train"]["max_steps"] = 40
@@ -223,7 +228,6 @@ def test_one_that_dies_ends_the_run_and_is_named(
     assert f"process {rank} of 2 was ended by SIGKILL" in status["reason"]
     assert (tmp_path / "run/rank-1.log").exists() == (rank == 1)
     resumed = run("sft", "run", processes=2, train={"max_steps": 40})
-    whole = run("sft", "whole", processes=2, train={"max_steps": 40})
     assert weights_apart(whole, resumed) == 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from builders import as_gspo
 from finished_runs import FinishedRun
+from processes import until
 from safetensors.torch import load_file
 from torch import equal
 from transformers import TrainerCallback
@@ -49,6 +50,10 @@ def at_step(step: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(loop.ControlCallback, "on_step_end", first)
 
 
+def wait_until_paused(home: Path) -> None:
+    until(lambda: (home / "PAUSED").exists() and read_json(home / "status.json")["state"] == "paused")
+
+
 def test_a_pause_saves_waits_goes_on_and_changes_nothing(
     sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,8 +61,7 @@ def test_a_pause_saves_waits_goes_on_and_changes_nothing(
     home, seen = tmp_path / "run", {}
 
     def user() -> None:
-        while not (home / "PAUSED").exists() or read_json(home / "status.json")["state"] != "paused":
-            time.sleep(0.02)
+        wait_until_paused(home)
         seen["reason"] = read_json(home / "status.json")["reason"]
         seen["how"] = (home / "PAUSED").read_text()
         seen["whole"] = cogumi.last_good_checkpoint(home / "checkpoints")
@@ -90,8 +94,7 @@ def test_a_signal_ends_a_pause_without_another_step(
     home = tmp_path / "run"
 
     def provider() -> None:
-        while not (home / "PAUSED").exists() or read_json(home / "status.json")["state"] != "paused":
-            time.sleep(0.02)
+        wait_until_paused(home)
         os.kill(os.getpid(), signal.SIGTERM)
 
     at_step(3, lambda: cogumi.attach(home).pause(), monkeypatch)

@@ -278,10 +278,7 @@ def fields_of_class(module: str, definition: ast.ClassDef) -> Iterator[tuple[str
         yield from fields_of_class(*base_definition)
     if not any("dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list):
         return
-    annotated = [
-        node for node in definition.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
-    fields = {ast.unparse(node.target): node for node in annotated}
+    fields = {ast.unparse(node.target): node for node in definition.body if isinstance(node, ast.AnnAssign)}
     for key, node in fields.items():
         options = node.value.keywords if isinstance(node.value, ast.Call) else []
         is_fixed = any(option.arg == "init" and plain_value(option.value) is False for option in options)

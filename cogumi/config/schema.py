@@ -28,7 +28,7 @@ from cogumi.config.binding import (
     reporters_in_source,
 )
 from cogumi.config.presets import PRESETS, REMOVED
-from cogumi.config.source import SECTIONS, Origins, not_a_section, parse_scalar, read_source, set_value
+from cogumi.config.source import SECTIONS, Config, Origins, not_a_section, parse_scalar, read_source, set_value
 from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
 ENVIRONMENT_PREFIX = "COGUMI_"
@@ -302,7 +302,7 @@ class RunConfig(Section):
         return defaults_in_source(TRL_CONFIGS[self.cogumi.method])[key] if value is None else value
 
 
-def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> RunConfig:
+def load_config(config: Config, **overrides: Any) -> RunConfig:
     """Return the checked configuration of one run, from a path, a template's name or a mapping.
 
     `overrides` are dotted names with `__` for the dot (`train__max_steps=5`). Raises UsageError with the key, where it was
@@ -311,9 +311,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any], **overrides:
     return read_config(config, overrides)[0]
 
 
-def read_config(
-    config: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]
-) -> tuple[RunConfig, Origins]:
+def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig, Origins]:
     """Check a configuration as far as possible without importing trl and peft; return it with the origins of its values."""
     values, origins = read_source(config)
     for name, text in sorted(os.environ.items()):
@@ -346,10 +344,8 @@ def read_config(
         raise origins.error(ignored, "data.eval_source", "drop one of the two")
     refuse_ignored(run, origins)
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
-        message = f"{run.cogumi.sharding} shares the model among several processes, and there is one"
-        raise origins.error(
-            f"cogumi.sharding: {message}", "cogumi.sharding", "set cogumi.processes as well, or drop it"
-        )
+        message = f"cogumi.sharding: {run.cogumi.sharding} shares the model among several processes, and there is one"
+        raise origins.error(message, "cogumi.sharding", "set cogumi.processes as well, or drop it")
     for name, (why, fix) in REFUSED_TRAIN_KEYS.items():
         if name in run.train:
             raise origins.error(f"train.{name} {why}", f"train.{name}", fix)

@@ -11,6 +11,7 @@ import yaml
 
 from cogumi.core.errors import UsageError
 
+Config = str | os.PathLike[str] | Mapping[str, Any]  # a YAML file, a template's name, or the values
 SECTIONS = ("model", "lora", "data", "train", "cogumi")
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = {"configs": "*.yaml", "accelerate": "*.yaml", "recipes": "*.py", "templates": "*.md"}
@@ -28,7 +29,7 @@ class Origins(dict[str, str]):
         return UsageError(message, key=key, place=self.get(at or key, self.label), fix=fix)
 
 
-def read_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], Origins]:
+def read_source(config: Config) -> tuple[dict[str, Any], Origins]:
     if isinstance(config, Mapping):
         return copy_mapping(config), Origins("config")
     if not isinstance(config, str | os.PathLike):

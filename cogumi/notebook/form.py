@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from cogumi.config import schema
 from cogumi.config.binding import bind_mapping, reject_unknown
-from cogumi.config.source import PACKAGE, SECTIONS, Origins, parse_scalar, read_source, set_value
+from cogumi.config.source import PACKAGE, SECTIONS, Config, Origins, parse_scalar, read_source, set_value
 from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.notices import is_notebook
 from cogumi.core.redact import redact_text
@@ -23,10 +23,11 @@ from cogumi.notebook.html_components import add_style, escape_text
 
 RL_KEYS = ("train.num_generations", "train.max_completion_length", "cogumi.rewards")
 MAIN_KEYS = (
-    "model.name", "model.dtype", "model.quantization_config", "data.source", "data.format", "data.max_rows",
-    "data.eval_rows", "lora.r", "lora.lora_alpha", "train.max_steps", "train.num_train_epochs", "train.learning_rate",
-    "train.per_device_train_batch_size", "train.gradient_accumulation_steps", "train.max_length", "cogumi.method",
-    "cogumi.tuning", "cogumi.run_dir", "cogumi.merge", "cogumi.on_red", "cogumi.price_per_hour", *RL_KEYS,
+    "model.name", "model.dtype", "model.quantization_config", "lora.r", "lora.lora_alpha", "data.source", "data.format",
+    "data.max_rows", "data.eval_rows", "train.max_steps", "train.num_train_epochs", "train.learning_rate",
+    "train.per_device_train_batch_size", "train.gradient_accumulation_steps", "train.max_length", "train.num_generations",
+    "train.max_completion_length", "cogumi.method", "cogumi.tuning", "cogumi.run_dir", "cogumi.merge", "cogumi.on_red",
+    "cogumi.price_per_hour", "cogumi.rewards",
 )  # fmt: skip
 SCHEMA: dict[str, type[BaseModel]] = {
     "model": schema.ModelSection,
@@ -36,9 +37,7 @@ SCHEMA: dict[str, type[BaseModel]] = {
 MESSAGE = '<p role="status">{}</p>'
 
 
-def configure(
-    config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
-) -> "Form":
+def configure(config: Config, save_as: str | os.PathLike[str] | None = None) -> "Form":
     """A form for the main settings of a config, which a notebook shows; it checks them and writes a short YAML.
 
     config: a file, a name that `cogumi cp` knows ("smoke/sft"), or a mapping. save_as: the file that the form offers to
@@ -50,9 +49,7 @@ def configure(
 class Form:
     """A config that is being edited: `values` by section, changed by `set`. Keys that the form does not show stay."""
 
-    def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any], save_as: str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, config: Config, save_as: str | os.PathLike[str] | None = None) -> None:
         values, origins = read_source(config)
         reject_unknown(values, SECTIONS, "", origins)
         self.values: dict[str, Any] = {name: bind_mapping(keys, name, origins) for name, keys in values.items()}
@@ -68,8 +65,7 @@ class Form:
 
     def main_keys(self) -> list[str]:
         hidden = ("train.max_length",) if self.method == "gspo" else RL_KEYS
-        shown = [key for key in MAIN_KEYS if key not in hidden]
-        return sorted(shown, key=lambda key: SECTIONS.index(key.partition(".")[0]))
+        return [key for key in MAIN_KEYS if key not in hidden]
 
     def get(self, key: str) -> Any:
         """Return the value of a key (`train.max_steps`); None if the config does not set it."""

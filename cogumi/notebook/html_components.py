@@ -155,14 +155,17 @@ def checks(verdict_checks: Iterable[Mapping[str, Any]]) -> str:
     return table(["", "check", "figure", "required"], rows)
 
 
-def flags(current: Sequence[Mapping[str, Any]], was_red: Iterable[Mapping[str, Any]]) -> str:
-    """Render the flags that are not green with cause and key, and those that were red, numbered as in the plots."""
+def flags(judged: Mapping[str, Any]) -> str:
+    """Render the flags of flags.json that are not green, and those that were red, numbered as in the plots."""
+    current = judged.get("flags", [])
     raised = [flag for flag in current if flag["level"] != "green"]
-    words = (level(flag["level"], f"{flag['level'].upper()} {flag['name']}") for flag in raised)
-    lines = [f"{word} {escape_text(flag_sentence(flag))}" for word, flag in zip(words, raised, strict=True)]
+    lines = []
+    for flag in raised:
+        word = level(flag["level"], f"{flag['level'].upper()} {flag['name']}")
+        lines.append(f"{word} {escape_text(flag_sentence(flag))}")
     if current:
         lines.append(level("green", f"{len(current) - len(raised)} of {len(current)} flags are green"))
-    for number, flag in enumerate(was_red, 1):
+    for number, flag in enumerate(judged.get("was_red", []), 1):
         lines.append(escape_text(f"⚑{number} red at step {flag['step']}: {flag['name']}: {flag['evidence']}"))
     return "".join(f"<p>{line}</p>" for line in lines)
 

@@ -71,14 +71,6 @@ class RunSnapshot:
     checkpoints: list[CheckpointState]
     disk: list[str]
 
-    @property
-    def flags(self) -> list[dict[str, Any]]:
-        return list(self.judged.get("flags", []))
-
-    @property
-    def was_red(self) -> list[dict[str, Any]]:
-        return list(self.judged.get("was_red", []))
-
 
 def take_snapshot(run_dir: Path, checkpoints: int | None = INSPECTED_CHECKPOINTS) -> RunSnapshot:
     """Read a run's directory. checkpoints: how many of the newest to inspect. Raises UsageError if there is no run."""
@@ -244,8 +236,7 @@ def render_head(look: RunSnapshot) -> str:
 
 
 def render_flags(look: RunSnapshot) -> str:
-    judged = verdict(look.run_dir, look.status) if checks(look.status) else ""
-    return html.flags(look.flags, look.was_red) + judged
+    return html.flags(look.judged) + (verdict(look.run_dir, look.status) if checks(look.status) else "")
 
 
 def render_plots(look: RunSnapshot) -> str:
@@ -382,8 +373,8 @@ def flags(look: RunSnapshot) -> str:
     if not look.judged:
         return "<p>Nothing was judged yet: there is no flags.json.</p>"
     at = f"<p>As of step {look.judged['step']}.</p>" if "step" in look.judged else ""
-    green = ", ".join(flag["name"] for flag in look.flags if flag["level"] == "green")
-    return at + html.flags(look.flags, look.was_red) + f"<p>Green: {html.escape_text(green)}.</p>"
+    green = ", ".join(flag["name"] for flag in look.judged.get("flags", []) if flag["level"] == "green")
+    return at + html.flags(look.judged) + f"<p>Green: {html.escape_text(green)}.</p>"
 
 
 def summary(status: Status, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ import functools
 import inspect
 import math
 import re
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError, ends_by_signal
-from cogumi.core.user_code import load_object
+from cogumi.core.user_code import describe_error, load_object
 from cogumi.data.chat import text_of
 from cogumi.rewards.functions import (
     THOUGHT_COLUMNS,
@@ -91,7 +90,7 @@ def read_entries(rewards: Sequence[str | Mapping[str, Any]]) -> list[Entry]:
         raise UsageError("cogumi.rewards is empty", fix="name at least one reward")
     entries: list[Entry] = []
     for item in rewards:
-        entry = Entry(item) if isinstance(item, str) else _read_entry(item)
+        entry = _read_entry({"name": item} if isinstance(item, str) else item)
         if any((entry.name, entry.parameters) == (other.name, other.parameters) for other in entries):
             message = f"{entry.name} stands there twice with the same parameters"
             raise UsageError(message, key=KEY, fix="name it once, with a weight: {name: ..., weight: 2.0}")
@@ -183,9 +182,7 @@ def _errors_named(name: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
         if ends_by_signal(error):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-        raise RewardError(f"cogumi.rewards: {message}") from error
+        raise RewardError(f"cogumi.rewards: {describe_error(error, name)}") from error
 
 
 def _bind_parameters(reward: Reward, entry: Entry, settings: Mapping[str, Any]) -> Reward:
@@ -224,13 +221,8 @@ def _check_type(key: str, value: Any, hint: Any, name: str) -> Any:
         checked = adapter.validate_python(value)
     except ValidationError as error:
         raise UsageError(f"{name}: {key} = {value!r}: {error.errors()[0]['msg']}", key=KEY) from None
-    if isinstance(value, bool):  # pydantic reads true and false as the numbers 1 and 0
-        try:
-            is_bool = adapter.validate_python(True, strict=True) is True
-        except ValidationError:
-            is_bool = False
-        if not is_bool:
-            raise UsageError(f"{name}: {key} = {value!r}: not a number", key=KEY)
+    if isinstance(value, bool) and not isinstance(checked, bool):  # pydantic reads true as the number 1
+        raise UsageError(f"{name}: {key} = {value!r}: not a number", key=KEY)
     return checked
 
 
@@ -304,10 +296,8 @@ def try_reward(reward: Any, row: Mapping[str, Any], group: int, **arguments: Any
     error = _error_of_reward(reward, row, group, conversational, arguments)
     if error is None:
         return None
-    name, frame = getattr(reward, "__name__", type(reward).__name__), traceback.extract_tb(error.__traceback__)[-1]
-    problem = (
-        f"reward {name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno}) on a trial completion"
-    )
+    name = getattr(reward, "__name__", type(reward).__name__)
+    problem = f"reward {describe_error(error, name)} on a trial completion"
     is_shape = isinstance(error, SHAPE_ERRORS)
     if not is_shape or _error_of_reward(reward, row, group, not conversational, arguments) is not None:
         return False, f"{problem}; a function that cannot score every text ends the training in its first rollout"

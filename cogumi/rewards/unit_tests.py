@@ -1,6 +1,7 @@
 """The reward `unit_tests`: whether a completion passes the tests of its row, each in a process of the sandbox."""
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -59,22 +60,17 @@ def run_tests(
     files: what else lies in the scratch directory of each, by name; modules there can be imported.
     """
     keys = [secrets.token_hex(16) for _ in sources]
-    given = [
-        {unit_test_program.GIVEN: json.dumps({"code": code, "tests": tests, "key": key})}
-        for (code, tests), key in zip(sources, keys, strict=True)
-    ]
-    beside = [
-        {**files_of_program, **more} for files_of_program, more in zip(given, files or [{}] * len(given), strict=True)
-    ]
+    scratch_files = []
+    for (code, tests), key, more in zip(sources, keys, files or [{}] * len(keys), strict=True):
+        given = json.dumps({"code": code, "tests": tests, "key": key})
+        scratch_files.append({unit_test_program.GIVEN: given, **more})
     program = Path(unit_test_program.__file__).read_text()
-    results = default_sandbox().run_all([program] * len(given), beside, keep=[unit_test_program.VERDICT])
-    return [(score(result, key), result) for result, key in zip(results, keys, strict=True)]
-
-
-def score(result: SandboxResult, key: str) -> float:
-    if result.status != "finished":
-        return float("nan")
-    return float(result.files.get(unit_test_program.VERDICT) == key)
+    results = default_sandbox().run_all([program] * len(keys), scratch_files, keep=[unit_test_program.VERDICT])
+    scored = []
+    for result, key in zip(results, keys, strict=True):
+        passed = float(result.files.get(unit_test_program.VERDICT) == key)
+        scored.append((passed if result.status == "finished" else math.nan, result))
+    return scored
 
 
 def source_of(text: str, prefix: str | None, suffix: str | None) -> str:

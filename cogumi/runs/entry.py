@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cogumi.config.source import Config
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import show_import
 from cogumi.stack.gpus import (
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from cogumi.methods.preview import Preview
     from cogumi.training import RunResult
 
-Config = str | os.PathLike[str] | Mapping[str, Any]
 HUB_NAME = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")  # a model of cogumi's, or what may be a hub id
 
 

@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
+from cogumi.config.source import Config
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import last_line
 from cogumi.core.notices import show_seconds
@@ -35,7 +35,7 @@ ENDING_SECONDS = 30.0  # for a supervisor to end after a refusal
 
 
 @show_seconds("start: the run is being prepared in a process of its own")
-def start(config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Run:
+def start(config: Config, **overrides: Any) -> Run:
     """Train one configuration in a process that outlives this one, the notebook, the terminal and the connection.
 
     config, overrides: as for `cogumi.train`. Returns when the first step is done, or some seconds after the configuration was

@@ -81,9 +81,8 @@ def train_in_processes(run: "RunConfig", count: int) -> "RunResult":
 
 def start_ranks(ranks: list[Rank], count: int, job: bytes, place: Path) -> None:
     """Add the processes to `ranks`, one by one."""
-    threads = str(max(1, (os.cpu_count() or 1) // count))
     shared = {
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),
         **without_chosen_gpu(os.environ),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_port()),

@@ -320,15 +320,8 @@ def find_bubblewrap() -> str:
 
 def worker_command(level: str, scratch_bytes: int) -> list[str]:
     """Return the command of a worker. If the trainer is root, programs run as another user."""
-    python = [
-        interpreter(),
-        "-s",
-        "-S",
-        "-P",
-        "-B",
-        "-c",
-        BEGIN.format(source=Path(__file__).with_name("sandbox_worker.py").read_text()),
-    ]
+    source = Path(__file__).with_name("sandbox_worker.py").read_text()
+    python = [interpreter(), "-s", "-S", "-P", "-B", "-c", BEGIN.format(source=source)]
     if level != "bubblewrap":
         return python
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--as-pid-1", "--cap-drop", "ALL"]
