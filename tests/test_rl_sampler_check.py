@@ -17,7 +17,7 @@ from cogumi.methods import gspo
 from cogumi.patches import vllm_engine
 from cogumi.rl import sampling
 from cogumi.rl.guards import find_problems
-from cogumi.rl.sampling import LONGEST, SamplerCheck, pick_texts, score_by_trainer, weigh_correction
+from cogumi.rl.sampling import LONGEST, SamplerCheck, pick_texts, score_by_trainer, correction_metrics
 
 TEXTS = [[5, 9, 14, 20, 33, 41, 7, 3], [8, 8, 15, 16, 23, 42], [4, 11, 2, 60, 61, 9, 9, 10, 12]]
 
@@ -169,12 +169,12 @@ def test_the_share_that_a_correction_changes(
         vllm_importance_sampling_clip_max=high,
     )
     batch = {"importance_sampling_ratio": torch.tensor(weights), "completion_mask": torch.tensor([[1, 1, 0]])}
-    actual = weigh_correction(args, batch)
+    actual = correction_metrics(args, batch)
     counted = [row[0] for row in weights] if len(weights[0]) == 1 else weights[0][:2]  # the third token is padding
     squares = sum(value**2 for value in counted)
     assert actual["corrected_share"] == share
     assert actual["effective_share"] == pytest.approx(sum(counted) ** 2 / (len(counted) * squares))  # Kish 1965
-    assert weigh_correction(args, {}) == {}
+    assert correction_metrics(args, {}) == {}
 
 
 # ------------------------------------------------------------------------------------------------- settings of a run

@@ -432,7 +432,7 @@ class SamplerCheck:
             if not self.trainer.vllm_importance_sampling_correction:
                 for name, value in self.compare_rollout(batch).items():
                     logged[f"sampling/sampling_logp_difference/{name}"].append(value)
-            for name, value in weigh_correction(self.trainer.args, batch).items():
+            for name, value in correction_metrics(self.trainer.args, batch).items():
                 logged[f"sampling/{name}"].append(value)
             for name, value in self.compare_texts().items():
                 logged[PROBE_PREFIX + name].append(value)
@@ -480,7 +480,7 @@ class SamplerCheck:
         return metrics
 
 
-def weigh_correction(args: Any, batch: dict[str, Any]) -> dict[str, float]:
+def correction_metrics(args: Any, batch: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of the correction's weights, of tokens or of completions; {} without a correction."""
     weights = batch.get("importance_sampling_ratio")
     if weights is None:

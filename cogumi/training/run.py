@@ -77,8 +77,8 @@ LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
 class RunResult:
     """What a run left behind. `metrics` are the logged rows, in order.
 
-    `merged` is None where `cogumi.merge` is false or the run ended early (`cogumi.sanity`, `on_red`, a budget), `adapter`
-    where every weight was trained (`cogumi.tuning: full`).
+    `merged` is None where `cogumi.merge` is false or the run ended early (`cogumi.sanity`, `on_red`, a budget). Where every
+    weight was trained (`cogumi.tuning: full`) it is the saved model, and `adapter` is None.
     """
 
     run_dir: Path
@@ -140,10 +140,10 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         gc.collect()  # model, trainer and optimizer refer to each other, and the merge needs their memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        merged, checks = trained.merged, trained.fitted.checks
+        merged = trained.merged
         if trained.adapter is not None and trained.live is not None:
             merged, merge_checks = finish.try_merge(run, trained.adapter, base.name, trained.live, prepared.original)
-            checks += merge_checks
+            trained.fitted.checks.extend(merge_checks)
         verdict = finish.record_verdict(run_dir, trained.fitted)
         if trained.adapter is not None and (
             limits := serving_limits(read_json(trained.adapter / "adapter_config.json"))
@@ -338,7 +338,7 @@ def train_and_save(
     if shared:
         enter(heart, "save")
         model = building.rebuild_model(run, base, gather_trained(trainer.model))
-    checks, ended, adapter, merged = fitted.checks, fitted.ended, None, None
+    ended, adapter, merged = fitted.ended, None, None
     if run.cogumi.tuning == "lora" and (ended is None or ended.state != NON_FINITE):
         adapter = finish.retry_when_full(run, "save", finish.save_adapter, model, tokenizer, run_dir, revision)
     judge_fit(run, trainer, fitted, ranks)
@@ -346,12 +346,14 @@ def train_and_save(
     if run.cogumi.tuning == "full" and ended is None:  # after its checks: saving rounds the model's weights
         dtype = base.config.dtype or torch.float32
         merged = finish.retry_when_full(run, "save", finish.save_model, model, tokenizer, run_dir, dtype)
-        checks += attempt("saved model", finish.judge_saved, model, merged)
+        fitted.checks.extend(attempt("saved model", finish.judge_saved, model, merged))
     if prompts is not None and (ended is None or ended.state == SANITY_CHECKED):
         enter(heart, "samples")
         step = trainer.state.global_step
-        checks += attempt("samples", write_samples, run_dir, model, tokenizer, prompts, step, run.cogumi.stop)
-        checks += attempt("flags", fitted.sentinel.on_train_end)
+        fitted.checks.extend(
+            attempt("samples", write_samples, run_dir, model, tokenizer, prompts, step, run.cogumi.stop)
+        )
+        fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))
     live = None
     if adapter is not None and run.cogumi.merge and ended is None:
         enter(heart, "merge")
