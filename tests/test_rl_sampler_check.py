@@ -17,7 +17,7 @@ from cogumi.methods import gspo
 from cogumi.patches import vllm_engine
 from cogumi.rl import sampling
 from cogumi.rl.guards import find_problems
-from cogumi.rl.sampling import LONGEST, SamplerCheck, pick_texts, score_by_trainer, correction_metrics
+from cogumi.rl.sampling import LONGEST, SamplerCheck, correction_metrics, pick_texts, score_by_trainer
 
 TEXTS = [[5, 9, 14, 20, 33, 41, 7, 3], [8, 8, 15, 16, 23, 42], [4, 11, 2, 60, 61, 9, 9, 10, 12]]
 
