@@ -13,7 +13,7 @@ from bitsandbytes.nn import Linear4bit
 from builders import NF4, all_tensors, load, save_quantized
 from peft import PeftModel, get_peft_model
 from qlora_runs import logged_weights, qlora, train_until_failure, watch_trainers
-from test_preflight import line, preflight
+from test_preflight import line_of, preflight
 from test_training_unfinished import logged, the_same
 from transformers import (
     AutoConfig,
@@ -357,9 +357,9 @@ def test_the_recipe_of_gpt_oss_20b_in_four_bits_fits_an_a100_of_40_gb(tmp_path: 
     shapes.save_pretrained(tmp_path)
     words = {"model__name": str(tmp_path), "cogumi__run_dir": str(tmp_path / "run")}
     report = preflight("gpt-oss-20b-4bit-gspo-fim", "a100 40gb", **words)
-    assert line(report, "memory").state == "green", str(report)
+    assert line_of(report, "memory").state == "green", str(report)
     assert report.figures["memory"]["peak"] < 30 * 2**30
-    assert "94.4% in nf4 4-bit" in line(report, "weights").figure
+    assert "94.4% in nf4 4-bit" in line_of(report, "weights").figure
     eight = preflight("gpt-oss-20b-4bit-gspo-fim", "a100 40gb", **words, model__quantization_config=EIGHT)
-    assert line(eight, "weights").state == "yellow"
-    assert "load_in_4bit" in line(eight, "weights").fix
+    assert line_of(eight, "weights").state == "yellow"
+    assert "load_in_4bit" in line_of(eight, "weights").fix

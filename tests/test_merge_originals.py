@@ -12,7 +12,7 @@ from hub_server import HubServer
 from qlora_runs import check, four_bit_copy, logged_weights, qlora
 from safetensors.torch import save_file
 from test_models_download import train_apart
-from test_preflight import line, preflight
+from test_preflight import line_of, preflight
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -178,12 +178,12 @@ def test_the_preflight_of_a_quantized_base_names_its_original_and_its_bytes(
 ) -> None:
     config = on_disk(home / "model-bnb-4bit", code_parquet, run_dir=str(tmp_path / "run"))
     report = preflight(config)
-    assert line(report, "base").figure.endswith(f"the merge is into {home / 'model'}, which is here")
-    assert "in nf4 4-bit" in line(report, "weights").figure
+    assert line_of(report, "base").figure.endswith(f"the merge is into {home / 'model'}, which is here")
+    assert "in nf4 4-bit" in line_of(report, "weights").figure
     shutil.copytree(home / "model-bnb-4bit", tmp_path / "alone")
     alone = preflight(config, model__name=str(tmp_path / "alone"))
-    assert line(alone, "base").state == "red"
-    assert "cogumi.merge_base" in line(alone, "base").fix
+    assert line_of(alone, "base").state == "red"
+    assert "cogumi.merge_base" in line_of(alone, "base").fix
 
 
 # ------------------------------------------------------------------------------------------------------------------- runs
